@@ -33,8 +33,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     y = drawing.heading((MARGIN, 23), "Requests that fit")
     note = (
         f"{state.model} with {state.query_heads} query heads on {state.hardware.name}, requests of "
-        f"{tokens(state.context)} tokens; memory as vLLM would count it, rates modelled, off by {state.error:.0%} "
-        "(median)"
+        f"{tokens(state.context)} tokens; memory as vLLM would count it, rates modelled, {state.error}"
     )
     y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 146, large=0.54)

@@ -19,7 +19,7 @@ from minivllm.simulate.attention_heads import (
 )
 from minivllm.simulate.hardware import Hardware, get_hardware
 from minivllm.simulate.known_models import known_model
-from minivllm.simulate.lever_checks import median_error
+from minivllm.simulate.lever_checks import known_error
 from widgets.spec import require_numbers
 
 MODELS = ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-32B", "Mixtral-8x7B-v0.1", "Llama-3.1-70B")
@@ -109,8 +109,8 @@ class State:
     wrong: str
     """What the reader's rule gives that the query heads of a rank cannot do with; empty where it is right."""
     own: bool
-    error: float
-    """The cost model's median error on published measurements."""
+    error: str
+    """How far the cost model is off on published measurements."""
 
     @property
     def here(self) -> Place:
@@ -195,7 +195,7 @@ def sweep(
         ranks=ranks,
         wrong=wrong,
         own=kv_heads_of_rank is not None,
-        error=median_error(),
+        error=known_error("decode"),
     )
 
 

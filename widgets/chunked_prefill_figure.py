@@ -24,7 +24,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     serving = state.serving
     drawing = Drawing(width, 0, "What a token budget costs", f"Waiting times over the budget, {state.budget} here")
     y = drawing.heading((MARGIN, 23), "What clients wait for")
-    off = f", a step off by {state.error:.0%} (median)" if state.error else ""
+    off = f", {state.error}" if state.error else ""
     note = (
         f"{serving.name} on one {serving.gpu.name}, {serving.load:g} requests a second: {serving.share:.0%} have "
         f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out; {POLICIES[serving.policy]}; "

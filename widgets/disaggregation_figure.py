@@ -30,7 +30,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     drawing = Drawing(
         width, 0, f"{state.model} on {many} {state.gpu}", f"Requests in time over the rate, {state.mine.name} GPUs"
     )
-    off = f", a step off by {state.error:.0%} (median)" if state.error else ""
+    off = f", {state.error}" if state.error else ""
     note = (
         f"{state.model} on {many} {state.gpu}, {tokens(state.work.prompt)} tokens in and {state.work.output} out; "
         f"in time: first token within {seconds(state.objective.ttft)}, then one every {seconds(state.objective.tpot)}; "

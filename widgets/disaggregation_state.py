@@ -14,7 +14,7 @@ from minivllm.simulate.disaggregation import SHARE, Colocated, Disaggregated, Ob
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.kv_links import LINKS, Transfer, get_link
-from minivllm.simulate.lever_checks import median_error, published_checks
+from minivllm.simulate.lever_checks import known_error, published_checks
 from minivllm.simulate.load_sweep import Runs
 from widgets.disaggregation_connector import CheckedConnector, ConnectorScheduler
 from widgets.spec import require_numbers
@@ -150,8 +150,8 @@ class State:
     """All ways to cut these GPUs into two pools, `mine` among them."""
     transfer: Transfer
     """Of one prompt, alone."""
-    error: float | None
-    """The cost model's median error on published measurements; None until it has been asked for."""
+    error: str | None
+    """How far the cost model is off on published measurements; None until it has been asked for."""
 
     @property
     def known(self) -> bool:
@@ -318,7 +318,7 @@ class _Sweep:
             return
         rate = self.first.rate
         yield self.mine.runs.run(rate)
-        median_error()
+        known_error("decode", "prefill")
         yield self.both.runs.run(rate)
         for one in (self.mine, self.both, *self.splits):
             while (next_rate := self._next(one)) is not None:
@@ -346,6 +346,6 @@ class _Sweep:
 
     def _now(self) -> State:
         splits = tuple(self._side(one) for one in self.splits)
-        error = median_error() if published_checks.cache_info().currsize else None
+        error = known_error("decode", "prefill") if published_checks.cache_info().currsize else None
         mine = splits[self.first.mine.prefill - 1]
         return replace(self.first, mine=mine, both=self._side(self.both), splits=splits, error=error)

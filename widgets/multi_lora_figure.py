@@ -33,7 +33,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     serving = state.serving
     drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting over the slots, {state.slots} here")
     y = drawing.heading((MARGIN, 23), "What clients wait for")
-    off = f", a step off by {state.error:.0%} (median)" if state.error else ""
+    off = f", {state.error}" if state.error else ""
     note = (
         f"{serving.name} on one {serving.gpu.name}; {counted(serving.adapters, 'adapter')} of rank "
         f"{serving.rank}, Zipf {serving.skew:g}; {serving.load:g} requests a second, {PROMPT} tokens in, {ANSWER} out; "

@@ -82,7 +82,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     _draw_order(drawing, left, scale, state, 0)
     with drawing.answer():
         _draw_order(drawing, right, scale, state, 1)
-    error = f", off by {state.error:.0%} (median) on published figures" if state.error is not None else ""
+    error = f", {state.error}" if state.error else ""
     words = f"output tokens/s of all GPUs, modelled{error}"
     y = drawing.paragraph((MARGIN, right.bottom + 34), words, width - 2 * MARGIN)
     _draw_swept(drawing, Box(MARGIN + 34, y + 14, width - 2 * MARGIN - 34 - NAMES, height - y - 56), state, pinned)

@@ -18,7 +18,7 @@ from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
-from minivllm.simulate.lever_checks import median_error, published_checks
+from minivllm.simulate.lever_checks import known_error, published_checks
 from minivllm.simulate.levers import (
     LADDER,
     LeverResult,
@@ -133,7 +133,7 @@ class State:
     """With all levers that are on."""
     curves: tuple[Curve, ...]
     """All that are on; and to compare, nothing and the biggest levers alone, as soon as it is known which they are."""
-    error: float | None
+    error: str | None
     """Of the lever model, median on published figures; None until it is computed."""
 
     @property
@@ -287,7 +287,7 @@ def _state(asked: Asked) -> State:
         nothing=orders[0][0],
         everything=orders[0][-1],
         curves=tuple(curves if found else curves[:1]),
-        error=median_error() if published_checks.cache_info().currsize else None,
+        error=known_error("decode", "prefill") if published_checks.cache_info().currsize else None,
     )
 
 

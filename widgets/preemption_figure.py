@@ -33,7 +33,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     serving = state.serving
     drawing = Drawing(width, 0, "When the pool is too small", f"Latency over the pool, {state.pool} tokens here")
     y = drawing.heading((MARGIN, 23), "When the pool is too small")
-    off = f", a step off by {state.error:.0%} (median)" if state.error else ""
+    off = f", {state.error}" if state.error else ""
     who = "your function chooses who goes" if state.own else RULE_WORDS[serving.rule]
     note = (
         f"{serving.name} on one {serving.gpu.name}: {serving.load:g} requests a second, {serving.prompt} tokens in and "

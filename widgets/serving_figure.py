@@ -24,7 +24,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """TTFT, TPOT and tokens a second over the rate; below, what all layouts of these GPUs bear."""
     count = state.layout.gpus
     drawing = Drawing(width, 0, f"{state.model} on {count} {state.gpu}", f"Latencies over the rate as {state.layout}")
-    off = f", a step off by {state.error:.0%} (median)" if state.error else ""
+    off = f", {state.error}" if state.error else ""
     note = f"{state.model} on {count} {state.gpu} as {state.layout}; modelled{off}"
     y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "What this layout bears") + 18), note, width - 32)
     if state.work.note:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from minivllm.config.checks import require
 from minivllm.simulate.layouts import Layout
-from minivllm.simulate.lever_checks import median_error, published_checks
+from minivllm.simulate.lever_checks import known_error, published_checks
 from minivllm.simulate.load_sweep import crossing
 from minivllm.simulate.workloads import workload
 from widgets.serving_reader import PAUSES, Collector, Read, read_answer
@@ -122,8 +122,8 @@ class State:
     """One answer at this rate, as clients get it that read more and more seldom; empty until the rate has been run."""
     own: bool
     """Whether the reader's own collector hands it over."""
-    error: float | None
-    """The cost model's median error on published measurements; None until it has been asked for."""
+    error: str | None
+    """How far the cost model is off on published measurements; None until it has been asked for."""
 
     @property
     def layout(self) -> Layout:
@@ -230,7 +230,7 @@ class _Sweep:
         mine = self._mine()
         if not mine.refused:
             yield mine.run(self.rate)
-        median_error()
+        known_error("decode", "prefill")
         for one in (mine, *self.runs):
             while (rate := self._next(one)) is not None:
                 yield one.run(rate)
@@ -290,7 +290,7 @@ class _Sweep:
             work=self.work,
             reads=self._reads(served),
             own=self.collector is not None,
-            error=median_error() if published_checks.cache_info().currsize else None,
+            error=known_error("decode", "prefill") if published_checks.cache_info().currsize else None,
         )
 
     def _reads(self, served: Served) -> tuple[Read, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from minivllm.lab.bounded import bounded
-from minivllm.simulate.lever_checks import median_error, published_checks
+from minivllm.simulate.lever_checks import known_error, published_checks
 from minivllm.simulate.load_sweep import Runs
 from widgets.spec import Verdict
 
@@ -47,8 +47,8 @@ class SweptState(ABC, Generic[Point]):
     """Whether the reader's code decides."""
     twin: Point | None
     """What the engine's own does at this value, where the reader's decides."""
-    error: float | None
-    """The cost model's median error on published measurements; None until it has been asked for."""
+    error: str | None
+    """How far the cost model is off on published measurements; None until it has been asked for."""
 
     @property
     @abstractmethod
@@ -151,7 +151,7 @@ class Sweep(ABC, Generic[AnyState]):
                 yield self.runs.runs.run(other)
                 if self.twin and other == self.at:
                     yield self.twin.runs.run(other)
-            median_error()
+            known_error("decode", "prefill")
 
     def _now(self) -> AnyState:
         refusals = {one: why for one in self.places if (why := self.runs.refusal(one))}
@@ -162,6 +162,6 @@ class Sweep(ABC, Generic[AnyState]):
             "refusals": refusals,
             "own": self.twin is not None,
             "twin": self.twin.runs.found.get(self.at) if self.twin else None,
-            "error": median_error() if published_checks.cache_info().currsize else None,
+            "error": known_error("decode", "prefill") if published_checks.cache_info().currsize else None,
         }
         return self.state(allowed, known)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from minivllm.errors import MinivllmError
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
-from minivllm.simulate.lever_checks import median_error
+from minivllm.simulate.lever_checks import known_error
 from minivllm.simulate.levers import LADDER, LeverResult, Levers, ladder, throughput
 from widgets import optimization_catalog as widget
 from widgets import optimization_catalog_runs as runs
@@ -222,7 +222,7 @@ def test_the_broken_region_begins_between_the_last_that_holds_and_the_first_that
 def test_the_picture_says_its_error_its_levers_and_what_each_does_without_colour():
     picture = widget.figure(complete())
     words = words_in(picture)
-    assert any(f"modelled, off by {median_error():.0%}" in word for word in words)
+    assert any(f"modelled, {known_error('decode', 'prefill')}" in word for word in words)
     assert {"▲ ×1.77", "▲ ×23.1", "▼ ×0.94", "= ×1.00", "off"} <= set(words)
     assert words.count("off") == 2
     assert {"all 11 on", "nothing on", "speculation alone", "KV cache alone"} <= set(words)

@@ -244,7 +244,7 @@ def test_lengths_of_a_file_replace_those_of_the_knobs():
 
 
 def test_the_models_error_is_said():
-    assert re.search(r"modelled, a step off by \d+%", widget.figure(complete()))
+    assert re.search(r"modelled, decodes off by \d+%, prefills by \d+% \(median\)", widget.figure(complete()))
 
 
 def test_a_pinned_state_is_drawn_behind():

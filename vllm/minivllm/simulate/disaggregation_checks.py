@@ -23,7 +23,7 @@ from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.kv_links import Link, get_link, least_bandwidth
 from minivllm.simulate.layouts import Cost, Layout, PlacedModel
-from minivllm.simulate.lever_checks import SERVING, PublishedCheck
+from minivllm.simulate.lever_checks import SERVING, SPLITWISE, SPLITWISE_FIRST_TOKENS, PublishedCheck, splitwise_cost
 from minivllm.simulate.levers import LeverCost
 from minivllm.simulate.open_load import finished
 
@@ -31,21 +31,15 @@ DISTSERVE = (
     "DistServe's blog, figure 6: 13B, one A100-80, 512 tokens in and 64 out, Poisson; 90 % within 0.4 s and 40 ms"
 )
 DISTSERVE_PAPER = "DistServe, section 3.3: OPT-66B, 512 tokens"
-SPLITWISE = "Splitwise, table IV: Llama-70B, 8 GPUs, one request at a time, medians; vLLM of 2023, without CUDA graphs"
 MOONCAKE = "Mooncake (FAST 2025): LLaMA-70B, prefix of 8,192 tokens; data-sheet peaks"
 MOONCAKE_ENGINE = "Mooncake (FAST 2025): transfer engine over RoCE, 40 GB"
 
 TTFT, TPOT, NEVER = 0.4, 0.04, 1e6
-ARITHMETIC_SLOWER, MEMORY_SLOWER = 2.43, 1.82
+ARITHMETIC_SLOWER, MEMORY_SLOWER = 1.75, 1.82
 """Fitted: with them a prefilling A100 bears 5.6 requests a second, and a decoding one 10, as DISTSERVE has it."""
 NO_LINK = Link("none", 1e15, 0.0, "DistServe's example leaves it out")
-CODING, CONVERSATION = (1500, 13), (1020, 129)
-"""Median tokens in and out of Splitwise's two traces."""
-TABLE_IV = {
-    "coding": (CODING, (0.185, 0.095), (0.052, 0.031)),
-    "conversation": (CONVERSATION, (0.155, 0.084), (0.040, 0.028)),
-}
-"""TTFT and TBT in seconds, on A100 and H100."""
+SPLITWISE_GAPS = {("coding", 13): (0.052, 0.031), ("conversation", 129): (0.040, 0.028)}
+"""Seconds between tokens on A100 and H100, by trace and its median tokens out; the rest is in `lever_checks`."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +140,11 @@ def distserve_checks(table: str, counted: int, arithmetic: float, memory: float)
 def splitwise_checks() -> list[DisaggregationCheck]:
     """Prompt and token times of one request on two kinds of GPUs, and how many times faster one is."""
     found, gpus = [], ("A100-80", "H100")
-    for trace, ((prompt, output), ttfts, tbts) in TABLE_IV.items():
-        first = [_eager(gpu).seconds(StepShape.of([(prompt, 0)])) for gpu in gpus]
-        following = [_eager(gpu).seconds(StepShape.of([(1, prompt + output // 2)])) for gpu in gpus]
+    first_tokens = zip(SPLITWISE_FIRST_TOKENS.items(), SPLITWISE_GAPS.items(), strict=True)
+    for ((trace, prompt), by_gpu), ((_, output), tbts) in first_tokens:
+        ttfts = tuple(by_gpu.values())
+        first = [splitwise_cost(gpu).seconds(StepShape.of([(prompt, 0)])) for gpu in gpus]
+        following = [splitwise_cost(gpu).seconds(StepShape.of([(1, prompt + output // 2)])) for gpu in gpus]
         for name, published, ours in (("TTFT", ttfts, first), ("TBT", tbts, following)):
             rows = [
                 (f"{trace}: {name} on {gpu}, seconds", *times)
@@ -157,11 +153,6 @@ def splitwise_checks() -> list[DisaggregationCheck]:
             rows.append((f"{trace}: {name}, H100 against A100", published[1] / published[0], ours[1] / ours[0]))
             found += [DisaggregationCheck(*row[:1], SPLITWISE, *row[1:], "Splitwise, table IV") for row in rows]
     return found
-
-
-def _eager(gpu: str) -> LeverCost:
-    levers = replace(SERVING, tensor_parallel=8, cuda_graphs=False)
-    return LeverCost.of(levers, known_model("Meta-Llama-3-70B"), get_hardware(gpu))
 
 
 def link_checks() -> list[DisaggregationCheck]:
