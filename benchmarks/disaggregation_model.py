@@ -5,11 +5,11 @@ r"""Two pools of GPUs against one, on the virtual clock: a map of goodput, what 
     uv run python benchmarks/disaggregation_model.py --quick         # fewer requests and cells
 
 Four H100 serve Llama-3.1-8B. For each kind of request and service level: requests a second and GPU that four sustain
-which do both, with the best budget of `disaggregation_tuning.BUDGETS` and with vLLM's default, and that two pools sustain
-in their best split over a link of 400 Gb/s. Then the edge: how much longer a step that mixes prompts and answers may take
-than arithmetic and bytes say, until two pools win. A figure is found by runs of the real schedulers; nothing is measured
-here, all is *modelled*. The errors are against published figures, with those marked that two factors were fitted to. The
-tables are followed by one line of JSON.
+which do both, with the best budget of `disaggregation_tuning.BUDGETS` and with vLLM's default, and that two pools
+sustain in their best split over a link of 400 Gb/s. Then the edge: how much longer a step that mixes prompts and
+answers may take than arithmetic and bytes say, until two pools win. A figure is found by runs of the real schedulers;
+nothing is measured here, all is *modelled*. The errors are against published figures, with those marked that two
+factors were fitted to. The tables are followed by one line of JSON.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def pools(cost: Cost | None = None) -> tuple[Colocated, Disaggregated]:
 
 
 def cell(prompt: int, output: int, objective: Objective, counted: int) -> dict[str, Any]:
-    """Goodput per GPU with the best budget, with vLLM's default budget, and with the best split; and which these are."""
+    """Goodput per GPU with the best budget, with vLLM's default and with the best split; and which these are."""
     work, (one, two) = Work(prompt, output, counted=counted), pools()
     tuned, split = best_budget(one, work, objective, ROUNDS), best_split(two, work, objective, ROUNDS)
     default = goodput(replace(one, budget=DEFAULT_BUDGET), work, objective, ROUNDS)

@@ -1,13 +1,13 @@
 """The best that each side can do: one pool with its best token budget, two pools with their best split. *Modelled*.
 
-    best_budget(model, gpu, 4, Work(1024, 128), Objective(0.2, 0.0075)).name   # "448", tokens of a step
-    best_split(model, gpu, 4, link, work, objective).goodput.per_gpu
+    best_budget(Colocated(model, gpu, 4), Work(1024, 128), Objective(0.2, 0.0075)).name   # tokens of a step
+    best_split(Disaggregated(model, gpu, 1, 3, link), work, objective).goodput.per_gpu
 
-A comparison with a budget that nobody has tuned says how bad that budget is. So every setting of a ladder is tried, on
-the same rates. A setting that cannot sustain the next rate above the best one so far is out after a single run.
+A comparison with a budget that was not tuned says how bad that budget is. So every setting of a ladder is tried on the
+same rates. A setting that cannot sustain the next rate above the best one so far is out after a single run.
 
-`winning_budgets` are those with which one pool sustains as much as two. `MixingCost` adds what the roofline leaves out of a
-step in which prompts and answers meet; `break_even` finds how much of it one pool can bear before two are better.
+`winning_budgets` are those with which one pool sustains as much as two. `MixingCost` adds what the roofline leaves out
+of a step in which prompts and answers meet; `break_even` finds how much of it one pool can take before two are better.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from minivllm.config import ModelConfig
 from minivllm.simulate.cost_model import Cost, StepShape
 from minivllm.simulate.disaggregation import (
     SHARE,
@@ -27,8 +26,6 @@ from minivllm.simulate.disaggregation import (
     System,
     Work,
 )
-from minivllm.simulate.hardware import Hardware
-from minivllm.simulate.kv_links import Link
 from minivllm.simulate.open_load import finished
 
 BUDGETS = (*range(64, 513, 64), 640, 768, 896, 1024, 1536, 2048, 4096, 8192)
@@ -120,8 +117,8 @@ def winning_budgets(
 def break_even(pool: Colocated, rate: float, work: Work, objective: Objective, rounds: int = 6) -> float:
     """Return the most seconds of `MixingCost` with which a pool, tuned anew each time, still sustains `rate`.
 
-    0 where it does not even without. The answer is too low by the level of a token / 2 ** `rounds` at most. A budget that
-    loses at some cost loses at any higher one, so it is not tried again.
+    It is 0 where the pool does not even without, and too low by `objective.tpot` / 2 ** `rounds` at most. A budget
+    that loses at some cost loses at any higher one, so it is not tried again.
     """
     low, high = 0.0, objective.tpot
     winning = winning_budgets(pool, rate, work, objective)
