@@ -57,8 +57,10 @@ def best_of(systems: Mapping[str, System], work: Work, objective: Objective, rou
                 causes[other] = system.bound_by(work, objective)
                 return False
             served = finished(system.serve(work, place * rate))
+            if served.attainment(objective) >= SHARE:
+                return True
             causes[other] = served.cause(objective)
-            return served.attainment(objective) >= SHARE
+            return False
 
         if best == top or not sustains(best + 1):
             continue
