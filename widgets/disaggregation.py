@@ -176,14 +176,14 @@ def _slow_link(state: State) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "Four H100, Llama-3.1-8B, prompts of 1,024 tokens or more: take a chunk that nobody has tuned, vLLM's default of "
-        "8,192, and find where two pools bear 1.5 times what the same four bear that do both.",
+        "Four H100, Llama-3.1-8B, prompts of 1,024 tokens or more: take a chunk that nobody has tuned, vLLM's default "
+        "of 8,192, and find where two pools bear 1.5 times what the same four bear that do both.",
         _untuned,
         "Where each token's time binds, a whole prompt in a decoding step costs goodput. Two pools need no budget.",
     ),
     Challenge(
-        "The same four GPUs, prompts of 2,048 tokens or more, and the best chunk for those that do both: find where two "
-        "pools come within a fifth of it.",
+        "The same four GPUs, prompts of 2,048 tokens or more, and the best chunk for those that do both: find where "
+        "two pools come within a fifth of it.",
         _close,
         "A chunk that fits into the time a step waits for memory is free. Two pools give that up; least is lost where "
         "there is little to decode.",
