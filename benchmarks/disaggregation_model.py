@@ -137,6 +137,7 @@ def draw(found: dict[str, Any], levels: tuple[float, ...], path: str) -> None:
         axes.set(xscale="log", yscale="log", xlabel="ms that a token may take", ylabel="ms more in a mixed step")
         axes.set_title("What a mixed step may cost more before two pools win (modelled)")
         axes.set_xticks(milliseconds, [f"{level:g}" for level in milliseconds], minor=False)
+        axes.set_yticks([0.1, 0.3, 1, 3], ["0.1", "0.3", "1", "3"])
         axes.minorticks_off()
         axes.text(0.03, 0.95, "two pools sustain more", transform=axes.transAxes, va="top")
         axes.text(0.97, 0.05, "one pool sustains more", transform=axes.transAxes, ha="right")
