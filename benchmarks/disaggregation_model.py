@@ -30,7 +30,7 @@ from minivllm.simulate.disaggregation_tuning import best_budget, best_split, bre
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.kv_links import LINKS, Transfer, get_link
-from minivllm.simulate.layouts import Cost
+from minivllm.simulate.layouts import Cost, Layout, PlacedModel
 
 MODEL, GPU, GPUS, LINK = "Llama-3.1-8B", "H100", 4, "400 Gb/s"
 KINDS = ((512, 64), (1024, 128), (2048, 128), (512, 256), (4000, 64))
@@ -95,7 +95,7 @@ def print_map(found: dict[str, dict[str, Any]]) -> None:
 
 def edges(kinds: tuple[tuple[int, int], ...], levels: tuple[float, ...], counted: int) -> dict[str, Any]:
     """ "4096/32" -> "arithmetic at 64 %" -> for each level of a token what a mixed step may cost more, in ms."""
-    cost = pools()[0].step_cost
+    cost = PlacedModel(known_model(MODEL), get_hardware(GPU), Layout(1, 1, 1)).cost
     costs = {ARITHMETIC_EFFICIENCY: cost, MATMUL_EFFICIENCY: cost.at_best()}
     found: dict[str, Any] = {}
     for kind in track(kinds, "looking for the edge"):

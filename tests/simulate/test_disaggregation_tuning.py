@@ -3,6 +3,7 @@
 import math
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -88,9 +89,10 @@ def test_budgets_that_fill_the_time_of_a_token_come_first():
 
 def test_the_budgets_that_win_and_the_cost_at_which_the_last_one_does_not():
     """448 tokens take 4.48 ms of the 10 that a token may take, so a mixed step may cost 5.52 ms more."""
-    assert winning_budgets(Pool(), 400, WORK, LEVEL) == [448, 512, 640, 768, 896]
-    assert break_even(Pool(), 400, WORK, LEVEL, rounds=10) == pytest.approx(5.52e-3, abs=1e-5)
-    assert break_even(Pool(), 1000, WORK, LEVEL) == 0
+    pool: Any = Pool()
+    assert winning_budgets(pool, 400, WORK, LEVEL) == [448, 512, 640, 768, 896]
+    assert break_even(pool, 400, WORK, LEVEL, rounds=10) == pytest.approx(5.52e-3, abs=1e-5)
+    assert break_even(pool, 1000, WORK, LEVEL) == 0
 
 
 def test_only_steps_that_mix_prompts_and_answers_cost_more():
