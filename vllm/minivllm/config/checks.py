@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from minivllm.errors import MinivllmError
 
 Settings = TypeVar("Settings", bound=type)
+NEAR = 0.75
+"""How like a known name, from 0 to 1, an unknown one must be to be taken for a slip of the pen (difflib's ratio)."""
 
 
 def require(holds: bool, message: str, parameter: str | None = None) -> None:
@@ -26,7 +28,7 @@ def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], listed
     names = list(known)
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1)
+            near = difflib.get_close_matches(str(name), names, n=1, cutoff=NEAR)
             hint = f"did you mean {near[0]!r}?" if near else listed or f"there are: {', '.join(names)}"
             raise MinivllmError(f"{what} {name!r}; {hint}")
 

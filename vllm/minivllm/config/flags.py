@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from minivllm.config.checks import NEAR
+
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
 DEFINED = re.compile(r"(?:^|(?<=[.)] ))((?:`\w+`(?:, | and )?)+): ")
 """Where a docstring's list begins to speak of fields: "`a`, `b`: words. `c`: words."."""
@@ -49,7 +51,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def refuse(self, flag: str) -> NoReturn:
         """Say that there is no such flag, and which is nearest, or where they are listed."""
-        near = difflib.get_close_matches(flag.partition("=")[0], self._option_string_actions, n=1, cutoff=0.75)
+        near = difflib.get_close_matches(flag.partition("=")[0], self._option_string_actions, n=1, cutoff=NEAR)
         hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them all"
         self.error(f"unrecognized argument {flag}; {hint}")
 
