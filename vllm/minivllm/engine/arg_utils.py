@@ -129,8 +129,8 @@ class EngineArgs:
       {"kv_connector": "NixlConnector", "kv_role": "kv_both"} (`config.kv_transfer`).
     - `kv_offloading_size`: GiB of host memory for a second tier of the KV cache, which extends the prefix cache; those
       of all ranks together, and of each core its own. `kv_offloading_backend`: "native", the only one. Further options,
-      such as an eviction policy or a folder for a third tier, stand in `kv_transfer_config`'s
-      `kv_connector_extra_config` (`kv_connector.offload_settings`).
+      such as `lazy_offload`, stand in `kv_transfer_config`'s `kv_connector_extra_config`
+      (`kv_connector.offload_settings`).
     - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
 
@@ -326,7 +326,7 @@ class EngineArgs:
             return
         alone = is_tier(transfer)
         require(
-            self.enable_prefix_caching or not (alone or self.kv_offloading_size),
+            self.enable_prefix_caching or not alone,
             "a second tier of the KV cache extends the prefix cache: leave enable_prefix_caching on",
         )
         for name, fits, instead in (
@@ -369,7 +369,7 @@ class EngineArgs:
         """Bytes of host memory that a tier may take; 0 without one, or where its size is given in blocks."""
         transfer = self.kv_transfer
         if transfer is None or not is_tier(transfer):
-            return int((self.kv_offloading_size or 0) * GIB)
+            return 0
         in_blocks = transfer.get_from_extra_config("num_cpu_blocks")
         return 0 if in_blocks else int(transfer.get_from_extra_config("cpu_bytes_to_use") or 0)
 
