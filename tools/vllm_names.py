@@ -271,6 +271,8 @@ def make_list(sources: dict[str, str], mentioned: list[Mention]) -> str:
         if path in named or path == ENVIRONMENT:
             names[path] = definitions(sources[path]) if path.endswith(".py") else {}
             held = beside & set(re.findall(r"\w+", sources[path]))
+            if path == ENVIRONMENT:  # which declares some variables as keys of a dictionary only
+                held |= set(VARIABLE.findall(sources[path]))
             names[path]["*"] = held.difference(*names[path].values())
         elif beside:  # a folder is cited
             defined = definitions(sources[path]) if path.endswith(".py") else {}

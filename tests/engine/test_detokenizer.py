@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.detokenizer import BROKEN, BYTE_OF, IncrementalDetokenizer, find_stop_string, token_bytes
+from minivllm.engine.output_processor import OutputProcessor
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 
@@ -305,3 +306,12 @@ def test_the_first_stop_string_to_be_complete():
     assert find_stop_string("xaby", ["by", "ab"], 0) == ("ab", 3)
     assert find_stop_string("xaby", ["ab"], 3) is None, "it ended before what is new"
     assert find_stop_string("xaby", ["xab", "ab"], 2) == ("xab", 3)
+
+
+@families
+def test_a_token_of_a_logprob_has_the_space_that_it_has_in_a_text(tokenizer):
+    """So that the tokens' texts, one behind another, are the text; its offsets are counted on them."""
+    processor = OutputProcessor(tokenizer)
+    ids = tokenizer.encode("ok ok  o ok", add_special_tokens=False).ids
+    shown = [processor._decoded(token_id) for token_id in ids]
+    assert "".join(shown) in ("ok ok  o ok", " ok ok  o ok"), "SentencePiece begins a text with a space"

@@ -72,14 +72,21 @@ def test_a_request_needs_a_name_a_number_and_a_path(given):
 
 
 def test_the_scale_is_alpha_over_the_rank_or_its_root():
-    assert helper().scale_of(MODULE) == 2
-    assert helper(use_rslora=True).scale_of(MODULE) == 4
+    assert helper().scale_of(MODULE, 4) == 2
+    assert helper(use_rslora=True).scale_of(MODULE, 4) == 4
     by_module = helper(rank_pattern={"0.self_attn.q_proj": 16}, alpha_pattern={"q_proj": 3}, use_rslora=True)
-    assert by_module.rank_of(MODULE) == 16
-    assert by_module.scale_of(MODULE) == 3 / math.sqrt(16)
-    assert by_module.rank_of(MODULE.replace(".0.", ".10.")) == 4, "a name ends behind a dot"
-    assert helper(rank_pattern={"q_proj": 2, MODULE: 9}).rank_of(MODULE) == 2, "the first one counts"
-    assert helper(rank_pattern={"^q_proj": 2, f"^{MODULE}": 9}).rank_of(MODULE) == 9
+    assert by_module.rank_of(MODULE, 7) == 16
+    assert by_module.scale_of(MODULE, 16) == 3 / math.sqrt(16)
+    assert by_module.rank_of(MODULE.replace(".0.", ".10."), 7) == 4, "a name ends behind a dot"
+    assert helper(rank_pattern={"q_proj": 2, MODULE: 9}).rank_of(MODULE, 9) == 2, "the first one counts"
+    assert helper(rank_pattern={"^q_proj": 2, f"^{MODULE}": 9}).rank_of(MODULE, 2) == 9
+
+
+def test_behind_a_regular_expression_the_tensors_tell_the_rank():
+    patterns = helper(rank_pattern={"k_proj": 3, r"layers\.\d+\..*q_proj": 16, "v_proj": 5})
+    assert patterns.rank_of(MODULE.replace("q_", "k_"), 16) == 3, "the first one that matches counts"
+    assert [patterns.rank_of(MODULE, stored) for stored in (16, 4, 5)] == [16, 4, 5]
+    assert patterns.rank_of(MODULE, 7) == 4, "which the config does not have"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,8 @@ def test_the_scale_is_alpha_over_the_rank_or_its_root():
         ({"lora_alpha": "16"}, "lora_alpha"),
         ({"lora_alpha": math.inf}, "lora_alpha"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
-        ({"rank_pattern": {"(a+)+$": 4}}, "module's name"),
+        ({"alpha_pattern": {"(a+)+$": 4}}, "module's name"),
+        ({"rank_pattern": {"(a+)+$": 65}}, "rank 65"),
         ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head'.*q_proj, k_proj"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
         ({"target_modules": 7}, "list of names"),
@@ -144,8 +152,8 @@ def test_any_config_is_taken_or_refused(config):
         found = PEFTHelper.from_dict(LEAST | config, Path("folder"), 64)
     except MinivllmError:
         return
-    assert 1 <= found.rank_of(MODULE) <= 64
-    assert isinstance(found.scale_of(MODULE), float)
+    assert 1 <= found.rank_of(MODULE, 9) <= 64
+    assert isinstance(found.scale_of(MODULE, 9), float)
 
 
 @pytest.mark.parametrize(("name", "modules", "rank", "scale"), [("a", 4, 8, 2), ("b", 7, 16, 2), ("c", 2, 4, 4)])
@@ -160,6 +168,27 @@ def test_adapters_that_peft_has_written(name, modules, rank, scale):
     plain = load_file(ADAPTERS / name / "adapter_model.safetensors")
     whole = plain["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
     assert torch.equal(stored.lora_b, whole * scale)
+
+
+def test_ranks_by_regular_expressions_are_read_as_peft_has_them(tmp_path):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    patterns = {r".*layers\.[13]\..*q_proj": 2, "v_proj": 3, r"^model\.layers\.(0|2)\.mlp\.up_proj": 5}
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], rank_pattern=patterns)
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    adapted.save_pretrained(tmp_path)
+    pairs = read_adapter(tmp_path, 16, shape_of)
+    assert {len(pair.lora_a) for pair in pairs.values()} == {2, 3, 4, 5}
+    for (layer, projection), ours in pairs.items():
+        where = "mlp" if projection == "up_proj" else "self_attn"
+        module = adapted.get_submodule(f"base_model.model.model.layers.{layer}.{where}.{projection}")
+        torch.testing.assert_close(ours.lora_b @ ours.lora_a, module.get_delta_weight("default"))
 
 
 def test_what_was_read_does_not_change_with_its_file(tmp_path):
@@ -224,6 +253,14 @@ WRONG = {
     ),
     "nothing": (dict, "no tensors"),
 }
+
+
+def test_a_and_b_have_one_rank_where_the_config_leaves_two_open(tmp_path):
+    tensors = {name: (pair(rank=3) if "lora_A" in name else pair(rank=4))[name] for name in pair()}
+    with pytest.raises(MinivllmError, match="lora_A of rank 3 and lora_B of rank 4 of q_proj in layer 0"):
+        read_adapter(written(tmp_path, tensors, rank_pattern={".*_proj": 3}), 16, shape_of)
+    with pytest.raises(MinivllmError, match=r"\[7, .*\[4, "):
+        read_adapter(written(tmp_path, pair(rank=7), rank_pattern={".*_proj": 3}), 16, shape_of)
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minivllm.entrypoints.openai import chat_template
-from minivllm.entrypoints.openai.chat_template import render
+from minivllm.entrypoints.openai.chat_template import no_template, read_template, render
 from minivllm.errors import MinivllmError
 
 from .make_chat_templates import RESULTS, SEEN, digest, now
@@ -162,3 +162,45 @@ def rendered(template, messages):
         return render(template, messages, SEEN, goes_on=False)
     except MinivllmError:
         return None
+
+
+def test_what_marks_an_answer_for_training_leaves_no_trace_in_a_prompt():
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    template = (
+        "{% for m in messages %}\n{%- if m.role == 'assistant' %}\n  {% generation %}\n<{{ m.content }}>\n"
+        "{%- set last = m.content %}{{ last }}\n  {% endgeneration %}\n{% endif %}{% endfor %}end"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    expected = _compile_jinja_template(template).render(messages=messages)
+    assert render(template, messages, {}, goes_on=False) == expected
+    assert "<b>b" in expected
+
+
+NAMED = [{"name": "rag", "template": "rag {{ messages[0].content }}"}, {"name": "tool_use", "template": "tools"}]
+
+
+def model_with(folder, chat_template):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
+    return folder
+
+
+def test_of_named_templates_one_is_chosen_by_its_name(tmp_path):
+    folder = model_with(tmp_path, NAMED)
+    assert read_template(None, folder) is None
+    assert read_template("rag", folder) == NAMED[0]["template"]
+    assert read_template("{{ 1 }}", folder) == "{{ 1 }}"
+    refusal = no_template(folder)
+    assert "'rag', 'tool_use', and no default" in refusal
+    assert "--chat-template NAME" in refusal
+    with pytest.raises(MinivllmError, match="another cannot be read"):
+        read_template("another", folder)
+    assert read_template(None, model_with(tmp_path, [*NAMED, {"name": "default", "template": "d"}])) == "d"
+    assert read_template(None, model_with(tmp_path, "only")) == "only"
+    assert "the model has no chat template" in no_template(model_with(tmp_path, None))
+
+
+@pytest.mark.parametrize("wrong", [3, [3], [{"name": "default"}], [{"name": "default", "template": 3}], {"a": "b"}])
+def test_templates_in_another_form_are_refused(tmp_path, wrong):
+    with pytest.raises(MinivllmError, match=r"chat_template in .* must be a template, or a list"):
+        read_template(None, model_with(tmp_path, wrong))

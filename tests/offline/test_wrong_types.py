@@ -8,6 +8,7 @@ import torch
 
 from minivllm import LLM, BeamSearchParams, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.errors import UnsupportedModelError
 from minivllm.simulate.workloads import poisson_arrivals
 
 ONE = SamplingParams(max_tokens=1)
@@ -16,8 +17,8 @@ MESSAGES = [{"role": "user", "content": "x"}]
 VALUES = [
     *(None, 3, -1, 1.5, float("nan"), True, b"x", "x", (), [], {}, {1}, object(), int),
     *((1, 2), ["x"], [None], [[None]], [[1.5]], {"prompt": None}, {"text": 1}),
-    *(np.array([1, 2]), np.array(3), np.int64(3), [np.int64(1)], [np.array([1, 2])]),
-    *(torch.zeros(2), torch.tensor([1, 2]), torch.tensor(3), [torch.tensor([1, 2])]),
+    *(np.array([1, 2]), np.array(3), np.int64(3), [np.int64(1)], [np.array([1, 2])], np.zeros((300, 2))),
+    *(torch.zeros(2), torch.tensor([1, 2]), torch.tensor(3), [torch.tensor([1, 2])], torch.zeros(2, 3)),
 ]
 PROMPT_KEYS = ("prompt_token_ids", "cache_salt", "other")
 
@@ -68,3 +69,14 @@ def test_a_value_is_taken_or_refused_in_one_line(llm, value):
 def test_a_beam_search_needs_its_parameters(llm):
     with pytest.raises(MinivllmError, match=r"params are NoneType; they must be BeamSearchParams"):
         llm.beam_search(["x"], None)
+
+
+def test_a_message_is_one_line_and_not_too_long():
+    assert str(MinivllmError("a  b")) == "a  b"
+    assert str(MinivllmError("x is [[0, 0],\n       [0, 0]]; it must be a text\n")) == (
+        "x is [[0, 0], [0, 0]]; it must be a text"
+    )
+    message = str(UnsupportedModelError("x is " + "9" * 10_000 + "; it must be a text"))
+    assert len(message) < 1100
+    assert message.startswith("x is 999")
+    assert message.endswith("999; it must be a text")

@@ -289,6 +289,29 @@ def test_a_workload_without_requests_is_refused_in_parts_too():
         next(simulate_in_parts([], SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=8), COST, steps=1))
 
 
+@pytest.mark.parametrize("value", [None, 3, "x", [None], ["x"], [(1, 2)], {"a": 1}, object])
+def test_what_is_no_workload_is_refused_in_one_line(value):
+    configs = SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=8)
+    with pytest.raises(MinivllmError, match=r"workload is \w+; it must be a Seq|request 0 is \w+; it must be a Simul"):
+        simulate(value, *configs, COST)
+    with pytest.raises(MinivllmError, match=r"must be a"):
+        next(simulate_in_parts(value, *configs, COST, steps=1))
+
+
+def test_other_arguments_of_wrong_types_are_refused_too():
+    scheduler, cache = SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=8)
+    one = [SimulatedRequest(1, 1)]
+    with pytest.raises(MinivllmError, match="scheduler_config is CacheConfig; it must be a SchedulerConfig"):
+        simulate(one, cache, scheduler, COST)
+    with pytest.raises(MinivllmError, match="max_steps is 'x'; it must be a count, or None"):
+        simulate(one, scheduler, cache, COST, "x")
+    with pytest.raises(MinivllmError, match="acceptance"):
+        simulate(one, scheduler, cache, COST, acceptance="x")
+    for lengths in ((0, 1), (1, 0), ("x", 1), (1.0, 1)):
+        with pytest.raises(MinivllmError, match="_tokens must be a positive whole number"):
+            SimulatedRequest(*lengths)
+
+
 @given(workloads(), st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_steps_that_need_no_decision_are_as_if_the_scheduler_had_been_asked(case, small_blocks):

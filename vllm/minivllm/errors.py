@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 
+LONGEST = 1000
+"""Characters of an error's message, beyond which its middle is left out."""
+
 
 class MinivllmError(ValueError):
     """Input that cannot work. Scripts print it as one line and exit with code 2, without a traceback.
 
+    The message becomes one line even if it quotes a value, such as an array, that takes many.
     `parameter` is the field of a request that is wrong, where it is exactly one; a server tells its client.
     """
 
     def __init__(self, message: str = "", parameter: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.parameter = parameter
 
 
@@ -65,3 +69,11 @@ class EngineStoppedError(EngineDeadError):
 
 class LostPeerError(RuntimeError):
     """Another rank has left an all-reduce or a broadcast. Its failure is the cause; this is how its peers notice."""
+
+
+def one_line(message: str) -> str:
+    """Return the message with its lines joined by spaces, and without the middle of one that is very long."""
+    lines = message.splitlines()
+    line = message if len(lines) < 2 else " ".join(stripped for text in lines if (stripped := text.strip()))
+    half = LONGEST // 2
+    return line if len(line) <= LONGEST else f"{line[:half]} ... {line[-half:]}"

@@ -106,7 +106,7 @@ class EngineCore:
         self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
         self.step_recorder: StepRecorder | None = None
         self._last_step_events: list[bytes] = []
-        self._log_memory()
+        self._log_memory(device)
 
     @property
     def ready(self) -> EngineCoreReady:
@@ -419,15 +419,19 @@ class EngineCore:
             self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         )
 
-    def _log_memory(self) -> None:
+    def _log_memory(self, device: torch.device) -> None:
         if self.ledger is not None:
             for row in self.ledger.rows:
                 logger.info("Memory: %.3f GiB %s%s", row.bytes / GIB, row.name, " (estimated)" if row.estimated else "")
         cache = self.scheduler.cache_config
         tokens, max_model_len = cache.num_gpu_blocks * cache.block_size, self.scheduler.config.max_model_len
-        logger.info("KV cache size: %s tokens in %s blocks", f"{tokens:,}", f"{cache.num_gpu_blocks:,}")
-        concurrency = max_concurrency(tokens, max_model_len)
-        logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{max_model_len:,}", concurrency)
+        logger.info(
+            "%s KV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",
+            "GPU" if device.type == "cuda" else device.type.upper(),
+            f"{tokens:,}",
+            f"{max_model_len:,}",
+            max_concurrency(tokens, max_model_len),
+        )
 
     def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
         """Creates the connector's sides in the ranks, then the scheduler's, which is told how to reach them."""

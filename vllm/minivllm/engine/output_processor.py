@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from minivllm.config import NO_PARTS, Parts
 from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
-from minivllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer
+from minivllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer, token_bytes
 from minivllm.engine.iteration_stats import FinishedRequestStats, IterationStats
 from minivllm.engine.parallel_sampling import ParentRequest
 from minivllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
@@ -268,7 +268,10 @@ class OutputProcessor:
         return rows
 
     def _decoded(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+        """Return a token as it stands in the middle of a text: SentencePiece strips the space that begins one."""
+        if self.tokenizer is None:
+            return None
+        return token_bytes(self.tokenizer, skip_special_tokens=False)[token_id].decode(errors="replace")
 
 
 def _chosen(entry: dict[int, Logprob] | None) -> Logprob:

@@ -60,7 +60,7 @@ class LLM:
 
         Args:
             model: a local directory, or a model's name on the Hugging Face Hub.
-            chat_template: a file or a template, in place of the model's own.
+            chat_template: a file or a template, in place of the model's own; or the name of one of the model's.
             disable_log_stats: if False, `get_metrics` has something to tell.
             engine_args: see `minivllm.engine.arg_utils.EngineArgs`.
 
@@ -107,9 +107,9 @@ class LLM:
             tokenization_kwargs: {"add_special_tokens": False} leaves the special tokens out of prompts that are texts.
 
         Raises:
-            MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or every prompt failed
-                while it ran. If only some did, the others keep their answers, and the completions of those that failed
-                have the finish reason "error" and the message in `error`.
+            MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or no prompt has an answer,
+                because each failed while it ran. If only some did, nothing is raised: the others keep their answers,
+                and the completions of those that failed have the finish reason "error" and the message in `error`.
         """
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
         with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
@@ -134,7 +134,7 @@ class LLM:
 
         Args:
             messages: a list of messages such as {"role": "user", "content": "…"}, or several such lists.
-            chat_template: makes a prompt of messages, in Jinja; by default the model's own.
+            chat_template: makes a prompt of messages, in Jinja; by default the model's own. As in the constructor.
             chat_template_content_format: a message's content is "string" or (parts) "openai"; "auto": as the template
                 expects it.
             add_generation_prompt: let the template add what an answer begins with.
@@ -178,7 +178,7 @@ class LLM:
             concurrency_limit: the most prompts to search for at once; None: all.
 
         Raises:
-            MinivllmError: a prompt or a parameter is invalid.
+            MinivllmError: a prompt or a parameter is invalid, or a sequence failed while it ran.
         """
         if not isinstance(params, BeamSearchParams):
             raise MinivllmError(f"params are {type(params).__name__}; they must be BeamSearchParams(…)")
@@ -217,7 +217,10 @@ class LLM:
             return request_ids
 
     def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
-        """Returns the completions of what was enqueued, in order. `output_type` can only be `RequestOutput`."""
+        """Returns the completions of what was enqueued, in order; prompts that fail are as in `generate`.
+
+        `output_type` can only be `RequestOutput`.
+        """
         if output_type is not None and output_type is not RequestOutput:
             raise MinivllmError(f"output_type is {output_type!r}; it can only be RequestOutput")
         with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(self._enqueued)) as advance:
@@ -289,7 +292,7 @@ class LLM:
     def _rendered(
         self, messages: Sequence[Any], template: str | None, further: Mapping[str, Any], goes_on: bool, form: Any
     ) -> list[str]:
-        from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, PLAIN, read_template, render, special_tokens
+        from minivllm.entrypoints.openai.chat_template import PLAIN, no_template, read_template, render, special_tokens
 
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise MinivllmError(f"messages are {type(messages).__name__}; they must be a list of messages, or of lists")
@@ -303,7 +306,7 @@ class LLM:
         if found is None and local_path(args.model) == EMBEDDED_MODEL:
             found = PLAIN
         if found is None:
-            raise MinivllmError(NO_TEMPLATE)
+            raise MinivllmError(no_template(source))
         seen = {**special_tokens(source), **further}
         return [render(found, conversation, seen, goes_on, form) for conversation in conversations]
 

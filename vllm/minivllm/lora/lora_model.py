@@ -57,9 +57,10 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
             raise MinivllmError(
                 f"the adapter in {folder} has lora_{match['matrix']} of {module[1]} in layer {module[0]} twice"
             )
-        _check_tensor(folder, name, tensor, match["matrix"], helper.rank_of(match["module"]), shape_of(module))
+        rank = helper.rank_of(match["module"], _rank_stored(tensor, match["matrix"]))
+        _check_tensor(folder, name, tensor, match["matrix"], rank, shape_of(module))
         found[module][match["matrix"]] = tensor.to(torch.float32, copy=True)  # the file is only mapped, and may change
-        scales[module] = helper.scale_of(match["module"])
+        scales[module] = helper.scale_of(match["module"], rank)
     if not found:
         raise MinivllmError(f"the adapter in {folder} has no tensors")
     for (layer, projection), pair in found.items():
@@ -68,7 +69,19 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
                 f"the adapter in {folder} has only lora_{next(iter(pair))} of {projection} in layer {layer}; the other "
                 "matrix is missing"
             )
+        if (rank_a := len(pair["A"])) != (rank_b := pair["B"].shape[1]):
+            raise MinivllmError(
+                f"the adapter in {folder} has lora_A of rank {rank_a} and lora_B of rank {rank_b} of {projection} in "
+                f"layer {layer}; they must have the same"
+            )
     return {module: _scaled(folder, pair, scales[module]) for module, pair in found.items()}
+
+
+def _rank_stored(tensor: Tensor, matrix: str) -> int:
+    """Return the rank that a tensor's shape says; 0 for one that is no matrix."""
+    if tensor.dim() != 2:
+        return 0
+    return tensor.shape[0 if matrix == "A" else 1]
 
 
 def _scaled(folder: str | Path, pair: dict[str, Tensor], scale: float) -> LoRAPair:

@@ -51,7 +51,8 @@ class PEFTHelper:
     """The rank and the scale of each module's pair of matrices.
 
     A pattern is a module's name or the end of it, behind a dot; the first one that matches counts. PEFT takes regular
-    expressions too. Here they are refused: a hostile one can take for ever.
+    expressions too. Here none is evaluated, because a hostile one can take for ever: the tensors tell the ranks, and an
+    `alpha_pattern` with one is refused.
     """
 
     r: int
@@ -96,13 +97,22 @@ class PEFTHelper:
         helper._check(path, max_lora_rank)
         return helper
 
-    def rank_of(self, module: str) -> int:
-        """Return the rank of this module's pair, such as "model.layers.0.self_attn.q_proj"."""
-        return _matching(self.rank_pattern, module, self.r)
+    def rank_of(self, module: str, stored: int) -> int:
+        """Return the rank that a module's pair must have, such as that of "model.layers.0.self_attn.q_proj".
 
-    def scale_of(self, module: str) -> float:
-        """Return what B A is multiplied by: alpha / r, or alpha / √r with rank-stabilised LoRA."""
-        rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.lora_alpha)
+        Behind a regular expression, which may match or not, that is the `stored` one if the config has it anywhere.
+        """
+        for pattern, rank in self.rank_pattern.items():
+            if not PATTERN.fullmatch(pattern):
+                return stored if stored in self.rank_pattern.values() else self.r
+            if _matches(pattern, module):
+                return rank
+        return self.r
+
+    def scale_of(self, module: str, rank: int) -> float:
+        """Return what B A is multiplied by: alpha / rank, or alpha / √rank with rank-stabilised LoRA."""
+        alphas = (alpha for pattern, alpha in self.alpha_pattern.items() if _matches(pattern, module))
+        alpha = next(alphas, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def _check(self, path: Path, max_lora_rank: int) -> None:
@@ -123,10 +133,10 @@ class PEFTHelper:
         for alpha in (self.lora_alpha, *self.alpha_pattern.values()):
             if not is_number(alpha):
                 raise MinivllmError(f"lora_alpha {where} is {alpha!r}; it must be a number")
-        for pattern in (*self.rank_pattern, *self.alpha_pattern):
+        for pattern in self.alpha_pattern:
             if not PATTERN.fullmatch(pattern):
                 raise MinivllmError(
-                    f"the pattern {pattern[:60]!r} {where} must be a module's name, or the end of one: "
+                    f"the alpha_pattern {pattern[:60]!r} {where} must be a module's name, or the end of one: "
                     "write each name out, or merge the adapter into the model (merge_and_unload of PEFT)"
                 )
         self._check_targets(where)
@@ -146,9 +156,6 @@ class PEFTHelper:
             )
 
 
-def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    for pattern, value in patterns.items():
-        whole = pattern.startswith("^")
-        if module == pattern.removeprefix("^") or (not whole and module.endswith(f".{pattern}")):
-            return value
-    return otherwise
+def _matches(pattern: str, module: str) -> bool:
+    whole = pattern.startswith("^")
+    return module == pattern.removeprefix("^") or (not whole and module.endswith(f".{pattern}"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.config.checks import is_number
+from minivllm.config.checks import is_count, is_number, positive_count, require
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -44,6 +44,8 @@ class SimulatedRequest:
     def __post_init__(self) -> None:
         if not is_number(self.arrival) or self.arrival < 0:
             raise MinivllmError(f"arrival is {self.arrival!r}; it must be 0 seconds or more")
+        positive_count("prompt_tokens", self.prompt_tokens)
+        positive_count("output_tokens", self.output_tokens)
 
 
 @dataclass
@@ -197,8 +199,8 @@ def simulate(
         MinivllmError: the workload is empty or waits for a request that never comes, `acceptance` is outside [0, 1],
             the scheduler rejects a request (too long for pool or model), or a cost is negative or not finite.
     """
-    if not workload:
-        raise MinivllmError("a simulation needs at least one request")
+    _check(workload, scheduler_config, cache_config)
+    require(max_steps is None or is_count(max_steps, 0), f"max_steps is {max_steps!r}; it must be a count, or None")
     made = scheduler(scheduler_config, cache_config)
     return _Clock(workload, made, cost, Acceptance(acceptance), shape_of).run(max_steps)
 
@@ -217,13 +219,26 @@ def simulate_in_parts(
     Raises:
         MinivllmError: as `simulate`.
     """
-    if not workload:
-        raise MinivllmError("a simulation needs at least one request")
+    _check(workload, scheduler_config, cache_config)
     clock = _Clock(workload, scheduler(scheduler_config, cache_config), cost, Acceptance(0.0), StepShape.of)
     while clock.has_work():
         clock.run(len(clock.steps) + steps)
         yield None
     yield clock.run(None)
+
+
+def _check(workload: object, scheduler_config: object, cache_config: object) -> None:
+    for name, value, kind in (
+        ("workload", workload, Sequence),
+        ("scheduler_config", scheduler_config, SchedulerConfig),
+        ("cache_config", cache_config, CacheConfig),
+    ):
+        require(isinstance(value, kind), f"{name} is {type(value).__name__}; it must be a {kind.__name__}")
+    assert isinstance(workload, Sequence)
+    require(len(workload) > 0, "a simulation needs at least one request")
+    for index, request in enumerate(workload):
+        if not isinstance(request, SimulatedRequest):
+            raise MinivllmError(f"request {index} is {type(request).__name__}; it must be a SimulatedRequest")
 
 
 class Acceptance:
@@ -234,8 +249,8 @@ class Acceptance:
     """
 
     def __init__(self, chance: float) -> None:
-        if not 0 <= chance <= 1:
-            raise MinivllmError(f"an acceptance is a chance from 0 to 1, not {chance}")
+        if not is_number(chance) or not 0 <= chance <= 1:
+            raise MinivllmError(f"an acceptance is a chance from 0 to 1, not {chance!r}")
         self.chance, self._random = chance, random.Random(0).random
 
     def draw(self, num_drafts: int) -> int:

@@ -2,8 +2,8 @@
 
 A template comes from a stranger's model folder, so it runs in a sandbox: it sees the messages, and nothing else.
 
-In vLLM v0.33.0: `vllm/renderers/hf.py`, `vllm/renderers/chat_utils/chat_template.py`.
-The functions that templates may call are those of `transformers.utils.chat_template_utils`.
+In vLLM v0.33.0: `vllm/renderers/hf.py`, `vllm/renderers/chat_utils/chat_template.py`. Templates may call the same
+functions as in the library transformers (its `chat_template_utils`).
 """
 
 import json
@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivllm.config.checks import encodable, require
@@ -22,29 +24,44 @@ from minivllm.config.model import hub_file, local_path, read_json_object
 from minivllm.entrypoints.openai.chat_messages import ContentFormat, detect_content_format, normalize
 from minivllm.errors import MinivllmError
 
-FILENAME, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+FILENAME, TOKENIZER_CONFIG, DEFAULT = "chat_template.jinja", "tokenizer_config.json", "default"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 PLAIN = (
     "{% for m in messages %}{{ '### ' + m['role'] + '\\n' + (m['content'] or '') + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
 )
 """For the embedded model, which was not trained on conversations."""
-NO_TEMPLATE = (
-    "the model has no chat template, and there is no default one (transformers has none since v4.44): start the server "
-    "with --chat-template, or give LLM.chat a chat_template"
-)
 
 
 def read_template(given: str | None, model: str | Path) -> str | None:
-    """Return the template of the flag, a file or the template itself; else the model's own; None if it has none.
+    """Return the template of the flag, else the model's own; None if it has none, or several and no default.
+
+    The flag has the name of one of the model's templates, or a file's, or the template itself.
 
     Raises:
         MinivllmError: the file does not exist, or the template is not valid.
     """
-    template = _of_model(model) if given is None else _of_flag(given)
+    templates = _templates_of(model)
+    template = templates.get(given or DEFAULT)
+    if template is None and given is not None:
+        template = _of_flag(given)
     if template is not None:
         _compiled(template)
     return template
+
+
+def no_template(model: str | Path) -> str:
+    """Return why there is no prompt for a conversation with this model, and what to do about it."""
+    names = ", ".join(map(repr, _templates_of(model)))
+    if names:
+        return (
+            f"the model has several chat templates, {names}, and no default: choose one by its name, with "
+            "--chat-template NAME for a server, or chat_template=NAME for LLM(...) or LLM.chat"
+        )
+    return (
+        "the model has no chat template, and there is no default one (transformers has none since v4.44): start the "
+        "server with --chat-template, or give LLM.chat a chat_template"
+    )
 
 
 def special_tokens(model: str | Path) -> dict[str, str]:
@@ -64,18 +81,21 @@ def _of_flag(given: str) -> str:
         raise MinivllmError(f"the chat template {given} cannot be read: {error}") from None
 
 
-def _of_model(model: str | Path) -> str | None:
-    for filename in (FILENAME, TOKENIZER_CONFIG):
-        path = _file_of(model, filename)
-        if path is None:
-            continue
-        if filename == FILENAME:
-            return path.read_text()
-        template = read_json_object(path).get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = {one["name"]: one["template"] for one in template}.get("default")
-        return template
-    return None
+def _templates_of(model: str | Path) -> dict[str, str]:
+    """Return the model's own templates by name; where there is only one, that is the default."""
+    if (path := _file_of(model, FILENAME)) is not None:
+        return {DEFAULT: path.read_text()}
+    if (path := _file_of(model, TOKENIZER_CONFIG)) is None:
+        return {}
+    written = read_json_object(path).get("chat_template") or []
+    named = [{"name": DEFAULT, "template": written}] if isinstance(written, str) else written
+    try:
+        templates = {one["name"]: one["template"] for one in named}
+    except (TypeError, LookupError):
+        templates = {"": None}
+    if not all(isinstance(text, str) for pair in templates.items() for text in pair):
+        raise MinivllmError(f'chat_template in {path} must be a template, or a list of {{"name": …, "template": …}}')
+    return templates
 
 
 def _file_of(model: str | Path, filename: str) -> Path | None:
@@ -157,7 +177,19 @@ def _as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-_environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}` marks for training what the assistant says; a prompt has the inside."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_environment = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+)
 _environment.filters["tojson"] = _as_json
 _environment.globals["raise_exception"] = _reject
 _environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

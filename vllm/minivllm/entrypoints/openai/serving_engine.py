@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from minivllm.config.checks import encodable
 from minivllm.engine.async_llm import AsyncLLM, Collector
 from minivllm.engine.wire import encode
-from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render, special_tokens
+from minivllm.entrypoints.openai.chat_template import no_template, render, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
 from minivllm.entrypoints.openai.errors import error_response, failed, unavailable
 from minivllm.entrypoints.openai.protocol import (
@@ -280,7 +280,7 @@ class OpenAIServing:
             raise MinivllmError("a request's own chat_template is served only with --trust-request-chat-template")
         template = own or self.template
         if template is None:
-            raise MinivllmError(NO_TEMPLATE)
+            raise MinivllmError(no_template(self.engine.engine_args.model))
         seen = {
             **self._special_tokens,
             "add_generation_prompt": request.add_generation_prompt,

@@ -40,8 +40,8 @@ class FrontendArgs(HttpArgs):
       default one; vLLM's default is `data_parallel_size`.
     - `api_key`: requests below /v1 must bring one of these.
     - `served_model_name`: the model's names in the API; default: its path or name.
-    - `chat_template`: a file, or the template itself. `trust_request_chat_template`: requests may bring a
-      template of their own.
+    - `chat_template`: a file, the template itself, or the name of one of the model's. `trust_request_chat_template`:
+      requests may bring a template of their own.
     - `response_role`: who speaks in chat replies.
     - `max_logprobs`: the most log probabilities a position that a request may ask for; -1: the whole vocabulary.
     - `max_num_queued_reqs`, `max_num_queued_tokens`: with more unfinished requests or tokens of prompts than this, new
