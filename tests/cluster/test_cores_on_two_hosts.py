@@ -34,7 +34,7 @@ async def main():
             found.append(output.outputs[0].token_ids)
         return found
 
-    hosts = [peer(lifeline) for lifeline in engine.engine_core.addresses.lifelines]
+    hosts = [peer(lifeline) for lifeline in engine.engine_core.cores.lifelines]
     print(json.dumps([hosts, await tokens(0), await tokens(1)]))
     far = next(rank for rank, host in enumerate(hosts) if host != "{Hosts.address("a")}")
     try:

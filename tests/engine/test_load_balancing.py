@@ -1,12 +1,11 @@
-"""Which core gets a request: vLLM's rule, the prompt's beginning, and who is told what."""
+"""Which core gets a request: vLLM's rule, and the prompt's beginning."""
 
 import pytest
 
 from minivllm import SamplingParams
 from minivllm.core.limits import RequestLimits
-from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
+from minivllm.core.messages import EngineCoreReady, EngineCoreRequest
 from minivllm.core.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats, summed_stats
-from minivllm.engine.core_proc import OutputRouter
 from minivllm.engine.load_balancing import PREFIX_SLACK, LoadBalancer
 from minivllm.errors import MinivllmError
 
@@ -15,9 +14,9 @@ def stats(waiting: int = 0, running: int = 0, usage: float = 0.0) -> SchedulerSt
     return SchedulerStats(running, waiting, usage, PrefixCacheStats(requests=1), SpecDecodingStats(1, 2, 1, [1]), 1)
 
 
-def balancer(cores: int, routing: str = "load", blocks: int = 100, **client: int) -> LoadBalancer:
+def balancer(cores: int, routing: str = "load", blocks: int = 100) -> LoadBalancer:
     ready = EngineCoreReady(RequestLimits(512, 4, blocks - 1), blocks, None, stats())
-    return LoadBalancer([ready] * cores, routing, **client)
+    return LoadBalancer([ready] * cores, routing)
 
 
 def request(prompt: list[int] | None = None, **settings) -> EngineCoreRequest:
@@ -47,12 +46,6 @@ def test_what_was_sent_counts_until_the_core_has_counted_it():
     assert (cores.score(0), cores.score(1)) == (5, 8)
     cores.observe(0, stats(running=2), num_received=2)
     assert cores.score(0) == 2
-
-
-def test_several_clients_begin_with_different_cores_and_expect_the_others_to_send_as_much():
-    first, second = (balancer(2, client_index=index, client_count=2) for index in range(2))
-    assert (first.choose(request()), second.choose(request())) == (0, 1)
-    assert first.score(0) == 2 * 4
 
 
 def test_a_core_that_has_ended_gets_nothing_more():
@@ -108,31 +101,6 @@ def test_no_more_blocks_are_remembered_than_a_cache_holds_and_none_after_a_reset
     cores.observe(1, stats(running=2), 1)
     cores.forget_blocks()
     assert cores.choose(request(SHARED)) == 0
-
-
-def outputs(*request_ids: str, state: SchedulerStats | None = None) -> EngineCoreOutputs:
-    found = [EngineCoreOutput(request_id, [1], finish_reason="stop") for request_id in request_ids]
-    return EngineCoreOutputs(found, state or stats(), scheduled_req_ids=list(request_ids))
-
-
-def test_each_client_gets_its_own_outputs_and_all_get_the_counts():
-    router = OutputRouter(rank=3, client_count=2)
-    for client, name in ((0, "a"), (1, "b"), (1, "c")):
-        router.note_added(client, name)
-    told = dict(router.shares(outputs("a", "b")))
-    assert {client: [one.request_id for one in share.outputs] for client, share in told.items()} == {0: ["a"], 1: ["b"]}
-    assert [told[client].num_received for client in (0, 1)] == [1, 2]
-    assert {share.engine_index for share in told.values()} == {3}
-    told = dict(router.shares(outputs("c")))
-    assert list(told) == [1], "the state is as the first client knows it"
-    told = dict(router.shares(outputs(state=stats(waiting=1))))
-    assert list(told) == [0, 1]
-    silent = outputs(state=stats(waiting=1))
-    silent.step_events = [b"{}"]
-    assert list(dict(router.shares(silent))) == [0, 1], "a line that one misses, its x-ray lacks for good"
-    router.note_added(0, "d")
-    router.note_aborted(["d"])
-    assert not any(share.outputs for _, share in router.shares(outputs("d", state=stats(running=9))))
 
 
 def test_the_state_of_several_cores_as_one():

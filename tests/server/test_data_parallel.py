@@ -1,4 +1,4 @@
-"""Servers with two cores and two API servers: all are used, shown, and reset; one process of each kind is killed."""
+"""Servers with two cores: both are used, shown, and reset, and have the same adapters; one process is killed."""
 
 import contextlib
 import json
@@ -16,14 +16,15 @@ import pytest
 from patience import eventually
 from server.serving import Server, running
 from server.test_clients import is_idle, raw_request
+from server.test_lora import ADAPTERS, LOAD, PROMPT, UNLOAD
 
 from minivllm.lab.step_recording import read_lines
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": [7] * 64, "max_tokens": 1}
-FLAGS = ("--data-parallel-size", "2", "--api-server-count", "2", "--max-num-seqs", "2", "--max-model-len", "2048")
-CORE, RANK, API = "minivllm.engine.core_entry", "rank_main.py", "api_server_entry"
+FLAGS = ("--data-parallel-size", "2", "--max-num-seqs", "2", "--max-model-len", "2048")
+CORE, RANK = "minivllm.engine.core_entry", "rank_main.py"
 
 
 @contextlib.contextmanager
@@ -32,7 +33,6 @@ def pair_of_cores(folder, *flags: str) -> Iterator[Server]:
     with running(*FLAGS, *flags, env=env) as server:
         for rank in ("0", "1"):  # their first step takes long
             assert post(server, {"prompt": "x", "max_tokens": 1}, rank).status_code == 200
-        assert len(from_each_api_server(server, "/health")) == 2  # one may start later than the other
         yield server
 
 
@@ -71,23 +71,8 @@ def by_engine(server: Server, name: str, label: str = "") -> dict[str, float]:
     return dict(found)
 
 
-def from_each_api_server(server: Server, path: str) -> list[httpx.Response]:
-    """Answers from different API servers, in the order of their processes."""
-    found: dict[int, httpx.Response] = {}
-    servers = {one.pid: one for one in processes_of(server, API)}
-    while len(found) < len(servers):
-        with httpx.Client(base_url=server.url, timeout=60) as client:
-            reply = client.get(path)
-            port = reply.extensions["network_stream"].get_extra_info("client_addr")[1]
-            for pid, one in servers.items():
-                if any(held.raddr and held.raddr.port == port for held in one.net_connections("tcp")):
-                    found[pid] = reply
-    return [found[pid] for pid in sorted(found)]
-
-
 def test_requests_and_their_aborts_go_to_both_cores(pair: Server):
-    """Each may reach either API server; both know the counts of both cores. Some may end before they are left."""
-    assert len(processes_of(pair, API)) == 2
+    """Some may end before they are left."""
     running, waiting, ended = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total"
     anywhere, number = f"(?:{running}|{waiting}|{ended})", 24
     before = sum(by_engine(pair, ended).values())
@@ -103,15 +88,9 @@ def test_requests_and_their_aborts_go_to_both_cores(pair: Server):
     assert min(by_engine(pair, ended, 'finished_reason="abort"').values()) >= 2
 
 
-def test_each_api_server_shows_all_metrics(pair: Server):
-    first, second = from_each_api_server(pair, "/metrics")
-    assert first.text == second.text
-    assert 'vllm:e2e_request_latency_seconds_count{engine="1"' in first.text
-
-
 @pytest.mark.parametrize("core", [0, 1])
-def test_a_cores_recording_has_each_of_its_steps_whoever_asked(pair: Server, recording: Path, core: int):
-    for _ in range(4):  # each may reach either API server
+def test_a_cores_recording_has_each_of_its_steps(pair: Server, recording: Path, core: int):
+    for _ in range(4):
         body, rank = {"prompt": [5] * 40, "max_tokens": 3}, {"X-data-parallel-rank": str(core)}
         httpx.post(f"{pair.url}/v1/completions", json=body, headers=rank, timeout=60)
     assert eventually(lambda: is_idle(pair))
@@ -131,7 +110,6 @@ def test_a_reset_reaches_all_caches(pair: Server):
         queries, before = by_engine(pair, asked), by_engine(pair, found)
         for rank in before:
             assert post(pair, SHORT, rank).status_code == 200
-        # The API server that has answered need not be the one that shows the schedulers' states.
         length = len(SHORT["prompt"])
         wanted = {rank: tokens + length for rank, tokens in queries.items()}
         assert eventually(lambda: by_engine(pair, asked) == wanted)
@@ -143,6 +121,23 @@ def test_a_reset_reaches_all_caches(pair: Server):
     assert pair.client.post("/reset_prefix_cache").json() == {"success": True}
     assert hits() == {"0": 0, "1": 0}
     assert {post(pair, SHORT, wrong).status_code for wrong in ("2", "-1", "all", "9" * 5000)} == {400}
+
+
+def test_both_cores_have_the_adapters_of_the_start_and_those_that_come_and_go(tmp_path):
+    wanted = {
+        "tiny-python": [289, 465, 309, 199, 199, 516, 415, 1071],
+        "a": [289, 199, 199, 516, 309, 8, 66, 12],
+        "c": [309, 199, 199, 3, 3, 3, 3, 3],
+    }  # what PEFT and vLLM compute with them
+    names = ("--lora-modules", f"a={ADAPTERS}/a", "--runtime-lora-path", str(ADAPTERS))
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    with pair_of_cores(tmp_path, "--enable-lora", *names) as server:
+        assert server.client.post(LOAD, json={"lora_name": "c", "lora_path": f"{ADAPTERS}/c"}).status_code == 200
+        for rank in ("0", "1"):
+            for name, tokens in wanted.items():
+                assert post(server, body | {"model": name}, rank).json()["choices"][0]["token_ids"] == tokens
+        assert server.client.post(UNLOAD, json={"lora_name": "c"}).status_code == 200
+        assert {post(server, body | {"model": "c"}, rank).status_code for rank in ("0", "1")} == {404}
 
 
 class Held:
@@ -161,10 +156,7 @@ class Held:
     def _begin(self, number: int) -> None:
         for thread in self._threads[number - 2 : number]:
             thread.start()
-        server = self._server
-        assert eventually(
-            lambda: sum(reply.json()["server_load"] for reply in from_each_api_server(server, "/load")) == number, 20
-        )
+        assert eventually(lambda: self._server.client.get("/load").json()["server_load"] == number, 20)
 
     def _ask(self, index: int) -> None:
         begun = index < 2
@@ -192,7 +184,7 @@ def test_a_killed_core_takes_with_it_only_what_it_had_begun(pair: Server):
     held = Held(pair, core)
     core.kill()
     held.only_what_had_begun_has_failed()
-    assert [reply.status_code for reply in from_each_api_server(pair, "/health")] == [503, 503]
+    assert pair.client.get("/health").status_code == 503
     assert by_engine(pair, "vllm:num_requests_running") == {"0": 0.0, "1": 0.0}
     assert pair.client.post("/v1/completions", json=SHORT).status_code == 200, "the other core goes on"
     assert post(pair, SHORT, "1").status_code == 400
@@ -204,7 +196,7 @@ def test_a_killed_core_takes_with_it_only_what_it_had_begun(pair: Server):
     assert not psutil.wait_procs(processes, 10)[1]
 
 
-def test_a_killed_rank_is_its_cores_end_and_a_killed_api_server_that_of_all(tmp_path):
+def test_a_killed_rank_is_its_cores_end(tmp_path):
     with pair_of_cores(tmp_path, "--distributed-executor-backend", "mp") as server:
         rank = next(one for one in core_1(server).children() if any(RANK in word for word in one.cmdline()))
         held = Held(server, rank)
@@ -212,10 +204,5 @@ def test_a_killed_rank_is_its_cores_end_and_a_killed_api_server_that_of_all(tmp_
         held.only_what_had_begun_has_failed()
         assert server.client.get("/health").status_code == 503
         assert server.client.post("/v1/completions", json=SHORT).status_code == 200
-        processes = server.processes()
-        processes_of(server, API)[0].kill()
-        assert server.process.wait(60) == 1
-        assert not psutil.wait_procs(processes, 10)[1]
-        assert "An API server has ended" in server.said()
         assert "Traceback" not in server.said()
-    assert not list(tmp_path.iterdir()), "neither sockets nor metrics are left"
+    assert not list(tmp_path.iterdir()), "no sockets are left"

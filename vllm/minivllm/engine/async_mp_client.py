@@ -14,7 +14,7 @@ import zmq.asyncio
 from minivllm.core.messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import UTILITIES
-from minivllm.engine.core_processes import MILLISECONDS_FOR_LAST_WORDS, CoreAddresses, died
+from minivllm.engine.core_processes import MILLISECONDS_FOR_LAST_WORDS, died
 from minivllm.engine.mp_client import MPClient
 from minivllm.engine.wire import Failure, Kind
 from minivllm.errors import CoreDiedError, EngineDeadError
@@ -26,14 +26,14 @@ class AsyncMPClient(MPClient):
     Where one core of several dies, the others go on: see `get_output_async`.
     """
 
-    def __init__(self, args: EngineArgs, addresses: CoreAddresses | None = None) -> None:
+    def __init__(self, args: EngineArgs) -> None:
         self._calls: dict[tuple[int, int], asyncio.Future[UtilityOutput]] = {}
         self._messages: zmq.asyncio.Socket | None = None
         self._death: asyncio.Future[None] | None = None
         self._ended: list[int] = []
         self.dead_ranks: set[int] = set()
         """The cores that have died."""
-        super().__init__(args, addresses)
+        super().__init__(args)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Returns the outputs of the next step of a core, whenever there is one.
@@ -95,7 +95,7 @@ class AsyncMPClient(MPClient):
     def _stop_listening(self, error: Exception) -> None:
         """Takes the sockets away from the loop before they are closed; calls under way fail with this error."""
         if self._death is not None and not self._death.get_loop().is_closed():
-            for lifeline in self.addresses.lifelines:
+            for lifeline in self.cores.lifelines:
                 self._death.get_loop().remove_reader(lifeline)
             if self._messages is not None:
                 self._messages.close()
@@ -112,7 +112,7 @@ class AsyncMPClient(MPClient):
     def _unreachable(self, rank: int) -> None:
         """Whoever receives outputs notices a core's end too, and does what is to be done, with this request too."""
         if len(self.engines) == 1:
-            raise EngineDeadError(died(rank, self.addresses.pids, "has ended"))
+            raise EngineDeadError(died(rank, self.cores.names(), "has ended"))
 
     def _failed(self, failure: Failure) -> Exception:
         return self._gone(failure.engine_index, failure.error())
@@ -139,7 +139,7 @@ class AsyncMPClient(MPClient):
             while self._ended:
                 rank = self._ended.pop(0)
                 if rank not in self.dead_ranks:  # else it has said why
-                    raise self._gone(rank, EngineDeadError(self._obituary(rank)))
+                    raise self._gone(rank, EngineDeadError(self.cores.obituary(rank)))
             death = self._death = asyncio.get_running_loop().create_future()
             receiving = asyncio.ensure_future(self._messages.recv_multipart())
             try:
@@ -162,6 +162,6 @@ class AsyncMPClient(MPClient):
             loop.remove_reader(lifeline)
             loop.call_later(MILLISECONDS_FOR_LAST_WORDS / 1000, tell, rank)
 
-        for rank, lifeline in enumerate(self.addresses.lifelines):
+        for rank, lifeline in enumerate(self.cores.lifelines):
             loop.add_reader(lifeline, end, lifeline, rank)
         return zmq.asyncio.Socket.from_socket(self._output)

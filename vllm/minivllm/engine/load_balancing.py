@@ -1,8 +1,7 @@
 """Which of several cores gets a request.
 
 A core's score is waiting x 4 + running: what it last said, and requests sent since that it has not counted yet; the
-lowest wins. Each core tells every client its counts, so several front ends see the same ones; what the others have
-sent since is guessed to be as much as one's own.
+lowest wins.
 
 Routing "prefix" is not vLLM's, whose engine leaves it to routers in front of it: the core that has most of the prompt's
 leading blocks among those recently sent to it, unless its score is above the lowest by more than `PREFIX_SLACK`.
@@ -48,16 +47,12 @@ class _Core:
 
 
 class LoadBalancer:
-    """Chooses among cores, for one of `client_count` clients."""
+    """Chooses among cores."""
 
-    def __init__(
-        self, engines: Sequence[EngineCoreReady], routing: str = "load", client_index: int = 0, client_count: int = 1
-    ) -> None:
+    def __init__(self, engines: Sequence[EngineCoreReady], routing: str = "load") -> None:
         self._cores = [_Core(engine.num_gpu_blocks) for engine in engines]
         self._routing = routing
         self._block_size = engines[0].limits.block_size
-        self._client_count = client_count
-        self._first = len(engines) * client_index // client_count
 
     def choose(self, request: EngineCoreRequest) -> int:
         """Returns the rank of the core for this request, and counts it as sent.
@@ -74,8 +69,7 @@ class LoadBalancer:
     def score(self, rank: int) -> int:
         """Returns how loaded a core is."""
         core = self._cores[rank]
-        under_way = (core.num_sent - core.num_received) * self._client_count
-        return WAITING_WEIGHT * (core.waiting + under_way) + core.running
+        return WAITING_WEIGHT * (core.waiting + core.num_sent - core.num_received) + core.running
 
     def observe(self, rank: int, stats: SchedulerStats, num_received: int) -> None:
         """Takes in a core's counts, which include the first `num_received` of our requests."""
@@ -104,9 +98,7 @@ class LoadBalancer:
 
     def _best(self, hashes: Sequence[BlockHash]) -> int:
         """The first of the least loaded, or one with more of the prefix that is not much more loaded."""
-        size = len(self._cores)
-        turn = [(self._first + step) % size for step in range(size)]  # idle clients do not all begin with core 0
-        scores = {rank: self.score(rank) for rank in turn if self._cores[rank].alive}
+        scores = {rank: self.score(rank) for rank in self._alive()}
         most = min(scores.values()) + PREFIX_SLACK
         if not hashes:
             return min(scores, key=lambda rank: scores[rank])
