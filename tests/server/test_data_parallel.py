@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -140,69 +139,41 @@ def test_both_cores_have_the_adapters_of_the_start_and_those_that_come_and_go(tm
         assert {post(server, body | {"model": "c"}, rank).status_code for rank in ("0", "1")} == {404}
 
 
-class Held:
-    """Core 1 has begun two requests, then a process of it is held up, and two more come; half of them are streams."""
-
-    def __init__(self, server: Server, process: psutil.Process) -> None:
-        self.answers: list[tuple[bool, int, str]] = []
-        self._server = server
-        self._threads = [threading.Thread(target=self._ask, args=(index,)) for index in range(4)]
-        self._begin(2)
-        assert eventually(lambda: by_engine(server, "vllm:num_requests_running")["1"] == 2)
-        process.suspend()
-        self._begin(4)
-        time.sleep(0.5)  # from counted to sent
-
-    def _begin(self, number: int) -> None:
-        for thread in self._threads[number - 2 : number]:
-            thread.start()
-        assert eventually(lambda: self._server.client.get("/load").json()["server_load"] == number, 20)
-
-    def _ask(self, index: int) -> None:
-        begun = index < 2
-        reply = post(self._server, (LONG if begun else SHORT) | {"stream": index % 2 == 0}, "1")
-        self.answers.append((begun, reply.status_code, reply.text))
-
-    def only_what_had_begun_has_failed(self) -> None:
-        """And was told so, to the end."""
-        for thread in self._threads:
-            thread.join(60)
-        assert len(self.answers) == len(self._threads)
-        for begun, status, body in self.answers:
-            assert begun == (status != 200 or '"error"' in body)
-            assert begun == ('"code":500' in body)
-            assert not body.startswith("data: ") or body.endswith("data: [DONE]\n\n")
-
-
 def post(server: Server, body: dict, rank: str) -> httpx.Response:
     return server.client.post("/v1/completions", json=body, headers={"X-data-parallel-rank": rank})
 
 
-def test_a_killed_core_takes_with_it_only_what_it_had_begun(pair: Server):
-    """And a killed launcher everything. The last of the tests of this server."""
-    core = core_1(pair)
-    held = Held(pair, core)
-    core.kill()
-    held.only_what_had_begun_has_failed()
-    assert pair.client.get("/health").status_code == 503
-    assert by_engine(pair, "vllm:num_requests_running") == {"0": 0.0, "1": 0.0}
-    assert pair.client.post("/v1/completions", json=SHORT).status_code == 200, "the other core goes on"
-    assert post(pair, SHORT, "1").status_code == 400
-    assert pair.client.post("/reset_prefix_cache").json() == {"success": True}
-    assert "core 1 of 2" in pair.said()
-    assert "Traceback" not in pair.said()
-    processes = pair.processes()
-    pair.process.kill()
+def killed(server: Server, process: psutil.Process) -> None:
+    """Kill a process of core 1 while each core computes a stream: both end with an error, and so does the server."""
+    processes, answers = server.processes(), list[httpx.Response]()
+    threads = [
+        threading.Thread(target=lambda rank=rank: answers.append(post(server, LONG | {"stream": True}, rank)))
+        for rank in ("0", "1")
+    ]
+    for thread in threads:
+        thread.start()
+    assert eventually(lambda: by_engine(server, "vllm:num_requests_running") == {"0": 1.0, "1": 1.0})
+    process.kill()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == 2
+    for answer in answers:
+        assert answer.status_code == 200
+        assert '"code":500' in answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
+    assert server.process.wait(60) == 1
     assert not psutil.wait_procs(processes, 10)[1]
+    assert "Traceback" not in server.said()
 
 
-def test_a_killed_rank_is_its_cores_end(tmp_path):
+def test_a_killed_core_is_the_end_of_all(pair: Server):
+    """The last of the tests of this server."""
+    killed(pair, core_1(pair))
+    assert "core 1 of 2" in pair.said()
+    assert "was killed by SIGKILL" in pair.said()
+
+
+def test_a_killed_rank_is_the_end_of_all(tmp_path):
     with pair_of_cores(tmp_path, "--distributed-executor-backend", "mp") as server:
-        rank = next(one for one in core_1(server).children() if any(RANK in word for word in one.cmdline()))
-        held = Held(server, rank)
-        rank.kill()
-        held.only_what_had_begun_has_failed()
-        assert server.client.get("/health").status_code == 503
-        assert server.client.post("/v1/completions", json=SHORT).status_code == 200
-        assert "Traceback" not in server.said()
+        killed(server, next(one for one in core_1(server).children() if any(RANK in word for word in one.cmdline())))
     assert not list(tmp_path.iterdir()), "no sockets are left"

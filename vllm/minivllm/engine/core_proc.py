@@ -69,7 +69,7 @@ class EngineCoreProc:
         try:
             run_busy_loop(self.core, self._to_do, self._put)
         except Exception as error:
-            self._outputs.put(Failure.of(error, self._rank))
+            self._outputs.put(Failure.of(error))
             sender.join(SECONDS_TO_SEND)
             if not sender.is_alive():
                 handshake.close()
@@ -117,7 +117,7 @@ class EngineCoreProc:
                 socket.send_multipart((Kind.OUTPUTS, encode(outputs)))
         except Exception as error:
             self._to_do.put(error)
-            outputs = Failure.of(error, self._rank)
+            outputs = Failure.of(error)
         socket.send_multipart((Kind.FAILED, encode(outputs)))
         socket.close()
 

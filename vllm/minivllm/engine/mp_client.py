@@ -28,7 +28,8 @@ from minivllm.platforms.interrupts import InterruptsHeld
 
 
 class MPClient(EngineCoreClient):
-    """What a blocking client and one for an event loop share. It owns its sockets and the cores.
+    """What a blocking client and one for an event loop share. It owns its sockets and the cores, of which one's end is
+    the engine's.
 
     Raises:
         MinivllmError: a core rejects the arguments.
@@ -50,7 +51,7 @@ class MPClient(EngineCoreClient):
         except BaseException:
             self.shutdown()
             raise
-        self._balancer = LoadBalancer(self.engines, args.data_parallel_routing)
+        self._balancer = LoadBalancer(len(self.engines))
         self._rank_of: dict[str, int] = {}
         """The core of each unfinished request, where there are several."""
 
@@ -93,8 +94,6 @@ class MPClient(EngineCoreClient):
                 raise MinivllmError(answer.error)
             if answer.error is not None:
                 raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
-        if method.startswith("reset_prefix_cache"):
-            self._balancer.forget_blocks()
         results = [answer.result for answer in answers]
         return all(results) if isinstance(results[0], bool) else results[0]
 
@@ -154,7 +153,7 @@ class MPClient(EngineCoreClient):
 
 
 class SyncMPClient(MPClient):
-    """A blocking client, for `LLM`. Where one core of several dies, the engine has ended."""
+    """A blocking client, for `LLM`."""
 
     def __init__(self, args: EngineArgs) -> None:
         self._early: list[EngineCoreOutputs] = []
