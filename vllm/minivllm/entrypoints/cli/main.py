@@ -1,6 +1,6 @@
-"""`minivllm serve MODEL [flags named as vLLM's]`, `minivllm proxy`, and `minivllm bench serve`.
+"""`minivllm serve MODEL [flags named as vLLM's]` and `minivllm proxy`.
 
-In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`, `benchmark/serve.py`.
+In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import minivllm
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.flags import FlexibleArgumentParser, HelpFormatter, add_flags
 from minivllm.engine.core_entry import leave
-from minivllm.entrypoints.cli import bench_serve
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.proxy.settings import ProxyArgs
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
@@ -48,10 +47,9 @@ def run() -> NoReturn:
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     given, unknown = _parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if unknown:
-        command = "bench serve" if given.command == "bench" else given.command
-        near = _nearest(unknown[0]) if command == "serve" else ""
+        near = _nearest(unknown[0]) if given.command == "serve" else ""
         raise MinivllmError(
-            f"unrecognized argument {unknown[0]}{near or f'; minivllm {command} --help lists them all'}"
+            f"unrecognized argument {unknown[0]}{near or f'; minivllm {given.command} --help lists them all'}"
         )
     return given
 
@@ -71,7 +69,6 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_proxy(commands)
-    bench_serve.add_to(commands)
     serve.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="a directory or a name on the Hub; the embedded one"
     )
@@ -135,4 +132,4 @@ def _nearest(flag: str) -> str:
     return f"; did you mean --{near[0].replace('_', '-')}?" if near else ""
 
 
-COMMANDS = {"serve": _serve, "proxy": _proxy, "bench": bench_serve.run}
+COMMANDS = {"serve": _serve, "proxy": _proxy}
