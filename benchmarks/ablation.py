@@ -324,8 +324,8 @@ def _model_note() -> str:
     """What the modelled column is, and how far it can be trusted."""
     return (
         "*Modelled*: left out, Llama-3.1-8B on an H100, by the simulator, whose constants are calibrated on "
-        f"measured figures; on others, not used for that ({len(checks_of('decode'))} of decodes, "
-        f"{len(checks_of('prefill'))} of prefills), it has {known_error('decode', 'prefill')}."
+        f"measured figures. Held against others, not used for that ({len(checks_of('decode'))} of decodes, "
+        f"{len(checks_of('prefill'))} of prefills): {known_error('decode', 'prefill')}."
     )
 
 
@@ -374,6 +374,8 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: argparse.Namespace) -> None:
     """Measure, or read what was measured; compare, show."""
     found = read_record(arguments.source, "ablation") if arguments.source else measured(arguments)
+    if arguments.remodel:
+        found["modelled"] = modelled_factors()
     show(found)
     console.print(f"{found['bytes'] / 2**20:.0f} MiB for weights and cache; {found['rounds']} rounds")
     print(json.dumps(found))
@@ -398,6 +400,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument(
         "--from", dest="source", metavar="FILE", help="show what was measured before instead of measuring"
+    )
+    flags.add_argument(
+        "--remodel", action="store_true", help="with --from: compute the modelled column anew, and only that"
     )
     flags.add_argument("--readme", action="store_true", help="put the tables into README.md and lesson 05")
     flags.add_argument("--seed", type=int, default=0, help="seed of lengths and passages (default: 0)")

@@ -1,49 +1,71 @@
-"""Two pools of GPUs against one, on the virtual clock: a map of goodput, what links hide, and the model's errors.
+r"""Two pools of GPUs against one, on the virtual clock: a map of goodput, what links hide, and the model's errors.
 
-    uv run python benchmarks/disaggregation_model.py --json benchmarks/results/disaggregation_model.cpu.json
+    uv run python benchmarks/disaggregation_model.py --json benchmarks/results/disaggregation_model.cpu.json \
+        --plot lessons/figures/08_edge.svg
     uv run python benchmarks/disaggregation_model.py --quick         # fewer requests and cells
 
-Four H100 serve Llama-3.1-8B. For each kind of request and service level: requests a second and GPU that are borne, by
-how many of the four prefill, over a link of 400 Gb/s; and by four that do both, with the best of three budgets. A
-figure is a bisection of 5 rounds over runs of the real schedulers; nothing is measured here, all is *modelled*. The
-errors are against published figures, with those marked that two factors were fitted to. The tables are followed by one
-line of JSON.
+Four H100 serve Llama-3.1-8B. For each kind of request and service level: requests a second and GPU that four sustain
+which do both, with the best budget of `disaggregation_tuning.BUDGETS` and with vLLM's default, and that two pools
+sustain in their best split over a link of 400 Gb/s. Then the edge: how much longer a step that mixes prompts and
+answers may take than arithmetic and bytes say, until two pools win. A figure is found by runs of the real schedulers;
+nothing is measured here, all is *modelled*. The errors are against published figures, with those marked that two
+factors were fitted to. The tables are followed by one line of JSON.
 """
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
+from minivllm.lab import palette
 from minivllm.lab.cli import Parser, run
+from minivllm.lab.figures import panels
 from minivllm.lab.progress import track
 from minivllm.lab.results import record, write_json
 from minivllm.lab.tables import table
+from minivllm.simulate.cost_model import ARITHMETIC_EFFICIENCY, MATMUL_EFFICIENCY
 from minivllm.simulate.disaggregation import Colocated, Disaggregated, Objective, Work, goodput
 from minivllm.simulate.disaggregation_checks import disaggregation_checks, disaggregation_error
+from minivllm.simulate.disaggregation_tuning import best_budget, best_split, break_even, winning_budgets
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.kv_links import LINKS, Transfer, get_link
+from minivllm.simulate.layouts import Cost, Layout, PlacedModel
 
 MODEL, GPU, GPUS, LINK = "Llama-3.1-8B", "H100", 4, "400 Gb/s"
 KINDS = ((512, 64), (1024, 128), (2048, 128), (512, 256), (4000, 64))
 LEVELS = ((0.2, 0.0075), (0.2, 0.01), (0.3, 0.02), (1.0, 0.03))
-BUDGETS = (512, 2048, 8192)
-ROUNDS = 5
+DEFAULT_BUDGET = 8192
+"""Of `vllm serve` on an H100: `max_num_batched_tokens`, v0.33.0."""
+EDGE_KINDS = ((4096, 32), (1024, 128))
+EDGE_LEVELS, EDGE_TTFT = (0.007, 0.0075, 0.01, 0.015, 0.03), 0.5
+FLOOR_MS = 0.05
+"""Where the figure's axis ends; what is below is drawn there."""
+ROUNDS = 6
 LINK_MODELS = (("Llama-3.1-8B", "H100"), ("Llama-2-13b-hf", "A100-80"), ("Qwen3-32B", "H100"))
 PROMPT = 2048
 
 
+def pools(cost: Cost | None = None) -> tuple[Colocated, Disaggregated]:
+    """GPUs that do both, and as many in two pools; budget and split are still to be found."""
+    model, gpu = known_model(MODEL), get_hardware(GPU)
+    link = get_link(LINK)
+    return Colocated(model, gpu, GPUS, cost=cost), Disaggregated(model, gpu, 1, GPUS - 1, link, True, cost=cost)
+
+
 def cell(prompt: int, output: int, objective: Objective, counted: int) -> dict[str, Any]:
-    """Goodput per GPU of each split, and of GPUs that do both by budget; and what breaks beyond."""
-    model, gpu, work = known_model(MODEL), get_hardware(GPU), Work(prompt, output, counted=counted)
-    splits = {
-        f"{one}:{GPUS - one}": Disaggregated(model, gpu, one, GPUS - one, get_link(LINK)) for one in range(1, GPUS)
+    """Goodput per GPU with the best budget, with vLLM's default and with the best split; and which these are."""
+    work, (one, two) = Work(prompt, output, counted=counted), pools()
+    tuned, split = best_budget(one, work, objective, ROUNDS), best_split(two, work, objective, ROUNDS)
+    default = goodput(replace(one, budget=DEFAULT_BUDGET), work, objective, ROUNDS)
+    winning = winning_budgets(one, split.goodput.rate, work, objective)
+    figures = {
+        "one": tuned.goodput.per_gpu, "budget": int(tuned.name), "two": split.goodput.per_gpu, "split": split.name,
+        "default": default.per_gpu, "from": min(winning, default=0), "to": max(winning, default=0),
+    }  # fmt: skip
+    return {name: round(one, 2) if isinstance(one, float) else one for name, one in figures.items()} | {
+        "gain": round(split.goodput.rate / tuned.goodput.rate, 3) if tuned.goodput.rate else None
     }
-    both = {str(budget): Colocated(model, gpu, GPUS, budget) for budget in BUDGETS}
-    found = {name: goodput(system, work, objective, ROUNDS) for name, system in (splits | both).items()}
-    figures = {name: {"per_gpu": round(one.per_gpu, 2), "cause": one.cause} for name, one in found.items()}
-    best, chunked = (max(found[name].rate for name in names) for names in (splits, both))
-    return {"found": figures, "gain": round(best / chunked, 3) if chunked else None}
 
 
 def goodput_map(kinds: tuple[tuple[int, int], ...], counted: int) -> dict[str, dict[str, Any]]:
@@ -58,15 +80,68 @@ def goodput_map(kinds: tuple[tuple[int, int], ...], counted: int) -> dict[str, d
 
 def print_map(found: dict[str, dict[str, Any]]) -> None:
     """A row for each cell."""
-    names = list(next(iter(next(iter(found.values())).values()))["found"])
-    columns = ["in/out", "first/each", *names[: GPUS - 1], *(f"both, {name}" for name in names[GPUS - 1 :]), "gain"]
+    columns = ("in/out", "first/each", "one pool", "best budget", f"with {DEFAULT_BUDGET:,}", "two pools", "best split",
+               "gain", "one pool wins with")  # fmt: skip
     rows = []
     for kind, levels in found.items():
         for level, one in levels.items():
-            figures = [f"{one['found'][name]['per_gpu']:.1f}" for name in names]
-            rows.append((kind, level, *figures, f"{one['gain']:.2f}" if one["gain"] else "only two pools"))
-    caption = f"{MODEL}, {GPUS} {GPU}, {LINK}. gain: the best split over the best budget. All modelled."
+            wins = f"{one['from']:,} to {one['to']:,}" if one["to"] else "no budget"
+            gain = f"{one['gain']:.2f}" if one["gain"] else "only two pools"
+            figures = (f"{one['one']:.1f}", f"{one['budget']:,}", f"{one['default']:.1f}", f"{one['two']:.1f}")
+            rows.append((kind, level, *figures, one["split"], gain, wins))
+    caption = f"{MODEL}, {GPUS} {GPU}, {LINK}, layer by layer. gain: two pools over one, both tuned. All modelled."
     table("Requests a second and GPU within the service level", columns, rows, caption)
+
+
+def edges(kinds: tuple[tuple[int, int], ...], levels: tuple[float, ...], counted: int) -> dict[str, Any]:
+    """ "4096/32" -> "arithmetic at 64 %" -> for each level of a token what a mixed step may cost more, in ms."""
+    cost = PlacedModel(known_model(MODEL), get_hardware(GPU), Layout(1, 1, 1)).cost
+    costs = {ARITHMETIC_EFFICIENCY: cost, MATMUL_EFFICIENCY: cost.at_best()}
+    found: dict[str, Any] = {}
+    for kind in track(kinds, "looking for the edge"):
+        for share, each in costs.items():
+            ways = pools(each)
+            ones = [edge(ways, Work(*kind, counted=counted), Objective(EDGE_TTFT, level)) for level in levels]
+            found.setdefault(f"{kind[0]}/{kind[1]}", {})[f"{share:g}"] = ones
+    return found
+
+
+def edge(ways: tuple[Colocated, Disaggregated], work: Work, objective: Objective) -> float:
+    """Milliseconds more of each mixed step with which one pool, tuned, sustains as much as two."""
+    one, two = ways
+    split = best_split(two, work, objective, ROUNDS)
+    return round(1e3 * break_even(one, split.goodput.rate, work, objective), 2)
+
+
+def print_edges(found: dict[str, Any], levels: tuple[float, ...]) -> None:
+    """A row for each kind of requests and share of the peak."""
+    rows = [
+        (kind, f"{float(share):.0%}", *map("{:.2f}".format, ones))
+        for kind, shares in found.items()
+        for share, ones in shares.items()
+    ]
+    columns = ("in/out", "arithmetic", *(f"{1e3 * level:g} ms" for level in levels))
+    caption = "Milliseconds, by the level of a token; beyond it two pools sustain more. Arithmetic: share of the peak."
+    table("What a mixed step may cost more before two pools win", columns, rows, caption)
+
+
+def draw(found: dict[str, Any], levels: tuple[float, ...], path: str) -> None:
+    """The edge over the level of a token: a band for each kind of requests, between both shares of the peak."""
+    milliseconds = [1e3 * level for level in levels]
+    with panels(path, 1, 7.2, 4.2) as (axes,):
+        for (kind, shares), colour in zip(found.items(), (palette.BLUE, palette.ORANGE, palette.GREEN), strict=False):
+            prompt, output = map(int, kind.split("/"))
+            low, high = ([max(ms, FLOOR_MS) for ms in ones] for ones in shares.values())
+            axes.fill_between(milliseconds, low, high, color=colour, alpha=0.25)
+            axes.plot(milliseconds, low, "o-", color=colour, label=f"{prompt:,} tokens in, {output} out")
+        axes.set(xscale="log", yscale="log", xlabel="ms that a token may take", ylabel="ms more in a mixed step")
+        axes.set_title("What a mixed step may cost more before two pools win (modelled)")
+        axes.set_xticks(milliseconds, [f"{level:g}" for level in milliseconds], minor=False)
+        axes.set_yticks([0.1, 0.3, 1, 3], ["0.1", "0.3", "1", "3"])
+        axes.minorticks_off()
+        axes.text(0.03, 0.95, "two pools sustain more", transform=axes.transAxes, va="top")
+        axes.text(0.97, 0.05, "one pool sustains more", transform=axes.transAxes, ha="right")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=3)
 
 
 def transfers() -> dict[str, dict[str, dict[str, float]]]:
@@ -125,24 +200,30 @@ def main(arguments: argparse.Namespace) -> None:
     kinds, counted = (KINDS[1:2], 60) if arguments.quick else (KINDS, arguments.requests)
     found = goodput_map(kinds, counted)
     print_map(found)
+    edge_kinds, levels = (EDGE_KINDS[1:2], EDGE_LEVELS[1:3]) if arguments.quick else (EDGE_KINDS, EDGE_LEVELS)
+    turning = edges(edge_kinds, levels, counted)
+    print_edges(turning, levels)
     moved = transfers()
     print_transfers(moved)
     checks = print_checks(counted)
     settings = {"model": MODEL, "gpu": GPU, "gpus": GPUS, "link": LINK, "requests": counted, "rounds": ROUNDS}
     outcome = {
-        **settings, "map": found, "transfers": moved, "checks": checks,
+        **settings, "map": found, "edge_levels": levels, "edge": turning, "transfers": moved, "checks": checks,
         "median_error": round(disaggregation_error(counted), 3),
     }  # fmt: skip
     print(json.dumps(record("disaggregation_model", outcome)))
     if arguments.json:
         write_json(arguments.json, "disaggregation_model", outcome)
+    if arguments.plot:
+        draw(turning, levels, arguments.plot)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--requests", type=int, default=120, help="requests that are looked at in a run (default: 120)")
+    flags.add_argument("--requests", type=int, default=60, help="requests that are looked at in a run (default: 60)")
     flags.add_argument("--quick", action="store_true", help="one kind of request, 60 requests")
+    flags.add_argument("--plot", metavar="FILE", help="draw the edge into FILE, an SVG")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

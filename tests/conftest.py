@@ -121,7 +121,7 @@ def compute_on_one_thread() -> None:
     Torch, which is not yet loaded, reads it when it is.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("KMP_BLOCKTIME", "1")  # `limit_spinning` would set it within the first test that loads a lesson
+    os.environ.setdefault("KMP_BLOCKTIME", "1")  # else `limit_spinning` sets it within some test
 
 
 def keep_bytecode() -> None:

@@ -230,10 +230,10 @@ CHALLENGES = (
 )
 GUESS = Guess(
     "90 % of these clients may wait 25 ms at most for a next token. Up to which budget is that kept?",
-    ("about 250", "about 1,100", "about 4,000", "about 16,000"),
+    ("about 200", "about 850", "about 4,000", "about 16,000"),
     1,
-    "Beyond the knee a step takes as long as its arithmetic: in the middle of a long prompt 21 ms for 1,024 tokens, "
-    "and 42 ms for 2,048.",
+    "Beyond the knee a step takes as long as its arithmetic: in the middle of a long prompt 28 ms for 1,024 tokens, "
+    "and 55 ms for 2,048.",
 )
 
 # ---- the knobs

@@ -1,4 +1,4 @@
-"""Lesson 08's widget: when two pools of GPUs bear more than one, over the rate.
+"""Lesson 08's widget: whether two pools of GPUs bear more than one with the best chunk, over the rate.
 
 The engine's own scheduler decides every step of every engine, on one virtual clock; a step's time is that of
 `simulate.layouts`, a transfer's that of `simulate.kv_links`. What is left out: proxy, tokenizer, sockets, handshakes.
@@ -26,6 +26,7 @@ from widgets.disaggregation_state import (
     PROMPTS,
     RATES,
     START,
+    TUNED,
     State,
     sweep,
 )
@@ -37,6 +38,8 @@ from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
 ALIKE = 1.05
 """Below this ratio of two goodputs, another seed may turn it round."""
 LINK_NAMES = tuple(LINKS)
+DEFAULT_BUDGET = 8192
+"""Of `vllm serve` v0.33.0 on an H100."""
 
 
 def verdict(state: State) -> Verdict:
@@ -60,7 +63,8 @@ def verdict(state: State) -> Verdict:
 
 def _compared(state: State, share: str) -> Verdict:
     mine, both = state.mine, state.both
-    bears = f"{mine.name} bear {mine.goodput:.3g} a second, and {both.gpus} that do both {both.goodput:.3g}"
+    chunks = f"in chunks of {tokens(both.budget)}"
+    bears = f"{mine.name} bear {mine.goodput:.3g} a second, and {both.gpus} that do both, {chunks}, {both.goodput:.3g}"
     if state.gain >= ALIKE:
         times = f"{state.gain:.2f} times as much" if state.gain < math.inf else "more than nothing"
         return Verdict(f"Two pools pay: {bears}, so {times}. Here {share}.", "fine")
@@ -125,30 +129,27 @@ def _words(state: State) -> str:
     return f"{state.mine.name} {state.gpu} over {state.link}{known}."
 
 
-def _pays(state: State) -> Progress:
+def _untuned(state: State) -> Progress:
     asked = [
-        (state.work.prompt < 2048, f"Prompt: {tokens(state.work.prompt)} tokens, and 2,048 or more are asked for."),
-        (state.budget > 512, "Chunks: at most 512 are asked for, so that the four that do both do their best."),
+        (state.work.prompt < 1024, f"Prompt: {tokens(state.work.prompt)} tokens, and 1,024 or more are asked for."),
+        (state.budget != DEFAULT_BUDGET, f"Chunks: {tokens(DEFAULT_BUDGET)} are asked for, vLLM's default on an H100."),
         (state.mine.goodput == 0, "First token in: no request is in time at any rate. Give it longer."),
     ]
-    mend = (
-        "Prefill, Decode, First token in: two pools pay where the time of each token binds. Divide the GPUs so "
-        "that more of them decode, and leave the prompts time to wait."
-    )
+    mend = "Tokens each, Decode: a step with a whole prompt is long, so ask for each token sooner, and let GPUs decode."
     return _wanted(state, asked, state.gain >= 1.5, _words(state), mend)
 
 
-def _loses(state: State) -> Progress:
+def _close(state: State) -> Progress:
     asked = [
-        (state.mine.prefill != 2, "Prefill, Decode: 2 + 2 are asked for."),
-        (LINKS[state.link].bandwidth < 50e9, f"Link: {state.link}, and 400 Gb/s or faster is asked for."),
-        (state.mine.goodput == 0, "Tokens each: no request is in time at any rate."),
+        (state.work.prompt < 2048, f"Prompt: {tokens(state.work.prompt)} tokens, and 2,048 or more are asked for."),
+        (state.budget != TUNED, "Chunks: the best are asked for."),
+        (state.mine.goodput == 0, "First token in, Tokens each: no request is in time at any rate. Give it longer."),
     ]
     mend = (
-        "Tokens each, First token in: give tokens longer. Then only work counts, and a GPU that does both is never "
-        "idle."
+        "Prefill, Decode, Output: two pools come closest where there is little to decode and nearly all GPUs prefill. "
+        "Make prompts long, answers short, and leave the prompts time to wait."
     )
-    return _wanted(state, asked, state.gain <= 0.8, _words(state), mend)
+    return _wanted(state, asked, state.gain >= 0.8, _words(state), mend)
 
 
 def _slow_link(state: State) -> Progress:
@@ -175,16 +176,17 @@ def _slow_link(state: State) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "Four H100, Llama-3.1-8B, prompts of 2,048 tokens or more, chunks of at most 512: find where two pools bear "
-        "1.5 times what the same four bear that do both.",
-        _pays,
-        "Where each token's time binds, every chunk of a prompt in a decoding step costs goodput. Two pools have none.",
+        "Four H100, Llama-3.1-8B, prompts of 1,024 tokens or more: take a chunk that nobody has tuned, vLLM's default "
+        "of 8,192, and find where two pools bear 1.5 times what the same four bear that do both.",
+        _untuned,
+        "Where each token's time binds, a whole prompt in a decoding step costs goodput. Two pools need no budget.",
     ),
     Challenge(
-        "The same four GPUs as 2 + 2, with a link of 400 Gb/s or faster: find where they bear at most 0.8 of what the "
-        "four bear that do both.",
-        _loses,
-        "Without a tight time for each token, work is all that counts, and GPUs of two kinds wait for one another.",
+        "The same four GPUs, prompts of 2,048 tokens or more, and the best chunk for those that do both: find where "
+        "two pools come within a fifth of it.",
+        _close,
+        "A chunk that fits into the time a step waits for memory is free. Two pools give that up; least is lost where "
+        "there is little to decode.",
     ),
     Challenge(
         "Four H100, Qwen3-14B, prompts of 2,048 tokens, 64 out, linked by 25 Gb/s: bear 5 requests a second with first "
@@ -194,11 +196,17 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "A token must come every 7.5 ms. Two GPUs that prefill and two that decode, or four that do both in chunks of 512: "
-    "which bear more?",
-    ("those that do both, by a third", "about the same", "two and two, by a third", "two and two, three times as much"),
-    2,
-    "A step with a chunk takes 11 ms, one that only decodes less than 7.5. So few steps may carry a chunk.",
+    "A token must come every 7.5 ms. Two GPUs that prefill and two that decode, or four that do both in chunks of the "
+    "best size: which bear more?",
+    (
+        "those that do both, about twice as much",
+        "about the same",
+        "two and two, by a third",
+        "two and two, twice as much",
+    ),
+    0,
+    "A step that decodes waits for memory, and a chunk of some 200 tokens is computed meanwhile. So those that do both "
+    "compute prompts all the time, where half of two and two never do. Try vLLM's default chunk of 8,192.",
 )
 
 # ---- the knobs
@@ -218,7 +226,7 @@ KNOBS = {
         "link": steps("Link", list(LINK_NAMES), START["link"], "of each GPU: keys and values go over it"),
         "layer_wise": switch("Layer by layer", START["layer_wise"], "send a layer as soon as it is computed"),
         "budget": steps(
-            "Chunks", [(tokens(one), one) for one in BUDGETS], START["budget"],
+            "Chunks", [("best", TUNED), *((tokens(one), one) for one in BUDGETS)], START["budget"],
             "tokens in a step of the GPUs that do both: max_num_batched_tokens",
         ),
         "gpu": choice("GPU", list(GPUS), START["gpu"], "whose memory and rates"),
@@ -240,6 +248,7 @@ SPEC = Spec(
         "Too few decode": {"prefill": 3, "decode": 1},
         "A slow link": {"link": "10 Gb/s", "prompt": 2048, "rate": 10.0},
         "No hurry": {"tpot": 0.05, "ttft": 1.0, "rate": 80.0},
+        "A chunk that nobody tuned": {"budget": DEFAULT_BUDGET, "rate": 28.0},
     },
     sweep=sweep,
     figure=figure,

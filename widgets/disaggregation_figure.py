@@ -7,7 +7,7 @@ import math
 from minivllm.lab.drawing import text_width
 from minivllm.lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from minivllm.simulate.disaggregation import SHARE
-from widgets.disaggregation_state import RATES, Side, State
+from widgets.disaggregation_state import LADDER, RATES, TUNED, Side, State
 from widgets.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, seconds, tokens
 from widgets.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.theme import MID
@@ -34,6 +34,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     note = (
         f"{state.model} on {many} {state.gpu}, {tokens(state.work.prompt)} tokens in and {state.work.output} out; "
         f"in time: first token within {seconds(state.objective.ttft)}, then one every {seconds(state.objective.tpot)}; "
+        f"all that do both take {chunk_words(state)}; "
         f"modelled{off}"
     )
     y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "Who is in time") + 18), note, width - 2 * MARGIN)
@@ -47,6 +48,14 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     below = _draw_splits(drawing, state, side)
     drawing.height = _draw_times(drawing, state, max(left.bottom + 62, below + 30)) + 12
     return drawing.render()
+
+
+def chunk_words(state: State) -> str:
+    """The budget of those that do both."""
+    chunk = f"chunks of {tokens(state.both.budget)}"
+    if state.budget != TUNED:
+        return chunk
+    return f"{chunk}, the best of {len(LADDER)}" if state.is_tuned else "the best chunk, which is being looked for"
 
 
 def _keys(state: State) -> list[Key]:

@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache, partial
 from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
 from minivllm.simulate.disaggregation import SHARE, Colocated, Disaggregated, Objective, Served, Work
+from minivllm.simulate.disaggregation_tuning import likely_first
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.kv_links import LINKS, Transfer, get_link
@@ -24,6 +25,9 @@ MODELS = ("Llama-3.2-3B", "Llama-3.1-8B", "Llama-2-13b-hf", "Qwen3-14B", "Qwen3-
 GPUS = ("A100-80", "H100", "H200", "B200", "MI300X")
 MOST_OF_A_KIND = 3
 PROMPTS, OUTPUTS, BUDGETS = (256, 512, 1024, 2048, 4096), (16, 64, 128, 256), (256, 512, 1024, 2048, 8192)
+TUNED = 0
+"""In place of a budget: the best of `LADDER`."""
+LADDER = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 2048, 8192)
 RATES = (
     1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 56.0, 80.0, 112.0, 160.0, 224.0, 320.0, 450.0,
     640.0, 900.0,
@@ -35,7 +39,7 @@ MOST = {"rate": 1e4, "prefill": 8, "decode": 8, "prompt": 8192, "output": 1024, 
         "tpot": 1e3}  # fmt: skip
 START = {
     "rate": 28.0, "prefill": 2, "decode": 2, "link": "400 Gb/s", "layer_wise": False, "ttft": 0.2, "tpot": 0.0075,
-    "budget": 512, "model": "Llama-3.1-8B", "gpu": "H100", "prompt": 1024, "output": 128,
+    "budget": TUNED, "model": "Llama-3.1-8B", "gpu": "H100", "prompt": 1024, "output": 128,
 }  # fmt: skip
 
 
@@ -52,6 +56,8 @@ class Side:
     """A rate that cannot be exceeded for long."""
     bound_by: str = ""
     """What is busy all the time at that rate, in the words of `Served.cause`."""
+    budget: int = 0
+    """Tokens of a step, where each GPU does both."""
     refused: str = ""
     """Why the model does not fit; empty where it does."""
 
@@ -101,6 +107,10 @@ class Side:
             return self.rates[0] == RATES[0]
         return low >= RATES[-1] or high <= next(rate for rate in RATES if rate > low)
 
+    def is_beaten(self, rate: float) -> bool:
+        """Whether it is known that it does not bear `rate`."""
+        return self.bound < rate or any(self.breaks(one) for one in self.rates if one <= rate)
+
     @property
     def goodput(self) -> float:
         """Requests a second that it bears: on the line between the two rates of `edge`, and within the bound."""
@@ -145,7 +155,9 @@ class State:
     objective: Objective
     mine: Side
     both: Side
-    """As many GPUs, each of which prefills and decodes."""
+    """As many GPUs, each of which prefills and decodes; with `budget` TUNED the best one that has been found."""
+    is_tuned: bool
+    """Whether no other budget is better than that of `both`."""
     splits: tuple[Side, ...]
     """All ways to cut these GPUs into two pools, `mine` among them."""
     transfer: Transfer
@@ -158,7 +170,7 @@ class State:
         """Whether it is known what becomes of this rate, and where both ways break."""
         if self.mine.refused:
             return True
-        return self.rate in self.mine.points and self.mine.is_found and self.both.is_found
+        return self.rate in self.mine.points and self.mine.is_found and self.is_tuned
 
     @property
     def complete(self) -> bool:
@@ -183,7 +195,7 @@ class Experiment:
 
     def __init__(self, system: Disaggregated | Colocated, work: Work) -> None:
         self.system, self.work, self.runs = system, work, Runs(self._run)
-        self.prefill = system.prefill if isinstance(system, Disaggregated) else 0
+        self.prefill, self.budget = (system.prefill, 0) if isinstance(system, Disaggregated) else (0, system.budget)
         self.refused = ""
         self._sides: dict[Objective, Side] = {}
         try:
@@ -204,7 +216,7 @@ class Experiment:
         last, found = self._sides.get(objective), self.runs.found
         if last is None:
             bound, bound_by = (0.0, "") if self.refused else self._bound(objective)
-            last = Side(self.prefill, self.system.gpus, {}, objective, bound, bound_by, self.refused)
+            last = Side(self.prefill, self.system.gpus, {}, objective, bound, bound_by, self.budget, self.refused)
         if len(last.points) < len(found):
             last = replace(last, points=dict(found))
         self._sides[objective] = last
@@ -250,7 +262,7 @@ def sweep(
         link: one of `kv_links.LINKS`, of each GPU.
         layer_wise: a layer is sent as soon as it is computed.
         ttft, tpot: seconds to the first token, and per token after it, that 90 % of the requests must have.
-        budget: tokens in a step of the GPUs that do both (chunked prefill).
+        budget: tokens in a step of the GPUs that do both (chunked prefill); TUNED: the best of LADDER.
         model, gpu: names of `known_models` and `hardware`.
         prompt, output: tokens of each request.
         connector: the reader's own scheduler side, as in exercise 08, in each engine of the two pools.
@@ -262,12 +274,12 @@ def sweep(
         MOST, rate=rate, prefill=prefill, decode=decode, prompt=prompt, output=output, budget=budget, ttft=ttft,
         tpot=tpot,
     )  # fmt: skip
-    sensible = min(rate, ttft, tpot) > 0 and min(prompt, output, budget, prefill, decode) >= 1
+    sensible = min(rate, ttft, tpot) > 0 and min(prompt, output, prefill, decode) >= 1 and budget >= TUNED
     require(
         sensible,
-        f"rate, ttft and tpot are above 0, and prefill, decode, prompt, output and budget 1 at least; rate is {rate}, "
-        f"ttft {ttft}, tpot {tpot}, prefill {prefill}, decode {decode}, prompt {prompt}, output {output}, "
-        f"budget {budget}",
+        f"rate, ttft and tpot are above 0, prefill, decode, prompt and output 1 at least, and budget 0 or more; "
+        f"rate is {rate}, ttft {ttft}, tpot {tpot}, prefill {prefill}, decode {decode}, prompt {prompt}, "
+        f"output {output}, budget {budget}",
     )
     for name, value in (("model", model), ("gpu", gpu), ("link", link)):
         require(isinstance(value, str), f"{name} is a name, not {value!r}")
@@ -275,14 +287,17 @@ def sweep(
     work, gpus, many = Work(prompt, output, counted=COUNTED), (model, gpu), prefill + decode
     linked = (link, layer_wise, connector) if connector else (link, layer_wise)
     splits = [experiment((*gpus, one, many - one, *linked), work) for one in range(1, many)]
-    both = experiment((*gpus, 0, many, budget), work)
+    pools = [experiment((*gpus, 0, many, one), work) for one in ([budget] if budget else LADDER)]
+    if not pools[0].refused:
+        likely = likely_first(pools[0].system.step_cost, LADDER, Objective(ttft, tpot))
+        pools.sort(key=lambda one: likely.index(one.budget) if one.budget in likely else 0)
     first = State(
         rate=rate, model=model, gpu=gpu, link=link, layer_wise=layer_wise, budget=budget, work=work,
         objective=Objective(ttft, tpot), mine=splits[prefill - 1].side(Objective(ttft, tpot)),
-        both=both.side(Objective(ttft, tpot)), splits=(), error=None,
+        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, splits=(), error=None,
         transfer=Transfer.of(known_model(model), get_hardware(gpu), prompt, LINKS[link]),
     )  # fmt: skip
-    return _Sweep(first, splits, both).states()
+    return _Sweep(first, splits, pools).states()
 
 
 @dataclass(frozen=True)
@@ -291,7 +306,8 @@ class _Sweep:
 
     first: State
     splits: Sequence[Experiment]
-    both: Experiment
+    pools: Sequence[Experiment]
+    """GPUs that do both, by budget: the likely best one first."""
 
     def states(self) -> Iterator[State]:
         """Ever more complete states: here first, then where both ways break, the other splits, and other rates."""
@@ -310,7 +326,7 @@ class _Sweep:
         return self.splits[self.first.mine.prefill - 1]
 
     def _known(self) -> int:
-        return sum(len(one.runs.found) for one in (*self.splits, self.both))
+        return sum(len(one.runs.found) for one in (*self.splits, *self.pools))
 
     def _wanted(self) -> Iterator[Iterator[None]]:
         """Runs that are still to be done, one after another."""
@@ -319,16 +335,37 @@ class _Sweep:
         rate = self.first.rate
         yield self.mine.runs.run(rate)
         known_error("decode", "prefill")
-        yield self.both.runs.run(rate)
-        for one in (self.mine, self.both, *self.splits):
-            while (next_rate := self._next(one)) is not None:
-                yield one.runs.run(next_rate)
-        goodput = max(self._side(one).goodput for one in (self.mine, self.both))
+        yield self.pools[0].runs.run(rate)
+        yield from self._edge(self.mine)
+        for one in self.pools:
+            best = self._both().edge[0]
+            if best and not self._side(one).is_beaten(best):
+                yield one.runs.run(best)
+            if not self._side(one).is_beaten(best):
+                yield from self._edge(one)
+        for one in self.splits:
+            yield from self._edge(one)
+        both = next(one for one in self.pools if one.budget == self._both().budget)
+        goodput = max(self._side(one).goodput for one in (self.mine, both))
         near = [other for other in RATES if goodput / 2 <= other <= 1.5 * goodput]
         for other in (RATES[0], *sorted(near, key=lambda other: abs(math.log(other / rate)))):
-            for one in (self.mine, self.both):
+            for one in (self.mine, both):
                 if not self._side(one).is_flat_at(other):
                     yield one.runs.run(other)
+
+    def _edge(self, one: Experiment) -> Iterator[Iterator[None]]:
+        """Runs until it is known where it breaks."""
+        while (next_rate := self._next(one)) is not None:
+            yield one.runs.run(next_rate)
+
+    def _both(self) -> Side:
+        """The best budget's side of those whose edge is known; the first one's as long as none is."""
+        found = [side for one in self.pools if (side := self._side(one)).is_found]
+        return max(found, key=lambda side: side.goodput, default=self._side(self.pools[0]))
+
+    def _is_tuned(self, best: Side) -> bool:
+        rate = best.edge[0] or RATES[0]
+        return best.is_found and all((side := self._side(one)).is_found or side.is_beaten(rate) for one in self.pools)
 
     def _next(self, one: Experiment) -> float | None:
         """The rate to try next in search of where it breaks; None when it is found."""
@@ -347,5 +384,5 @@ class _Sweep:
     def _now(self) -> State:
         splits = tuple(self._side(one) for one in self.splits)
         error = known_error("decode", "prefill") if published_checks.cache_info().currsize else None
-        mine = splits[self.first.mine.prefill - 1]
-        return replace(self.first, mine=mine, both=self._side(self.both), splits=splits, error=error)
+        mine, both = splits[self.first.mine.prefill - 1], self._both()
+        return replace(self.first, mine=mine, both=both, is_tuned=self._is_tuned(both), splits=splits, error=error)

@@ -221,7 +221,7 @@ GUESS = Guess(
     "This load fills 55K tokens on average. With a pool of 24K, how much of the GPU's work is done twice?",
     ("next to nothing", "about a tenth", "over a quarter", "over a half"),
     2,
-    "Requests grow by their answers after they are admitted, and more begin than the pool can finish: 28 % of all "
+    "Requests grow by their answers after they are admitted, and more begin than the pool can finish: 27 % of all "
     "tokens are computed again. And the queue grows, since the pool is full.",
 )
 

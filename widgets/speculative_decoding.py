@@ -154,7 +154,7 @@ def _crowded(state: State) -> Progress:
     return _wanted(
         state,
         1.2,
-        192,
+        128,
         [
             (state.model != "Llama-3.1-8B", "Model: Llama-3.1-8B is asked for."),
             (state.context > 256, f"Context: {tokens(state.context)}, and 256 tokens at most are asked for."),
@@ -169,7 +169,7 @@ def _long(state: State) -> Progress:
     return _wanted(
         state,
         2.0,
-        96,
+        64,
         [
             (state.model != "Llama-3.1-8B", "Model: Llama-3.1-8B is asked for."),
             (state.drafter != "head", "Drafter: the EAGLE-3 head is asked for."),
@@ -204,13 +204,13 @@ def _kib(cached: Drafter | RooflineCost) -> str:
 
 CHALLENGES = (
     Challenge(
-        "192 requests at once or more, Llama-3.1-8B on an H100, contexts of at most 256 tokens, acceptance at most "
+        "128 requests at once or more, Llama-3.1-8B on an H100, contexts of at most 256 tokens, acceptance at most "
         "0.6: make it 1.2 times as fast.",
         _crowded,
         "The more requests share a step, the fewer drafts pay: what is idle while weights are read is shared too.",
     ),
     Challenge(
-        "At least 4 drafts a step of an EAGLE-3 head for 96 requests, acceptance at most 0.7, Llama-3.1-8B on an H100: "
+        "At least 4 drafts a step of an EAGLE-3 head for 64 requests, acceptance at most 0.7, Llama-3.1-8B on an H100: "
         "make it twice as fast.",
         _long,
         "Long contexts keep the step memory-bound at large batches: keys are read once for all of a request's drafts.",
@@ -224,9 +224,9 @@ CHALLENGES = (
 )
 GUESS = Guess(
     "Each of these requests gets 4 drafts a step. From how many requests at once do drafts lose?",
-    ("about 20", "about 60", "about 150", "they never lose"),
+    ("about 20", "about 50", "about 100", "they never lose"),
     2,
-    "From 64 requests on, five positions of each take longer to compute than the weights to read. At 150 the "
+    "From 45 requests on, five positions of each take longer to compute than the weights to read. At 100 the "
     "step takes 2.3 times as long as a plain one, and it yields 2.3 tokens.",
 )
 

@@ -199,6 +199,17 @@ def test_bytes_of_a_prompt_by_hand():
     assert kv_bytes_per_token(known_model("Llama-3.1-8B")) == 131072
 
 
+def test_one_pool_wins_with_its_best_budget_and_loses_with_the_default():
+    """What the text says of both kinds of requests, from the figures that it quotes."""
+    results = REPOSITORY / "benchmarks" / "results" / "08_disaggregation.cpu.json"
+    best = json.loads(results.read_text())["figures"]["ratio"]["best"]
+    assert set(best) == set(report.WORKS)
+    for kind, one in best.items():
+        assert one["one"] > one["two"] > one["default"], kind
+        assert one["budget"] in one["winning"]
+        assert report.POOL_BUDGETS[-1] not in one["winning"]
+
+
 def test_the_model_of_links_beside_mooncakes():
     found = report.show_links(lesson.added_seconds)
     assert all(abs(error) < 0.25 for error in found["off_mooncake"].values()), found["off_mooncake"]
@@ -348,6 +359,9 @@ MUTANTS = {
     "the peer's name": (TOLD, READ, READ.replace("request.request_id", "params['remote_request_id']")),
     "nothing is in flight": (TOLD, "self.in_flight[request.request_id] = ...", "pass"),
     "all of the prompt is in flight": (TOLD, "request.block_hashes[first:full]", "request.block_hashes"),
+    "a block of which the peer has a part is in flight": (
+        TOLD, "request.block_hashes[first:full]", "request.block_hashes[first : len(remote)]",
+    ),
     "what the peer lacks is in flight": (TOLD, "request.block_hashes[first:full]", "request.block_hashes[first:]"),
     "one request in flight": (
         TOLD, "self.in_flight[request.request_id] = ...",

@@ -152,12 +152,13 @@ def test_goodput_is_within_its_bound_and_a_looser_level_never_lowers_it():
     assert goodput(one, work, Objective(0.2, 0.001), 4).rate == 0
 
 
-def test_two_pools_pay_where_each_token_is_in_a_hurry_and_lose_where_none_is():
-    """The claim of the lesson: the same four GPUs, and only the service level differs."""
-    work, both = Work(1024, 128, counted=60), Colocated(LLAMA, H100, 4, 512)
-    hurry, none = Objective(0.5, 0.0075), Objective(1.0, 0.05)
-    assert goodput(system(2, 2), work, hurry, 4).rate > 1.15 * goodput(both, work, hurry, 5).rate
-    assert goodput(system(2, 2), work, none, 4).rate < 0.9 * goodput(both, work, none, 4).rate
+def test_a_bound_is_not_below_what_full_steps_come_to():
+    """Also where prompts are so long that fewer than two requests fill a step."""
+    for prompt, budget in itertools.product((512, 4096), (64, 128, 192, 256, 512)):
+        work, pool = Work(prompt, 32, counted=4), Colocated(LLAMA, H100, 1, budget)
+        batch = budget / (1 + prompt / 32)
+        full = pool.mixed(work).seconds(max(1.0, batch))
+        assert pool.bound(work, Objective(1, 1)) >= 0.999 * batch / (32 * full)
 
 
 def test_a_request_alone_takes_what_the_formula_says():

@@ -174,6 +174,9 @@ def check_only_what_is_read_is_in_flight(module):
     found = connector.get_num_new_matched_tokens(remote("again", 22), 12)
     said = "the peer has 10 of another request's 22 tokens, and block 3 is missing"
     assert_answer(found, (10, True), said, ": what the peer does not have is not being read")
+    found = connector.get_num_new_matched_tokens(remote("again", 22), 8)
+    said = "the peer has 10 of another request's 22 tokens, so 2 of block 2's 4, and block 2 is missing"
+    assert_answer(found, (14, True), said, ": that read fills a part of the block, which its hash does not name")
     connector = connector_of(module)
     admitted(connector, request_of("computed here", 14))
     found = connector.get_num_new_matched_tokens(remote("again", 14), 0)

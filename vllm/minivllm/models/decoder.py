@@ -11,7 +11,8 @@ stage of a pipeline has some of the layers (`minivllm.models.pipeline`). DeepSee
 (`minivllm.models.latent_attention`); its experts are not computed.
 
 In vLLM v0.33.0: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`, `deepseek_v2.py`
-(`DeepseekV2ForCausalLM`); `QKVParallelLinear` and `MergedColumnParallelLinear` in `vllm/model_executor/layers/linear.py`.
+(`DeepseekV2ForCausalLM`); `QKVParallelLinear` and `MergedColumnParallelLinear` in
+`vllm/model_executor/layers/linear.py`.
 """
 
 from itertools import islice

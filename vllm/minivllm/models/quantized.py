@@ -8,8 +8,8 @@ An ordinary checkpoint is rounded tensor by tensor while it is read (`Rounding`)
 scales are those of whole rows, the same for any number of ranks, and the full-precision weights are never all in
 memory at once.
 
-In vLLM v0.33.0: `QuantizationConfig` in `vllm/model_executor/layers/quantization/base_config.py`, which chooses a layer's
-`LinearMethodBase` (`vllm/model_executor/layers/linear.py`): it creates the weights and computes with them.
+In vLLM v0.33.0: `QuantizationConfig` in `vllm/model_executor/layers/quantization/base_config.py`, which chooses a
+layer's `LinearMethodBase` (`vllm/model_executor/layers/linear.py`): it creates the weights and computes with them.
 """
 
 import math

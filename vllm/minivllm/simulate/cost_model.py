@@ -19,18 +19,17 @@ from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, num_parameters, serving_dtype, weight_bytes
 from minivllm.simulate.hardware import Hardware
 
-
 MEMORY_EFFICIENCY = 0.9
-"""Share of the data sheet's bandwidth that a decode step reaches, beside `STEP_OVERHEAD`. The two put Llama-3.1-8B on an
-H100 at the 6.44 ms that vLLM's blog of 2026-04-22 measured as the intercept of inter-token latency over context; the
-data sheet alone gives 4.8 ms."""
+"""Share of the data sheet's bandwidth that a decode step reaches, beside `STEP_OVERHEAD`. The two put Llama-3.1-8B on
+an H100 at the 6.44 ms that vLLM's blog of 2026-04-22 measured as the intercept of inter-token latency over context;
+the data sheet alone gives 4.8 ms."""
 STEP_OVERHEAD = 1.1e-3
 """Seconds of a step that neither bytes nor operations explain: see `MEMORY_EFFICIENCY`."""
 ARITHMETIC_EFFICIENCY = 0.64
-"""Share of the data sheet's operations that a prefill reaches from end to end. Our engine on an H200, whose arithmetic is
-an H100's (benchmarks/results/gpu_engine.nvidia-h200.json): prompts of 8 x 1,024 tokens take 185.5 ms, one of 8,192 takes
-210.3; less the overhead, that is 632 and 631 of the sheet's 989 TFLOP/s. The second has eight times the first's pairs of
-query and key, so attention's operations run at the share of all others, and there is one factor for both."""
+"""Share of the data sheet's operations that a prefill reaches from end to end. Our engine on an H200, whose arithmetic
+is an H100's (benchmarks/results/gpu_engine.nvidia-h200.json): prompts of 8 x 1,024 tokens take 185.5 ms, one of 8,192
+takes 210.3; less the overhead, that is 632 and 631 of the sheet's 989 TFLOP/s. The second has eight times the first's
+pairs of query and key, so attention's operations run at the share of all others, and one factor is for both."""
 MATMUL_EFFICIENCY = 0.81
 """The share that a bare product of bf16 matrices reaches there: 806 TFLOP/s. Another engine's prefill, with its
 operations fused and attention's kernel faster, lies between `ARITHMETIC_EFFICIENCY` and this: see `at_best`."""

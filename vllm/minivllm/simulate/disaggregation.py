@@ -280,7 +280,7 @@ class Colocated:
     def mixed(self, work: Work) -> Mixed:
         """What one engine comes to."""
         placed = PlacedModel(self.model, self.gpu, Layout(1, 1, 1), PLACES)
-        return Mixed(self.step_cost, placed.kv_tokens(), placed.places, self.budget, work)
+        return Mixed(self.step_cost, placed.kv_tokens(), min(placed.places, self.budget), self.budget, work)
 
     def bound(self, work: Work, objective: Objective) -> float:
         """All work of a request, done in the largest batches that memory and places allow."""
@@ -353,8 +353,9 @@ class Mixed:
 
     @cached_property
     def capacity(self) -> float:
-        """Requests a second at most."""
-        return max(batch / (self.work.means[1] * self.seconds(batch)) for batch in _batches(int(self.most)))
+        """Requests a second at most. A batch is a mean here: where prompts are long, fewer than two fill a budget."""
+        batches = (self.most * share / 64 for share in range(1, 65))
+        return max(batch / (self.work.means[1] * self.seconds(batch)) for batch in batches)
 
     def batch(self, rate: float) -> float:
         """How many requests are there at this rate."""
@@ -399,8 +400,8 @@ def engine_configs(
     """
     longest = max(one.total for one in work.lengths)
     scheduler, cache = placed.configs((longest + 2 * BLOCK_SIZE) * num_requests)
-    most = max(2 * longest, 16)
-    return replace(scheduler, max_num_batched_tokens=max(budget, placed.places), max_model_len=most), cache
+    sizes = {"max_num_batched_tokens": budget, "max_num_seqs": min(placed.places, budget)}
+    return replace(scheduler, **sizes, max_model_len=max(2 * longest, 16)), cache
 
 
 @dataclass(frozen=True)

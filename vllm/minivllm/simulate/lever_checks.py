@@ -13,7 +13,8 @@ import statistics
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from minivllm.simulate.cost_model import StepShape
+from minivllm.config import ModelConfig
+from minivllm.simulate.cost_model import RooflineCost, StepShape
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.levers import LeverCost, Levers, LeverWorkload, throughput
@@ -52,6 +53,16 @@ SPLITWISE_FIRST_TOKENS = {
     ("conversation", 1020): {"A100-80": 0.155, "H100": 0.084},
 }
 """Seconds to the first token, by trace, its median tokens in, and GPU."""
+SARATHI_STEP, SARATHI_DECODES = 1024, 32
+"""Tokens of a full step, and how many of them are taken to be decodes."""
+SARATHI = {"chats": (1730, 0.14), "papers to summarize": (7059, 0.17)}
+"""Sarathi-Serve, table 4: Yi-34B on two A100, 1,024 tokens a step, 128 requests: the median prompt, and the 99th
+percentile of the time between tokens in seconds."""
+YI = {
+    "model_type": "llama", "vocab_size": 64000, "hidden_size": 7168, "intermediate_size": 20480,
+    "num_hidden_layers": 60, "num_attention_heads": 56, "num_key_value_heads": 8, "dtype": "bfloat16",
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 SHORT = 1000
 """Prompts of fewer tokens are short."""
 
@@ -121,13 +132,13 @@ def median_error(kind: str) -> float:
 
 
 def known_error(*kinds: str) -> str:
-    """Say how far the model is off on published figures of these kinds: "decodes off by 8%, prefills by 14% (median)"."""
+    """Say how far the model is off on figures of these kinds: "decodes off by 8%, prefills by 18% (median)"."""
     parts = [f"{kind}s {'off ' if not index else ''}by {median_error(kind):.0%}" for index, kind in enumerate(kinds)]
     return ", ".join(parts) + " (median)"
 
 
 def _first_tokens() -> list[PublishedCheck]:
-    """Times to the first token of prompts that are computed alone, and of one beside seven requests that decode."""
+    """Times to the first token of prompts that are computed alone or beside decodes, and steps with a chunk."""
     found = [
         PublishedCheck(
             f"{model}{f' on {tp} GPUs' if tp > 1 else ''}: first token after {prompt:,}, seconds",
@@ -149,11 +160,28 @@ def _first_tokens() -> list[PublishedCheck]:
         for (trace, prompt), by_gpu in SPLITWISE_FIRST_TOKENS.items()
         for gpu, published in by_gpu.items()
     ]
+    found += [
+        PublishedCheck(
+            f"Yi-34B on 2 GPUs: step of {SARATHI_STEP:,} after {context:,}, seconds",
+            "Sarathi-Serve, table 4: 99 % of the times between tokens",
+            published,
+            sarathi_step(context),
+            kind="prefill",
+        )
+        for context, published in SARATHI.values()
+    ]
     cost, decodes = _cost("Llama-3.1-8B", "H100"), [(1, 21_000)] * 7
     chunks = ((8185, 0), (8185, 8185), (3630, 16_370))
     seconds = sum(cost.seconds(StepShape.of([chunk, *decodes])) for chunk in chunks)
     what = "Llama-3.1-8B: first token after 20,000, beside 7 decodes, seconds"
     return [*found, PublishedCheck(what, FP8_BLOG, 0.7636, seconds, kind="prefill")]
+
+
+def sarathi_step(context: int) -> float:
+    """Seconds of SARATHI's full step: a chunk and decodes that all have this context."""
+    cost = RooflineCost.of(ModelConfig.from_dict(YI), get_hardware("A100-80"), tp=2)
+    decodes = [(1, context)] * SARATHI_DECODES
+    return cost.seconds(StepShape.of([(SARATHI_STEP - SARATHI_DECODES, context), *decodes]))
 
 
 def splitwise_cost(gpu: str) -> LeverCost:

@@ -24,7 +24,8 @@ from minivllm.simulate.hardware import Hardware
 from minivllm.simulate.kv_links import Link
 
 SHARE_OF_PEAK = 0.5
-"""Of a GPU's FLOP/s that a prefill reaches: assumed, as the usual round figure."""
+"""Of a GPU's FLOP/s that a prefill reaches: assumed, as the usual round figure. Our engine's on an H200 reach 0.44 with
+512 tokens and 0.63 with 8,192 (benchmarks/results/gpu_engine.nvidia-h200.json)."""
 HOST_SHARE = 0.78
 """Of one direction's data-sheet rate that copies to the host reach: 50 of 64 GB/s on PCIe 5 (vLLM blog, 2026-01-08)."""
 COPY_SECONDS = 2.3e-6

@@ -286,7 +286,9 @@ class Speculation:
 
     def _parts(self, batch: int, positions: int) -> StepParts:
         cost, shape = self.target, _shape(batch, positions, self.context)
-        verified = shape._replace(num_reqs=shape.num_tokens)  # each position goes through the head, as a request's last does
+        verified = shape._replace(
+            num_reqs=shape.num_tokens
+        )  # each position goes through the head, as a request's last does
         return StepParts(
             overhead=cost.roofline.step_overhead,
             weights=cost.weight_seconds,

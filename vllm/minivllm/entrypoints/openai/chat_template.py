@@ -2,8 +2,8 @@
 
 A template comes from a stranger's model folder, so it runs in a sandbox: it sees the messages, and nothing else.
 
-In vLLM v0.33.0: `vllm/renderers/hf.py`, `vllm/renderers/chat_utils/chat_template.py`; the functions that templates may
-call are those of `transformers.utils.chat_template_utils`.
+In vLLM v0.33.0: `vllm/renderers/hf.py`, `vllm/renderers/chat_utils/chat_template.py`.
+The functions that templates may call are those of `transformers.utils.chat_template_utils`.
 """
 
 import json

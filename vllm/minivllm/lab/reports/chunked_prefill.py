@@ -42,6 +42,7 @@ from minivllm.memory import num_parameters
 from minivllm.simulate.cost_model import RooflineCost, StepShape
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
+from minivllm.simulate.lever_checks import SARATHI, SARATHI_DECODES, SARATHI_STEP, sarathi_step
 from minivllm.simulate.prefill_first import PrefillFirst
 from minivllm.simulate.virtual_clock import percentile
 
@@ -455,15 +456,6 @@ def sweep_knee(seconds: Mapping[int, float]) -> float:
 
 GPUS = ("L4", "A100-80", "H100", "H200", "B200")
 GPU_MODEL, GAP = "Llama-3.1-8B", 0.05
-SARATHI_BUDGET = 1024
-SARATHI = {"chats": (1730, 0.14), "papers to summarize": (7059, 0.17)}
-"""Sarathi-Serve, table 4: Yi-34B on two A100, 1,024 tokens a step, 128 requests: the median prompt, and the 99th
-percentile of the time between tokens in seconds."""
-YI = {
-    "model_type": "llama", "vocab_size": 64000, "hidden_size": 7168, "intermediate_size": 20480,
-    "num_hidden_layers": 60, "num_attention_heads": 56, "num_key_value_heads": 8, "dtype": "bfloat16",
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-}  # fmt: skip
 
 
 def show_gpus(
@@ -493,13 +485,12 @@ def _step(cost: RooflineCost, chunk: int, context: int = 0, decodes: int = 0) ->
 
 def _sarathi() -> dict[str, float]:
     """By what share the model is off the longest gaps that Sarathi-Serve's authors published for their budget."""
-    cost, decodes, found = RooflineCost.of(ModelConfig.from_dict(YI), get_hardware("A100-80"), tp=2), 32, {}
-    for name, (context, published) in SARATHI.items():
-        found[name] = _step(cost, SARATHI_BUDGET - decodes, context, decodes) / published - 1
+    found = {name: sarathi_step(context) / published - 1 for name, (context, published) in SARATHI.items()}
     off = " and ".join(f"{one:+.0%}" for one in found.values())
     console.print(
-        f"Sarathi-Serve (Yi-34B on two A100, {SARATHI_BUDGET:,} tokens a step): 99 % of the gaps within 0.14 s (chats) "
-        f"and 0.17 s (long documents). A full step of the model, {decodes} of its tokens decodes, is off by {off}."
+        f"Sarathi-Serve (Yi-34B on two A100, {SARATHI_STEP:,} tokens a step): 99 % of the gaps within 0.14 s (chats) "
+        f"and 0.17 s (long documents). A full step of the model, {SARATHI_DECODES} of its tokens decodes, is off by "
+        f"{off}."
     )
     return found
 

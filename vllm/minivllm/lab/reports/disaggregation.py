@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ from minivllm.simulate.disaggregation_checks import (
     slower,
     two_to_one,
 )
+from minivllm.simulate.disaggregation_tuning import BUDGETS as LADDER
+from minivllm.simulate.disaggregation_tuning import ROUNDS, best_budget, winning_budgets
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.kv_links import Transfer, get_link
@@ -61,10 +64,11 @@ PLACES = {
 }
 PROMPTS = (512, 8192)
 MODEL, GPU, GPUS, LINK = "Llama-3.1-8B", "H100", 4, "400 Gb/s"
-WORKS = {"long prompts": (4096, 32), "chats": (2048, 128)}
+WORKS = {"long prompts": (4096, 32), "longer answers": (2048, 128)}
 TTFT_SLO, TPOT_SLO = 0.5, 0.010
 """Tokens in and out, and seconds, of the modelled pools."""
-POOL_BUDGETS = (256, 512, 2048)
+POOL_BUDGETS = (512, 8192)
+"""Beside the best one. The last is `vllm serve`'s default on an H100."""
 Make = Callable[..., tuple[Any, Any]]
 
 
@@ -378,38 +382,58 @@ def show_ratios(goodput_per_gpu: Callable[[float, float, int, int], float], argu
 
 
 def _simulated_pools(arguments: argparse.Namespace) -> dict:
-    """Goodput for each GPU of one pool with three budgets, and of two pools in three ratios, for two kinds of work."""
+    """Goodput for each GPU of one pool, tuned and not, and of two pools in each split, for two kinds of work."""
     model, gpu, counted = known_model(MODEL), get_hardware(GPU), 4 if arguments.quick else 60
-    rounds, found, rows = 2 if arguments.quick else 5, {}, []
-    systems: dict[str, System] = {
-        f"one pool, {one} tokens a step": Colocated(model, gpu, GPUS, one) for one in POOL_BUDGETS
-    }
-    for decoders in (3, 2, 1):
+    rounds, objective = 2 if arguments.quick else ROUNDS, Objective(TTFT_SLO, TPOT_SLO)
+    works = {kind: Work(*lengths, counted=counted) for kind, lengths in WORKS.items()}
+    one = Colocated(model, gpu, GPUS)
+    systems: dict[str, System] = {f"one pool, {each} tokens a step": replace(one, budget=each) for each in POOL_BUDGETS}
+    for decoders in range(GPUS - 1, 0, -1):
         pools = Disaggregated(model, gpu, GPUS - decoders, decoders, get_link(LINK), layer_wise=True)
         systems[f"two pools, {GPUS - decoders} : {decoders}"] = pools
+    found: dict[str, dict[str, Any]] = {BEST_BUDGET: {}} | {name: {} for name in systems}
     for name, system in track(systems.items(), "bisecting"):
-        found[name] = one = {}
-        for kind, lengths in WORKS.items():
-            borne = goodput(system, Work(*lengths, counted=counted), Objective(TTFT_SLO, TPOT_SLO), rounds)
-            one[kind], one[f"{kind}: cause"] = borne.per_gpu, borne.cause
-        rows.append((name, *(f"{one[kind]:.1f} ({CAUSES[one[f'{kind}: cause']]})" for kind in WORKS)))
+        for kind, work in works.items():
+            sustained = goodput(system, work, objective, rounds)
+            found[name] |= {kind: sustained.per_gpu, f"{kind}: cause": sustained.cause}
+    best = {}
+    for kind, work in track(works.items(), "tuning"):
+        tuned = best_budget(one, work, objective, rounds)
+        found[BEST_BUDGET] |= {kind: tuned.goodput.per_gpu, f"{kind}: cause": tuned.goodput.cause}
+        two = max(each[kind] for name, each in found.items() if name.startswith("two"))
+        winning = winning_budgets(one, two * GPUS, work, objective)
+        rates = {"one": tuned.goodput.per_gpu, "two": two, "times": two / tuned.goodput.per_gpu}
+        best[kind] = rates | {"budget": int(tuned.name), "winning": winning}
+        best[kind]["default"] = found[f"one pool, {POOL_BUDGETS[-1]} tokens a step"][kind]
+    _show_pools(found, best, ours := _against_distserve(counted))
+    return {"pools": found, "best": best, "against_distserve": ours}
+
+
+BEST_BUDGET = "one pool, its best budget"
+
+
+def _show_pools(found: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any], ours: Sequence[float]) -> None:
+    """A row for each way to use the GPUs, the best budgets in words below."""
+    rows = [
+        (name, *(f"{one[kind]:.1f} ({CAUSES[one[f'{kind}: cause']]})" for kind in WORKS)) for name, one in found.items()
+    ]
     columns = (f"{GPUS} {GPU}, {MODEL}", *(f"{prompt:,} tokens in, {output} out" for prompt, output in WORKS.values()))
-    costs = (slower(1.0, 1.0), slower(ARITHMETIC_SLOWER, MEMORY_SLOWER))
-    rates = [two_to_one(cost, Work(512, 64, counted=counted)) for cost in costs]
-    ours = [apart / together for apart, together in rates]
+    budgets = " and ".join(f"{best[kind]['budget']:,}" for kind in WORKS)
+    wins = " and ".join(", ".join(map(str, best[kind]["winning"])) or "none" for kind in WORKS)
     caption = (
         f"requests a second and GPU, and what is late beyond it. In time: a first token within {TTFT_SLO:g} s and "
-        f"{1e3 * TPOT_SLO:g} ms a token, 9 of 10 requests; {LINK}, layer by layer. Of DistServe's 2.1 × the model says "
-        f"{ours[0]:.2f} ×, and {ours[1]:.2f} × with two factors fitted to the rates of that engine."
+        f"{1e3 * TPOT_SLO:g} ms a token, 9 of 10 requests; {LINK}, layer by layer. The best of {len(LADDER)} budgets: "
+        f"{budgets} tokens a step; one pool sustains what two do with {wins}. Of DistServe's 2.1 × the model "
+        f"says {ours[0]:.2f} ×, and {ours[1]:.2f} × with two factors fitted to the rates of that engine."
     )
     table("Goodput by bisection, modelled", columns, rows, caption)
-    return {"pools": found, "best": {kind: _best(found, kind) for kind in WORKS}, "against_distserve": ours}
 
 
-def _best(pools: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, float]:
-    """The best of one pool, and the best of two, for this work."""
-    one, two = (max(each[kind] for name, each in pools.items() if name.startswith(start)) for start in ("one", "two"))
-    return {"one": one, "two": two, "times": two / one}
+def _against_distserve(counted: int) -> list[float]:
+    """Two pools against prompts computed whole, in DistServe's example: the cost as it is, and fitted to its engine."""
+    costs = (slower(1.0, 1.0), slower(ARITHMETIC_SLOWER, MEMORY_SLOWER))
+    rates = [two_to_one(cost, Work(512, 64, counted=counted)) for cost in costs]
+    return [apart / together for apart, together in rates]
 
 
 CAUSES = {"tpot": "tokens", "ttft": "first tokens", "queue": "first tokens", "link": "link", "": "nothing"}
@@ -523,6 +547,7 @@ def close(found: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     one, tokens, best = found["interference"], found["tokens"]["requests"], found["ratio"]["best"]
     whole, chunk = (one[str(budget)] for budget in (BUDGETS[0], BUDGETS[-1]))
+    long, longer = (best[kind] for kind in WORKS)
     closing(
         Timed(
             f"A prompt of {found['slow']['prompt']:,} tokens stops running chats for {whole['itl_max_ms']:.0f} ms; in "
@@ -530,8 +555,10 @@ def close(found: dict, disturbance: str) -> None:
         ),
         f"{len(tokens)} requests through two engines say what they say through one, and "
         f"{sum(each['bytes'] for each in tokens.values()):,} bytes moved for it.",
-        f"Modelled, {MODEL} on {GPUS} {GPU}: two pools bear {best['long prompts']['times']:.2f} × what one bears with "
-        f"long prompts and short answers, and {best['chats']['times']:.2f} × with chats.",
+        f"Modelled, {MODEL} on {GPUS} {GPU}: with its best budget one pool sustains {1 / long['times']:.2f} × what two "
+        f"do with long prompts and short answers, and {1 / longer['times']:.2f} × with longer answers; with "
+        f"{POOL_BUDGETS[-1]:,} tokens a step {long['default'] / long['two']:.2f} × and "
+        f"{longer['default'] / longer['two']:.2f} ×.",
         disturbance=disturbance,
     )
 

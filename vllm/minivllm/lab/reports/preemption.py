@@ -431,7 +431,7 @@ RATE, OPEN_POOLS, QUICK_OPEN_POOLS = 10, (2000, 1000, 800, 600, 500, 400), (800,
 
 
 def show_pools(arguments: argparse.Namespace) -> dict[str, Any]:
-    """p99 of answers and first tokens by pool, under an open load that would fill 430 blocks. Modelled: 8B, H100."""
+    """p99 of answers and first tokens by pool, under an open load that would fill 436 blocks. Modelled: 8B, H100."""
     cost, draw, now, work = (
         RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100")),
         random.Random(1),
