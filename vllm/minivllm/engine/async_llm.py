@@ -125,8 +125,8 @@ class AsyncLLM(FrontEnd):
         EngineDeadError: the core died before it was ready.
     """
 
-    def __init__(self, args: EngineArgs, engine_core: "AsyncMPClient | AsyncThreadClient | None" = None) -> None:
-        """`engine_core`: the client of a core that is there already. Else it gets a process, or for parts a thread."""
+    def __init__(self, args: EngineArgs, engine_core: "AsyncThreadClient | None" = None) -> None:
+        """`engine_core`: a core's client. Without one each core gets a process, or for parts a thread."""
         self.engine_core = engine_core or make_async_client(args)
         super().__init__(args, self.engine_core)
         self._collectors: dict[str, Collector] = {}
