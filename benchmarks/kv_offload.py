@@ -1,14 +1,13 @@
-"""What tiers below the pool are worth: chats of several turns, more than the pool holds, without and with each tier.
+"""What host memory below the pool is worth: chats of several turns, more than the pool holds, without and with it.
 
     uv run python benchmarks/kv_offload.py
     uv run python benchmarks/kv_offload.py --quick
 
 Each chat begins with a document of its own; each turn adds an answer and a question. All chats take a turn, one after
-another, then all take the next one: when a chat's turn comes, the pool has long been used by others. Three engines
-serve the same turns, one after another in random order: a pool alone, with host memory below it, with host memory for
-a fourth of the chats and a disk below that. Texts must be equal. Shown are the time to first token of the turns after
-the first, in the median and at the 99th percentile, output tokens a second of these turns, and how many of a prompt's
-tokens were computed.
+another, then all take the next one: when a chat's turn comes, the pool has long been used by others. Two engines serve
+the same turns, one after another in random order: a pool alone, and one with host memory below it. Texts must be equal.
+Shown are the time to first token of the turns after the first, in the median and at the 99th percentile, output tokens
+a second of these turns, and how many of a prompt's tokens were computed.
 
 The second table: blocks of all layers between cache and host memory in one call (`kernels/copy_blocks.py`), as shares
 of a plain copy of as many bytes, and through the connector's threads, from the order to the end. All that a row
@@ -25,7 +24,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,17 +55,15 @@ CHATS, TURNS = 12, 4
 POOL_CHATS = 3
 """How many chats the pool holds."""
 LONGEST = DOCUMENT + TURNS * (QUESTION + ANSWER)
-SYSTEMS = ("pool alone", "host memory", "host and disk")
+SYSTEMS = ("pool alone", "host memory")
 COPIES = ((1, 64), (16, 64), (64, 64))  # (blocks, KiB of a block in all layers)
 LAYERS = 8
 
 
-def engine(system: str, folder: str, chats: int) -> LLM:
-    """One of the three."""
+def engine(system: str, chats: int) -> LLM:
+    """One of the two."""
     blocks_of_a_chat = -(-LONGEST // BLOCK_SIZE)
-    extra: dict[str, Any] = {"num_cpu_blocks": (chats + 1) * blocks_of_a_chat}
-    if system == "host and disk":
-        extra = {"num_cpu_blocks": chats // 4 * blocks_of_a_chat, "disk_path": folder, "disk_bytes_to_use": 2**30}
+    extra = {"num_cpu_blocks": (chats + 1) * blocks_of_a_chat}
     tier = {"kv_offloading_size": 1.0, "kv_transfer_config": {"kv_connector_extra_config": extra}}
     return LLM(
         EMBEDDED_MODEL,
@@ -115,32 +111,29 @@ def chats(count: int, rounds: int, seed: int) -> dict[str, Any]:
     draw, figures = random.Random(seed), {name: {"ttft": [], "seconds": []} for name in SYSTEMS}
     computed = dict.fromkeys(SYSTEMS, 0)
     known, num_prompt_tokens, num_differing = documents(count * rounds, seed), 0, 0
-    with tempfile.TemporaryDirectory() as folder:
-        engines = {name: engine(name, folder, count) for name in SYSTEMS}
-        for round_number in track(range(rounds), "chatting"):
-            mine = known[round_number * count : (round_number + 1) * count]
-            histories = [list(document) for document, _ in mine]
-            for turn in range(TURNS):
-                for place, (_, questions) in enumerate(mine):
-                    histories[place] += questions[turn]
-                    told: list[list[int]] = []
-                    for name in draw.sample(SYSTEMS, len(SYSTEMS)):
-                        before = cached_tokens(engines[name])
-                        first, whole, tokens = one_turn(
-                            engines[name], histories[place], f"{round_number} {turn} {place}"
-                        )
-                        told.append(tokens)
-                        if turn:
-                            figures[name]["ttft"].append(first)
-                            figures[name]["seconds"].append(whole)
-                            computed[name] += len(histories[place]) - (cached_tokens(engines[name]) - before)
-                    num_differing += any(tokens != told[0] for tokens in told)
-                    num_prompt_tokens += len(histories[place]) * bool(turn)
-                    histories[place] += told[0]
-        states = {name: core_of(llm).scheduler.remote for name, llm in engines.items()}
-        tiers = {name: remote.connector.tier_state() for name, remote in states.items() if remote}
-        for llm in engines.values():
-            llm.shutdown()
+    engines = {name: engine(name, count) for name in SYSTEMS}
+    for round_number in track(range(rounds), "chatting"):
+        mine = known[round_number * count : (round_number + 1) * count]
+        histories = [list(document) for document, _ in mine]
+        for turn in range(TURNS):
+            for place, (_, questions) in enumerate(mine):
+                histories[place] += questions[turn]
+                told: list[list[int]] = []
+                for name in draw.sample(SYSTEMS, len(SYSTEMS)):
+                    before = cached_tokens(engines[name])
+                    first, whole, tokens = one_turn(engines[name], histories[place], f"{round_number} {turn} {place}")
+                    told.append(tokens)
+                    if turn:
+                        figures[name]["ttft"].append(first)
+                        figures[name]["seconds"].append(whole)
+                        computed[name] += len(histories[place]) - (cached_tokens(engines[name]) - before)
+                num_differing += any(tokens != told[0] for tokens in told)
+                num_prompt_tokens += len(histories[place]) * bool(turn)
+                histories[place] += told[0]
+    states = {name: core_of(llm).scheduler.remote for name, llm in engines.items()}
+    tiers = {name: remote.connector.tier_state() for name, remote in states.items() if remote}
+    for llm in engines.values():
+        llm.shutdown()
     return {
         "systems": {name: summary(figures[name], computed[name], num_prompt_tokens) for name in SYSTEMS},
         "tiers": tiers,
@@ -150,7 +143,7 @@ def chats(count: int, rounds: int, seed: int) -> dict[str, Any]:
 
 
 def cached_tokens(llm: LLM) -> int:
-    """Tokens found in the pool and in the tiers, since the start."""
+    """Tokens found in the pool and below it, since the start."""
     stats = core_of(llm).scheduler.make_stats()
     external = stats.connector_prefix_cache_stats
     return stats.prefix_cache_stats.hits + (external.hits if external else 0)

@@ -6,18 +6,17 @@
 A workload is two to ten requests that arrive at random moments, many with a common beginning, greedy or drawn with a
 seed, read token by token as they come; some are aborted. Engines are set up at random, eight workloads each: a pool
 that holds the longest request and at most two blocks more, first come first served or by priority, chunks, drafts,
-steps ahead, an int8 cache, two ranks, two stages, and below the pool no tier, host memory, or host memory and a disk:
-eager or lazy, LRU or ARC, of a few blocks or many. Each must give the tokens of a plain engine with blocks for
-everybody; each position must come exactly once and in order; when a workload is over, no block of any tier is held and
-no copy is under way; and while anybody is unfinished, tokens come. The table is followed by one line of JSON; the exit
-code is 1 if anything differs, is lost or stands still.
+steps ahead, an int8 cache, two ranks, two stages, and below the pool nothing or host memory: eager or lazy, of a few
+blocks or many. Each must give the tokens of a plain engine with blocks for everybody; each position must come exactly
+once and in order; when a workload is over, no block is held anywhere and no copy is under way; and while anybody is
+unfinished, tokens come. The table is followed by one line of JSON; the exit code is 1 if anything differs, is lost or
+stands still.
 """
 
 import argparse
 import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -40,13 +39,13 @@ from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 WORKLOADS_OF_AN_ENGINE = 8
 LONGEST = SETTINGS["max_model_len"]
-TIERS = ("none", "host", "host and disk")
+TIERS = ("none", "host")
 SECONDS_WITHOUT_PROGRESS = 60.0
 
 
 @dataclass
 class Tally:
-    """What was counted with one kind of tiers; `with_feature` counts workloads."""
+    """What was counted with the same below the pool; `with_feature` counts workloads."""
 
     workloads: int = 0
     requests: int = 0
@@ -78,7 +77,7 @@ class Ask:
     error: str | None = None
 
 
-def random_engine(draw: random.Random, tier: str, folder: str, processes: bool) -> dict[str, Any]:
+def random_engine(draw: random.Random, tier: str, processes: bool) -> dict[str, Any]:
     """An engine's settings; few of them have several processes, which take long to start."""
     block_size = draw.choice([4, 8, 16])
     settings: dict[str, Any] = {
@@ -100,19 +99,17 @@ def random_engine(draw: random.Random, tier: str, folder: str, processes: bool) 
         settings["tensor_parallel_size"] = 2
     elif processes and draw.random() < 0.04 and "speculative_config" not in settings:
         settings |= {"pipeline_parallel_size": 2, "async_scheduling": False}
-    return settings | random_tier(draw, tier, folder)
+    return settings | random_tier(draw, tier)
 
 
-def random_tier(draw: random.Random, tier: str, folder: str) -> dict[str, Any]:
+def random_tier(draw: random.Random, tier: str) -> dict[str, Any]:
     """What the engine has below its pool."""
     if tier == "none":
         return {"enable_prefix_caching": draw.random() < 0.7}
     extra: dict[str, Any] = {"num_cpu_blocks": draw.choice([4, 16, 60, 400])}
-    extra |= {"eviction_policy": draw.choice(["lru", "arc"]), "lazy_offload": draw.random() < 0.3}
+    extra["lazy_offload"] = draw.random() < 0.3
     if not extra["lazy_offload"]:
         extra |= {"offload_prompt_only": draw.random() < 0.4, "store_threshold": draw.choice([0, 0, 2])}
-    if tier == "host and disk":
-        extra |= {"disk_path": folder, "disk_bytes_to_use": draw.choice([2, 32]) * 2**20}
     return {"kv_offloading_size": 1.0, "kv_transfer_config": {"kv_connector_extra_config": extra}}
 
 
@@ -128,7 +125,6 @@ def features(settings: dict[str, Any]) -> list[str]:
         "two ranks": "tensor_parallel_size" in settings,
         "two stages": "pipeline_parallel_size" in settings,
         "lazy": extra.get("lazy_offload", False),
-        "arc": extra.get("eviction_policy") == "arc",
     }
     return [name for name, is_tried in tried.items() if is_tried]
 
@@ -218,18 +214,17 @@ def compare(
 ) -> Tally:
     """Serves so many workloads by one engine, and counts what differs from the plain one."""
     tally = Tally()
-    with tempfile.TemporaryDirectory() as folder:
-        settings = random_engine(draw, tier, folder, processes)
-        batches = [random_asks(draw, texts, 10 * number) for number in range(count)]
-        expected = plain.expected(settings, batches)
-        llm = LLM(EMBEDDED_MODEL, **SETTINGS | settings)
-        try:
-            for asks, tokens in zip(batches, expected, strict=True):
-                if not count_workload(llm, asks, tokens, tally):
-                    break
-            stats = core_of(llm).scheduler.make_stats()
-        finally:
-            llm.shutdown()
+    settings = random_engine(draw, tier, processes)
+    batches = [random_asks(draw, texts, 10 * number) for number in range(count)]
+    expected = plain.expected(settings, batches)
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS | settings)
+    try:
+        for asks, tokens in zip(batches, expected, strict=True):
+            if not count_workload(llm, asks, tokens, tally):
+                break
+        stats = core_of(llm).scheduler.make_stats()
+    finally:
+        llm.shutdown()
     tally.preemptions = stats.num_preemptions
     lookups = stats.connector_prefix_cache_stats
     tally.loaded_tokens = lookups.hits + lookups.preempted_hits if lookups else 0
@@ -266,7 +261,7 @@ def added(tallies: list[Tally]) -> Tally:
 
 
 def storm(workloads: int, seed: int, processes: bool = True) -> dict[str, Tally]:
-    """Serves so many workloads, a third with each kind of tiers; returns the tallies by kind."""
+    """Serves so many workloads, half of them with host memory below the pool; returns the tallies by what is below."""
     tokenizer, plain = load_tokenizer(str(EMBEDDED_MODEL)), PlainEngines()
     texts = [ids for text in held_out_texts() if len(ids := tokenizer.encode(text).ids) > 100]
     found: dict[str, list[Tally]] = {tier: [] for tier in TIERS}
@@ -283,7 +278,7 @@ def main(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # steps are small, and threads would wait for each other
     began = time.process_time()
     tallies = storm(40 if arguments.quick else arguments.workloads, arguments.seed)
-    columns = ["tiers below the pool", "workloads", "requests", "preempted", "preemptions", "tokens", "loaded"]
+    columns = ["below the pool", "workloads", "requests", "preempted", "preemptions", "tokens", "loaded"]
     names = ("workloads", "requests", "preempted", "preemptions", "tokens", "loaded_tokens", "differing", "failed")
     rows = [
         (tier, *(f"{getattr(one, name):,}" for name in (*names, "stuck", "held_blocks")))

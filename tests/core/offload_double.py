@@ -1,4 +1,4 @@
-"""A worker with tiers below its cache and no model, for tests: it copies what slots hold, at the worst moment."""
+"""A worker with a tier below its cache and no model, for tests: it copies what slots hold, at the worst moment."""
 
 from dataclasses import dataclass
 from random import Random
@@ -24,30 +24,23 @@ class UnderWay:
 
 
 class OffloadingWorkerDouble(WorkerDouble):
-    """Copies take up to `most_steps`. What the scheduler promises of files may be lost, by `rng`."""
+    """Copies take up to `most_steps`, by `rng`."""
 
     def __init__(self, block_size: int, next_token: NextToken, rng: Random, most_steps: int = 3) -> None:
         super().__init__(block_size, next_token)
         self.rng, self.most_steps = rng, most_steps
         self.host: dict[int, Block] = {}
-        self.files: dict[bytes, Block] = {}
         self.copies: list[UnderWay] = []
-        self.loses_files = False
-        self.disk_is_full = False
         self.num_flushes = 0
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         metadata = cast(OffloadMetadata, output.kv_connector_metadata)
-        told = OffloadWorkerMetadata()
-        self.told, connector_output = told, KVConnectorOutput()
+        told = self.told = OffloadWorkerMetadata([])
+        connector_output = KVConnectorOutput()
         if metadata.need_flush:
             self.num_flushes += 1
             for copy in [one for one in self.copies if isinstance(one.job, StoreJob)]:
                 self._end(copy, connector_output)
-        if metadata.clear_disk:
-            self.files.clear()
-        for key in metadata.removals:
-            self.files.pop(key, None)
         for name, load in metadata.loads.items():
             self._begin(load, name)
         done = super().execute(output)
@@ -57,7 +50,7 @@ class OffloadingWorkerDouble(WorkerDouble):
             copy.num_steps -= 1
             if copy.num_steps <= 0:
                 self._end(copy, connector_output)
-        connector_output.kv_connector_worker_meta = None if told.is_empty() else [told]
+        connector_output.kv_connector_worker_meta = [told] if told.completed_stores else None
         done.kv_connector_output = None if connector_output.is_empty() else connector_output
         return done
 
@@ -83,13 +76,6 @@ class OffloadingWorkerDouble(WorkerDouble):
             self.told.completed_stores.append(copy.job.number)
         else:
             output.finished_recving.add(copy.name)
-            lost = zip(copy.job.disk_keys, copy.job.disk_block_ids, strict=True)
-            for key, block_id in lost:
-                if key in self.lost_keys:
-                    output.invalid_block_ids.add(block_id)
-                    self.told.unreadable.add(key)
-
-    lost_keys: frozenset[bytes] = frozenset()
 
     def _move(self, copy: UnderWay) -> None:
         if isinstance(copy.job, StoreJob):
@@ -97,20 +83,8 @@ class OffloadingWorkerDouble(WorkerDouble):
             return
         for block_id, cpu_block_id in zip(copy.job.block_ids, copy.job.cpu_block_ids, strict=True):
             self._fill(block_id, self.host[cpu_block_id])
-        for key, block_id in zip(copy.job.disk_keys, copy.job.disk_block_ids, strict=True):
-            if key not in self.files or (self.loses_files and self.rng.random() < 0.3):
-                assert self.loses_files or key in self.files, "a file is promised that was removed or never written"
-                self.lost_keys |= {key}
-            else:
-                self._fill(block_id, self.files[key])
 
     def _store(self, job: StoreJob) -> None:
-        for key, cpu_block_id in job.spills:
-            if self.disk_is_full:
-                self.told.unwritten.add(key)
-                self.told.disk_failed = True
-            else:
-                self.files[key] = list(self.host[cpu_block_id])
         for block_id, cpu_block_id in zip(job.block_ids, job.cpu_block_ids, strict=True):
             places = range(self.block_size)
             self.host[cpu_block_id] = [self.slots.get((block_id, offset)) for offset in places]

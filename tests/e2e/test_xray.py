@@ -98,18 +98,16 @@ def test_what_is_drawn_is_the_state_at_each_step_forward_and_back(page: Page, ru
 
 def test_a_second_tier_is_shown_where_there_is_one(open_page: Callable[..., Page], run: list[bytes]) -> None:
     steps = [json.loads(line) for line in run[:20]]
-    steps[10]["tier"], steps[15]["tier"] = [40, 12, 3, 2, 0], [40, 14, 0, 0, 7]
+    steps[10]["tier"], steps[15]["tier"] = [40, 12, 3, 2], [40, 14, 0, 0]
     with served() as server:
         server.put([json.dumps(line).encode() for line in steps])
         page = open_page(server.url)
         at_step(page, 19)
         numbers = page.locator(".xr-numbers")
         assert "14 of 40" in numbers.inner_text()
-        assert "7 blocks" in numbers.inner_text()
         page.evaluate("() => window.xray.go(12)")
         at_step(page, 12)
         assert "12 of 40, 3 loading, 2 storing" in numbers.inner_text()
-        assert "on disk" not in numbers.inner_text()
         page.evaluate("() => window.xray.go(5)")
         at_step(page, 5)
         assert "in host memory" not in numbers.inner_text()

@@ -130,7 +130,6 @@ def test_ranks_save_and_load_their_parts(tmp_path: Path) -> None:
         ({"kv_role": "kv_both"}, "lacks kv_connector"),
         ({"kv_connector": "ExampleConnector", "kv_role": "both"}, "unknown kv_role"),
         ({"kv_connector": "ExampleConnector", "color": 1}, "no key 'color'"),
-        ({"kv_connector": "ExampleConnector", "kv_connector_module_path": "os"}, "not imported"),
         ({"kv_connector": "ExampleConnector", "engine_id": "\ud800"}, "half of a character"),
         ({"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"x": "\ud800"}}, "half of a character"),
         (

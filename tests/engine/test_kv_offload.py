@@ -1,4 +1,4 @@
-"""Tiers below the pool change no token: in every combination, with pools so small that most requests are preempted."""
+"""A tier below the pool changes no token, whatever the settings, though most requests are preempted."""
 
 import re
 import shutil
@@ -51,7 +51,7 @@ def with_tier(size: float = SECOND_TIER, **extra: Any) -> dict[str, Any]:
 
 
 def lookups(llm: LLM) -> tuple[int, int]:
-    """Tokens that were found in the tiers, and preemptions."""
+    """Tokens that were found in the tier, and preemptions."""
     stats = core_of(llm).scheduler.make_stats()
     found = stats.connector_prefix_cache_stats
     return found.hits + found.preempted_hits, stats.num_preemptions
@@ -87,18 +87,16 @@ def expected() -> Callable[..., list[list[int]]]:
     ("settings", "extra"),
     [
         ({}, {}),
-        ({"kv_cache_dtype": "int8", "scheduling_policy": "priority"}, {"lazy_offload": True, "eviction_policy": "arc"}),
+        ({"kv_cache_dtype": "int8", "scheduling_policy": "priority"}, {"lazy_offload": True}),
         ({"speculative_config": DRAFTS}, {"offload_prompt_only": False}),
-        ({"speculative_config": NGRAM, "async_scheduling": True}, {"num_cpu_blocks": 8, "disk_bytes_to_use": 2**24}),
+        ({"speculative_config": NGRAM, "async_scheduling": True}, {"num_cpu_blocks": 30}),
         ({"async_scheduling": True, "scheduler_reserve_full_isl": False}, {"offload_prompt_only": False}),
     ],
-    ids=["eager", "lazy, ARC, int8, priority", "draft model", "n-grams ahead, disk", "ahead"],
+    ids=["eager", "lazy, int8, priority", "draft model", "n-grams ahead, small", "ahead"],
 )
-def test_the_same_tokens_with_tiers(
-    tmp_path: Path, expected: Callable[..., Any], settings: dict[str, Any], extra: dict[str, Any]
+def test_the_same_tokens_with_a_tier(
+    expected: Callable[..., Any], settings: dict[str, Any], extra: dict[str, Any]
 ) -> None:
-    if "disk_bytes_to_use" in extra:
-        extra = extra | {"disk_path": str(tmp_path)}
     llm = LLM(**SMALL | settings, **with_tier(**extra))
     for _ in range(2):
         assert answers(llm) == expected(settings.get("kv_cache_dtype", "auto"))
@@ -110,20 +108,14 @@ def test_the_same_tokens_with_tiers(
 
 
 @pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["TP", "PP"])
-def test_ranks_have_their_parts_of_each_tier(
-    tmp_path: Path, expected: Callable[..., Any], settings: dict[str, Any]
-) -> None:
-    disk = {"num_cpu_blocks": 8, "disk_path": str(tmp_path), "disk_bytes_to_use": 2**24}
-    llm = LLM(**SMALL | settings, **with_tier(**disk))
+def test_ranks_have_their_parts_of_the_tier(expected: Callable[..., Any], settings: dict[str, Any]) -> None:
+    llm = LLM(**SMALL | settings, **with_tier())
     try:
         assert [answers(llm), answers(llm)] == [expected(), expected()]
         assert lookups(llm)[0] > 64
-        assert core_of(llm).scheduler.remote.connector.tier_state()["on_disk"] > 0
         check_nothing_is_held(llm)
     finally:
         llm.shutdown()
-    ranks = {path.suffix for path in tmp_path.rglob("*.*")}
-    assert ranks == {".0", ".1"}
 
 
 def test_a_core_in_another_process_counts_and_tells(expected: Callable[..., Any]) -> None:
@@ -143,22 +135,19 @@ def test_a_core_in_another_process_counts_and_tells(expected: Callable[..., Any]
     assert 0 < values["kv_offload_cpu_cache_usage_perc"] < 1
     outcomes = told["vllm:simple_kv_offload_save_outcomes"]
     assert (outcomes.labels["outcome"], outcomes.value) == ("stored", blocks)
-    assert told["vllm:kv_offload_config_info"].labels["eviction_policy"] == "lru"
+    assert told["vllm:kv_offload_config_info"].labels["lazy_offload"] == "False"
     assert told["vllm:kv_offload_store_size"].count > 0
 
 
-@pytest.mark.parametrize("connector", ["disk tier", "ExampleConnector"])
-def test_files_of_an_adapter_that_was_written_anew_are_not_found(tmp_path: Path, connector: str) -> None:
+def test_files_of_an_adapter_that_was_written_anew_are_not_found(tmp_path: Path) -> None:
     """A later engine finds those of the adapter that it has read, whatever name and path it has."""
-    disk = {"num_cpu_blocks": 4, "disk_path": str(tmp_path), "disk_bytes_to_use": 2**24}
-    files = {"kv_connector": connector, "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
-    below = with_tier(**disk) if connector == "disk tier" else {"kv_transfer_config": files}
+    files = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
     told = []
     for source in ("b", "b", "a"):
         shutil.rmtree(tmp_path / "adapter", ignore_errors=True)
         shutil.copytree(ADAPTERS / source, tmp_path / "adapter")
         adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
-        llm = LLM(**SMALL, **below, enable_lora=True)
+        llm = LLM(**SMALL, kv_transfer_config=files, enable_lora=True)
         told.append((answers(llm, lora_request=adapter), lookups(llm)[0]))
         llm.shutdown()
     (first, _), (again, found), (other, found_for_other) = told
@@ -168,7 +157,7 @@ def test_files_of_an_adapter_that_was_written_anew_are_not_found(tmp_path: Path,
     assert other == answers(plain, lora_request=adapter)
 
 
-def test_a_failed_step_empties_the_tiers_and_costs_nobody_a_token(expected: Callable[..., Any]) -> None:
+def test_a_failed_step_empties_the_tier_and_costs_nobody_a_token(expected: Callable[..., Any]) -> None:
     llm = LLM(**SMALL, **with_tier())
     assert answers(llm) == expected()
     core = core_of(llm)
@@ -211,13 +200,10 @@ def test_options_stand_where_vllm_has_them() -> None:
     explicit = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}
     assert EngineArgs(kv_transfer_config=explicit).host_tier_bytes == 2**20
     joined = EngineArgs(
-        kv_offloading_size=0.5, kv_transfer_config={"kv_connector_extra_config": {"eviction_policy": "arc"}}
+        kv_offloading_size=0.5, kv_transfer_config={"kv_connector_extra_config": {"store_threshold": 2}}
     )
     assert joined.kv_transfer is not None
-    assert joined.kv_transfer.kv_connector_extra_config == {"cpu_bytes_to_use": GIB // 2, "eviction_policy": "arc"}
-    assert joined.kv_transfer.recomputes
+    assert joined.kv_transfer.kv_connector_extra_config == {"cpu_bytes_to_use": GIB // 2, "store_threshold": 2}
     assert EngineArgs(kv_offloading_size=0.5, pipeline_parallel_size=2, data_parallel_size=2).kv_transfer is not None
-    with pytest.raises(MinivllmError, match="does not go with this pipeline_parallel_size"):
-        EngineArgs(
-            kv_offloading_size=0.5, pipeline_parallel_size=2, kv_transfer_config={"kv_connector": "TCPConnector"}
-        )
+    with pytest.raises(MinivllmError, match="an engine has one connector"):
+        EngineArgs(kv_offloading_size=0.5, kv_transfer_config={"kv_connector": "TCPConnector"})

@@ -16,7 +16,6 @@ WRONG = [
     ({"temperature": 2.1}, "from 0 (greedy) to 2"),
     ({"max_token": 5}, "SamplingParams has no argument 'max_token'; did you mean 'max_tokens'?"),
     ({"structured_outputs": {"json": "{}"}}, "it must be StructuredOutputsParams"),
-    ({"flat_logprobs": True}, "flat_logprobs is True; SamplingParams takes no value of it but False"),
     ({"stop": ["a", "\ud800"]}, "a stop string is not a text: it has half a character"),
     ({"bad_words": ["\ud800"]}, "a bad word is not a text: it has half a character"),
     ({"top_p": 0.0}, "top_p is 0.0"),
@@ -99,12 +98,6 @@ def test_a_clone_shares_nothing_with_its_original():
     for name in ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids"):
         assert getattr(clone, name) == getattr(params, name)
         assert getattr(clone, name) is not getattr(params, name)
-
-
-def test_vllms_arguments_without_effect_are_logged_in_one_line(capsys):
-    SamplingParams(skip_clone=True, spaces_between_special_tokens=False)
-    [line] = capsys.readouterr().err.splitlines()
-    assert "skip_clone, spaces_between_special_tokens" in line
 
 
 def test_tiny_temperatures_are_raised_but_zero_stays_greedy():

@@ -8,7 +8,7 @@ import torch
 
 from minivllm.kernels.copy_blocks import BlockRegions
 from minivllm.kv_connector import host_copies
-from minivllm.kv_connector.host_copies import HostCopies, host_buffer
+from minivllm.kv_connector.host_copies import HostCopies, host_buffer, runs
 
 BLOCKS, RECORDS = 12, 9
 BLOCK_IDS, SLOTS = [3, 11, 1, 7, 2, 5], [4, 5, 6, 0, 8, 2]
@@ -74,3 +74,8 @@ def test_a_store_waits_for_what_computes_its_blocks(monkeypatch: pytest.MonkeyPa
     event = object()
     copies.to_host([1], host_buffer(1, 8, pinned=False), [0], event)
     assert copies._stream.waited == [event]
+
+
+def test_consecutive_records_cross_the_bus_as_one_piece() -> None:
+    assert list(runs([4, 5, 6, 9, 2, 3])) == [(0, 4, 3), (3, 9, 1), (4, 2, 2)]
+    assert list(runs([])) == []

@@ -120,7 +120,6 @@ def test_prompts_one_after_the_other_are_searched_like_all_at_once(llm):
         ({"max_tokens": 1.5}, "max_tokens is 1.5"),
         ({"length_penalty": "x"}, "length_penalty is 'x'"),
         ({"allowed_token_ids": []}, "allowed_token_ids is"),
-        ({"structured_outputs": {"regex": "a"}}, "does not serve constraints on the form of beams"),
         ({"beam_widht": 2}, "did you mean 'beam_width'"),
     ],
     ids=str,

@@ -19,7 +19,7 @@ VALUES = [
     *(np.array([1, 2]), np.array(3), np.int64(3), [np.int64(1)], [np.array([1, 2])]),
     *(torch.zeros(2), torch.tensor([1, 2]), torch.tensor(3), [torch.tensor([1, 2])]),
 ]
-PROMPT_KEYS = ("prompt_token_ids", "cache_salt", "prompt_embeds", "multi_modal_data", "prompt_token_offsets", "other")
+PROMPT_KEYS = ("prompt_token_ids", "cache_salt", "other")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def calls(llm, value):
     yield from (lambda p=p: llm.generate(p, ONE, **quiet) for p in (value, [value], {"prompt": value}))
     yield from (lambda k=k: llm.generate({"prompt": "x", k: value}, ONE, **quiet) for k in PROMPT_KEYS)
     yield lambda: llm.generate("x", value, **quiet)
-    for name in ("priority", "lora_request", "tokenization_kwargs", "mm_processor_kwargs"):
+    for name in ("priority", "lora_request", "tokenization_kwargs"):
         yield lambda name=name: llm.generate("x", ONE, **quiet, **{name: value})
     yield lambda: llm.generate("x", ONE, tokenization_kwargs={"add_special_tokens": value}, **quiet)
     yield lambda: llm.chat(value, ONE, **quiet)
@@ -63,11 +63,6 @@ def test_a_value_is_taken_or_refused_in_one_line(llm, value):
         except MinivllmError as error:
             refusal = str(error)
         assert "\n" not in (refusal or "")
-
-
-def test_prompts_as_embeddings_are_refused_by_name(llm):
-    with pytest.raises(MinivllmError, match="'prompt_embeds'; minivllm does not serve prompts as embeddings"):
-        llm.generate({"prompt_embeds": torch.zeros(2, 256)}, use_tqdm=False)
 
 
 def test_a_beam_search_needs_its_parameters(llm):

@@ -205,6 +205,12 @@ def test_truncation_keeps_the_end_unless_told_otherwise(base: Server):
     assert prompt_of(truncate_prompt_tokens=2, truncation_side="right") == [1, 2]
 
 
+@pytest.mark.parametrize("field", [{"use_beam_search": True}, {"logprob_token_ids": [5]}, {"thinking_token_budget": 3}])
+def test_fields_that_would_change_the_answer_are_not_ignored(base: Server, field: dict):
+    reply = base.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **field})
+    assert (reply.status_code, [reply.json()["error"]["param"]]) == (400, [*field])
+
+
 @pytest.mark.parametrize(("length", "param"), [(513, "input_tokens"), (512, "max_tokens")])
 def test_a_prompt_without_room_is_refused(base: Server, length: int, param: str):
     reply = base.client.post("/v1/completions", json={"prompt": [5] * length, "max_tokens": 1})

@@ -30,7 +30,6 @@ _HOMES = {
     "MinivllmError": "minivllm.errors",
     "LoRARequest": "minivllm.core.lora_request",
     "ModelConfig": "minivllm.config",
-    "NotServedError": "minivllm.errors",
     "ProfilerConfig": "minivllm.config.profiler",
     "PromptType": "minivllm.inputs",
     "RequestOutput": "minivllm.outputs",
@@ -44,32 +43,11 @@ _HOMES = {
     "cleanup_dist_env_and_memory": "minivllm.platforms.device_memory",
     "init_logger": "minivllm.logger",
 }
-_POOLING = "models that embed, score or classify"
-_NOT_SERVED = {
-    **dict.fromkeys(("PoolingParams", "PoolingOutput", "PoolingRequestOutput", "PoolerConfig"), _POOLING),
-    **dict.fromkeys(("EmbeddingOutput", "EmbeddingRequestOutput"), _POOLING),
-    **dict.fromkeys(("ClassificationOutput", "ClassificationRequestOutput"), _POOLING),
-    **dict.fromkeys(("ScoringOutput", "ScoringRequestOutput"), _POOLING),
-    "ModelRegistry": "models of one's own",
-    "initialize_ray_cluster": "a call that starts Ray",
-    **dict.fromkeys(("LogitsProcessor", "AdapterLogitsProcessor", "BatchUpdate"), "other code in the sampler"),
-    "gpu_sync_allowed": "other code in the sampler",
-    **dict.fromkeys(("add_dataset_parser", "get_samples"), "data sets of benchmarks"),
-    **dict.fromkeys(("AggregatedLoggingStatLogger", "StatLoggerFactory"), "other loggers of statistics"),
-    "ShardedStateLoader": "sharded checkpoints",
-    "current_platform": "an object for the platform",
-    "example_hidden_states_connector": "the hidden states of a model",
-    "VllmConfig": "one config of all; there is EngineArgs",
-}
 
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    if name in _NOT_SERVED:
-        from minivllm.errors import MinivllmError
-
-        raise MinivllmError(f"vLLM has {name}; minivllm does not serve {_NOT_SERVED[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'minivllm' has no attribute {name!r}; there are: {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)

@@ -14,10 +14,6 @@ class MinivllmError(ValueError):
         self.parameter = parameter
 
 
-class NotServedError(MinivllmError, AttributeError):
-    """vLLM has this and minivllm does not. As an AttributeError too, so that `hasattr` says no."""
-
-
 class UnsupportedModelError(MinivllmError):
     """The model is not supported: any answer for it would be wrong."""
 

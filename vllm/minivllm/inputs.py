@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Required, TypedDict
 
-from minivllm.config.checks import encodable
-from minivllm.errors import MinivllmError, NotServedError
+from minivllm.config.checks import encodable, refuse_unknown
+from minivllm.errors import MinivllmError
 
 
 class TextPrompt(TypedDict, total=False):
@@ -29,14 +29,7 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 PromptType = Prompt
 """vLLM's name."""
 
-KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prompt_token_offsets", "token_type_ids")
-NOT_SERVED = {
-    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs"), "media"),
-    **dict.fromkeys(("prompt_embeds", "prompt_is_token_ids"), "prompts as embeddings"),
-    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "models with an encoder"),
-    **dict.fromkeys(("data", "data_format"), "plugins of inputs"),
-}
-"""Keys of vLLM's prompts, and what they are for."""
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 EXPECTED = 'a prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": token ids}'
 
 
@@ -60,17 +53,12 @@ def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | No
 
     Raises:
         MinivllmError: the prompt has neither text nor token ids, or a value of the wrong type.
-        NotServedError: it has something that vLLM serves and this engine does not.
     """
     if isinstance(prompt, str):
         return encodable(prompt, "the prompt"), None, None
     if not isinstance(prompt, Mapping):
         return None, _token_ids(prompt), None
-    unknown = [key for key, value in prompt.items() if key not in KEYS and not _is_empty(value)]
-    if unknown and unknown[0] in NOT_SERVED:
-        raise NotServedError(f"the prompt has {unknown[0]!r}; minivllm does not serve {NOT_SERVED[unknown[0]]}")
-    if unknown:
-        raise MinivllmError(f"the prompt has the key {unknown[0]!r}, which means nothing here; {EXPECTED}")
+    refuse_unknown("a prompt has no key", prompt, KEYS)
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
     if text is None and ids is None:
         raise MinivllmError(f"the prompt has the keys {', '.join(map(repr, prompt)) or 'none'}; {EXPECTED}")
@@ -80,11 +68,6 @@ def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | No
         raise MinivllmError(f'"cache_salt" is {salt!r}; it must be a text that is not empty')
     token_ids = None if ids is None else _token_ids(ids)
     return text and encodable(text, '"prompt"'), token_ids, salt and encodable(salt, '"cache_salt"')
-
-
-def _is_empty(value: object) -> bool:
-    """Whether a key that is not served asks for nothing. A tensor is never empty: it has no truth value."""
-    return value is None or value is False or (isinstance(value, Sequence | Mapping) and not value)
 
 
 def _token_ids(ids: object) -> list[int]:

@@ -1,7 +1,7 @@
 """How one request is sampled, and when it stops. No torch.
 
 In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `BeamSearchParams`, `RequestOutputKind`). Fields have
-vLLM's names and defaults. Those that are not served are read as off, and refuse other values.
+vLLM's names and defaults.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -11,8 +11,7 @@ from enum import Enum
 from typing import Any
 
 from minivllm.config import StructuredOutputsParams
-from minivllm.config.checks import encodable, is_count, is_number, require, require_flags
-from minivllm.config.vllm_arguments import ANY_VALUE, not_served, takes_vllms_arguments
+from minivllm.config.checks import checked_arguments, encodable, is_count, is_number, require, require_flags
 
 MIN_TEMPERATURE = 1e-2
 """Temperatures between 0 and this are raised to it, because dividing logits by smaller ones can overflow."""
@@ -21,29 +20,6 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_N = 16384
 """Completions per prompt. Each is a separate request, so a mistyped, huge `n` would never get started."""
 MAX_LOGIT_BIAS = 100.0
-WITHOUT_EFFECT = {
-    "flat_logprobs": (False,),
-    "output_text_buffer_length": ANY_VALUE,
-    "routed_experts_prompt_start": ANY_VALUE,
-    "skip_clone": ANY_VALUE,
-    "spaces_between_special_tokens": ANY_VALUE,
-}
-NOT_SERVED = not_served(
-    {
-        "guided_decoding; say structured_outputs": {"guided_decoding": None},
-        "best_of; sample n and choose": {"best_of": None},
-        "other code in the sampler": {"logits_processors": None},
-        "log probabilities of chosen tokens only": {
-            "logprob_token_ids": None, "prompt_logprob_start": None, "prompt_logprob_token_ids": None,
-        },
-        "an end by repetition": {"repetition_detection": None},
-        "a budget of thinking": {"thinking_token_budget": None},
-        "outputs every few tokens": {"stream_interval": None},
-        "tokens given in advance": {"trace_decode_token_ids": None},
-        "truncated prompts; give the token ids that should stay": {"truncate_prompt_tokens": None},
-        "watermarks": {"watermarking": None},
-    }
-)  # fmt: skip
 
 
 class RequestOutputKind(Enum):
@@ -54,7 +30,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@takes_vllms_arguments("SamplingParams", WITHOUT_EFFECT, NOT_SERVED)
+@checked_arguments
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
     """How to sample one request. An invalid value raises a `MinivllmError` that says which values are valid.
@@ -298,13 +274,7 @@ class SamplingParams:
         )
 
 
-BEAM_SEARCH_NOT_SERVED = {
-    "constraints on the form of beams": {"structured_outputs": None},
-    "watermarks": {"watermarking": None},
-}
-
-
-@takes_vllms_arguments("BeamSearchParams", {}, not_served(BEAM_SEARCH_NOT_SERVED))
+@checked_arguments
 @dataclass(kw_only=True, slots=True)
 class BeamSearchParams:
     """How `LLM.beam_search` searches. An invalid value raises a `MinivllmError`.

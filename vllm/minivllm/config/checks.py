@@ -1,15 +1,50 @@
 """Checks of settings, which raise a `MinivllmError` for an invalid one."""
 
+import difflib
+import functools
 import sys
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from minivllm.errors import MinivllmError
+
+Settings = TypeVar("Settings", bound=type)
+NEAR = 0.75
+"""How like a known name, from 0 to 1, an unknown one must be to be taken for a slip of the pen (difflib's ratio)."""
 
 
 def require(holds: bool, message: str, parameter: str | None = None) -> None:
     """Raise a `MinivllmError` with this message, about this parameter, unless `holds`."""
     if not holds:
         raise MinivllmError(message, parameter)
+
+
+def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], listed: str = "") -> None:
+    """Raise for the first name that is not known, such as `what` "SamplingParams has no argument".
+
+    The message ends with the nearest known name or, if none is near, with `listed`; by default it lists them itself.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1, cutoff=NEAR)
+            hint = f"did you mean {near[0]!r}?" if near else listed or f"there are: {', '.join(names)}"
+            raise MinivllmError(f"{what} {name!r}; {hint}")
+
+
+def checked_arguments(settings: Settings) -> Settings:
+    """Decorate a dataclass, so that its constructor refuses unknown arguments with a `MinivllmError`."""
+    make, known = settings.__init__, [field.name for field in fields(settings)]
+    listed = f"help(minivllm.{settings.__name__}) lists those there are"
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        refuse_unknown(f"{settings.__name__} has no argument", given, known, listed)
+        make(self, *args, **given)
+
+    settings.__init__ = __init__
+    return settings
 
 
 def require_flags(settings: object, *names: str) -> None:

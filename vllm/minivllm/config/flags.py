@@ -5,6 +5,7 @@ In vLLM v0.33.0: `vllm/utils/argparse_utils.py` (`FlexibleArgumentParser`), `get
 """
 
 import argparse
+import difflib
 import inspect
 import json
 import re
@@ -12,11 +13,11 @@ import sys
 import types
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from minivllm.config.checks import NEAR
 
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
-SWITCH_PREFIXES = ("aggregate_", "disable_", "enable_", "fail_on_", "skip_", "trust_", "use_")
-"""Flags of vLLM's that take no value, so that what follows them is not taken for one."""
 DEFINED = re.compile(r"(?:^|(?<=[.)] ))((?:`\w+`(?:, | and )?)+): ")
 """Where a docstring's list begins to speak of fields: "`a`, `b`: words. `c`: words."."""
 
@@ -40,6 +41,19 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         """See `argparse.ArgumentParser`; the underscores of a flag are taken as dashes where it is not known."""
         given = [self._known_spelling(arg) for arg in (sys.argv[1:] if args is None else args)]
         return super().parse_known_args(self._joined(given), namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See `argparse.ArgumentParser`; the error says which flag is nearest to an unknown one."""
+        given, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown[0])
+        return given
+
+    def refuse(self, flag: str) -> NoReturn:
+        """Say that there is no such flag, and which is nearest, or where they are listed."""
+        near = difflib.get_close_matches(flag.partition("=")[0], self._option_string_actions, n=1, cutoff=NEAR)
+        hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them all"
+        self.error(f"unrecognized argument {flag}; {hint}")
 
     def _known_spelling(self, arg: str) -> str:
         flag, equals, value = arg.partition("=")
@@ -118,20 +132,6 @@ def add_flags(
                 default = _default(field) if with_defaults else argparse.SUPPRESS
                 shown = "" if with_defaults else _shown_default(field)
                 _add_flag(group, name, hints[name], default, words.get(name, "").replace("%", "%%") + shown)
-
-
-def add_unlisted_flags(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
-    """Add flags that the help does not show; their values are JSON or text, and True if there is none."""
-    for name in names:
-        flag = f"--{name.replace('_', '-')}"
-        if flag in parser._option_string_actions:
-            continue
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        if name.startswith(SWITCH_PREFIXES):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
-        else:
-            parser.add_argument(flag, nargs="?", const=True, type=value_of, **options)
-            parser.add_argument(f"--no-{flag[2:]}", action="store_false", **options)
 
 
 def value_of(text: str) -> Any:

@@ -46,8 +46,6 @@ def with_offloading(
         return KVTransferConfig.of(transfer)
     if transfer is None or (isinstance(transfer, Mapping) and "kv_connector" not in transfer):
         transfer = {"kv_connector": OFFLOADING_CONNECTORS[0], **(transfer or {})}
-    if isinstance(transfer, Mapping) and transfer["kv_connector"] in OFFLOADING_CONNECTORS:
-        transfer = {"kv_load_failure_policy": "recompute", **transfer}
     given = KVTransferConfig.of(transfer)
     assert given is not None
     extra = {"cpu_bytes_to_use": int(size * GIB)}
@@ -59,10 +57,5 @@ def with_offloading(
 
 
 def is_tier(transfer: KVTransferConfig | None) -> bool:
-    """Whether it is a tier of the engine's own cache, and nothing else."""
+    """Whether it is a tier of the engine's own cache."""
     return transfer is not None and transfer.kv_connector in OFFLOADING_CONNECTORS
-
-
-def tier_in_host_only(transfer: KVTransferConfig | None) -> bool:
-    """Whether all that it loads comes from host memory."""
-    return transfer is not None and is_tier(transfer) and transfer.get_from_extra_config("disk_path") is None

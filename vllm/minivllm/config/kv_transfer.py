@@ -9,14 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from minivllm.config.checks import require
-from minivllm.config.vllm_arguments import takes_vllms_arguments
+from minivllm.config.checks import checked_arguments, refuse_unknown, require
 
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 KV_BUFFER_DEVICES = ("cpu", "cuda")
 KV_LOAD_FAILURE_POLICIES = ("fail", "recompute")
-WITHOUT_EFFECT = ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port", "enable_permute_local_kv")
-"""Keys of vLLM's that no connector here reads."""
 
 
 def _is_unicode(value: Any) -> bool:
@@ -28,7 +25,7 @@ def _is_unicode(value: Any) -> bool:
     return True
 
 
-@takes_vllms_arguments("kv_transfer_config", without_effect=dict.fromkeys(WITHOUT_EFFECT), not_served={})
+@checked_arguments
 @dataclass(frozen=True, kw_only=True)
 class KVTransferConfig:
     """Which connector moves keys and values to and from other engines, and how.
@@ -40,7 +37,6 @@ class KVTransferConfig:
     - `kv_connector_extra_config`: what only this connector reads.
     - `kv_load_failure_policy`: what becomes of a request whose keys and values did not arrive. "fail" ends it with an
       error, "recompute" computes them here.
-    - `kv_connector_module_path`: of connectors that are not this engine's own. Not served: nothing is imported by name.
     """
 
     kv_connector: str
@@ -48,7 +44,6 @@ class KVTransferConfig:
     kv_role: str = "kv_both"
     kv_buffer_device: str | None = None
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
-    kv_connector_module_path: str | None = None
     kv_load_failure_policy: str = "fail"
 
     @classmethod
@@ -65,17 +60,9 @@ class KVTransferConfig:
             isinstance(settings, Mapping),
             f"kv_transfer_config is {settings!r}; it must be a dictionary such as {example}",
         )
-        known = [one.name for one in fields(cls)]
-        for name in settings:
-            require(
-                name in known or name in WITHOUT_EFFECT,
-                f"kv_transfer_config has no key {name!r}; there are: {', '.join(known)}",
-            )
+        refuse_unknown("kv_transfer_config has no key", settings, [one.name for one in fields(cls)])
         require("kv_connector" in settings, f"kv_transfer_config lacks kv_connector, as in {example}")
-        given = {name: settings[name] for name in known if name in settings}
-        if given.get("engine_id", "") is None:
-            del given["engine_id"]
-        return cls(**given)
+        return cls(**{name: value for name, value in settings.items() if name != "engine_id" or value is not None})
 
     def __post_init__(self) -> None:
         for name in ("kv_connector", "engine_id"):
@@ -96,11 +83,6 @@ class KVTransferConfig:
         require(
             _is_unicode((self.engine_id, self.kv_connector_extra_config)),
             "engine_id or kv_connector_extra_config has half of a character that has two, which cannot be sent",
-        )
-        require(
-            self.kv_connector_module_path is None,
-            f"kv_connector_module_path is {self.kv_connector_module_path!r}; code is not imported by name here: give "
-            "kv_connector the name of one of the engine's own connectors",
         )
 
     @property

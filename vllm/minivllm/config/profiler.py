@@ -4,29 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.config.checks import is_count, require, require_flags
-from minivllm.config.vllm_arguments import not_served, takes_vllms_arguments
+from minivllm.config.checks import checked_arguments, is_count, require, require_flags
 from minivllm.errors import MinivllmError
 
-WITHOUT_EFFECT: dict[str, None] = dict.fromkeys(
-    ("capture_torch_profiler", "ignore_frontend", "torch_profiler_dump_cuda_time_total")
-)
-NOT_SERVED = not_served(
-    {
-        "Proton": {
-            "proton_backend": None, "proton_context": "shadow", "proton_data": "tree",
-            "proton_graph_attribution": False, "proton_hook": None, "proton_mode": None, "proton_output_format": None,
-            "proton_profiler_dir": "",
-        },
-        "other ranges than its own": {"detailed_trace_annotation": False},
-        "a schedule of recorded steps besides delay_iterations and max_iterations": {
-            "active_iterations": 5, "wait_iterations": 0, "warmup_iterations": 0, "torch_profiler_activities": None,
-        },
-    }
-)  # fmt: skip
 
-
-@takes_vllms_arguments("ProfilerConfig", WITHOUT_EFFECT, NOT_SERVED)
+@checked_arguments
 @dataclass(kw_only=True, slots=True)
 class ProfilerConfig:
     """Settings of PyTorch's profiler. An invalid value raises a `MinivllmError`.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from minivllm.config.checks import is_count, require
+from minivllm.config.checks import is_count, refuse_unknown, require
 
 METHODS = ("ngram", "draft_model", "eagle3")
 MODEL_METHODS = ("draft_model", "eagle3")
@@ -52,14 +52,12 @@ class SpeculativeConfig:
         """
         if settings is None or isinstance(settings, SpeculativeConfig):
             return settings
-        known = [field.name for field in fields(cls)]
         require(
             isinstance(settings, Mapping),
             f'speculative_config is {settings!r}; it must be a dictionary such as {{"method": "ngram", '
             '"num_speculative_tokens": 4}',
         )
-        for name in settings:
-            require(name in known, f"speculative_config has no key {name!r}; there are: {', '.join(known)}")
+        refuse_unknown("speculative_config has no key", settings, [field.name for field in fields(cls)])
         method = settings.get("method")
         if method is not None:
             _check_method(method)

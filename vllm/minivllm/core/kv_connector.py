@@ -296,7 +296,7 @@ class KVConnectorBase_V1(ABC):
         return None
 
     def tier_state(self) -> dict[str, int] | None:
-        """Blocks of a tier of its own, for those who watch: "blocks", "used", "loading", "storing", "on_disk"."""
+        """Blocks of a tier of its own, for those who watch: "blocks", "used", "loading", "storing"."""
         return None
 
     def reset_cache(self) -> bool | None:

@@ -98,7 +98,7 @@ class StepLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     - `ended`: requests and their finish reasons.
     - `waiting`: the queue, if it has changed.
     - `tier`: a second tier of the cache, if it has changed: its blocks, those that hold something, those being loaded
-      and being stored, and blocks on disk.
+      and those being stored.
     - `slots`: those of LoRA adapters, if they have changed: the name of the adapter in each ("": none), and whether it
       is pinned.
 

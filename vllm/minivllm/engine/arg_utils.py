@@ -21,25 +21,29 @@ from minivllm.config import (
     SpeculativeConfig,
 )
 from minivllm.config.cache import KV_CACHE_DTYPES
-from minivllm.config.checks import is_count, is_number, require, require_flags
-from minivllm.config.flags import add_flags, add_unlisted_flags, words_of
+from minivllm.config.checks import checked_arguments, is_count, is_number, require, require_flags
+from minivllm.config.flags import add_flags, words_of
 from minivllm.config.kv_offloading import check_offloading, is_tier, with_offloading
 from minivllm.config.profiler import ProfilerConfig
 from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.config.speculative import NO_DRAFTS
 from minivllm.config.units import GIB
-from minivllm.config.vllm_arguments import takes_vllms_arguments
-from minivllm.engine.vllm_engine_arguments import NOT_SERVED, WITHOUT_EFFECT
 from minivllm.errors import MinivllmError
+from minivllm.logger import init_logger
 
 if TYPE_CHECKING:
     from minivllm.worker.worker import WorkerSettings  # brings torch, which a mistyped flag must not wait for
 
+logger = init_logger(__name__)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = (None, "naive")
 LOAD_FORMATS = ("auto", "dummy")
 DATA_PARALLEL_BACKENDS = ("mp", "ray")
 NOT_FLAGS = ("parts",)
+IGNORED = (
+    "compilation_config", "disable_custom_all_reduce", "download_dir", "enable_log_requests", "hf_token",
+    "tokenizer_mode", "trust_remote_code",
+)  # fmt: skip
 FLAG_GROUPS = {
     "ModelConfig": (
         "model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "seed", "max_model_len", "enforce_eager",
@@ -64,11 +68,12 @@ FLAG_GROUPS = {
         "device", "kv_transfer_config", "speculative_config", "spec_method", "spec_model", "spec_tokens",
         "profiler_config", "multiprocess", "disable_log_stats",
     ),
+    "Ignored": IGNORED,
 }  # fmt: skip
 """The groups of flags, by the names of vLLM's."""
 
 
-@takes_vllms_arguments("the engine", WITHOUT_EFFECT, NOT_SERVED)
+@checked_arguments
 @dataclass(kw_only=True, slots=True)
 class EngineArgs:
     """The arguments of one engine. Names and defaults are vLLM's unless noted; None always means the default.
@@ -120,10 +125,12 @@ class EngineArgs:
       {"kv_connector": "NixlConnector", "kv_role": "kv_both"} (`config.kv_transfer`).
     - `kv_offloading_size`: GiB of host memory for a second tier of the KV cache, which extends the prefix cache; those
       of all ranks together, and of each core its own. `kv_offloading_backend`: "native", the only one. Further options,
-      such as an eviction policy or a folder for a third tier, stand in `kv_transfer_config`'s
-      `kv_connector_extra_config` (`kv_connector.offload_settings`).
+      such as `lazy_offload`, stand in `kv_transfer_config`'s `kv_connector_extra_config`
+      (`kv_connector.offload_settings`).
     - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
+
+    Scripts for vLLM often pass those of `IGNORED`. They change nothing here; one line of the log names those given.
     """
 
     model: str | Path = EMBEDDED_MODEL
@@ -174,8 +181,16 @@ class EngineArgs:
     kv_offloading_size: float | None = None
     kv_offloading_backend: str = "native"
     parts: Parts = NO_PARTS
+    compilation_config: Any = None
+    disable_custom_all_reduce: bool | None = None
+    download_dir: str | None = None
+    enable_log_requests: bool | None = None
+    hf_token: Any = None
+    tokenizer_mode: str | None = None
+    trust_remote_code: bool | None = None
 
     def __post_init__(self) -> None:
+        self._forget_ignored()
         self._take_defaults_for_none()
         self._join_speculative_config()
         self._check_names()
@@ -197,6 +212,13 @@ class EngineArgs:
         self._check_numbers()
         self._check_pipeline()
         self._check_kv_transfer()
+
+    def _forget_ignored(self) -> None:
+        given = [name for name in IGNORED if getattr(self, name)]
+        if given:
+            logger.info("Arguments of the engine that change nothing here: %s", ", ".join(given))
+        for name in IGNORED:
+            setattr(self, name, None)
 
     def _take_defaults_for_none(self) -> None:
         for field in fields(self):
@@ -297,7 +319,7 @@ class EngineArgs:
             return
         alone = is_tier(transfer)
         require(
-            self.enable_prefix_caching or not (alone or self.kv_offloading_size),
+            self.enable_prefix_caching or not alone,
             "a second tier of the KV cache extends the prefix cache: leave enable_prefix_caching on",
         )
         for name, fits, instead in (
@@ -310,10 +332,7 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for each argument, with its default, and return the parser.
-
-        vLLM's further ones are taken too, but not listed in the help.
-        """
+        """Add a flag for each argument, with its default, and return the parser."""
         add_engine_flags(parser, NOT_FLAGS, with_defaults=True)
         return parser
 
@@ -324,8 +343,8 @@ class EngineArgs:
         Raises:
             MinivllmError: one is invalid.
         """
-        names = (*(field.name for field in fields(cls)), *WITHOUT_EFFECT, *NOT_SERVED)
-        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
 
     @property
     def _has_other_processes(self) -> bool:
@@ -343,7 +362,7 @@ class EngineArgs:
         """Bytes of host memory that a tier may take; 0 without one, or where its size is given in blocks."""
         transfer = self.kv_transfer
         if transfer is None or not is_tier(transfer):
-            return int((self.kv_offloading_size or 0) * GIB)
+            return 0
         in_blocks = transfer.get_from_extra_config("num_cpu_blocks")
         return 0 if in_blocks else int(transfer.get_from_extra_config("cpu_bytes_to_use") or 0)
 
@@ -469,8 +488,7 @@ def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
 def add_engine_flags(
     parser: argparse.ArgumentParser, left_out: Collection[str] = NOT_FLAGS, with_defaults: bool = False
 ) -> None:
-    """Add a flag for each engine argument, and unlisted ones for those that only vLLM has; see `add_flags`."""
+    """Add a flag for each engine argument; see `add_flags`."""
     further = {**words_of(CacheConfig), **words_of(SchedulerConfig)}
     further["scheduling_policy"] = further["policy"]
     add_flags(parser, EngineArgs, FLAG_GROUPS, left_out, with_defaults, further)
-    add_unlisted_flags(parser, (*WITHOUT_EFFECT, *NOT_SERVED))

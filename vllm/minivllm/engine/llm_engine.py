@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minivllm.config.profiler import ProfilerConfig
-from minivllm.config.vllm_arguments import refuse_unless_default
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import EngineCoreClient
 from minivllm.engine.front_end import FrontEnd
-from minivllm.errors import MinivllmError, NotServedError
+from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt
 from minivllm.outputs import RequestOutput
 from minivllm.platforms.interrupts import InterruptsHeld
@@ -42,19 +41,8 @@ class LLMEngine(FrontEnd):
             self.stat_logger = self._metrics = self._make_metrics()
 
     @classmethod
-    def from_engine_args(
-        cls,
-        engine_args: EngineArgs,
-        usage_context: object = None,
-        stat_loggers: None = None,
-        enable_multiprocessing: bool = False,
-    ) -> LLMEngine:
-        """Same as the constructor, under vLLM's name. `usage_context` changes nothing.
-
-        Raises:
-            NotServedError: there are `stat_loggers`.
-        """
-        refuse_unless_default("from_engine_args", stat_loggers=stat_loggers)
+    def from_engine_args(cls, engine_args: EngineArgs, *, enable_multiprocessing: bool = False) -> LLMEngine:
+        """Same as the constructor, under vLLM's name."""
         multiprocess = engine_args.multiprocess or enable_multiprocessing
         return cls(replace(engine_args, multiprocess=multiprocess))
 
@@ -65,22 +53,18 @@ class LLMEngine(FrontEnd):
         params: SamplingParams,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: dict[str, str] | None = None,
+        *,
         priority: int = 0,
-        session_id: str | None = None,
         prompt_text: str | None = None,
-        kv_hints: None = None,
     ) -> str:
         """Adds a prompt to the queue, to be completed `params.n` times; returns its id.
 
-        `arrival_time`, `trace_headers` and `session_id` change nothing: a request arrives when it is added.
+        `arrival_time` changes nothing: a request arrives when it is added.
         `prompt_text`: the text of a prompt of token ids, for the output.
 
         Raises:
             MinivllmError: the request is invalid; nothing was added to the queue.
         """
-        refuse_unless_default("add_request", tokenization_kwargs=tokenization_kwargs, kv_hints=kv_hints)
         text, request = self._processed(request_id, prompt, params, priority, lora_request)
         with InterruptsHeld():
             try:
@@ -91,9 +75,8 @@ class LLMEngine(FrontEnd):
                 raise
         return request_id
 
-    def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:
-        """Ends requests without further output; unknown ids are ignored. The ids are the user's, never `internal`."""
-        refuse_unless_default("abort_request", internal=internal)
+    def abort_request(self, request_ids: Iterable[str]) -> None:
+        """Ends requests without further output; unknown ids are ignored."""
         with InterruptsHeld(clean_up=True):
             self.engine_core.abort_requests(self._forgotten(request_ids))
 
@@ -132,23 +115,21 @@ class LLMEngine(FrontEnd):
         *,
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
-        profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Records the steps from now on until `stop_profile`. Arguments that are given replace `profiler_config`'s.
 
         Raises:
-            MinivllmError: the engine was made without `profiler_config`, or is recording already.
-            NotServedError: it computes in other processes.
+            MinivllmError: the engine was made without `profiler_config`, is recording already, or computes in other
+                processes.
         """
         from minivllm.engine.profiler import TorchProfiler
 
-        refuse_unless_default("start_profile", profiler_kwargs=profiler_kwargs)
         args = self.engine_args
         config = ProfilerConfig.of(args.profiler_config)
         if config is None:
             raise MinivllmError('nothing is recorded without profiler_config={"profiler": "torch", …}')
         if args.multiprocess or args.tensor_parallel_size > 1 or args.distributed_executor_backend == "mp":
-            raise NotServedError("minivllm does not serve profiles of other processes than this one")
+            raise MinivllmError("only an engine in this process is recorded: leave out multiprocess and several ranks")
         if self._profiler is not None:
             raise MinivllmError("a profile is being recorded already; stop_profile ends it")
         given = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.process_collector import ProcessCollector
 
-from minivllm.config.kv_offloading import is_tier, tier_in_host_only
+from minivllm.config.kv_offloading import is_tier
 from minivllm.core.messages import EngineCoreReady
 from minivllm.core.stats import KVFetchStats, SchedulerStats, SpecDecodingStats
 from minivllm.engine.arg_utils import EngineArgs
@@ -105,8 +105,8 @@ class _EngineMetrics:
         self._labels = {"model_name": model_name, "engine": engine}
         self._seen = dict.fromkeys((*COUNTERS, *SPECULATIVE_COUNTERS), 0)
         transfer = args.kv_transfer
-        # Of two tiers, or of other engines, nobody tells which one had how much.
-        self._external_cache = "host" if tier_in_host_only(transfer) else "external_unspecified"
+        # What came from other engines is not told by their kind of memory.
+        self._external_cache = "host" if is_tier(transfer) else "external_unspecified"
         self._make_gauges(args, ready)
         self._make_counters()
         self._make_speculative_counters(args.speculation.num_speculative_tokens if args.speculation else 0)
@@ -255,7 +255,7 @@ class _EngineMetrics:
         settings = OffloadSettings.of(transfer.kv_connector_extra_config)
         facts = {one.name: str(getattr(settings, one.name)) for one in fields(settings)}
         for name in ("kv_offload_config_info", "simple_kv_offload_info"):
-            info = self._wrapper(Gauge, name, "Settings of the tiers below the cache.", *facts)
+            info = self._wrapper(Gauge, name, "Settings of the tier below the cache.", *facts)
             info.labels(**self._labels, **facts).set(1)
 
     def _make_counters(self) -> None:

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.config.checks import is_count
+from minivllm.config.checks import is_count, refuse_unknown
 from minivllm.config.model import local_path
-from minivllm.config.vllm_arguments import refuse_unless_default
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.one_caller import OneCaller
 from minivllm.entrypoints.beam_search import BeamSearcher
 from minivllm.entrypoints.progress import Advance, progress
-from minivllm.errors import MinivllmError, NotServedError
+from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt, TokensPrompt, as_prompts, parse_prompt
 from minivllm.logger import init_logger
 from minivllm.outputs import BeamSearchOutput, RequestOutput
@@ -37,17 +36,6 @@ Message = Mapping[str, Any]
 LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 Params = SamplingParams | Sequence[SamplingParams] | None
 UseTqdm = bool | Callable[..., Any]
-POOLING = "models that embed, score or classify are not served"
-NOT_SERVED = {
-    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), POOLING),
-    **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), "an engine keeps its memory until it ends"),
-    **dict.fromkeys(("collective_rpc", "apply_model"), "no code is sent to the ranks; parts=Parts(...) replaces parts"),
-    **dict.fromkeys(
-        ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
-        "weights do not change while an engine lives",
-    ),
-}
-"""Methods of vLLM's `LLM` that this one lacks, and why, or what there is instead."""
 
 
 class LLM:
@@ -78,7 +66,6 @@ class LLM:
 
         Raises:
             MinivllmError: an argument is invalid, or one request of `max_model_len` does not fit into the KV cache.
-            NotServedError: an argument asks for something that vLLM has and minivllm does not.
             UnsupportedModelError: the decoder does not support this model.
         """
         self._start(EngineArgs(model=model, disable_log_stats=disable_log_stats, **engine_args), chat_template)
@@ -108,7 +95,6 @@ class LLM:
         lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Returns the completions of all prompts, in order.
 
@@ -118,7 +104,6 @@ class LLM:
             use_tqdm: show a progress bar; or what makes one, such as tqdm's class.
             priority: one number for all or for each prompt, for the scheduling policy "priority"; lower goes first.
             lora_request: the adapter of all prompts, or one (or None) for each; the engine needs `enable_lora`.
-            mm_processor_kwargs: not served; only None is taken.
             tokenization_kwargs: {"add_special_tokens": False} leaves the special tokens out of prompts that are texts.
 
         Raises:
@@ -126,7 +111,6 @@ class LLM:
                 while it ran. If only some did, the others keep their answers, and the completions of those that failed
                 have the finish reason "error" and the message in `error`.
         """
-        refuse_unless_default("generate", mm_processor_kwargs=mm_processor_kwargs)
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
         with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
             return self._complete(items, sampling_params, priority, advance, interrupts, lora_request)
@@ -145,7 +129,6 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Returns the answers to a conversation or several, in order. The rest is as in `generate`.
 
@@ -176,7 +159,6 @@ class LLM:
                 "add_special_tokens": False,
                 **_keywords("tokenization_kwargs", tokenization_kwargs),
             },
-            mm_processor_kwargs=mm_processor_kwargs,
         )
 
     def beam_search(
@@ -226,10 +208,8 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         use_tqdm: UseTqdm = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queues prompts for `wait_for_completion` and returns their ids. Nothing is computed yet."""
-        refuse_unless_default("enqueue", mm_processor_kwargs=mm_processor_kwargs)
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
         with self._caller.alone() as interrupts:
             request_ids = self._add_requests(items, sampling_params, priority, interrupts, lora_request)
@@ -239,7 +219,7 @@ class LLM:
     def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
         """Returns the completions of what was enqueued, in order. `output_type` can only be `RequestOutput`."""
         if output_type is not None and output_type is not RequestOutput:
-            raise NotServedError(f"output_type is {output_type!r}; {POOLING}")
+            raise MinivllmError(f"output_type is {output_type!r}; it can only be RequestOutput")
         with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(self._enqueued)) as advance:
             request_ids = list(self._enqueued)
             try:
@@ -273,11 +253,10 @@ class LLM:
         *,
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
-        profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Records the steps from now on until `stop_profile`. See `LLMEngine.start_profile`."""
         limits = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
-        self.llm_engine.start_profile(profile_prefix, **limits, profiler_kwargs=profiler_kwargs)
+        self.llm_engine.start_profile(profile_prefix, **limits)
 
     def stop_profile(self) -> None:
         """Ends the recording, and writes it to a file whose name is logged."""
@@ -294,9 +273,6 @@ class LLM:
         with self._caller.alone():
             return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
-    def reset_mm_cache(self) -> None:
-        """Does nothing: there are no media, and so no cache of them."""
-
     def shutdown(self) -> None:
         """Ends this LLM's processes now, and with them this LLM. Without this call they end with it or with Python.
 
@@ -304,11 +280,6 @@ class LLM:
         """
         with self._caller.alone():
             self.llm_engine.shutdown()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in NOT_SERVED:
-            raise NotServedError(f"minivllm's LLM has no {name!r}: {NOT_SERVED[name]}")
-        raise AttributeError(f"minivllm's LLM has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return f"LLM({str(self.llm_engine.engine_args.model)!r})"
@@ -339,9 +310,7 @@ class LLM:
     def _tokenized(self, prompts: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
         """The prompts; if special tokens are to be left out, those that are texts as token ids."""
         options = _keywords("tokenization_kwargs", options)
-        unknown = set(options) - {"add_special_tokens"}
-        if unknown:
-            raise NotServedError(f"tokenization_kwargs has {unknown.pop()!r}; minivllm serves only add_special_tokens")
+        refuse_unknown("tokenization_kwargs has no key", options, ("add_special_tokens",))
         adds = options.get("add_special_tokens", True)
         if not isinstance(adds, bool):
             raise MinivllmError(f"add_special_tokens is {adds!r}; it must be True or False")

@@ -1,7 +1,7 @@
 """Names, texts and buckets of what connectors count, for Prometheus.
 
 NIXL's and those of offloading are vLLM's (`vllm/distributed/kv_transfer/kv_connector/v1/offloading/metrics.py`); over
-TCP the same things as NIXL's have the same names but for their beginning. Blocks on disk are not counted in vLLM.
+TCP the same things as NIXL's have the same names but for their beginning.
 """
 
 from minivllm.kv_connector import nixl_stats
@@ -16,7 +16,7 @@ TCP_COUNTERS = {
 }
 OFFLOAD_BYTES = tuple(4**power * 1024 for power in range(12))
 OFFLOAD_HISTOGRAMS = {
-    "kv_offload_load_size": ("Bytes of a copy from host memory or disk.", OFFLOAD_BYTES),
+    "kv_offload_load_size": ("Bytes of a copy from host memory.", OFFLOAD_BYTES),
     "kv_offload_store_size": ("Bytes of a copy to host memory.", OFFLOAD_BYTES),
     "kv_offload_lookup_sync_delay_seconds": (
         "Time to look up a request in host memory.",
@@ -24,13 +24,13 @@ OFFLOAD_HISTOGRAMS = {
     ),
 }
 OFFLOAD_COUNTERS = {
-    "kv_offload_load_bytes": "Bytes copied from host memory or disk.",
+    "kv_offload_load_bytes": "Bytes copied from host memory.",
     "kv_offload_load_time": "Seconds of these copies.",
     "kv_offload_store_bytes": "Bytes copied to host memory.",
-    "kv_offload_store_time": "Seconds of these copies, with what was written to disk before.",
+    "kv_offload_store_time": "Seconds of these copies.",
     "kv_offload_allocation_failure": "Steps in which host memory had no room for all blocks to be stored.",
     "kv_offload_stores_skipped": "Blocks not stored, since too few requests had them.",
-    "simple_kv_offload_load_blocks": "Blocks copied from host memory or disk.",
+    "simple_kv_offload_load_blocks": "Blocks copied from host memory.",
 }
 GAUGES = {
     "kv_offload_cpu_cache_usage_perc": "Share of host memory's blocks that hold something, 0 to 1.",
@@ -38,14 +38,13 @@ GAUGES = {
     "kv_offload_cpu_cache_write_usage_perc": "Share of host memory's blocks that are being written, 0 to 1.",
     "simple_kv_offload_used_blocks": "Blocks of host memory that can be found.",
     "simple_kv_offload_pending_store_blocks": "Blocks of host memory that are being written.",
-    "simple_kv_offload_disk_blocks": "Blocks on disk that can be found.",
 }
 """By name: the text. The connector gives the value."""
 COUNTERS_BY = {
     "simple_kv_offload_save_outcomes": (
         "Blocks that were to be stored, by what became of them.",
         "outcome",
-        ("stored", "dropped_cpu_full", "dropped_invalid"),
+        ("stored", "dropped_cpu_full"),
     ),
 }
 """By name: the text, a label and its values. The connector gives a number to add for each "name.value"."""

@@ -9,7 +9,7 @@ mode, pulls of a prefill engine from a decode engine (`bidirectional_kv_xfer` wi
 engines that are divided otherwise than their peers, a host buffer.
 """
 
-from minivllm.config.checks import positive_seconds
+from minivllm.config.checks import positive_seconds, refuse_unknown
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.nixl_scheduler import NixlConnectorScheduler
@@ -17,11 +17,6 @@ from minivllm.kv_connector.pull_connector import PullConnector
 
 SECONDS = {"kv_lease_duration": 30.0, "handshake_timeout": 5.0, "read_timeout": 60.0}
 """Keys of `kv_connector_extra_config`, and what they are by default."""
-NOT_SERVED = {
-    "bidirectional_kv_xfer": "a prefill engine never reads from a decode engine here",
-    "kv_recompute_threshold": "it is about reads from decode engines, which there are none of here",
-    "decoder_kv_blocks_ttl": "it is about reads from decode engines, which there are none of here",
-}
 
 
 class NixlConnector(PullConnector):
@@ -51,7 +46,7 @@ def check_settings(config: KVConnectorConfig) -> dict[str, float]:
     """Returns the times in `kv_connector_extra_config`, in seconds; see `SECONDS`.
 
     Raises:
-        MinivllmError: a key that is not known or not served, a wrong value, or an engine that it cannot serve.
+        MinivllmError: a key that is not known, a wrong value, or an engine that it cannot serve.
     """
     transfer = config.kv_transfer_config
     if config.pipeline_parallel_size > 1:
@@ -61,11 +56,7 @@ def check_settings(config: KVConnectorConfig) -> dict[str, float]:
             f"kv_buffer_device is {transfer.kv_buffer_device!r} and the cache is on {config.device!r}: NixlConnector "
             "reads the cache itself, so leave kv_buffer_device out"
         )
-    for key in transfer.kv_connector_extra_config:
-        if transfer.kv_connector_extra_config[key] and key in NOT_SERVED:
-            raise MinivllmError(f"NixlConnector does not serve {key}: {NOT_SERVED[key]}; leave it out")
-        if key not in NOT_SERVED and key not in (*SECONDS, "backends"):
-            raise MinivllmError(f"NixlConnector has no setting {key!r}; there are: {', '.join((*SECONDS, 'backends'))}")
+    refuse_unknown("NixlConnector has no setting", transfer.kv_connector_extra_config, (*SECONDS, "backends"))
     backends = transfer.get_from_extra_config("backends", ["UCX"])
     if not isinstance(backends, list) or not backends or not all(isinstance(backend, str) for backend in backends):
         raise MinivllmError(f'backends is {backends!r}; it must be a list of names, as ["UCX"]')

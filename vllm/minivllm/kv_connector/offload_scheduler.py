@@ -5,16 +5,16 @@ The blocks that it reads are held by one more reference until all ranks have end
 given back at once, and the ranks end the store before the next forward pass (`release_gpu_blocks`).
 
 *Eager* stores take each full block as soon as it is computed; *lazy* ones only those that stand near the head of the
-free queue, so would be evicted soon. What the tier evicts may go to files.
+free queue, so would be evicted soon.
 
 In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py` (`SimpleCPUOffloadScheduler`).
 """
 
-import hashlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config.units import GIB
@@ -22,7 +22,6 @@ from minivllm.core.block_hash import BlockHash
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorOutput
 from minivllm.core.kv_offload import CPUOffloadingManager, LookupResult
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.disk_index import HEADER_BYTES, DiskFolder, DiskIndex
 from minivllm.kv_connector.offload_metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from minivllm.kv_connector.offload_settings import OffloadSettings
 from minivllm.logger import init_logger
@@ -48,16 +47,11 @@ class _Followed:
 
 @dataclass(slots=True)
 class _Hit:
-    """What was promised to a request: keys from its block `first` on. Those in host memory are pinned there."""
+    """What was promised to a request: keys from its block `first` on, and where they are pinned in the tier."""
 
     first: int
     keys: list[BlockHash]
-    cpu_block_ids: dict[BlockHash, int]
-
-    @property
-    def disk_keys(self) -> list[BlockHash]:
-        """Those that lie in files only."""
-        return [key for key in self.keys if key not in self.cpu_block_ids]
+    cpu_block_ids: list[int]
 
 
 @dataclass(slots=True)
@@ -67,9 +61,7 @@ class _Store:
     keys: list[BlockHash]
     blocks: list["KVCacheBlock"]
     num_ranks_left: int
-    spilled: set[BlockHash]
     is_lazy: bool
-    is_valid: bool = True
 
 
 class OffloadScheduler:
@@ -87,7 +79,6 @@ class OffloadScheduler:
         self._counts: Counter[str] = Counter()
         self._lookup_seconds: list[float] = []
         self._told_state: dict[str, int] = {}
-        self.folder: DiskFolder | None = None
 
     def set_block_bytes(self, block_bytes: Sequence[int]) -> None:
         """Is told the bytes of a block on each rank, and makes the tier.
@@ -95,29 +86,20 @@ class OffloadScheduler:
         Raises:
             MinivllmError: not one block fits, or this machine has not that much.
         """
-        settings, record, size = self.settings, sum(block_bytes), self.config.block_size
+        settings, record = self.settings, sum(block_bytes)
         num_blocks = settings.num_cpu_blocks
         if num_blocks is None:
-            num_blocks = blocks_within("cpu_bytes_to_use", settings.cpu_bytes_to_use, record, size)
+            num_blocks = blocks_within(settings.cpu_bytes_to_use or 0, record, self.config.block_size)
         num_blocks -= 1  # the null block, which takes no memory here
         check_room(num_blocks * record)
-        num_disk_blocks = 0
-        if settings.disk_path is not None:
-            in_files = record + HEADER_BYTES * self.num_ranks
-            num_disk_blocks = blocks_within("disk_bytes_to_use", settings.disk_bytes_to_use, in_files, size)
-            self.folder = DiskFolder(settings.disk_path, kind_of(self.config))
-        self.manager = CPUOffloadingManager(num_blocks, settings.eviction_policy)
-        self.disk = DiskIndex(num_disk_blocks)
+        self.manager = CPUOffloadingManager(num_blocks)
         logger.info(
             "Memory: %.3f GiB KV cache in host memory (%s blocks)", num_blocks * record / GIB, f"{num_blocks:,}"
         )
         self._metadata = self._no_orders()
-        if self.folder is not None:
-            self._metadata.removals = self.disk.found(self.folder.keys(self.num_ranks))
 
     def _no_orders(self) -> OffloadMetadata:
-        folder = None if self.folder is None else str(self.folder.path)
-        return OffloadMetadata(num_cpu_blocks=self.manager.num_blocks, disk_folder=folder)
+        return OffloadMetadata(num_cpu_blocks=self.manager.num_blocks)
 
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
         """Keeps it."""
@@ -133,25 +115,17 @@ class OffloadScheduler:
             return 0, False
         start = time.perf_counter()
         first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
-        keys = self._found(request.block_hashes[first:most])
+        keys = list(takewhile(self._is_hit, request.block_hashes[first:most]))
         if self.config.use_eagle:
             keys = keys[:-1]
         self._lookup_seconds.append(time.perf_counter() - start)
         if not keys:
             return 0, False
-        cpu_keys = [key for key in keys if self.manager.lookup(key) is LookupResult.HIT]
-        cpu_block_ids = dict(zip(cpu_keys, self.manager.prepare_load(cpu_keys), strict=True))
-        self._hits[request.request_id] = _Hit(first, keys, cpu_block_ids)
+        self._hits[request.request_id] = _Hit(first, keys, self.manager.prepare_load(keys))
         return len(keys) * size, True
 
-    def _found(self, keys: Iterable[BlockHash]) -> list[BlockHash]:
-        """The first of these keys that lie in either tier, without a gap."""
-        found: list[BlockHash] = []
-        for key in keys:
-            if self.manager.lookup(key) is not LookupResult.HIT and key not in self.disk:
-                break
-            found.append(key)
-        return found
+    def _is_hit(self, key: BlockHash) -> bool:
+        return self.manager.lookup(key) is LookupResult.HIT
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
@@ -165,26 +139,18 @@ class OffloadScheduler:
         if hit is None or not num_external_tokens:
             self._release_hit(name)
             return
-        self.disk.pin(hit.disk_keys)
         self._loads[name] = self._hits.pop(name)
-        self._metadata.loads[name] = job = LoadJob()
         num_blocks = num_external_tokens // self.config.block_size
-        for key, block in zip(hit.keys[:num_blocks], blocks[hit.first :], strict=False):
-            if key in hit.cpu_block_ids:
-                job.block_ids.append(block.block_id)
-                job.cpu_block_ids.append(hit.cpu_block_ids[key])
-            else:
-                job.disk_block_ids.append(block.block_id)
-                job.disk_keys.append(key)
+        block_ids = [block.block_id for block in blocks[hit.first : hit.first + num_blocks]]
+        self._metadata.loads[name] = LoadJob(block_ids, hit.cpu_block_ids[:num_blocks])
 
     def _release_hit(self, name: str) -> None:
         if (hit := self._hits.pop(name, None)) is not None:
-            self.manager.complete_load(hit.cpu_block_ids)
+            self.manager.complete_load(hit.keys)
 
     def _complete_load(self, name: str) -> None:
         if (hit := self._loads.pop(name, None)) is not None:
-            self.manager.complete_load(hit.cpu_block_ids)
-            self.disk.unpin(hit.disk_keys)
+            self.manager.complete_load(hit.keys)
             self._counts["simple_kv_offload_load_blocks"] += len(hit.keys)
 
     def _count_seen(self, keys: Sequence[BlockHash]) -> None:
@@ -263,28 +229,16 @@ class OffloadScheduler:
             return
         blocks = [wanted[key] for key in prepared.keys_to_store]
         self.gpu_pool.touch(blocks)
-        spills, removals = self.disk.take(prepared.evicted)
-        self._metadata.removals += removals
         number, self._num_stores = self._num_stores, self._num_stores + 1
-        keys = prepared.keys_to_store
-        self._stores[number] = _Store(keys, blocks, self.num_ranks, {key for key, _ in spills}, is_lazy)
-        block_ids = [block.block_id for block in blocks]
-        self._metadata.store = StoreJob(number, block_ids, prepared.block_ids, spills)
+        self._stores[number] = _Store(prepared.keys_to_store, blocks, self.num_ranks, is_lazy)
+        self._metadata.store = StoreJob(number, [block.block_id for block in blocks], prepared.block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Ends loads, and stores that all ranks have ended."""
-        if connector_output.invalid_block_ids:  # of another connector's, perhaps, with which a step has computed
-            for store in self._stores.values():
-                store.is_valid = False
         for name in connector_output.finished_recving:
             self._complete_load(name)
         for told in connector_output.kv_connector_worker_meta or ():
             assert isinstance(told, OffloadWorkerMetadata)
-            lost = told.unreadable | told.unwritten
-            self.disk.forget(lost)
-            self._metadata.removals += lost
-            if told.disk_failed:
-                self.disk.stop()
             for number in told.completed_stores:
                 self._complete_store(number)
 
@@ -297,10 +251,8 @@ class OffloadScheduler:
             return
         del self._stores[number]
         self._let_go(store)
-        self.manager.complete_store(store.keys, store.is_valid)
-        self.disk.written(store.spilled)
-        outcome = "stored" if store.is_valid else "dropped_invalid"
-        self._counts[f"simple_kv_offload_save_outcomes.{outcome}"] += len(store.keys)
+        self.manager.complete_store(store.keys)
+        self._counts["simple_kv_offload_save_outcomes.stored"] += len(store.keys)
 
     def _let_go(self, store: _Store) -> bool:
         """Drops the references of a store to blocks of the cache; returns whether any of them is free now."""
@@ -333,12 +285,8 @@ class OffloadScheduler:
         return bool(self._stores)
 
     def reset_cache(self) -> bool:
-        """Forgets both tiers; False while a copy is under way."""
-        if not self.manager.reset():
-            return False
-        self.disk.clear()
-        self._metadata.clear_disk = True
-        return True
+        """Forgets all keys; False while a copy is under way."""
+        return self.manager.reset()
 
     def start_over(self) -> None:
         """Forgets all keys, too: a failed step may have stored anything."""
@@ -346,19 +294,16 @@ class OffloadScheduler:
         self._loads.clear()
         self._stores.clear()
         self._followed.clear()
-        self.disk.clear()
-        self.manager = CPUOffloadingManager(self.manager.num_blocks, self.settings.eviction_policy)
+        self.manager = CPUOffloadingManager(self.manager.num_blocks)
         self._metadata = self._no_orders()
-        self._metadata.clear_disk = True
 
     def state(self) -> dict[str, int]:
-        """How many blocks the tier has, holds, loads and stores now, and how many lie in files."""
+        """How many blocks the tier has, holds, loads and stores now."""
         return {
             "blocks": self.manager.num_blocks,
             "used": self.manager.num_used_blocks,
             "loading": sum(len(hit.keys) for hit in self._loads.values()),
             "storing": self.manager.num_pending_blocks,
-            "on_disk": len(self.disk),
         }
 
     def take_stats(self) -> dict[str, Any] | None:
@@ -376,32 +321,19 @@ class OffloadScheduler:
             counts["kv_offload_cpu_cache_write_usage_perc"] = state["storing"] / num_blocks
             counts["simple_kv_offload_used_blocks"] = state["used"]
             counts["simple_kv_offload_pending_store_blocks"] = state["storing"]
-            counts["simple_kv_offload_disk_blocks"] = state["on_disk"]
         return counts or None
 
-    def shutdown(self) -> None:
-        """Lets other engines have the folder."""
-        if self.folder is not None:
-            self.folder.close()
 
-
-def kind_of(config: KVConnectorConfig) -> str:
-    """A hash of all that engines must have in common to read each other's files."""
-    parts = (config.model_fingerprint, config.block_size, config.kv_cache_dtype, config.num_layers, config.head_dim)
-    sizes = (config.num_kv_heads, config.tensor_parallel_size, config.pipeline_parallel_size, config.use_eagle)
-    return hashlib.sha256(repr((parts, sizes)).encode()).hexdigest()[:16]
-
-
-def blocks_within(name: str, num_bytes: float | None, block_bytes: int, block_size: int) -> int:
-    """How many blocks of so many bytes have room in what this option gives.
+def blocks_within(num_bytes: float, block_bytes: int, block_size: int) -> int:
+    """How many blocks of so many bytes have room in `cpu_bytes_to_use`.
 
     Raises:
         MinivllmError: fewer than 2.
     """
-    num_blocks = int((num_bytes or 0) // block_bytes)
+    num_blocks = int(num_bytes // block_bytes)
     if num_blocks < 2:
         raise MinivllmError(
-            f"{name} is {num_bytes:,.0f}, and a block of {block_size} tokens takes {block_bytes:,}: give it "
+            f"cpu_bytes_to_use is {num_bytes:,.0f}, and a block of {block_size} tokens takes {block_bytes:,}: give it "
             f"{2 * block_bytes:,} bytes at least"
         )
     return num_blocks

@@ -1,4 +1,4 @@
-"""Settings of the tiers of host memory and disk, from `kv_connector_extra_config`.
+"""Settings of the tier in host memory, from `kv_connector_extra_config`.
 
 In vLLM v0.33.0: `vllm/v1/kv_offload/cpu/spec.py` (`CPUOffloadingSpec`),
 `vllm/distributed/kv_transfer/kv_connector/v1/simple_cpu_offload_connector.py`, `vllm/config/vllm.py`
@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from minivllm.config.checks import is_count, is_number, require
-from minivllm.core.kv_offload import EVICTION_POLICIES
 
 WITHOUT_EFFECT = ("blocks_per_chunk", "block_size", "spec_name")
 """Keys of vLLM's that are not read: a block of the tier is a block of the cache, with all of its layers."""
@@ -18,26 +17,21 @@ WITHOUT_EFFECT = ("blocks_per_chunk", "block_size", "spec_name")
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadSettings:
-    """What `kv_connector_extra_config` may say of the tiers.
+    """What `kv_connector_extra_config` may say of the tier.
 
     - `cpu_bytes_to_use`: bytes of host memory, of all ranks together. `num_cpu_blocks`: in place of that, blocks,
       one of which is a null block, as in the first pool.
-    - `eviction_policy`: "lru" or "arc" (`core.kv_offload`).
     - `lazy_offload`: store a block only shortly before it would be evicted, not as soon as it is full.
     - `offload_prompt_only`: store no block that has tokens of an answer. None: True, but for `lazy_offload`, which does
       not know whose a block was.
     - `store_threshold`: store a block only once so many admitted requests have had it.
-    - `disk_path`: a folder for blocks that host memory evicts; `disk_bytes_to_use`: the most that it may hold.
     """
 
     cpu_bytes_to_use: float | None = None
     num_cpu_blocks: int | None = None
-    eviction_policy: str = "lru"
     lazy_offload: bool = False
     offload_prompt_only: bool | None = None
     store_threshold: int = 0
-    disk_path: str | None = None
-    disk_bytes_to_use: float | None = None
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> "OffloadSettings":
@@ -55,9 +49,10 @@ class OffloadSettings:
         return cls(**{name: extra_config[name] for name in known if name in extra_config})
 
     def __post_init__(self) -> None:
-        for name in ("cpu_bytes_to_use", "disk_bytes_to_use"):
-            value = getattr(self, name)
-            require(value is None or (is_number(value) and value > 0), f"{name} is {value!r}; it must be above 0 bytes")
+        size = self.cpu_bytes_to_use
+        require(
+            size is None or (is_number(size) and size > 0), f"cpu_bytes_to_use is {size!r}; it must be above 0 bytes"
+        )
         require(
             self.num_cpu_blocks is None or is_count(self.num_cpu_blocks, 2),
             f"num_cpu_blocks is {self.num_cpu_blocks!r}; it must be a whole number of at least 2",
@@ -65,10 +60,6 @@ class OffloadSettings:
         require(
             self.cpu_bytes_to_use is not None or self.num_cpu_blocks is not None,
             "the host tier has no size: set kv_offloading_size, or cpu_bytes_to_use in kv_connector_extra_config",
-        )
-        require(
-            self.eviction_policy in EVICTION_POLICIES,
-            f"unknown eviction_policy {self.eviction_policy!r}; known are {', '.join(EVICTION_POLICIES)}",
         )
         require(is_count(self.store_threshold, 0), f"store_threshold is {self.store_threshold!r}; it must be 0 or more")
         require(isinstance(self.lazy_offload, bool), f"lazy_offload is {self.lazy_offload!r}; it must be true or false")
@@ -79,14 +70,6 @@ class OffloadSettings:
         require(
             not (self.lazy_offload and (self.offload_prompt_only or self.store_threshold > 1)),
             "lazy_offload does not know whose a block was: leave out offload_prompt_only and store_threshold",
-        )
-        require(
-            self.disk_path is None or (isinstance(self.disk_path, str) and bool(self.disk_path)),
-            f"disk_path is {self.disk_path!r}; it must be a folder",
-        )
-        require(
-            (self.disk_path is None) == (self.disk_bytes_to_use is None),
-            "disk_path and disk_bytes_to_use go together: a folder, and the most bytes that it may hold",
         )
 
     @property

@@ -1,4 +1,4 @@
-"""A second tier of the KV cache in host memory, and a third one on disk: `kv_offloading_size`.
+"""A second tier of the KV cache in host memory: `kv_offloading_size`.
 
 It extends the prefix cache. What the first tier has computed is copied out, and a request whose prefix the first tier
 does not have any more gets it back by a copy, while others run. See `core.kv_offload` for the books,
@@ -20,7 +20,6 @@ from minivllm.core.kv_connector import (
     KVConnectorRole,
     KVTransferParams,
 )
-from minivllm.errors import MinivllmError
 from minivllm.kv_connector.offload_metadata import OffloadMetadata, OffloadWorkerMetadata
 from minivllm.kv_connector.offload_scheduler import OffloadScheduler
 from minivllm.kv_connector.offload_settings import OffloadSettings
@@ -47,19 +46,13 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1):
             MinivllmError: they cannot be.
         """
         super().__init__(config, role)
-        transfer = config.kv_transfer_config
-        settings = OffloadSettings.of(transfer.kv_connector_extra_config)
-        if settings.disk_path is not None and not transfer.recomputes:
-            raise MinivllmError(
-                "a file of disk_path may be damaged, and what it held is then computed again: set "
-                'kv_load_failure_policy to "recompute"'
-            )
+        settings = OffloadSettings.of(config.kv_transfer_config.kv_connector_extra_config)
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler_side = OffloadScheduler(config, settings)
             return
         from minivllm.kv_connector.offload_worker import OffloadWorker  # torch
 
-        self.worker_side = OffloadWorker(config)
+        self.worker_side = OffloadWorker()
 
     # The workers' side
 
@@ -89,10 +82,6 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `KVConnectorBase_V1`."""
         return set(), self.worker_side.get_finished()
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `KVConnectorBase_V1`."""
-        return self.worker_side.get_block_ids_with_load_errors()
 
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
         """See `KVConnectorBase_V1`."""
@@ -171,8 +160,8 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """See `KVConnectorBase_V1`."""
-        side = self.scheduler_side if self.role is KVConnectorRole.SCHEDULER else self.worker_side
-        side.shutdown()
+        if self.role is KVConnectorRole.WORKER:
+            self.worker_side.shutdown()
 
 
 OffloadingConnector = SimpleCPUOffloadConnector

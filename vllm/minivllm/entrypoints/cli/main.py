@@ -4,7 +4,6 @@ In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`.
 """
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +24,12 @@ NOT_FLAGS = {"model", "parts", "multiprocess"}
 
 
 class _Parser(FlexibleArgumentParser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # of a command, whose parser alone knows its flags
+            self.refuse(unknown[0])
+        return given, unknown
+
     def error(self, message: str) -> NoReturn:
         raise MinivllmError(message)
 
@@ -32,7 +37,7 @@ class _Parser(FlexibleArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; return the exit code. 2: it cannot be done as said, and one line says why."""
     try:
-        given = _parsed(arguments)
+        given = _parser().parse_args(arguments)
         return COMMANDS[given.command](given)
     except (MinivllmError, EngineDeadError, WorkerDiedError) as error:
         print(f"minivllm: {' '.join(str(error).split())}", file=sys.stderr)
@@ -42,16 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """The console script: `main` as a process."""
     leave(main())
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    given, unknown = _parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
-    if unknown:
-        near = _nearest(unknown[0]) if given.command == "serve" else ""
-        raise MinivllmError(
-            f"unrecognized argument {unknown[0]}{near or f'; minivllm {given.command} --help lists them all'}"
-        )
-    return given
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,7 +97,7 @@ def _proxy(parsed: argparse.Namespace) -> int:
 def _serve(parsed: argparse.Namespace) -> int:
     from minivllm.engine.arg_utils import EngineArgs
 
-    given = vars(parsed)
+    given = {name: value for name, value in vars(parsed).items() if name != "command"}
     model = given.pop("model_tag") or given["model"]
     names = {field.name for field in fields(FrontendArgs)}
     frontend = {name: value for name, value in given.items() if name in names}
@@ -111,8 +106,7 @@ def _serve(parsed: argparse.Namespace) -> int:
         frontend["api_key"] = [keys]
     settings = FrontendArgs(**frontend)
     engine = {name: value for name, value in given.items() if name not in names}
-    given_to_engine = argparse.Namespace(**engine | {"model": model or EMBEDDED_MODEL, "multiprocess": True})
-    args = EngineArgs.from_cli_args(given_to_engine)
+    args = EngineArgs(**engine | {"model": model or EMBEDDED_MODEL, "multiprocess": True})
     ModelConfig.from_pretrained(args.model)
 
     # torch and FastAPI come only now: a mistyped flag is told at once
@@ -121,15 +115,6 @@ def _serve(parsed: argparse.Namespace) -> int:
         from minivllm.entrypoints.openai.launcher import serve
 
     return serve(args, settings, None if model else PLAIN)
-
-
-def _nearest(flag: str) -> str:
-    from minivllm.engine.arg_utils import EngineArgs
-
-    name = flag.partition("=")[0].removeprefix("--").replace("-", "_")
-    known = [field.name for settings in (FrontendArgs, EngineArgs) for field in fields(settings)]
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean --{near[0].replace('_', '-')}?" if near else ""
 
 
 COMMANDS = {"serve": _serve, "proxy": _proxy}

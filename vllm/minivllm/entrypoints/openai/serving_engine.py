@@ -38,6 +38,7 @@ CHARACTERS_IN_LOOP = 4096
 """A longer text is tokenized in a thread, so that it holds up nobody; as many tokens are turned into text there."""
 MAX_RANK_DIGITS = 6
 NOT_SERVED = ("use_beam_search", "logprob_token_ids", "repetition_detection", "thinking_token_budget")
+"""Fields of vLLM's that are not ignored, as unknown ones are: the answer would be another than was asked for."""
 
 
 @dataclass(slots=True)

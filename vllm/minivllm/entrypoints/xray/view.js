@@ -30,8 +30,8 @@ const isCount = (value) => Number.isSafeInteger(value) && value >= 0;
 const counts = (list, length) => Array.isArray(list) && (length === undefined || list.length === length) && list.every(isCount);
 const lists = (value, fits) => Array.isArray(value ?? []) && (value ?? []).every(fits);
 
-// A second tier of the cache: its blocks, used ones, those being loaded and stored, those on disk; or nothing.
-const tierOf = (line) => (Array.isArray(line.tier) && [0, 5].includes(line.tier.length) ? line.tier : "tier" in line ? [NaN] : []);
+// A second tier of the cache: its blocks, used ones, those being loaded and stored; or nothing.
+const tierOf = (line) => (Array.isArray(line.tier) && [0, 4].includes(line.tier.length) ? line.tier : "tier" in line ? [NaN] : []);
 
 function checkLine(line) {
   ensure(line !== null && typeof line === "object" && typeof line.t === "number" && isFinite(line.t), "no line of a recording");
@@ -309,7 +309,7 @@ class View {
     this.numbers = {};
     const number = (name, words) => make("div", {}, make("dt", {}, words), (this.numbers[name] = make("dd")));
     const numbers = make("dl", { class: "xr-numbers" }, number("tokens", "tokens in step"), number("running", "running"), number("waiting", "waiting"),
-      number("held", "blocks held"), number("cached", "cached and free"), number("free", "free"), number("host", "in host memory"), number("disk", "on disk"));
+      number("held", "blocks held"), number("cached", "cached and free"), number("free", "free"), number("host", "in host memory"));
 
     const canvas = (name, label, extra = {}) => (this[name] = make("canvas", { role: "img", "aria-label": label, ...extra }));
     const card = (title, legend, ...parts) => make("section", { class: "xr-card", "aria-label": title }, make("header", {}, make("h3", {}, title), legend ?? ""), ...parts);
@@ -608,10 +608,9 @@ class View {
     set("waiting", state.waiting[0], "");
     set("held", holders.size, `${Math.round((100 * holders.size) / usable)} %`);
     set("cached", idle, `${Math.round((100 * idle) / usable)} %`);
-    const [blocks, used, loading, storing, onDisk] = state.tier;
-    for (const name of ["host", "disk"]) this.numbers[name].parentElement.hidden = blocks === undefined || (name === "disk" && !onDisk);
+    const [blocks, used, loading, storing] = state.tier;
+    this.numbers.host.parentElement.hidden = blocks === undefined;
     if (blocks !== undefined) set("host", used, `of ${blocks.toLocaleString("en")}${loading ? `, ${loading} loading` : ""}${storing ? `, ${storing} storing` : ""}`);
-    if (onDisk) set("disk", onDisk, "blocks");
     set("free", usable - holders.size - idle, `${Math.round((100 * (usable - holders.size - idle)) / usable)} %`);
   }
 
