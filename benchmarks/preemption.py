@@ -6,8 +6,8 @@
 - waste: the engine's scheduler alone, no model: 300 requests at once, the pools and shares that vllm#54644 has
   published, its lengths guessed (`simulate/preemption_checks.py`); who is the victim, and what must fit for a request
   to be admitted.
-- cliff: `minivllm serve` with the embedded model, fp32, and an open load of real clients through `minivllm.benchmarks`
-  at a share of what the server can do; a server for each `--num-gpu-blocks-override`, the same requests at the same
+- cliff: `minivllm serve` with the embedded model, fp32, and an open load of real clients at a share
+  of what the server can do; a server for each `--num-gpu-blocks-override`, the same requests at the same
   moments. Preemptions and tokens computed again are the server's `/metrics`; so is how full the pool is, asked a few
   times a second.
 
@@ -28,21 +28,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from serving import Serving
+from serving import NAME, Serving, at_rate, random_asks
 
-from minivllm.benchmarks.client import SampleRequest
-from minivllm.benchmarks.datasets import random_requests
-from minivllm.config import EMBEDDED_MODEL
 from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.disturbance import Control
+from minivllm.lab.http_load import Ask
 from minivllm.lab.progress import track
 from minivllm.lab.results import record, write_record
 from minivllm.lab.tables import console, table
-from minivllm.models.tokenizer import load_tokenizer
 from minivllm.simulate.preemption_checks import AT_ONCE, PUBLISHED, REQUESTS, SEED, STEP, waste
 from minivllm.simulate.victims import RULES
 
-NAME, MAX_MODEL_LEN, BLOCK_SIZE = "tiny-python", 512, 16
+MAX_MODEL_LEN, BLOCK_SIZE = 512, 16
 POOLS = (768, 384, 256, 192, 128, 80)
 QUICK_POOLS = (768, 128)
 """Blocks that requests can use; a server gets one more, the null block."""
@@ -122,15 +119,15 @@ def watched(port: int) -> Iterator[list[float]]:
         thread.join()
 
 
-def loaded(server: Serving, samples: Sequence[SampleRequest], rate: float) -> dict[str, float]:
+def loaded(server: Serving, asks: Sequence[Ask]) -> dict[str, float]:
     """The figures of one pool under the open load, what the server has counted meanwhile included."""
     before = metrics(server.port)
     with watched(server.port) as usage:
-        found = server.loaded(samples, request_rate=rate, seed=1)
+        found = server.loaded(asks)
     after = metrics(server.port)
     figures = {name: found[name] for name in (*KEPT, "duration", "total_input_tokens", "total_output_tokens")}
     figures |= {name: after[name] - before[name] for name in COUNTERS}
-    useful = figures["total_input_tokens"] + figures["total_output_tokens"] - len(samples)
+    useful = figures["total_input_tokens"] + figures["total_output_tokens"] - len(asks)
     figures["wasted"] = figures["recomputed_tokens"] / (useful + figures["recomputed_tokens"])
     figures["mean_usage"], figures["most_usage"] = statistics.mean(usage), max(usage)
     return figures
@@ -138,21 +135,18 @@ def loaded(server: Serving, samples: Sequence[SampleRequest], rate: float) -> di
 
 def measure_cliff(pools: Sequence[int], number: int) -> dict[str, Any]:
     """The same load on servers whose pools differ; the largest first, which says how much load that is."""
-    tokenizer = load_tokenizer(EMBEDDED_MODEL)
-    samples = random_requests(
-        tokenizer, number, input_len=INPUT_LEN, output_len=OUTPUT_LEN, range_ratio=RANGE_RATIO, seed=1
-    )
+    asks = random_asks(number, INPUT_LEN, OUTPUT_LEN, RANGE_RATIO, seed=1)
     found: dict[str, Any] = {"pools": {}}
     rate = 0.0
     with tempfile.TemporaryDirectory() as name:
         for blocks in track(sorted(pools, reverse=True), "serving"):
             with serving(blocks, Path(name)) as server:
-                server.loaded(samples[:CLIENTS], max_concurrency=CLIENTS)  # to warm up
+                server.loaded(asks[:CLIENTS], CLIENTS)  # to warm up
                 if not rate:
-                    closed = server.loaded(samples, max_concurrency=CLIENTS)
+                    closed = server.loaded(asks, CLIENTS)
                     rate = SHARE_OF_CAPACITY * closed["request_throughput"]
                     found |= {"capacity": closed["request_throughput"], "rate": rate}
-                found["pools"][str(blocks)] = loaded(server, samples, rate)
+                found["pools"][str(blocks)] = loaded(server, at_rate(asks, rate))
     largest = max(pools)
     found["filled"] = found["pools"][str(largest)]["mean_usage"] * largest
     found["most_filled"] = found["pools"][str(largest)]["most_usage"] * largest

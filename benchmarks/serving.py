@@ -1,4 +1,4 @@
-"""Our server beside vLLM's CPU server, our load generator beside vLLM's, and what a server keeps of `LLM.generate`.
+"""Our server beside vLLM's CPU server, and what a server keeps of `LLM.generate`.
 
     make peers                                    # makes vLLM's own environment, among other things
     uv run python benchmarks/serving.py --json benchmarks/results/serving.cpu.json
@@ -6,7 +6,6 @@
 
 The embedded model, fp32, greedy, random prompts; everything in turns, and medians count.
 
-- clients: `minivllm bench serve` and `vllm bench serve` load our server with the same flags.
 - servers: the same requests from the same client; first a closed load of 64 clients (capacity), then an open load at
   70 % of vLLM's capacity. Both servers run all the time; the one whose turn it is not is idle.
 - share: output tokens per second of the closed load, of what `LLM.generate` makes with all these requests at once.
@@ -15,10 +14,10 @@ Without vLLM's environment only the share is measured. The table is followed by 
 """
 
 import argparse
-import asyncio
 import json
 import math
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -28,23 +27,23 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import vllm_cli
 from peers import Peer, Running
 
-from minivllm.benchmarks.client import SampleRequest, Target
-from minivllm.benchmarks.datasets import random_requests
-from minivllm.benchmarks.load import run_load
-from minivllm.benchmarks.metrics import calculate_metrics
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.http_load import Answer, Ask, load
 from minivllm.lab.progress import track
 from minivllm.lab.results import record, write_record
 from minivllm.lab.tables import console, table
 from minivllm.models.tokenizer import load_tokenizer
+from minivllm.simulate.virtual_clock import percentile
+from minivllm.simulate.workloads import poisson_arrivals
 
 NAME = "tiny-python"
 MAX_MODEL_LEN = 512
@@ -55,7 +54,8 @@ CONCURRENCY = 64
 SHARE_OF_CAPACITY = 0.7
 SECONDS_TO_START = 300
 LATENCIES = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
-SHOWN_OF_CLIENTS = ("output_throughput", "mean_ttft_ms", *LATENCIES, "mean_tpot_ms")
+ORDINARY_TOKENS = range(300, 4000)
+"""Whole words and parts of them, of the embedded model."""
 
 
 class Serving:
@@ -99,14 +99,61 @@ class Serving:
             self.process.kill()
             self.process.wait()
 
-    def loaded(self, samples: Sequence[SampleRequest], **load: Any) -> dict[str, Any]:
-        """The figures of our client."""
-        target = Target(self.url, NAME, ignore_eos=True, extra_body={"temperature": 0})
-        result = asyncio.run(run_load(target, samples, **load))
-        found = calculate_metrics(result, percentile_metrics=("ttft", "tpot", "itl", "e2el"))
-        if found["failed"]:
-            raise MinivllmError(f"{self.title}: {next(error for error in found['errors'] if error)}")
-        return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    def loaded(self, asks: Sequence[Ask], clients: int | None = None) -> dict[str, float]:
+        """The figures of a closed load of so many clients, or of an open one at the times of the asks."""
+        return figures_of(load(self.port, asks, clients, "/v1/completions"), asks)
+
+
+def random_asks(number: int, input_len: int, output_len: int, range_ratio: float, seed: int = 0) -> list[Ask]:
+    """Streamed requests, all at once, whose prompts are texts of random tokens.
+
+    Both lengths are uniform within `range_ratio` of these. A text is not always tokenized as it was made, so what is
+    tokenized once is cut to its length.
+    """
+    tokenizer, draw = load_tokenizer(EMBEDDED_MODEL), random.Random(seed)
+
+    def length(mean: int) -> int:
+        return draw.randint(math.floor(mean * (1 - range_ratio)), math.ceil(mean * (1 + range_ratio)))
+
+    fixed = {"model": NAME, "temperature": 0, "ignore_eos": True, "stream": True}
+    asks = []
+    for _ in range(number):
+        text = tokenizer.decode(draw.choices(ORDINARY_TOKENS, k=math.ceil(input_len * (1 + range_ratio))))
+        prompt = tokenizer.decode(tokenizer.encode(text).ids[: length(input_len)])
+        asks.append(Ask({**fixed, "prompt": prompt, "max_tokens": length(output_len)}))
+    return asks
+
+
+def at_rate(asks: Sequence[Ask], rate: float) -> list[Ask]:
+    """The same requests, which come independently of one another, so many a second."""
+    times = poisson_arrivals(rate, len(asks), seed=1)
+    return [replace(ask, at=at) for ask, at in zip(asks, times, strict=True)]
+
+
+def prompt_tokens(asks: Sequence[Ask]) -> list[list[int]]:
+    """The prompts as the server reads them."""
+    return [one.ids for one in load_tokenizer(EMBEDDED_MODEL).encode_batch([ask.body["prompt"] for ask in asks])]
+
+
+def figures_of(answers: Sequence[Answer], asks: Sequence[Ask]) -> dict[str, float]:
+    """Rates from the first request to the last event; time to the first event, between events, and to the last."""
+    duration = max(one.events[-1] for one in answers) - min(one.due for one in answers)
+    generated = sum(ask.body["max_tokens"] for ask in asks)
+    found = {
+        "duration": duration,
+        "total_input_tokens": sum(map(len, prompt_tokens(asks))),
+        "total_output_tokens": generated,
+        "request_throughput": len(asks) / duration,
+        "output_throughput": generated / duration,
+    }
+    for name, seconds in (
+        ("ttft", [one.ttft for one in answers]),
+        ("itl", [gap for one in answers for gap in one.itls]),
+        ("e2el", [one.latency for one in answers]),
+    ):
+        found[f"median_{name}_ms"] = 1e3 * statistics.median(seconds)
+        found[f"p99_{name}_ms"] = 1e3 * percentile(seconds, 0.99)
+    return found
 
 
 def medians(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -123,68 +170,34 @@ def in_turns(rounds: int, what: str, **kinds: Callable[[], dict[str, float]]) ->
     return {name: medians(found) | {"spread": [spread[name][0], spread[name][-1]]} for name, found in turns.items()}
 
 
-def compare_clients(ours: Serving, folder: Path, number: int, rounds: int) -> dict[str, Any]:
-    """Both load generators as commands, on our server; a second one of each says what is noise."""
-
-    def figures(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, float]:
-        path = folder / "client.json"
-        flags = {
-            "backend": "openai", "base-url": ours.url, "model": NAME, "tokenizer": EMBEDDED_MODEL,
-            "dataset-name": "random", "num-prompts": number, "random-input-len": INPUT_LEN,
-            "random-output-len": OUTPUT_LEN, "random-range-ratio": 0.0, "max-concurrency": 16, "seed": 1,
-            "temperature": 0, "result-dir": folder, "result-filename": path.name,
-        }  # fmt: skip
-        given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
-        whole = [*command, "bench", "serve", *given, "--ignore-eos", "--save-result", "--disable-tqdm"]
-        done = subprocess.run(whole, capture_output=True, text=True, env=dict(environment), cwd=folder)
-        if done.returncode:
-            raise MinivllmError(f"{command[0]}: {' | '.join(done.stderr.splitlines()[-5:])}")
-        found = json.loads(path.read_text())
-        return {name: found[name] for name in ("completed", "total_output_tokens", *SHOWN_OF_CLIENTS)}
-
-    own, vllm = [sys.executable, "-P", "-m", "minivllm"], [str(vllm_cli.ENVIRONMENT / "bin" / "vllm")]
-    variables = vllm_cli.variables(folder)
-    return in_turns(
-        rounds,
-        "clients",
-        minivllm=lambda: figures(own, os.environ),
-        vllm=lambda: figures(vllm, variables),
-        minivllm_again=lambda: figures(own, os.environ),
-        vllm_again=lambda: figures(vllm, variables),
-    )
-
-
-def compare_servers(ours: Serving, vllm: Serving, samples: Sequence[SampleRequest], rounds: int) -> dict[str, Any]:
+def compare_servers(ours: Serving, vllm: Serving, asks: Sequence[Ask], rounds: int) -> dict[str, Any]:
     """At saturation, then at a share of vLLM's capacity."""
     servers = {"minivllm": ours, "vllm": vllm}
     closed = in_turns(
         rounds,
         "closed load",
-        **{name: lambda one=one: one.loaded(samples, max_concurrency=CONCURRENCY) for name, one in servers.items()},
+        **{name: lambda one=one: one.loaded(asks, CONCURRENCY) for name, one in servers.items()},
     )
     rate = SHARE_OF_CAPACITY * closed["vllm"]["request_throughput"]
-    opened = in_turns(
-        rounds,
-        "open load",
-        **{name: lambda one=one: one.loaded(samples, request_rate=rate, seed=1) for name, one in servers.items()},
-    )
+    timed = at_rate(asks, rate)
+    opened = in_turns(rounds, "open load", **{name: lambda one=one: one.loaded(timed) for name, one in servers.items()})
     return {"closed": closed, "open": opened, "request_rate": rate}
 
 
-def share_of_offline(ours: Serving, samples: Sequence[SampleRequest], rounds: int, folder: Path) -> dict[str, Any]:
+def share_of_offline(ours: Serving, asks: Sequence[Ask], rounds: int, folder: Path) -> dict[str, Any]:
     """Output tokens per second of the server, and of `LLM.generate` with the same requests."""
-    tokenizer = load_tokenizer(EMBEDDED_MODEL)
-    requests = [{"prompt": tokenizer.encode(str(one.prompt)).ids, "output": one.expected_output_len} for one in samples]
+    outputs = [ask.body["max_tokens"] for ask in asks]
+    prompts = prompt_tokens(asks)
+    requests = [{"prompt": prompt, "output": output} for prompt, output in zip(prompts, outputs, strict=True)]
     shape = {"model": str(EMBEDDED_MODEL), "load_format": "auto", "max_model_len": MAX_MODEL_LEN}
     work = shape | {"max_num_batched_tokens": 2048, "device": "cpu", "requests": requests}
-    tokens = sum(one.expected_output_len for one in samples)
     with Running(Peer("offline", "run_minivllm.py", "float32"), work, folder) as offline:
         found = in_turns(
             rounds,
             "share",
-            offline=lambda: {"output_throughput": tokens / offline.ask("all")["seconds"]},
-            closed=lambda: ours.loaded(samples, max_concurrency=CONCURRENCY),
-            at_once=lambda: ours.loaded(samples, request_rate=math.inf),
+            offline=lambda: {"output_throughput": sum(outputs) / offline.ask("all")["seconds"]},
+            closed=lambda: ours.loaded(asks, CONCURRENCY),
+            at_once=lambda: ours.loaded(asks),
         )
     whole = found["offline"]["output_throughput"]
     shares = {name: found[name]["output_throughput"] / whole for name in ("closed", "at_once")}
@@ -195,26 +208,23 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """The record of a whole run."""
     rounds = arguments.rounds or (1 if arguments.quick else 5)
     number = 24 if arguments.quick else 256
-    samples = random_requests(
-        load_tokenizer(EMBEDDED_MODEL), number, input_len=INPUT_LEN, output_len=OUTPUT_LEN, range_ratio=RANGE_RATIO
-    )
+    asks = random_asks(number, INPUT_LEN, OUTPUT_LEN, RANGE_RATIO)
     figures: dict[str, Any] = {"rounds": rounds, "requests": number}
     with tempfile.TemporaryDirectory() as name, ExitStack() as processes:
         folder = Path(name)
         command = [sys.executable, "-P", "-m", "minivllm"]
         ours = processes.enter_context(Serving("minivllm", command, os.environ, folder))
-        ours.loaded(samples[:16])
-        figures["share"] = share_of_offline(ours, samples, rounds, folder)
+        ours.loaded(asks[:16])
+        figures["share"] = share_of_offline(ours, asks, rounds, folder)
         if not vllm_cli.ENVIRONMENT.exists():
             console.print(f"left out: vLLM, which has no environment at {vllm_cli.ENVIRONMENT} (make peers)")
             return record("serving", figures)
         figures["vllm"] = vllm_cli.vllm_version()
-        figures["clients"] = compare_clients(ours, folder, number, rounds)
         vllm_command = [str(vllm_cli.ENVIRONMENT / "bin" / "vllm")]
         variables = vllm_cli.variables(folder)
         vllm = processes.enter_context(Serving("vllm", vllm_command, variables, folder))
-        vllm.loaded(samples[:16])
-        figures["servers"] = compare_servers(ours, vllm, samples, rounds)
+        vllm.loaded(asks[:16])
+        figures["servers"] = compare_servers(ours, vllm, asks, rounds)
     return record("serving", figures)
 
 
@@ -226,9 +236,6 @@ def show(figures: Mapping[str, Any]) -> None:
     console.print(f"the server keeps {shares['closed']:.0%} (64 clients), {shares['at_once']:.0%} (all at once)")
     if "servers" not in figures:
         return
-    kinds = list(figures["clients"])
-    rows = [(name, *(f"{figures['clients'][kind][name]:,.1f}" for kind in kinds)) for name in SHOWN_OF_CLIENTS]
-    table("The same server, seen by two clients", ("figure", *kinds), rows)
     servers = figures["servers"]
     closed = {name: one["output_throughput"] for name, one in servers["closed"].items()}
     rows = [

@@ -18,7 +18,7 @@ TOGETHER = {
     "tests/site/test_in_browser.py": "tests/site/test_pages.py",  # one site
     **{
         f"tests/server/test_{name}.py": "tests/server/test_conformance.py"  # the servers of tests/server/conftest.py
-        for name in ("bench_serve", "clients", "constraints", "transfer_params", "xray")
+        for name in ("clients", "constraints", "transfer_params", "xray")
     },
 }
 """Files -> the file with which they share a fixture of the whole session: one worker runs both."""

@@ -32,7 +32,6 @@ ENGINE_FLOORS = (
     "worker",
     "executor",
     "engine",
-    "benchmarks",
     "entrypoints",
     "__main__",
 )
@@ -48,7 +47,6 @@ WITHOUT_TORCH = (
     "outputs",
     "memory",
     "core",
-    "benchmarks",
     "structured_output",
     "simulate",
 )
@@ -146,7 +144,7 @@ def test_a_front_end_whose_core_is_another_process_loads_no_torch():
         "import sys\n"
         "from minivllm.engine import async_llm, llm_engine, mp_client\n"
         "from minivllm.entrypoints import llm\n"
-        "from minivllm.entrypoints.cli import bench_serve, main\n"
+        "from minivllm.entrypoints.cli import main\n"
         "from minivllm.entrypoints.openai import api_server\n"
         "from minivllm.entrypoints.proxy import proxy\n"
         f"print(sorted({HEAVY} & sys.modules.keys()))"

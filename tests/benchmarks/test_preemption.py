@@ -34,8 +34,7 @@ class Server:
 
     port = 1
 
-    def loaded(self, samples, **load):
-        self.load = load
+    def loaded(self, asks):
         return dict.fromkeys(("duration", *self.kept), 1.0) | {"total_input_tokens": 50, "total_output_tokens": 52}
 
 
@@ -51,8 +50,7 @@ def test_what_is_wasted_is_a_share_of_all_that_was_computed(benchmark, monkeypat
     monkeypatch.setattr(benchmark, "watched", lambda port: contextlib.nullcontext([0.25, 0.75]))
     server = Server()
     server.kept = benchmark.KEPT
-    found = benchmark.loaded(server, [None, None], rate=3.0)
-    assert server.load["request_rate"] == 3.0
+    found = benchmark.loaded(server, [None, None])
     assert (found["preemptions"], found["recomputed_tokens"]) == (3, 50)
     assert found["wasted"] == pytest.approx(50 / 150)
     assert (found["mean_usage"], found["most_usage"]) == (0.5, 0.75)

@@ -135,33 +135,21 @@ def loading_clients(url: str, folder: Path) -> Iterator[Client]:
         yield vllm_bench(url, folder)
     else:
         print("left out: vllm bench serve, which comes with `make peers`")
-    yield minivllm_bench(url, folder)
     yield aiperf(url, folder / "aiperf")
     yield guidellm(url, folder / "guidellm.json")
 
 
-def bench_flags(url: str, folder: Path, name: str) -> list[str]:
-    """The same for vLLM's command and ours."""
+def vllm_bench(url: str, folder: Path) -> Client:
+    """vLLM's own."""
     flags = {
         "backend": "openai", "base-url": url, "model": NAME, "tokenizer": MODEL, "dataset-name": "random",
         "num-prompts": NUM_REQUESTS, "random-input-len": INPUT_LEN, "random-output-len": OUTPUT_LEN,
-        "max-concurrency": 3, "seed": 1, "temperature": 0, "result-dir": folder, "result-filename": name,
+        "max-concurrency": 3, "seed": 1, "temperature": 0, "result-dir": folder, "result-filename": "vllm.json",
     }  # fmt: skip
     given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
-    return ["bench", "serve", *given, "--ignore-eos", "--save-result"]
-
-
-def vllm_bench(url: str, folder: Path) -> Client:
-    """vLLM's own."""
-    command = [str(vllm_cli.ENVIRONMENT / "bin" / "vllm"), *bench_flags(url, folder, "vllm.json")]
+    command = [str(vllm_cli.ENVIRONMENT / "bin" / "vllm"), "bench", "serve", *given, "--ignore-eos", "--save-result"]
     variables = vllm_cli.variables(folder)
     return Client("vllm bench serve", command, variables, lambda: bench_figures(folder / "vllm.json"))
-
-
-def minivllm_bench(url: str, folder: Path) -> Client:
-    """Ours."""
-    command = [sys.executable, "-P", "-m", "minivllm", *bench_flags(url, folder, "minivllm.json")]
-    return Client("minivllm bench serve", command, check=lambda: bench_figures(folder / "minivllm.json"))
 
 
 def bench_figures(path: Path) -> dict[str, Any]:

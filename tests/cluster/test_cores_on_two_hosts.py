@@ -1,10 +1,10 @@
-"""Cores on two hosts, which Ray has placed: the tokens of one host, and one that vanishes while the other goes on."""
+"""Cores on two hosts, which Ray has placed: the tokens of one host, and what is said when one vanishes."""
 
 import time
 
 import pytest
 from cluster.hosts import Hosts, two_hosts
-from cluster.placed import GREEDY, PROMPTS, SETTINGS, found_on_both, results, tokens_of_one_host
+from cluster.placed import GREEDY, PROMPTS, SETTINGS, found_on_both, tokens_of_one_host
 
 PROGRAM = f"""
 import asyncio, json, os, socket
@@ -29,12 +29,10 @@ async def main():
         for prompt in {PROMPTS}:
             async for output in engine.generate(prompt, {GREEDY}, str(next(numbers)), data_parallel_rank=rank):
                 pass
-            if output.outputs[0].finish_reason == "error":
-                raise RuntimeError("a request has ended with an error")
             found.append(output.outputs[0].token_ids)
         return found
 
-    hosts = [peer(lifeline) for lifeline in engine.engine_core.addresses.lifelines]
+    hosts = [peer(lifeline) for lifeline in engine.engine_core.cores.lifelines]
     print(json.dumps([hosts, await tokens(0), await tokens(1)]))
     far = next(rank for rank, host in enumerate(hosts) if host != "{Hosts.address("a")}")
     try:
@@ -42,7 +40,6 @@ async def main():
             await tokens(far)
     except Exception as error:
         print("lost", type(error).__name__, error)
-    print(json.dumps([hosts, await tokens(), await tokens(1 - far)]))
     os._exit(0)
 
 asyncio.run(main())
@@ -60,6 +57,6 @@ def test_two_cores_on_two_hosts():
         since = time.monotonic()
         lost = next(line for line in lines if line.startswith("lost"))
         assert time.monotonic() - since < 20, "Ray itself takes a minute"
-        assert "a request has ended with an error" in lost
-        assert results(lines)[1:] == [expected, expected]
+        assert "lost EngineDeadError" in lost
+        assert "has ended, or its machine cannot be reached" in lost
         assert program.wait(30) == 0

@@ -29,7 +29,7 @@ def test_an_abort_frees_its_blocks_within_two_steps(tmp_path):
     def observed():
         if len(seen) == 3:
             (leaving,) = [one for one in core.scheduler.requests if one.startswith("leaves")]
-            process._to_do.put(partial(process._handle, 0, Kind.ABORT, encode([leaving])))
+            process._to_do.put(partial(process._handle, Kind.ABORT, encode([leaving])))
         if len(seen) == 6:
             process._to_do.put(Enough())
         outputs = step()

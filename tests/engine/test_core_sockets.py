@@ -26,13 +26,13 @@ def server(own):
 
 def says_hello(sockets, own) -> zmq.Socket:
     core = own.new(zmq.DEALER)
-    sockets.connect(core, "input-0")
+    sockets.connect(core, "input")
     core.send(b"hello")
     return core
 
 
 def test_a_core_with_the_keys_is_heard_and_answered(server, own):
-    ours = server.bind(zmq.ROUTER, "input-0")
+    ours = server.bind(zmq.ROUTER, "input")
     core = says_hello(server.for_cores, own)
     assert ours.poll(5000)
     name, text = ours.recv_multipart()
@@ -43,9 +43,9 @@ def test_a_core_with_the_keys_is_heard_and_answered(server, own):
 
 
 def test_strangers_are_not_heard(server, own):
-    ours = server.bind(zmq.ROUTER, "input-0")
+    ours = server.bind(zmq.ROUTER, "input")
     without_keys = own.new(zmq.DEALER)
-    without_keys.connect(server.for_cores.addresses["input-0"])
+    without_keys.connect(server.for_cores.addresses["input"])
     without_keys.send(b"hello")
     with_another_key = says_hello(replace(server.for_cores, server_key=zmq.curve_keypair()[0]), own)
     assert not ours.poll(300)

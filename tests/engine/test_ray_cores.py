@@ -7,8 +7,6 @@ import pytest
 from minivllm import LLM, EngineArgs
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.core_processes import died
-from minivllm.entrypoints.openai.launcher import serve
-from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 from minivllm.executor import ray_actors
 
@@ -21,12 +19,6 @@ def test_an_unknown_backend_is_refused():
 def test_ranks_of_a_core_are_not_placed_apart():
     with pytest.raises(MinivllmError, match=r'leave out distributed_executor_backend "ray"$'):
         EngineArgs(data_parallel_backend="ray", distributed_executor_backend="ray")
-
-
-def test_several_api_servers_are_refused():
-    args, settings = EngineArgs(data_parallel_backend="ray"), FrontendArgs(api_server_count=2)
-    with pytest.raises(MinivllmError, match=r'^api_server_count is 2; with data_parallel_backend "ray" there is one'):
-        serve(args, settings, None)
 
 
 def test_without_ray_it_is_one_line(monkeypatch):

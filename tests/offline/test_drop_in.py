@@ -23,8 +23,6 @@ METHODS = {
 }
 ENGINE_ARGS = VLLM["vllm/engine/arg_utils.py"]["EngineArgs"]
 OWN = {
-    "data_parallel_retry",
-    "data_parallel_routing",
     "device",
     "multiprocess",
     "parts",

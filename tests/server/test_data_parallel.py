@@ -1,10 +1,9 @@
-"""Servers with two cores and two API servers: all are used, shown, and reset; one process of each kind is killed."""
+"""Servers with two cores: both are used, shown, and reset, and have the same adapters; one process is killed."""
 
 import contextlib
 import json
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,14 +15,15 @@ import pytest
 from patience import eventually
 from server.serving import Server, running
 from server.test_clients import is_idle, raw_request
+from server.test_lora import ADAPTERS, LOAD, PROMPT, UNLOAD
 
 from minivllm.lab.step_recording import read_lines
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": [7] * 64, "max_tokens": 1}
-FLAGS = ("--data-parallel-size", "2", "--api-server-count", "2", "--max-num-seqs", "2", "--max-model-len", "2048")
-CORE, RANK, API = "minivllm.engine.core_entry", "rank_main.py", "api_server_entry"
+FLAGS = ("--data-parallel-size", "2", "--max-num-seqs", "2", "--max-model-len", "2048")
+CORE, RANK = "minivllm.engine.core_entry", "rank_main.py"
 
 
 @contextlib.contextmanager
@@ -32,7 +32,6 @@ def pair_of_cores(folder, *flags: str) -> Iterator[Server]:
     with running(*FLAGS, *flags, env=env) as server:
         for rank in ("0", "1"):  # their first step takes long
             assert post(server, {"prompt": "x", "max_tokens": 1}, rank).status_code == 200
-        assert len(from_each_api_server(server, "/health")) == 2  # one may start later than the other
         yield server
 
 
@@ -71,23 +70,8 @@ def by_engine(server: Server, name: str, label: str = "") -> dict[str, float]:
     return dict(found)
 
 
-def from_each_api_server(server: Server, path: str) -> list[httpx.Response]:
-    """Answers from different API servers, in the order of their processes."""
-    found: dict[int, httpx.Response] = {}
-    servers = {one.pid: one for one in processes_of(server, API)}
-    while len(found) < len(servers):
-        with httpx.Client(base_url=server.url, timeout=60) as client:
-            reply = client.get(path)
-            port = reply.extensions["network_stream"].get_extra_info("client_addr")[1]
-            for pid, one in servers.items():
-                if any(held.raddr and held.raddr.port == port for held in one.net_connections("tcp")):
-                    found[pid] = reply
-    return [found[pid] for pid in sorted(found)]
-
-
 def test_requests_and_their_aborts_go_to_both_cores(pair: Server):
-    """Each may reach either API server; both know the counts of both cores. Some may end before they are left."""
-    assert len(processes_of(pair, API)) == 2
+    """Some may end before they are left."""
     running, waiting, ended = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total"
     anywhere, number = f"(?:{running}|{waiting}|{ended})", 24
     before = sum(by_engine(pair, ended).values())
@@ -103,15 +87,9 @@ def test_requests_and_their_aborts_go_to_both_cores(pair: Server):
     assert min(by_engine(pair, ended, 'finished_reason="abort"').values()) >= 2
 
 
-def test_each_api_server_shows_all_metrics(pair: Server):
-    first, second = from_each_api_server(pair, "/metrics")
-    assert first.text == second.text
-    assert 'vllm:e2e_request_latency_seconds_count{engine="1"' in first.text
-
-
 @pytest.mark.parametrize("core", [0, 1])
-def test_a_cores_recording_has_each_of_its_steps_whoever_asked(pair: Server, recording: Path, core: int):
-    for _ in range(4):  # each may reach either API server
+def test_a_cores_recording_has_each_of_its_steps(pair: Server, recording: Path, core: int):
+    for _ in range(4):
         body, rank = {"prompt": [5] * 40, "max_tokens": 3}, {"X-data-parallel-rank": str(core)}
         httpx.post(f"{pair.url}/v1/completions", json=body, headers=rank, timeout=60)
     assert eventually(lambda: is_idle(pair))
@@ -131,7 +109,6 @@ def test_a_reset_reaches_all_caches(pair: Server):
         queries, before = by_engine(pair, asked), by_engine(pair, found)
         for rank in before:
             assert post(pair, SHORT, rank).status_code == 200
-        # The API server that has answered need not be the one that shows the schedulers' states.
         length = len(SHORT["prompt"])
         wanted = {rank: tokens + length for rank, tokens in queries.items()}
         assert eventually(lambda: by_engine(pair, asked) == wanted)
@@ -145,77 +122,58 @@ def test_a_reset_reaches_all_caches(pair: Server):
     assert {post(pair, SHORT, wrong).status_code for wrong in ("2", "-1", "all", "9" * 5000)} == {400}
 
 
-class Held:
-    """Core 1 has begun two requests, then a process of it is held up, and two more come; half of them are streams."""
-
-    def __init__(self, server: Server, process: psutil.Process) -> None:
-        self.answers: list[tuple[bool, int, str]] = []
-        self._server = server
-        self._threads = [threading.Thread(target=self._ask, args=(index,)) for index in range(4)]
-        self._begin(2)
-        assert eventually(lambda: by_engine(server, "vllm:num_requests_running")["1"] == 2)
-        process.suspend()
-        self._begin(4)
-        time.sleep(0.5)  # from counted to sent
-
-    def _begin(self, number: int) -> None:
-        for thread in self._threads[number - 2 : number]:
-            thread.start()
-        server = self._server
-        assert eventually(
-            lambda: sum(reply.json()["server_load"] for reply in from_each_api_server(server, "/load")) == number, 20
-        )
-
-    def _ask(self, index: int) -> None:
-        begun = index < 2
-        reply = post(self._server, (LONG if begun else SHORT) | {"stream": index % 2 == 0}, "1")
-        self.answers.append((begun, reply.status_code, reply.text))
-
-    def only_what_had_begun_has_failed(self) -> None:
-        """And was told so, to the end."""
-        for thread in self._threads:
-            thread.join(60)
-        assert len(self.answers) == len(self._threads)
-        for begun, status, body in self.answers:
-            assert begun == (status != 200 or '"error"' in body)
-            assert begun == ('"code":500' in body)
-            assert not body.startswith("data: ") or body.endswith("data: [DONE]\n\n")
+def test_both_cores_have_the_adapters_of_the_start_and_those_that_come_and_go(tmp_path):
+    wanted = {
+        "tiny-python": [289, 465, 309, 199, 199, 516, 415, 1071],
+        "a": [289, 199, 199, 516, 309, 8, 66, 12],
+        "c": [309, 199, 199, 3, 3, 3, 3, 3],
+    }  # what PEFT and vLLM compute with them
+    names = ("--lora-modules", f"a={ADAPTERS}/a", "--runtime-lora-path", str(ADAPTERS))
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    with pair_of_cores(tmp_path, "--enable-lora", *names) as server:
+        assert server.client.post(LOAD, json={"lora_name": "c", "lora_path": f"{ADAPTERS}/c"}).status_code == 200
+        for rank in ("0", "1"):
+            for name, tokens in wanted.items():
+                assert post(server, body | {"model": name}, rank).json()["choices"][0]["token_ids"] == tokens
+        assert server.client.post(UNLOAD, json={"lora_name": "c"}).status_code == 200
+        assert {post(server, body | {"model": "c"}, rank).status_code for rank in ("0", "1")} == {404}
 
 
 def post(server: Server, body: dict, rank: str) -> httpx.Response:
     return server.client.post("/v1/completions", json=body, headers={"X-data-parallel-rank": rank})
 
 
-def test_a_killed_core_takes_with_it_only_what_it_had_begun(pair: Server):
-    """And a killed launcher everything. The last of the tests of this server."""
-    core = core_1(pair)
-    held = Held(pair, core)
-    core.kill()
-    held.only_what_had_begun_has_failed()
-    assert [reply.status_code for reply in from_each_api_server(pair, "/health")] == [503, 503]
-    assert by_engine(pair, "vllm:num_requests_running") == {"0": 0.0, "1": 0.0}
-    assert pair.client.post("/v1/completions", json=SHORT).status_code == 200, "the other core goes on"
-    assert post(pair, SHORT, "1").status_code == 400
-    assert pair.client.post("/reset_prefix_cache").json() == {"success": True}
-    assert "core 1 of 2" in pair.said()
-    assert "Traceback" not in pair.said()
-    processes = pair.processes()
-    pair.process.kill()
+def killed(server: Server, process: psutil.Process) -> None:
+    """Kill a process of core 1 while each core computes a stream: both end with an error, and so does the server."""
+    processes, answers = server.processes(), list[httpx.Response]()
+    threads = [
+        threading.Thread(target=lambda rank=rank: answers.append(post(server, LONG | {"stream": True}, rank)))
+        for rank in ("0", "1")
+    ]
+    for thread in threads:
+        thread.start()
+    assert eventually(lambda: by_engine(server, "vllm:num_requests_running") == {"0": 1.0, "1": 1.0})
+    process.kill()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == 2
+    for answer in answers:
+        assert answer.status_code == 200
+        assert '"code":500' in answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
+    assert server.process.wait(60) == 1
     assert not psutil.wait_procs(processes, 10)[1]
+    assert "Traceback" not in server.said()
 
 
-def test_a_killed_rank_is_its_cores_end_and_a_killed_api_server_that_of_all(tmp_path):
+def test_a_killed_core_is_the_end_of_all(pair: Server):
+    """The last of the tests of this server."""
+    killed(pair, core_1(pair))
+    assert "core 1 of 2" in pair.said()
+    assert "was killed by SIGKILL" in pair.said()
+
+
+def test_a_killed_rank_is_the_end_of_all(tmp_path):
     with pair_of_cores(tmp_path, "--distributed-executor-backend", "mp") as server:
-        rank = next(one for one in core_1(server).children() if any(RANK in word for word in one.cmdline()))
-        held = Held(server, rank)
-        rank.kill()
-        held.only_what_had_begun_has_failed()
-        assert server.client.get("/health").status_code == 503
-        assert server.client.post("/v1/completions", json=SHORT).status_code == 200
-        processes = server.processes()
-        processes_of(server, API)[0].kill()
-        assert server.process.wait(60) == 1
-        assert not psutil.wait_procs(processes, 10)[1]
-        assert "An API server has ended" in server.said()
-        assert "Traceback" not in server.said()
-    assert not list(tmp_path.iterdir()), "neither sockets nor metrics are left"
+        killed(server, next(one for one in core_1(server).children() if any(RANK in word for word in one.cmdline())))
+    assert not list(tmp_path.iterdir()), "no sockets are left"

@@ -4,11 +4,13 @@
 that cannot be served, ours is a 400 (`ours`).
 """
 
+import asyncio
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,9 +18,13 @@ from patience import eventually
 from server.replay import differences
 from server.serving import CHAT_TEMPLATE, MODEL, Server, running
 
+from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.entrypoints.cli.main import main
+from minivllm.entrypoints.openai.errors import RequestError
 from minivllm.entrypoints.openai.lora_modules import adapter_folder, check_lora_settings, lora_modules_of
+from minivllm.entrypoints.openai.protocol import LoadLoRAAdapterRequest
+from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 
@@ -281,6 +287,66 @@ def test_flags_that_do_not_go_together(engine, frontend, environment, message):
 def test_a_server_that_cannot_have_its_adapter_does_not_start(capsys):
     assert main(["serve", str(MODEL), "--lora-modules", "a=nothing"]) == 2
     assert "--enable-lora" in capsys.readouterr().err
+
+
+def test_a_static_adapter_that_cannot_be_served_ends_the_server():
+    server = Server(("--enable-lora", "--lora-modules", f"bad={ADAPTERS}/dora"), {"OMP_NUM_THREADS": "1"})
+    try:
+        assert server.process.wait(60) == 2
+        assert server.said().count("use_dora is set") == 1
+        assert "Traceback" not in server.said()
+    finally:
+        server.stop()
+
+
+class Engine:
+    """Has adapters, and fails as it is told."""
+
+    def __init__(self, *failures: BaseException) -> None:
+        self.ids: set[int] = set()
+        self.failures = list(failures)
+
+    async def add_lora(self, adapter: LoRARequest) -> None:
+        self.ids.add(adapter.lora_int_id)
+        await asyncio.sleep(0)
+        if self.failures:
+            raise self.failures.pop()
+
+    async def remove_lora(self, lora_id: int) -> None:
+        self.ids.remove(lora_id)
+
+
+@pytest.mark.parametrize(
+    ("failure", "shown"),
+    [
+        (MinivllmError("refused"), RequestError),
+        (RuntimeError("add_lora failed in one core"), RuntimeError),
+        (asyncio.CancelledError(), asyncio.CancelledError),
+    ],
+)
+def test_an_adapter_that_no_request_will_find_is_not_left_in_the_cores(failure, shown):
+    engine: Any = Engine(failure)
+    models = OpenAIServingModels(["m"], "m", 64, engine, [str(ADAPTERS)])
+    ask = LoadLoRAAdapterRequest(lora_name="x", lora_path=str(ADAPTERS / "a"))
+    with pytest.raises(shown):
+        asyncio.run(models.load_lora_adapter(ask))
+    assert engine.ids == set()
+    asyncio.run(models.load_lora_adapter(ask))
+    assert len(engine.ids) == 1
+
+
+def test_of_two_that_want_the_same_name_at_once_one_gets_it():
+    engine: Any = Engine()
+    models = OpenAIServingModels(["m"], "m", 64, engine, [str(ADAPTERS)])
+    asks = [LoadLoRAAdapterRequest(lora_name="x", lora_path=str(ADAPTERS / name)) for name in "ab"]
+
+    async def load_both() -> list[Any]:
+        return await asyncio.gather(*map(models.load_lora_adapter, asks), return_exceptions=True)
+
+    done, refused = asyncio.run(load_both())
+    assert "added successfully" in done
+    assert "loaded already" in str(refused)
+    assert len(engine.ids) == 1
 
 
 def test_a_folder_may_be_a_link_itself(tmp_path):

@@ -54,15 +54,6 @@ class EngineDeadError(RuntimeError):
     """The process of the engine core has died; it can serve no more requests."""
 
 
-class CoreDiedError(EngineDeadError):
-    """One of several cores has died; the others go on. `request_ids` are the core's requests that it had."""
-
-    def __init__(self, message: str, rank: int, request_ids: Sequence[str]) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.request_ids = tuple(request_ids)
-
-
 class EngineStoppedError(EngineDeadError):
     """The engine was told to end while requests were under way."""
 

@@ -112,7 +112,7 @@ class EngineCoreOutputs:
     """The outputs of a step and the scheduler's state after it, or only the reply to a utility call.
 
     `scheduled_req_ids`: the requests that the step has admitted, at `timestamp` in seconds of `time.monotonic()`.
-    `engine_index`: which of several cores. `num_received`: the requests that it has received from this client so far.
+    `engine_index`: which of several cores. `num_received`: the requests that it has received so far.
     """
 
     outputs: list[EngineCoreOutput]

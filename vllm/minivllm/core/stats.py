@@ -116,10 +116,6 @@ class SchedulerStats:
     """Lookups with a KV connector: of what the prefix cache did not have; None without one."""
     kv_fetch_stats: KVFetchStats = KVFetchStats()
 
-    def idle(self) -> "SchedulerStats":
-        """The same counts without any request, as of a core that has ended."""
-        return replace(self, num_running_reqs=0, num_waiting_reqs=0, kv_cache_usage=0.0, kv_fetch_stats=KVFetchStats())
-
 
 def summed_stats(engines: Sequence[SchedulerStats]) -> SchedulerStats:
     """The state of several engines as one: counts are added, the cache's usage is their mean."""

@@ -38,7 +38,6 @@ logger = init_logger(__name__)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = (None, "naive")
 LOAD_FORMATS = ("auto", "dummy")
-ROUTINGS = ("load", "prefix")
 DATA_PARALLEL_BACKENDS = ("mp", "ray")
 NOT_FLAGS = ("parts",)
 IGNORED = (
@@ -52,7 +51,7 @@ FLAG_GROUPS = {
     "LoadConfig": ("load_format",),
     "ParallelConfig": (
         "tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend", "data_parallel_size",
-        "data_parallel_backend", "data_parallel_routing", "data_parallel_retry",
+        "data_parallel_backend",
     ),
     "CacheConfig": (
         "block_size", "gpu_memory_utilization", "num_gpu_blocks_override", "kv_cache_dtype", "enable_prefix_caching",
@@ -107,11 +106,8 @@ class EngineArgs:
       As many steps are in flight, each of other requests; not with `speculative_config`.
     - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own, "ray"
       each in an actor of a Ray cluster (`uv sync --group dist`). None: "uni" for one rank, else "mp".
-    - `data_parallel_size`: number of cores, each a process with the whole model and a cache of its own.
-      `data_parallel_routing`: which core gets a request: "load", the least loaded one, as in vLLM, or "prefix", which
-      prefers one that was recently sent the prompt's beginning (`load_balancing`). Not in vLLM.
-      `data_parallel_retry`: when one of several cores dies, requests of which nothing has come yet are computed on
-      another, once; else they fail as the others do. Not in vLLM, where one core's death is the end of all.
+    - `data_parallel_size`: number of cores, each a process with the whole model and a cache of its own. A request
+      goes to the least loaded one (`load_balancing`); one's death is the end of all.
       `data_parallel_backend`: "mp" runs the cores on this machine, "ray" each in an actor anywhere in a Ray cluster
       (`uv sync --group dist`) that takes a GPU, or a CPU, for each of its ranks. The model must lie at the same place
       on every machine. Messages between them are encrypted.
@@ -171,8 +167,6 @@ class EngineArgs:
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     data_parallel_size: int = 1
-    data_parallel_routing: str = "load"
-    data_parallel_retry: bool = True
     data_parallel_backend: str = "mp"
     async_scheduling: bool | None = None
     enable_lora: bool = False
@@ -203,7 +197,7 @@ class EngineArgs:
         self._check_choices()
         require_flags(
             self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager",
-            "data_parallel_retry", "disable_log_stats", "enable_lora",
+            "disable_log_stats", "enable_lora",
         )  # fmt: skip
         if self.async_scheduling is not None:
             require_flags(self, "async_scheduling")
@@ -249,7 +243,6 @@ class EngineArgs:
             ("quantization", (None, *QUANTIZATIONS), QUANTIZATIONS),
             ("load_format", LOAD_FORMATS, LOAD_FORMATS),
             ("attention_backend", ATTENTION_BACKENDS, ("None and 'naive'",)),
-            ("data_parallel_routing", ROUTINGS, ROUTINGS),
         ):
             value = getattr(self, name)
             require(value in choices, f"unknown {name} {value!r}; known are {', '.join(shown)}")

@@ -16,11 +16,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_mp_client import AsyncMPClient
 from minivllm.engine.front_end import FrontEnd
-from minivllm.errors import CoreDiedError, EngineDeadError, EngineStoppedError
+from minivllm.errors import EngineDeadError, EngineStoppedError, WorkerDiedError
 from minivllm.inputs import Prompt
 from minivllm.logger import init_logger
 from minivllm.outputs import RequestOutput
@@ -33,7 +33,6 @@ logger = init_logger(__name__)
 SECONDS_FOR_LAST_STEPS = 2.0
 OUTPUTS_AT_ONCE = 128
 """Outputs that are processed before the event loop's other tasks get a turn."""
-LOST = "the core that computed this request has ended; the server's log says why"
 
 
 def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
@@ -126,13 +125,12 @@ class AsyncLLM(FrontEnd):
         EngineDeadError: the core died before it was ready.
     """
 
-    def __init__(self, args: EngineArgs, engine_core: "AsyncMPClient | AsyncThreadClient | None" = None) -> None:
-        """`engine_core`: the client of a core that is there already. Else it gets a process, or for parts a thread."""
+    def __init__(self, args: EngineArgs, engine_core: "AsyncThreadClient | None" = None) -> None:
+        """`engine_core`: a core's client. Without one each core gets a process, or for parts a thread."""
         self.engine_core = engine_core or make_async_client(args)
         super().__init__(args, self.engine_core)
         self._collectors: dict[str, Collector] = {}
         self._handler: asyncio.Task[None] | None = None
-        self._retries = args.data_parallel_retry
         self.dead_error: Exception | None = None
         self._ended = asyncio.Event()
 
@@ -158,7 +156,7 @@ class AsyncLLM(FrontEnd):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the outputs of a prompt as they come. Whoever stops reading aborts the request.
 
-        `data_parallel_rank`: the core that computes it; None: as the routing says.
+        `data_parallel_rank`: the core that computes it; None: the least loaded one.
 
         Raises:
             MinivllmError: the request is invalid.
@@ -280,11 +278,8 @@ class AsyncLLM(FrontEnd):
             await asyncio.wait_for(self.engine_core.call_utility_async("stop_step_events"), SECONDS_FOR_LAST_STEPS)
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine has ended, or any of its cores has, even while the others serve."""
+        """Raises `EngineDeadError` if the engine has ended."""
         self._check_alive()
-        dead = sorted(self.engine_core.dead_ranks)
-        if dead:
-            raise EngineDeadError(f"of {len(self.engine_stats)} cores these have ended: {dead}")
 
     async def wait_until_dead(self) -> None:
         """Returns when the engine has ended, for whatever reason."""
@@ -331,15 +326,11 @@ class AsyncLLM(FrontEnd):
     async def _receive_outputs(self) -> None:
         try:
             while True:
-                try:
-                    outputs = await self.engine_core.get_output_async()
-                except CoreDiedError as death:
-                    outputs = self._taken_over(death)
-                await self._take_in(outputs)
+                await self._take_in(await self.engine_core.get_output_async())
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            if not isinstance(error, EngineDeadError):
+            if not isinstance(error, EngineDeadError | WorkerDiedError):
                 logger.exception("The engine's outputs cannot be received any more")
             self._die(error)
 
@@ -358,27 +349,6 @@ class AsyncLLM(FrontEnd):
                     collector.put(output)
             shown += some
         self._finish(shown, outputs)
-
-    def _taken_over(self, death: CoreDiedError) -> EngineCoreOutputs:
-        """One of several cores has died: others compute its requests, where nothing of them was shown and nothing has
-        been retried yet. Returns the last outputs of the rest: errors.
-        """
-        logger.error("%s; the other cores go on", death)
-        states = self.output_processor.states
-        num_retried, failed = 0, list[EngineCoreOutput]()
-        for request_id in death.request_ids:
-            state = states.get(request_id)
-            if state is None:
-                continue
-            if self._retries and not state.token_ids and not state.num_retries:
-                num_retried += 1
-                state.num_retries += 1
-                state.request.data_parallel_rank = None
-                self.engine_core.add_request(state.request)
-            else:
-                failed.append(EngineCoreOutput(request_id, [], finish_reason="error", error=LOST))
-        logger.error("%d requests end with it, %d start again elsewhere", len(failed), num_retried)
-        return EngineCoreOutputs(failed, self.engine_stats[death.rank].idle(), engine_index=death.rank)
 
     def _die(self, error: Exception) -> None:
         """No output will come any more: all readers are told why."""

@@ -1,7 +1,6 @@
 """The client of cores in separate processes for an event loop: nothing here blocks once the cores are ready.
 
-Sending never waits, since the sockets keep whatever has not gone out yet. Receiving is one task; it ends with the last
-core.
+Sending never waits, since the sockets keep whatever has not gone out yet. Receiving is one task; it ends with a core.
 
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`AsyncMPClient`, `DPLBAsyncMPClient`).
 """
@@ -14,44 +13,35 @@ import zmq.asyncio
 from minivllm.core.messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import UTILITIES
-from minivllm.engine.core_processes import MILLISECONDS_FOR_LAST_WORDS, CoreAddresses, died
+from minivllm.engine.core_processes import MILLISECONDS_FOR_LAST_WORDS, died
 from minivllm.engine.mp_client import MPClient
-from minivllm.engine.wire import Failure, Kind
-from minivllm.errors import CoreDiedError, EngineDeadError
+from minivllm.engine.wire import Kind
+from minivllm.errors import EngineDeadError
 
 
 class AsyncMPClient(MPClient):
-    """For `AsyncLLM`. The constructor blocks until the cores are ready; all else belongs to one running event loop.
+    """For `AsyncLLM`. The constructor blocks until the cores are ready; all else belongs to one running event loop."""
 
-    Where one core of several dies, the others go on: see `get_output_async`.
-    """
-
-    def __init__(self, args: EngineArgs, addresses: CoreAddresses | None = None) -> None:
+    def __init__(self, args: EngineArgs) -> None:
         self._calls: dict[tuple[int, int], asyncio.Future[UtilityOutput]] = {}
         self._messages: zmq.asyncio.Socket | None = None
         self._death: asyncio.Future[None] | None = None
-        self._ended: list[int] = []
-        self.dead_ranks: set[int] = set()
-        """The cores that have died."""
-        super().__init__(args, addresses)
+        self._ended: int | None = None
+        """The core whose process was the first to end."""
+        super().__init__(args)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Returns the outputs of the next step of a core, whenever there is one.
 
         Raises:
-            CoreDiedError: one of several cores has died; call it again for the outputs of the others.
-            EngineDeadError: the only core, or the last one, has died, or said why it must end.
+            EngineDeadError: a core has died, or said why it must end.
         """
         while True:
             try:
                 outputs = self._unpacked(*await self._next_message())
-            except CoreDiedError:
-                raise
             except Exception as error:
                 self._stop_listening(error)
                 raise
-            if outputs.engine_index in self.dead_ranks:
-                continue  # what it was doing is given up, or done again elsewhere
             answer = outputs.utility_output
             if answer is None:
                 return outputs
@@ -70,7 +60,7 @@ class AsyncMPClient(MPClient):
         assert method in UTILITIES
         call_id = next(self._call_ids)
         calls = []
-        for rank in self._living():
+        for rank in range(len(self.engines)):
             self._calls[call_id, rank] = asyncio.get_running_loop().create_future()
             calls.append(self._calls[call_id, rank])
             self._send(Kind.UTILITY, (call_id, method, arguments), rank)
@@ -89,46 +79,21 @@ class AsyncMPClient(MPClient):
         self._stop_listening(EngineDeadError("the engine has been shut down"))
         super().shutdown()
 
-    def _living(self) -> list[int]:
-        return [rank for rank in range(len(self.engines)) if rank not in self.dead_ranks]
-
     def _stop_listening(self, error: Exception) -> None:
         """Takes the sockets away from the loop before they are closed; calls under way fail with this error."""
         if self._death is not None and not self._death.get_loop().is_closed():
-            for lifeline in self.addresses.lifelines:
+            for lifeline in self.cores.lifelines:
                 self._death.get_loop().remove_reader(lifeline)
             if self._messages is not None:
                 self._messages.close()
-            self._fail_calls(error)
+            for call in self._calls.values():
+                if not call.done():
+                    call.set_exception(error)
         self._calls.clear()
 
-    def _fail_calls(self, error: Exception, rank: int | None = None) -> None:
-        """Fails the calls under way, or those of one core."""
-        for key in [key for key in self._calls if rank is None or key[1] == rank]:
-            call = self._calls.pop(key)
-            if not call.done():
-                call.set_exception(error)
-
     def _unreachable(self, rank: int) -> None:
-        """Whoever receives outputs notices a core's end too, and does what is to be done, with this request too."""
-        if len(self.engines) == 1:
-            raise EngineDeadError(died(rank, self.addresses.pids, "has ended"))
-
-    def _failed(self, failure: Failure) -> Exception:
-        return self._gone(failure.engine_index, failure.error())
-
-    def _gone(self, rank: int, error: Exception) -> Exception:
-        """A core has ended, and why. The last one's end is the engine's."""
-        self.dead_ranks.add(rank)
-        if self._living():
-            self._fail_calls(error, rank)
-            self._balancer.drop(rank)
-            lost = [request_id for request_id, at in self._rank_of.items() if at == rank]
-            for request_id in lost:
-                del self._rank_of[request_id]
-            return CoreDiedError(str(error), rank, lost)
-        self._dead = error
-        return error
+        """Whoever receives outputs notices a core's end too, and what it has said before."""
+        raise EngineDeadError(died(rank, self.cores.names(), "has ended"))
 
     async def _next_message(self) -> list[bytes]:
         if self._dead is not None:
@@ -136,10 +101,9 @@ class AsyncMPClient(MPClient):
         if self._messages is None:
             self._messages = self._listen()
         while True:
-            while self._ended:
-                rank = self._ended.pop(0)
-                if rank not in self.dead_ranks:  # else it has said why
-                    raise self._gone(rank, EngineDeadError(self._obituary(rank)))
+            if self._ended is not None:
+                self._dead = EngineDeadError(self.cores.obituary(self._ended))
+                raise self._dead
             death = self._death = asyncio.get_running_loop().create_future()
             receiving = asyncio.ensure_future(self._messages.recv_multipart())
             try:
@@ -154,7 +118,7 @@ class AsyncMPClient(MPClient):
         loop = asyncio.get_running_loop()
 
         def tell(rank: int) -> None:
-            self._ended.append(rank)
+            self._ended = rank
             if self._death is not None and not self._death.done():
                 self._death.set_result(None)
 
@@ -162,6 +126,6 @@ class AsyncMPClient(MPClient):
             loop.remove_reader(lifeline)
             loop.call_later(MILLISECONDS_FOR_LAST_WORDS / 1000, tell, rank)
 
-        for rank, lifeline in enumerate(self.addresses.lifelines):
+        for rank, lifeline in enumerate(self.cores.lifelines):
             loop.add_reader(lifeline, end, lifeline, rank)
         return zmq.asyncio.Socket.from_socket(self._output)

@@ -28,7 +28,6 @@ class AsyncThreadClient(EngineCoreClient):
     def __init__(self, args: EngineArgs) -> None:
         self.engine_core = EngineCore(args)
         self.engines = [self.engine_core.ready]
-        self.dead_ranks: set[int] = set()
         self._to_do: queue.SimpleQueue[Act | Exception | None] = queue.SimpleQueue()
         self._outputs: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -26,8 +26,6 @@ class EngineCoreClient(ABC):
     """Requests in, outputs out. `engines` has the message that each core sent when it was ready."""
 
     engines: list[EngineCoreReady]
-    client_index, client_count = 0, 1
-    """Which of several clients of the same cores this one is."""
 
     @property
     def ready(self) -> EngineCoreReady:

@@ -4,11 +4,11 @@ Each is a fresh interpreter that runs `minivllm.engine.core_entry`, so a user's 
 `if __name__ == "__main__"`. It ignores Ctrl-C, which the front end handles. Each side notices the other's end by a pipe
 that closes with it: the core's standard input, and the lifeline.
 
-A core first says hello on the handshake's socket and receives the engine's arguments; from then on it talks to its
-clients, each over two sockets of the client's own (`mp_client.py`). All sockets lie in a folder that only this user can
-read (`core_sockets.py`). `ray_cores.py` has cores on other machines.
+A core first says hello on the handshake's socket and receives the engine's arguments; from then on it talks to the
+client over two other sockets (`mp_client.py`). All sockets lie in a folder that only this user can read
+(`core_sockets.py`). `ray_cores.py` has cores on other machines.
 
-In vLLM v0.33.0: `vllm/v1/engine/utils.py` (`CoreEngineProcManager`, `EngineZmqAddresses`, `wait_for_engine_startup`).
+In vLLM v0.33.0: `vllm/v1/engine/utils.py` (`CoreEngineProcManager`, `wait_for_engine_startup`).
 """
 
 import os
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import IO
 
@@ -40,37 +40,23 @@ MILLISECONDS_FOR_LAST_WORDS = 500
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclass
-class CoreAddresses:
-    """Where a client meets the cores; plain data, so that the client may be in another process.
+class CoreProcesses:
+    """`args.data_parallel_size` cores. In the process that made them, and only there.
 
     `lifelines` are file descriptors, one for each core, which become readable when the core's process has ended.
-    `pids` name the processes in messages. `client_index` is the client's own number among `client_count`.
     """
 
-    folder: str
-    pids: list[int | str]
-    lifelines: list[int]
-    engines: list[EngineCoreReady]
-    client_index: int = 0
-    client_count: int = 1
-
-
-class CoreProcesses:
-    """`args.data_parallel_size` cores, for `client_count` clients. In the process that made them, and only there."""
-
-    def __init__(self, args: EngineArgs, client_count: int = 1) -> None:
+    def __init__(self, args: EngineArgs) -> None:
         self._owner = os.getpid()
         self._args = args
-        self._client_count = client_count
         self.folder = tempfile.mkdtemp(prefix="minivllm-")
         self.sockets = OwnSockets()
         self.processes: list[ChildProcess] = []
         self.lifelines: list[int] = []
         self._inputs: list[IO[bytes]] = []
 
-    def start(self) -> CoreAddresses:
-        """Starts the cores; returns their addresses for the first client once all are ready.
+    def start(self) -> list[EngineCoreReady]:
+        """Starts the cores; returns what each says of itself once all are ready.
 
         Raises:
             MinivllmError: a core rejects the arguments, or there are too few GPUs.
@@ -80,7 +66,7 @@ class CoreProcesses:
         self._start_cores()
         engines = self._meet(handshake)
         handshake.close()
-        return CoreAddresses(self.folder, self.names(), list(self.lifelines), engines, 0, self._client_count)
+        return engines
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
         """Returns a socket in the folder."""
@@ -157,7 +143,7 @@ class CoreProcesses:
                 raise EngineDeadError(self.obituary(ended))
             name, kind, payload = handshake.recv_multipart()
             if kind == Kind.HELLO:
-                start = (settings, self._client_count, self._num_neighbours(names.index(name)))
+                start = (settings, self._num_neighbours(names.index(name)))
                 handshake.send_multipart((name, Kind.START, encode(start)))
             elif kind == Kind.FAILED:
                 raise decode(payload, Failure).error()

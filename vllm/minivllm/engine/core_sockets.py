@@ -14,7 +14,7 @@ import zmq
 
 
 class CoreSockets(Protocol):
-    """How a core finds the sockets of those who start it and of its clients."""
+    """How a core finds the sockets of who starts it."""
 
     def connect(self, socket: zmq.Socket, name: str) -> None:
         """Connects a core's socket to the one with this name."""

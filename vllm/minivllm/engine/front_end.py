@@ -65,7 +65,6 @@ class FrontEnd:
         )
         self.input_processor.enable_lora = args.enable_lora
         self.parts = args.parts
-        self.input_processor.share_numbers(client.client_index, client.client_count)
         self.output_processor = OutputProcessor(self.tokenizer, args.parts)
         self._children: dict[str, list[str]] = {}
         """The core's ids of each unfinished request, by the user's id."""

@@ -47,14 +47,8 @@ class InputProcessor:
         self.limits = limits
         self.eos_token_ids = eos_token_ids
         self.enable_lora = False
-        self._seed = seed
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
-
-    def share_numbers(self, index: int, count: int) -> None:
-        """Several front ends of the same cores give their requests different numbers, and other seeds."""
-        self._numbers = itertools.count(index, count)
-        self._seeds = random.Random(self._seed + index)
 
     def process_inputs(
         self,

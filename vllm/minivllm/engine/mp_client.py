@@ -1,8 +1,8 @@
 """The front end's side of cores in separate processes: sending to them, receiving from them, noticing their end.
 
 A client has two sockets: one sends requests, addressed to a core's identity, the other receives outputs of all cores
-(`wire.py`). It starts the cores (`core_processes.py`), unless it is one of several clients of cores that somebody else
-has started. Each request goes to one core (`load_balancing.py`), and so does its abort.
+(`wire.py`). It starts the cores (`core_processes.py`). Each request goes to one core (`load_balancing.py`), and so does
+its abort.
 
 `async_mp_client.py` has the client for an event loop.
 
@@ -19,8 +19,7 @@ import zmq
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import UTILITIES, EngineCoreClient
-from minivllm.engine.core_processes import CoreAddresses, CoreProcesses, died, wait_for_message
-from minivllm.engine.core_sockets import OwnSockets
+from minivllm.engine.core_processes import CoreProcesses, wait_for_message
 from minivllm.engine.load_balancing import LoadBalancer
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError, MinivllmError
@@ -29,43 +28,37 @@ from minivllm.platforms.interrupts import InterruptsHeld
 
 
 class MPClient(EngineCoreClient):
-    """What a blocking client and one for an event loop share. It owns its sockets, and the cores that it started.
+    """What a blocking client and one for an event loop share. It owns its sockets and the cores, of which one's end is
+    the engine's.
 
     Raises:
         MinivllmError: a core rejects the arguments.
         EngineDeadError: a core's process died before it was ready.
     """
 
-    def __init__(self, args: EngineArgs, addresses: CoreAddresses | None = None) -> None:
-        """`addresses`: of cores that run already; None: start them."""
+    def __init__(self, args: EngineArgs) -> None:
         self._dead: Exception | None = None
         self._call_ids = itertools.count()
-        self._processes = cores_for(args) if addresses is None else None
-        sockets = self._processes.sockets if self._processes else OwnSockets()
-        self._finalizer = weakref.finalize(self, _end, self._processes, sockets)
+        self.cores = cores_for(args)
+        self._finalizer = weakref.finalize(self, self.cores.end)
         try:
-            if addresses is not None:
-                self.client_index, self.client_count = addresses.client_index, addresses.client_count
-            index = self.client_index
-            self._input = self._bind(sockets, zmq.ROUTER, f"input-{index}", addresses)
+            self._input = self.cores.bind(zmq.ROUTER, "input")
             self._input.router_mandatory = True
-            self._output = self._bind(sockets, zmq.PULL, f"output-{index}", addresses)
-            self.addresses = addresses or self._started()
-            self.engines = self.addresses.engines
-            self._ranks_by_lifeline = {fd: rank for rank, fd in enumerate(self.addresses.lifelines)}
+            self._output = self.cores.bind(zmq.PULL, "output")
+            self.engines = self.cores.start()
+            self._ranks_by_lifeline = {fd: rank for rank, fd in enumerate(self.cores.lifelines)}
             self._greet()
         except BaseException:
             self.shutdown()
             raise
-        self._balancer = LoadBalancer(self.engines, args.data_parallel_routing, index, self.client_count)
+        self._balancer = LoadBalancer(len(self.engines))
         self._rank_of: dict[str, int] = {}
         """The core of each unfinished request, where there are several."""
 
     @property
     def process(self) -> ChildProcess:
-        """The first core's process, if this client has started it."""
-        assert self._processes is not None
-        return self._processes.processes[0]
+        """The first core's process."""
+        return self.cores.processes[0]
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """See `EngineCoreClient`."""
@@ -101,20 +94,8 @@ class MPClient(EngineCoreClient):
                 raise MinivllmError(answer.error)
             if answer.error is not None:
                 raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
-        if method.startswith("reset_prefix_cache"):
-            self._balancer.forget_blocks()
         results = [answer.result for answer in answers]
         return all(results) if isinstance(results[0], bool) else results[0]
-
-    def _bind(self, sockets: OwnSockets, kind: int, name: str, addresses: CoreAddresses | None) -> zmq.Socket:
-        if self._processes is not None:
-            return self._processes.bind(kind, name)
-        assert addresses is not None
-        return sockets.bind_in_folder(kind, addresses.folder, name)
-
-    def _started(self) -> CoreAddresses:
-        assert self._processes is not None
-        return self._processes.start()
 
     def _greet(self) -> None:
         """Waits until every core has found our socket: nothing can be sent to it before."""
@@ -166,19 +147,13 @@ class MPClient(EngineCoreClient):
 
     def _died(self, rank: int) -> Exception:
         """How a core's process has ended, as an error, and the engine with it; everything is given back."""
-        self._dead = EngineDeadError(self._obituary(rank))
+        self._dead = EngineDeadError(self.cores.obituary(rank))
         self._finalizer()
         return self._dead
 
-    def _obituary(self, rank: int) -> str:
-        """Says that a core has died; how, only its parent knows."""
-        if self._processes is not None:
-            return self._processes.obituary(rank)
-        return died(rank, self.addresses.pids, "has ended")
-
 
 class SyncMPClient(MPClient):
-    """A blocking client, for `LLM`. Where one core of several dies, the engine has ended."""
+    """A blocking client, for `LLM`."""
 
     def __init__(self, args: EngineArgs) -> None:
         self._early: list[EngineCoreOutputs] = []
@@ -225,11 +200,3 @@ def cores_for(args: EngineArgs) -> CoreProcesses:
     from minivllm.engine.ray_cores import RayCores  # Ray may not be installed
 
     return RayCores(args)
-
-
-def _end(processes: CoreProcesses | None, sockets: OwnSockets) -> None:
-    """Ends the cores, if they are ours, and closes our sockets."""
-    if processes is not None:
-        processes.end()
-    else:
-        sockets.close()

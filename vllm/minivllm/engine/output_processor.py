@@ -41,7 +41,6 @@ class RequestState:
     num_cached_tokens: int = 0
     num_sent_tokens: int = 0
     num_sent_characters: int = 0
-    num_retries: int = 0
 
     def drop_tokens_behind(self, num_tokens: int) -> None:
         """Keeps `num_tokens` tokens: accepted draft tokens may follow the one that completes a stop string."""

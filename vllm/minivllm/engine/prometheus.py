@@ -3,14 +3,12 @@
 In vLLM v0.33.0: `vllm/v1/metrics/loggers.py` (`PrometheusStatLogger`).
 """
 
-import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from minivllm.config.kv_offloading import is_tier
@@ -22,7 +20,6 @@ from minivllm.kv_connector import metrics as kv_connector_metrics
 from minivllm.kv_connector.offload_settings import OffloadSettings
 
 Metric = TypeVar("Metric", bound=MetricWrapperBase)
-FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )  # fmt: skip
@@ -54,23 +51,11 @@ REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
 
 
 class PrometheusStatLogger:
-    """Metrics of all cores, each with its own label `engine`, in a registry of their own.
+    """Metrics of all cores, each with its own label `engine`, in a registry of their own."""
 
-    Of several API servers, each measures its own requests, and the first one (`client_index` 0) also shows the
-    schedulers' states, of which all are told. They keep their metrics in files of a folder, so that any of them can
-    show all (prometheus_client's multiprocess mode, on where `FOLDER_VARIABLE` is set before it is imported).
-    """
-
-    def __init__(
-        self, args: EngineArgs, engines: Sequence[EngineCoreReady], model_name: str, client_index: int = 0
-    ) -> None:
-        self._shows_schedulers = client_index == 0
+    def __init__(self, args: EngineArgs, engines: Sequence[EngineCoreReady], model_name: str) -> None:
         self.registry = registry = CollectorRegistry()
-        if FOLDER_VARIABLE in os.environ:
-            MultiProcessCollector(self.registry)
-            registry = CollectorRegistry()  # of this process alone, which is never shown
-        else:
-            ProcessCollector(registry=registry)
+        ProcessCollector(registry=registry)
         self._max_loras, self._lora_info = args.max_loras, _lora_info(registry) if args.enable_lora else None
         self._lora_labels: tuple[str, ...] = ()
         families: dict[str, MetricWrapperBase] = {}
@@ -81,8 +66,7 @@ class PrometheusStatLogger:
 
     def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats, engine_idx: int = 0) -> None:
         """Takes in a step of a core. Its scheduler's counts are since the start, the others since the last call."""
-        if self._shows_schedulers:
-            self._engines[engine_idx].record_scheduler(scheduler_stats)
+        self._engines[engine_idx].record_scheduler(scheduler_stats)
         self._engines[engine_idx].record_iteration(iteration_stats)
 
     def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
@@ -90,11 +74,11 @@ class PrometheusStatLogger:
         self._engines[engine_idx].record_kv_connector(stats)
 
     def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
-        """Takes in the adapters in use. In one process, only those of now are shown; files of several keep all."""
+        """Takes in the adapters in use: only those of now are shown."""
         if self._lora_info is None:
             return
         labels = tuple(map(str, (self._max_loras, ",".join(sorted(running)), ",".join(sorted(waiting)))))
-        if FOLDER_VARIABLE not in os.environ and labels != self._lora_labels:
+        if labels != self._lora_labels:
             self._lora_info.clear()
         self._lora_labels = labels
         self._lora_info.labels(*labels).set_to_current_time()
@@ -316,8 +300,6 @@ class _EngineMetrics:
 
     def _family(self, kind: type[Metric], name: str, text: str, labels: Sequence[str], **settings: Any) -> Metric:
         """The metric of this name, which all cores share; vLLM's unless it says whose it is."""
-        if kind is Gauge:
-            settings["multiprocess_mode"] = "mostrecent"
         if name not in self._families:
             full_name = name if ":" in name else f"vllm:{name}"
             self._families[name] = kind(full_name, text, labels, registry=self.registry, **settings)
@@ -341,7 +323,7 @@ class _EngineMetrics:
 def _lora_info(registry: CollectorRegistry) -> Gauge:
     labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
     text = "When adapters were last in use, and which."
-    return Gauge("vllm:lora_requests_info", text, labels, registry=registry, multiprocess_mode="mostrecent")
+    return Gauge("vllm:lora_requests_info", text, labels, registry=registry)
 
 
 def _steps_of_1_2_5(most: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from minivllm.executor.ray_actors import RayActors, connected_actor
 
 
 class RayCores(CoreProcesses):
-    """As `CoreProcesses`, for one client."""
+    """As `CoreProcesses`."""
 
     def __init__(self, args: EngineArgs) -> None:
         """Reserves the places.
@@ -27,7 +27,7 @@ class RayCores(CoreProcesses):
         """
         ranks = args.tensor_parallel_size * args.pipeline_parallel_size
         self._actors = RayActors(args.data_parallel_size, args.device, ranks)
-        super().__init__(replace(args, device=self._actors.device), 1)
+        super().__init__(replace(args, device=self._actors.device))
         self._server = TcpServer(self.sockets, self._actors.host)
 
     def bind(self, kind: int, name: str) -> zmq.Socket:

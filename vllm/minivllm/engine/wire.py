@@ -34,16 +34,15 @@ class Kind:
 
 @dataclass
 class Failure:
-    """Why a core failed to start or died: the class name of an exception, and its message. `engine_index`: which."""
+    """Why a core failed to start or died: the class name of an exception, and its message."""
 
     name: str
     text: str
-    engine_index: int = 0
 
     @classmethod
-    def of(cls, error: Exception, engine_index: int = 0) -> "Failure":
+    def of(cls, error: Exception) -> "Failure":
         """Describe this exception."""
-        return cls(type(error).__name__, str(error), engine_index)
+        return cls(type(error).__name__, str(error))
 
     def error(self) -> Exception:
         """Return the exception for the caller: the core's own if the user can act on it, else `EngineDeadError`."""

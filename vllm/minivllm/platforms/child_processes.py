@@ -1,4 +1,4 @@
-"""What ranks, cores and API servers have in common as processes: how they are ended, and what is said of their end."""
+"""What ranks and cores have in common as processes: how they are ended, and what is said of their end."""
 
 import contextlib
 import signal

@@ -1,6 +1,6 @@
-"""`minivllm serve MODEL [flags named as vLLM's]`, `minivllm proxy`, and `minivllm bench serve`.
+"""`minivllm serve MODEL [flags named as vLLM's]` and `minivllm proxy`.
 
-In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`, `benchmark/serve.py`.
+In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import minivllm
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.flags import FlexibleArgumentParser, HelpFormatter, add_flags
 from minivllm.engine.core_entry import leave
-from minivllm.entrypoints.cli import bench_serve
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.proxy.settings import ProxyArgs
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
@@ -65,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_proxy(commands)
-    bench_serve.add_to(commands)
     serve.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="a directory or a name on the Hub; the embedded one"
     )
@@ -119,4 +117,4 @@ def _serve(parsed: argparse.Namespace) -> int:
     return serve(args, settings, None if model else PLAIN)
 
 
-COMMANDS = {"serve": _serve, "proxy": _proxy, "bench": bench_serve.run}
+COMMANDS = {"serve": _serve, "proxy": _proxy}

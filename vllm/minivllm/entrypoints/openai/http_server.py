@@ -62,8 +62,8 @@ class NoSignalServer(uvicorn.Server):
         yield
 
 
-def bind(settings: HttpArgs, shared: bool = False) -> socket.socket:
-    """Return the listening socket; a shared one is one of several, among which the system distributes connections.
+def bind(settings: HttpArgs) -> socket.socket:
+    """Return the listening socket.
 
     Raises:
         MinivllmError: the port is in use, or the host is not this machine's.
@@ -71,8 +71,6 @@ def bind(settings: HttpArgs, shared: bool = False) -> socket.socket:
     family = socket.AF_INET6 if ":" in (settings.host or "") else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listening.bind((settings.host or "", settings.port))
         listening.listen(2048)

@@ -1,23 +1,18 @@
 """An engine and the server in front of it, as a process.
 
-`http_server.py` has the socket, the signals and the end; `api_servers.py` has several of these processes over the same
-cores.
+`http_server.py` has the socket, the signals and the end.
 
 In vLLM v0.33.0: `vllm/entrypoints/launchers/`.
 """
 
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 from fastapi import FastAPI
 
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.engine.async_mp_client import AsyncMPClient
-from minivllm.engine.core_processes import CoreAddresses
 from minivllm.engine.prometheus import PrometheusStatLogger
-from minivllm.entrypoints.openai.adapter_table import AdapterTable
 from minivllm.entrypoints.openai.api_server import build_app
 from minivllm.entrypoints.openai.chat_template import read_template
 from minivllm.entrypoints.openai.http_server import (
@@ -33,7 +28,6 @@ from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.xray.recorder import RecordingFile
 from minivllm.entrypoints.xray.routes import open_recordings, watch_steps
-from minivllm.errors import MinivllmError
 
 
 def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int:
@@ -44,35 +38,15 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
         EngineDeadError: the engine died before it was ready.
     """
     check_lora_settings(args, settings)
-    if settings.api_server_count > 1:
-        if args.data_parallel_backend == "ray":
-            raise MinivllmError(
-                f'api_server_count is {settings.api_server_count}; with data_parallel_backend "ray" there is one API '
-                "server: leave one of the two out"
-            )
-        from minivllm.entrypoints.openai.api_servers import serve_with_several
-
-        return serve_with_several(args, settings, template)
-    return serve_on(bind(settings), args, settings, template)
-
-
-def serve_on(
-    listening: socket.socket,
-    args: EngineArgs,
-    settings: FrontendArgs,
-    template: str | None,
-    addresses: CoreAddresses | None = None,
-) -> int:
-    """As `serve`, on this socket; `addresses` are of cores that run already, for one of several API servers."""
+    listening = bind(settings)
     engine: AsyncLLM | None = None
     recordings: list[RecordingFile] = []
     try:
-        if addresses is None or addresses.client_index == 0:  # one file has one writer
-            recordings = open_recordings(settings, args)
+        recordings = open_recordings(settings, args)
         template = read_template(settings.chat_template, args.model) or template
         allow_many_connections()
         with signals_end_the_start():
-            engine = AsyncLLM(args, AsyncMPClient(args, addresses) if addresses else None)
+            engine = AsyncLLM(args)
         return run_loop(_serve(engine, listening, args, settings, template, recordings))
     finally:
         listening.close()
@@ -104,14 +78,11 @@ def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, templat
     """The routes over an engine, whose metrics are counted from now on."""
     names = settings.served_model_name or [str(args.model)]
     client = engine.engine_core
-    metrics = engine.stat_logger = PrometheusStatLogger(args, client.engines, names[0], client.client_index)
+    metrics = engine.stat_logger = PrometheusStatLogger(args, client.engines, names[0])
     for index, stats in enumerate(engine.engine_stats):
         metrics.record(stats, engine.output_processor.take_stats(index), index)
     longest = engine.input_processor.limits.max_model_len
-    table = AdapterTable()
-    if isinstance(client, AsyncMPClient) and client.client_count > 1:
-        table = AdapterTable(Path(client.addresses.folder) / "adapters")
-    models = OpenAIServingModels(names, str(args.model), longest, engine, settings.runtime_lora_path, table)
+    models = OpenAIServingModels(names, str(args.model), longest, engine, settings.runtime_lora_path)
     app = build_app(engine, models, settings, template, metrics.registry)
     app.state.models = models
     return app

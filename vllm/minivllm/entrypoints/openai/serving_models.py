@@ -3,6 +3,8 @@
 In vLLM v0.33.0: `vllm/entrypoints/openai/models/serving.py` (`OpenAIServingModels`), `vllm/entrypoints/serve/lora/`.
 """
 
+import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import Sequence
@@ -10,7 +12,6 @@ from http import HTTPStatus
 
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.entrypoints.openai.adapter_table import Adapters, AdapterTable
 from minivllm.entrypoints.openai.errors import RequestError, not_found
 from minivllm.entrypoints.openai.lora_modules import LoRAModulePath, adapter_folder, check_name
 from minivllm.entrypoints.openai.protocol import (
@@ -33,17 +34,18 @@ class OpenAIServingModels:
         max_model_len: int,
         engine: AsyncLLM | None = None,
         lora_folders: Sequence[str] = (),
-        table: AdapterTable | None = None,
     ) -> None:
-        """`lora_folders`: below which `load_lora_adapter` may load; the engine is needed for adapters only. `table`: of
-        adapters, which other servers may share.
-        """
+        """`lora_folders`: below which `load_lora_adapter` may load; the engine is needed for adapters only."""
         self.names = tuple(names)
         self._root = root
         self._max_model_len = max_model_len
         self._created = int(time.time())
         self._engine, self._folders = engine, lora_folders
-        self._table = table or AdapterTable()
+        self._adapters: dict[str, LoRARequest] = {}
+        self._roots: dict[str, str] = {}
+        """The path of each adapter as it was given."""
+        self._ids = itertools.count(1)
+        self._changing = asyncio.Lock()
 
     @property
     def name(self) -> str:
@@ -58,7 +60,7 @@ class OpenAIServingModels:
         """
         if not asked_for or asked_for in self.names:
             return None
-        adapter = self._table.now().by_name.get(asked_for)
+        adapter = self._adapters.get(asked_for)
         if adapter is None:
             known = ", ".join(self.names)
             raise not_found(f"The model `{asked_for[:200]}` does not exist. Valid aliases: {known}.", "model")
@@ -71,24 +73,20 @@ class OpenAIServingModels:
     def show(self) -> ModelList:
         """Return the list of models, adapters behind what they are for."""
         own = [self._card(name, self._root, None, self._max_model_len) for name in self.names]
-        adapters = self._table.now()
-        parents = {name: one.base_model_name or self.name for name, one in adapters.by_name.items()}
-        others = [self._card(name, adapters.roots[name], parent, None) for name, parent in parents.items()]
+        parents = {name: one.base_model_name or self.name for name, one in self._adapters.items()}
+        others = [self._card(name, self._roots[name], parent, None) for name, parent in parents.items()]
         return ModelList(data=[*own, *others])
 
     async def init_static_loras(self, modules: Sequence[LoRAModulePath]) -> None:
-        """Load the adapters that a server begins with, unless another server of this table has done so.
+        """Load the adapters that a server begins with.
 
         Raises:
             MinivllmError: one of them cannot be served.
         """
-        async with self._table.changing() as adapters:
-            if adapters.last_id:
-                return
-            for module in modules:
-                self._check_free(module.name, adapters)
-                one = LoRARequest(module.name, adapters.next_id(), module.path, module.base_model_name)
-                await self._add(one, module.path, adapters)
+        for module in modules:
+            self._check_free(module.name)
+            one = LoRARequest(module.name, next(self._ids), module.path, module.base_model_name)
+            await self._add(one, module.path)
 
     async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> str:
         """Load an adapter, or with `load_inplace` another one under a known name; return what the client is told.
@@ -103,16 +101,16 @@ class OpenAIServingModels:
             raise _invalid("lora_name and lora_path must both be given")
         added: LoRARequest | None = None
         try:
-            async with self._table.changing() as adapters:
-                before = adapters.by_name.get(name)
-                folder = self._folder_of(request, adapters)
-                added = LoRARequest(name, adapters.next_id(), folder)
+            async with self._changing:
+                before = self._adapters.get(name)
+                folder = self._folder_of(request)
+                added = LoRARequest(name, next(self._ids), folder)
                 try:
-                    await self._add(added, path, adapters)
+                    await self._add(added, path)
                 except MinivllmError as error:
                     raise _invalid(str(error)) from None
         except BaseException:
-            await self._let_go(added)  # some cores may have it, and no server finds it
+            await self._let_go(added)  # some cores may have it, and no request finds it
             raise
         await self._let_go(before)
         return f"Success: LoRA adapter '{name}' added successfully."
@@ -126,18 +124,19 @@ class OpenAIServingModels:
         name = request.lora_name
         if not name:
             raise _invalid("lora_name must be given")
-        async with self._table.changing() as adapters:
-            gone = adapters.pop(name)
+        async with self._changing:
+            gone = self._adapters.pop(name, None)
+            self._roots.pop(name, None)
         if gone is None:
             raise not_found(f"The lora adapter '{name[:200]}' cannot be found.")
         await self._let_go(gone)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
-    def _folder_of(self, request: LoadLoRAAdapterRequest, adapters: Adapters) -> str:
+    def _folder_of(self, request: LoadLoRAAdapterRequest) -> str:
         """Where the adapter lies, if a client may load it under this name."""
         try:
             check_name(request.lora_name)
-            self._check_free(request.lora_name, adapters, request.load_inplace)
+            self._check_free(request.lora_name, request.load_inplace)
         except MinivllmError as error:
             raise _invalid(str(error)) from None
         folder = adapter_folder(request.lora_path, self._folders)
@@ -146,20 +145,20 @@ class OpenAIServingModels:
             raise not_found(f"Loading lora {request.lora_name} failed: No adapter found for {shown}")
         return folder
 
-    async def _add(self, adapter: LoRARequest, root: str, adapters: Adapters) -> None:
+    async def _add(self, adapter: LoRARequest, root: str) -> None:
         assert self._engine is not None
         await self._engine.add_lora(adapter)
-        adapters.put(adapter, root)
+        self._adapters[adapter.lora_name], self._roots[adapter.lora_name] = adapter, root
 
     async def _let_go(self, adapter: LoRARequest | None) -> None:
         """Has the cores forget an adapter that no request finds any more."""
         if adapter is not None and self._engine is not None:
             await self._engine.remove_lora(adapter.lora_int_id)
 
-    def _check_free(self, name: str, adapters: Adapters, load_inplace: bool = False) -> None:
+    def _check_free(self, name: str, load_inplace: bool = False) -> None:
         if name in self.names:
             raise MinivllmError(f"{name!r} is the name of the model itself; give the adapter another one")
-        if name in adapters.by_name and not load_inplace:
+        if name in self._adapters and not load_inplace:
             raise MinivllmError(f"the adapter {name!r} is loaded already; set load_inplace to put another in its place")
 
     def _card(self, name: str, root: str, parent: str | None, max_model_len: int | None) -> ModelCard:

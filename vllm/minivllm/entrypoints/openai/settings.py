@@ -36,8 +36,6 @@ class FrontendArgs(HttpArgs):
     """Settings of the server.
 
     - `host`, `port`: where it listens; by default on all interfaces.
-    - `api_server_count`: processes that serve the port, each with an event loop of its own, all over the same cores. By
-      default one; vLLM's default is `data_parallel_size`.
     - `api_key`: requests below /v1 must bring one of these.
     - `served_model_name`: the model's names in the API; default: its path or name.
     - `chat_template`: a file, the template itself, or the name of one of the model's. `trust_request_chat_template`:
@@ -45,7 +43,7 @@ class FrontendArgs(HttpArgs):
     - `response_role`: who speaks in chat replies.
     - `max_logprobs`: the most log probabilities a position that a request may ask for; -1: the whole vocabulary.
     - `max_num_queued_reqs`, `max_num_queued_tokens`: with more unfinished requests or tokens of prompts than this, new
-      requests get a 503. Each of several API servers counts its own.
+      requests get a 503.
     - `shutdown_timeout`: seconds that open requests have to finish after SIGTERM.
     - `enable_prompt_tokens_details`: usage says how many tokens of the prompt were cached.
     - `enable_force_include_usage`: streams report usage, asked or not.
@@ -57,15 +55,13 @@ class FrontendArgs(HttpArgs):
       looked for in what the model says freely, whatever the parser.
     - `lora_modules`: adapters, each name=path, or {"name": …, "path": …, "base_model_name": …} in JSON; requests name
       them as their model. `runtime_lora_path`: folders below which POST /v1/load_lora_adapter may load others; without
-      any there is no such route. In vLLM: `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and then any path. Several API servers
-      have the same adapters.
+      any there is no such route. In vLLM: `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and then any path.
     - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Where there are
       several cores, the page's reader chooses one, and each has a file of its own. Not in vLLM.
     - `allow_credentials`: browsers may send cookies (CORS). `allowed_origins`, `allowed_methods`, `allowed_headers`:
       what browsers may send (CORS), a list in JSON.
     """
 
-    api_server_count: int = 1
     api_key: list[str] = field(default_factory=list)
     served_model_name: list[str] = field(default_factory=list)
     chat_template: str | None = None
@@ -92,10 +88,6 @@ class FrontendArgs(HttpArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            is_count(self.api_server_count, 1),
-            f"api_server_count is {self.api_server_count!r}; it must be a whole number of at least 1",
-        )
         require(
             is_count(self.max_logprobs, -1),
             f"max_logprobs is {self.max_logprobs!r}; it must be 0 or more, or -1 for the whole vocabulary",
