@@ -218,7 +218,7 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "This load fills 55K tokens on average. With a pool of 24K, how much of the GPU's work is done twice?",
+    "This load fills 58K tokens on average. With a pool of 24K, how much of the GPU's work is done twice?",
     ("next to nothing", "about a tenth", "over a quarter", "over a half"),
     2,
     "Requests grow by their answers after they are admitted, and more begin than the pool can finish: 27 % of all "

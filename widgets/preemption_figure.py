@@ -36,8 +36,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     off = f", {state.error}" if state.error else ""
     who = "your function chooses who goes" if state.own else RULE_WORDS[serving.rule]
     note = (
-        f"{serving.name} on one {serving.gpu.name}: {serving.load:g} requests a second, {serving.prompt} tokens in and "
-        f"{serving.answer} out on average; {who}, {POLICY_WORDS[serving.policy]}; modelled{off}"
+        f"{serving.name} on one {serving.gpu.name}: {serving.load:g} requests a second, {serving.prompt} tokens in, "
+        f"about {serving.answer} out; {who}, {POLICY_WORDS[serving.policy]}; modelled{off}"
     )
     y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)

@@ -188,7 +188,8 @@ def test_what_breaks_is_shaded_with_its_cause():
         drawn = ET.fromstring(widget.figure(next(state for state in widget.sweep(**knobs) if state.mine.is_found)))
         return next(part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken"))
 
-    assert "tokens take over 7.5 ms" in region(output=64)
+    assert "tokens take over 7.5 ms" in region(output=128)
+    assert "prompts wait for a GPU that prefills" in region(output=64)
     assert "the link is too slow" in region(output=16, link="10 Gb/s", prompt=2048)
 
 

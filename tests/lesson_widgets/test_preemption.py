@@ -220,8 +220,8 @@ def test_the_right_guess_is_what_is_computed_again():
     assert f"{state.points[24576].wasted:.0%}" == "27%"
     assert widget.GUESS.options[widget.GUESS.right] == "over a quarter"
     assert "27 %" in widget.GUESS.because
-    assert "55K" in widget.GUESS.question
-    assert state.saturation == pytest.approx(55e3, rel=0.02)
+    assert "58K" in widget.GUESS.question
+    assert state.saturation == pytest.approx(58e3, rel=0.02)
 
 
 SOLUTIONS = (
@@ -302,7 +302,7 @@ def test_what_breaks_is_shaded_with_its_cause():
         return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
 
     assert regions(swept()) == [
-        "full: 13 requests a second at most, and 14 come",
+        "full: 12.5 requests a second at most, and 14 come",
         "thrash",
         "swap costs more than computing again",
     ]

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
@@ -308,7 +310,7 @@ def test_the_lessons_own_collector_gives_the_events_of_one_that_merges(lesson):
         assert mine.tokens == ours.tokens == 128
         assert mine.events == pytest.approx(ours.events, abs=1)
     view = Session(widget.SPEC, output_collector=lesson.RequestOutputCollector).settle()
-    assert view["tone"] == "tight"
+    assert view["tone"] == Session(widget.SPEC).settle()["tone"]
     assert "your collector" in view["svg"]
 
 
@@ -368,3 +370,28 @@ def test_a_collector_that_is_wrong_is_told_why(collector, words: str):
     view = Session(widget.SPEC, output_collector=collector).settle()
     assert view["tone"] == "broken"
     assert words in view["words"], view["words"]
+
+
+# ---- the law that binds rate and gap
+
+
+@given(
+    gpu=st.sampled_from(("H100", "A100", "L4")),
+    layout=st.builds(Layout, st.sampled_from((1, 2, 4)), st.sampled_from((1, 2)), st.sampled_from((1, 2, 4))),
+    work=st.builds(runs.Work, st.sampled_from((16, 64, 256, 1024)), st.sampled_from((2, 4, 16, 64))),
+    rate=st.sampled_from(runs.RATES),
+)
+@settings(max_examples=15, deadline=None)
+def test_rate_times_gap_is_at_most_the_number_of_seats(gpu, layout, work, rate):
+    """A request holds its seat during its gaps, and an answer of n tokens has n - 1 of them.
+
+    Only where the run keeps up: in overload the rate is that of the whole run, and the gaps are those of its beginning.
+    """
+    experiment = runs.experiment("Llama-3.1-8B", gpu, layout, work)
+    assume(not experiment.refused)
+    for _ in experiment.run(rate):
+        pass
+    point = experiment.runs.found[rate]
+    assume(point.requests_per_second >= 0.9 * rate)
+    gaps_per_second = point.tokens_per_second * (work.output - 1) / work.output
+    assert gaps_per_second * point.tpot[0] <= 1.02 * layout.groups * experiment._placed.places
