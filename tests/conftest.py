@@ -78,6 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MINIVLLM_COMPILED", str(Path(__file__).with_name("compiled.json")))
     keep_bytecode()
     compute_on_one_thread()
+    set_up_logging()
     hear_interrupts()
     set_no_deadlines()
     gc.disable()
@@ -122,6 +123,13 @@ def compute_on_one_thread() -> None:
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("KMP_BLOCKTIME", "1")  # else `limit_spinning` sets it within some test
+
+
+def set_up_logging() -> None:
+    """The engine's logger is made before the first test, whichever it is, and not within one."""
+    from minivllm.logger import init_logger
+
+    init_logger("minivllm")
 
 
 def keep_bytecode() -> None:

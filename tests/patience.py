@@ -18,8 +18,8 @@ def eventually(holds: Callable[[], Found], seconds: float = PATIENCE, pause: flo
 
 
 def reaches(value: Callable[[], float], wanted: float, pause: float = 0.1) -> bool:
-    """Whether a number that grows gets there. It may take any time, but must not rest for `PATIENCE`."""
+    """Whether a number that grows gets there or beyond. It may take any time, but must not rest for `PATIENCE`."""
     last = value()
     while last < wanted and eventually(lambda before=last: value() > before, pause=pause):
         last = value()
-    return last == wanted
+    return last >= wanted

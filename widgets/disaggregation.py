@@ -146,8 +146,7 @@ def _close(state: State) -> Progress:
         (state.mine.goodput == 0, "First token in, Tokens each: no request is in time at any rate. Give it longer."),
     ]
     mend = (
-        "Prefill, Decode, Output: two pools come closest where there is little to decode and nearly all GPUs prefill. "
-        "Make prompts long, answers short, and leave the prompts time to wait."
+        "Prefill, Decode, Output: make answers short, let nearly all GPUs prefill, and leave the prompts time to wait."
     )
     return _wanted(state, asked, state.gain >= 0.8, _words(state), mend)
 
@@ -176,14 +175,14 @@ def _slow_link(state: State) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "Four H100, Llama-3.1-8B, prompts of 1,024 tokens or more: take a chunk that nobody has tuned, vLLM's default "
-        "of 8,192, and find where two pools bear 1.5 times what the same four bear that do both.",
+        "Four H100, Llama-3.1-8B, prompts of 1,024 tokens or more, vLLM's chunk of 8,192: find where two pools bear "
+        "1.5 times what the same four bear that do both.",
         _untuned,
         "Where each token's time binds, a whole prompt in a decoding step costs goodput. Two pools need no budget.",
     ),
     Challenge(
-        "The same four GPUs, prompts of 2,048 tokens or more, and the best chunk for those that do both: find where "
-        "two pools come within a fifth of it.",
+        "The same four GPUs, prompts of 2,048 tokens or more, the best chunk: find where two pools bear at least 0.8 "
+        "of what the four bear that do both.",
         _close,
         "A chunk that fits into the time a step waits for memory is free. Two pools give that up; least is lost where "
         "there is little to decode.",

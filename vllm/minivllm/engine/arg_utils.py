@@ -491,4 +491,5 @@ def add_engine_flags(
     """Add a flag for each engine argument; see `add_flags`."""
     further = {**words_of(CacheConfig), **words_of(SchedulerConfig)}
     further["scheduling_policy"] = further["policy"]
+    further |= dict.fromkeys(IGNORED, "taken for scripts written for vLLM; changes nothing here")
     add_flags(parser, EngineArgs, FLAG_GROUPS, left_out, with_defaults, further)
