@@ -131,8 +131,8 @@ def _words(state: State) -> str:
 
 def _untuned(state: State) -> Progress:
     asked = [
-        (state.work.prompt < 1024, f"Prompt: {tokens(state.work.prompt)} tokens, and 1,024 or more are asked for."),
-        (state.budget != DEFAULT_BUDGET, f"Chunks: {tokens(DEFAULT_BUDGET)} are asked for, vLLM's default on an H100."),
+        (state.work.prompt < 1024, f"Prompt: use 1K or more (now {tokens(state.work.prompt)})."),
+        (state.budget != DEFAULT_BUDGET, f"Chunks: use {tokens(DEFAULT_BUDGET)}, vLLM's default."),
         (state.mine.goodput == 0, "First token in: no request is in time at any rate. Give it longer."),
     ]
     mend = "Tokens each, Decode: a step with a whole prompt is long, so ask for each token sooner, and let GPUs decode."
@@ -141,8 +141,8 @@ def _untuned(state: State) -> Progress:
 
 def _close(state: State) -> Progress:
     asked = [
-        (state.work.prompt < 2048, f"Prompt: {tokens(state.work.prompt)} tokens, and 2,048 or more are asked for."),
-        (state.budget != TUNED, "Chunks: the best are asked for."),
+        (state.work.prompt < 2048, f"Prompt: use 2K or more (now {tokens(state.work.prompt)})."),
+        (state.budget != TUNED, "Chunks: use the best."),
         (state.mine.goodput == 0, "First token in, Tokens each: no request is in time at any rate. Give it longer."),
     ]
     mend = (
