@@ -295,6 +295,7 @@ class Serving:
         if self.refusal(0):
             return 0
         free = self.ledger(0)
+        assert free.bytes_per_token is not None  # each layer keeps every token
         return 1 + int((free.kv_bytes - MAX_MODEL_LEN * free.bytes_per_token) // weight_bytes(self.model))
 
     @cached_property

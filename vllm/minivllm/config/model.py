@@ -364,9 +364,10 @@ def _check_kinds(hf: Mapping[str, Any]) -> None:
 
 def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
     """Return an optional count: `default` if the config lacks it, an error if it is not a positive integer."""
+    of_layers: Any = hf.get(name)
+    if isinstance(of_layers, list | tuple) and len(set(map(str, of_layers))) == 1:
+        return _count({name: of_layers[0]}, name, default)  # the same number for each layer
     value: Any = hf.get(name)
-    if isinstance(value, list | tuple) and len(set(map(str, value))) == 1:
-        value = next(iter(value))  # the same number for each layer
     if value is None:
         return default
     if not is_count(value, 1) or value >= 2**63:

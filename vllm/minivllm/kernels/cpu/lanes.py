@@ -109,9 +109,10 @@ def has_products_of_pairs() -> bool:
 
 def _compiles_for(feature: str) -> bool:
     """Whether numba uses a feature: the processor's, unless `NUMBA_CPU_FEATURES` lists others."""
-    if config.CPU_FEATURES is None:
+    wanted = config.CPU_FEATURES  # pyright: ignore[reportAttributeAccessIssue]
+    if wanted is None:
         return get_host_cpu_features().get(feature, False)
-    return f"+{feature}" in config.CPU_FEATURES.split(",")
+    return f"+{feature}" in wanted.split(",")
 
 
 @intrinsic
