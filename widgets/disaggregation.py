@@ -185,7 +185,7 @@ CHALLENGES = (
         "of what the four bear that do both.",
         _close,
         "A chunk that fits into the time a step waits for memory is free. Two pools give that up; least is lost where "
-        "there is little to decode.",
+        "prompts may wait and there is little to decode.",
     ),
     Challenge(
         "Four H100, Qwen3-14B, prompts of 2,048 tokens, 64 out, linked by 25 Gb/s: bear 5 requests a second with first "

@@ -70,7 +70,7 @@ def _lost(state: State) -> str:
 
 
 def crossover_words(state: State) -> str:
-    """Which way with a victim costs less, by the formula; how long it is cancels."""
+    """Which way with a victim costs less, by the formula without attention, in which its length cancels."""
     found, link = state.serving.crossover, state.serving.link.name
     both = f"{micro(found.recompute)} a token to compute it again, {micro(found.swap)} to swap it over {link}"
     if found.copying_wins:

@@ -20,6 +20,7 @@ from minivllm import (
     cleanup_dist_env_and_memory,
 )  # fmt: skip
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.entrypoints.llm import _answers
 
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3}
 SETTINGS = {"device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
@@ -170,3 +171,15 @@ def test_an_engine_from_its_arguments_counts_unless_told_not_to():
     assert [LLM.get_world_size(several, include_dp) for include_dp in (True, False)] == [24, 6]  # type: ignore[arg-type]
     del llm, engine
     cleanup_dist_env_and_memory()
+
+
+def completion(error: str | None) -> SimpleNamespace:
+    return SimpleNamespace(error=error)
+
+
+def test_one_completion_that_failed_loses_none_of_its_siblings():
+    outputs = [SimpleNamespace(outputs=[completion(None), completion("NaN")])]
+    assert _answers(outputs) is outputs, "one of two is an answer"
+    with pytest.raises(MinivllmError, match="prompt 0: NaN"):
+        _answers([SimpleNamespace(outputs=[completion("NaN"), completion("NaN")])] * 2)
+    assert _answers([]) == []

@@ -135,13 +135,13 @@ def counted_layer_types(hf_config: Mapping[str, Any], num_hidden_layers: int) ->
     The last `num_kv_shared_layers` layers (Gemma 3n and 4) use the cache of another layer.
     """
     model_type, window = hf_config.get("model_type") or "", hf_config.get("sliding_window")
-    if model_type in ("mistral", "ministral") and window:
-        return (SLIDING,) * num_hidden_layers
-    if model_type not in LAYER_PATTERNS:
-        return None
-    period, other = LAYER_PATTERNS[model_type]
-    period = hf_config.get("sliding_window_pattern") or hf_config.get("full_attention_interval") or period
     listed = hf_config.get("layer_types")
+    if model_type in ("mistral", "ministral") and window:
+        listed = listed or (SLIDING,) * num_hidden_layers
+    elif model_type not in LAYER_PATTERNS:
+        return None
+    period, other = LAYER_PATTERNS.get(model_type, (None, FULL))
+    period = hf_config.get("sliding_window_pattern") or hf_config.get("full_attention_interval") or period
     if not listed and not is_count(period, 1):
         return None
     kinds = listed or [other if (layer + 1) % period else FULL for layer in range(num_hidden_layers)]

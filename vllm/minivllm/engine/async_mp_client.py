@@ -118,7 +118,7 @@ class AsyncMPClient(MPClient):
         loop = asyncio.get_running_loop()
 
         def tell(rank: int) -> None:
-            self._ended = rank
+            self._ended = rank if self._ended is None else self._ended
             if self._death is not None and not self._death.done():
                 self._death.set_result(None)
 

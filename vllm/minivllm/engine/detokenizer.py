@@ -29,7 +29,8 @@ class TokenBytes(dict[int, bytes]):
     """The bytes that each token adds in the middle of a text, looked up when they are first asked for.
 
     Byte-level vocabularies (GPT-2, Llama-3, Qwen) spell each byte as a printable character; those of SentencePiece
-    (Llama-2, Mistral) have words, and `<0xE2>` for bytes of characters that have no token.
+    (Llama-2, Mistral) have words, and `<0xE2>` for bytes of characters that have no token. Decoders that put a space
+    behind a token, such as `BPEDecoder` with its `</w>`, are not handled.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:

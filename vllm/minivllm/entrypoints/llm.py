@@ -439,10 +439,11 @@ class LLM:
 
 
 def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """Return the outputs, with a warning for each that has an error; raise if all have one."""
+    """Return the outputs, with a warning for each that has an error; raise if there is no answer at all."""
     errors = {index: error for index, output in enumerate(outputs) if (error := _error_of(output)) is not None}
+    nothing = all(completion.error for output in outputs for completion in output.outputs)
     for index, error in errors.items():
-        if len(errors) == len(outputs):
+        if nothing:
             raise MinivllmError(f"prompt {index}: {error}")
         logger.warning("Prompt %d failed, and its output has the finish reason 'error': %s", index, error)
     return outputs

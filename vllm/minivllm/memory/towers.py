@@ -21,7 +21,7 @@ def tower_parameters(config: ModelConfig, tp: int = 1) -> int:
         UnsupportedModelError: a part is not counted here; the message names it and a way out.
     """
     outer = config.hf_config
-    parts = [name for name in PARTS if outer.get(name) and outer.get(name) is not config.hf_text_config]
+    parts = [name for name in PARTS if outer.get(name)]
     if not parts:
         return 0
     family, part = str(outer.get("model_type")), outer[parts[0]]

@@ -119,8 +119,8 @@ def winning_budgets(
 def break_even(pool: Colocated, rate: float, work: Work, objective: Objective, rounds: int = 6) -> float:
     """Return the most seconds of `MixingCost` with which a pool, tuned anew each time, still sustains `rate`.
 
-    It is 0 where the pool does not even without, and too low by `objective.tpot` / 2 ** `rounds` at most. A budget
-    that loses at some cost loses at any higher one, so it is not tried again.
+    It is `objective.tpot` at most, 0 where the pool does not even without, and too low by `objective.tpot` /
+    2 ** `rounds` at most. A budget that loses at some cost loses at any higher one, so it is not tried again.
     """
     low, high = 0.0, objective.tpot
     winning = winning_budgets(pool, rate, work, objective)
