@@ -36,7 +36,7 @@ MODEL, GPU, GPUS, LINK = "Llama-3.1-8B", "H100", 4, "400 Gb/s"
 KINDS = ((512, 64), (1024, 128), (2048, 128), (512, 256), (4000, 64))
 LEVELS = ((0.2, 0.0075), (0.2, 0.01), (0.3, 0.02), (1.0, 0.03))
 DEFAULT_BUDGET = 8192
-"""Of `vllm serve` on an H100: `max_num_batched_tokens`, v0.33.0."""
+"""The default `max_num_batched_tokens` of `vllm serve` v0.33.0 on an H100."""
 EDGE_KINDS = ((4096, 32), (1024, 128))
 EDGE_LEVELS, EDGE_TTFT = (0.007, 0.0075, 0.01, 0.015, 0.03), 0.5
 FLOOR_MS = 0.05

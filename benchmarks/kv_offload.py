@@ -1,4 +1,4 @@
-"""What host memory below the pool is worth: chats of several turns, more than the pool holds, without and with it.
+"""Measure what a host tier below the pool is worth: chats of several turns, more than it holds, with and without.
 
     uv run python benchmarks/kv_offload.py
     uv run python benchmarks/kv_offload.py --quick

@@ -45,7 +45,7 @@ SECONDS_WITHOUT_PROGRESS = 60.0
 
 @dataclass
 class Tally:
-    """What was counted with the same below the pool; `with_feature` counts workloads."""
+    """Counts over the workloads with the same tier below the pool; `with_feature` counts workloads."""
 
     workloads: int = 0
     requests: int = 0
@@ -261,7 +261,7 @@ def added(tallies: list[Tally]) -> Tally:
 
 
 def storm(workloads: int, seed: int, processes: bool = True) -> dict[str, Tally]:
-    """Serves so many workloads, half of them with host memory below the pool; returns the tallies by what is below."""
+    """Serve this many workloads, half of them with a host tier; return the tallies by tier."""
     tokenizer, plain = load_tokenizer(str(EMBEDDED_MODEL)), PlainEngines()
     texts = [ids for text in held_out_texts() if len(ids := tokenizer.encode(text).ids) > 100]
     found: dict[str, list[Tally]] = {tier: [] for tier in TIERS}

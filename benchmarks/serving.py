@@ -100,7 +100,7 @@ class Serving:
             self.process.wait()
 
     def loaded(self, asks: Sequence[Ask], clients: int | None = None) -> dict[str, float]:
-        """The figures of a closed load of so many clients, or of an open one at the times of the asks."""
+        """Return the figures of a closed load of this many clients, or of an open one with given arrivals."""
         return figures_of(load(self.port, asks, clients, "/v1/completions"), asks)
 
 
@@ -125,7 +125,7 @@ def random_asks(number: int, input_len: int, output_len: int, range_ratio: float
 
 
 def at_rate(asks: Sequence[Ask], rate: float) -> list[Ask]:
-    """The same requests, which come independently of one another, so many a second."""
+    """Return the same requests with Poisson arrivals at this rate per second."""
     times = poisson_arrivals(rate, len(asks), seed=1)
     return [replace(ask, at=at) for ask, at in zip(asks, times, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What the tier stores and loads, beside the scheduler: without a model, with copies that take their time."""
+"""Test what the host tier stores and loads, with a scheduler, slow copies and no model."""
 
 from random import Random
 from typing import Any

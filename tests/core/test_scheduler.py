@@ -422,7 +422,7 @@ def num_steps_of_equals(kind: type[Scheduler], must_fit: bool) -> int:
 
 
 def test_equal_requests_do_not_preempt_each_other_forever() -> None:
-    """By vLLM's own rule, the first in the list, they do, unless all known tokens must fit, as is the default."""
+    """vLLM's rule takes the first of equals: they do, unless all known tokens must fit, which is the default."""
 
     class FirstOfEquals(Scheduler):
         def _choose_victim(self) -> Request:

@@ -1,4 +1,4 @@
-"""What the scheduler has counted."""
+"""Test the scheduler's statistics."""
 
 from minivllm.core.stats import SpecDecodingStats
 

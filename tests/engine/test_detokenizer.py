@@ -83,7 +83,7 @@ DENSE = st.text(
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """As in GPT-2, trained on emoji alone: many of its tokens end in one character and begin in the next."""
+    """Train a byte-level BPE on emoji: many of its tokens end inside a character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -96,7 +96,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def byte_fallback_tokenizer(legacy: bool) -> Tokenizer:
-    """As in Llama-2's and Mistral's tokenizer.json; `legacy`: as older ones, with a Metaspace decoder."""
+    """Build a byte-fallback tokenizer like Llama-2's; `legacy` uses a Metaspace decoder."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": byte + 3 for byte in range(256)}}
     for piece in ("▁", "o", "k", "▁o", "▁ok", "日", "本", "日本", "é", "▁▁"):
         vocab[piece] = len(vocab)

@@ -78,7 +78,7 @@ def check_fcfs_takes_the_last_one_admitted(module):
 
 
 def check_priority_takes_the_least_urgent(module):
-    """By priority: the greatest number; of equals the latest arrival; of those any."""
+    """The victim has the greatest priority number, then the latest arrival; ties are free."""
     for who, right, hint in (
         ([_someone("a", 1), _someone("b", 7), _someone("c", 3)], "b", ": the greatest number is the least urgent"),
         ([_someone("a", 2, 5.0), _someone("b", 2, 1.0), _someone("c", 0, 9.0)], "a", ": of equals, the later arrival"),
