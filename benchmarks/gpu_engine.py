@@ -1,6 +1,7 @@
 """The engine on a GPU: decode steps beside what they must read, prefills beside what they must compute, and the start.
 
     uv run python benchmarks/gpu_engine.py                  # the shape of Llama-3.1-8B, random weights, bf16
+    uv run python benchmarks/gpu_engine.py --shape qwen3-0.6b
     uv run python benchmarks/gpu_engine.py --page           # also into PERFORMANCE.md
     uv run python benchmarks/gpu_engine.py --model FOLDER --device cpu --quick
 
@@ -50,6 +51,15 @@ LLAMA_8B = {
     "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
     "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "tie_word_embeddings": True, "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+SHAPES = {"llama-3.1-8b": ("Llama-3.1-8B", LLAMA_8B), "qwen3-0.6b": ("Qwen3-0.6B", QWEN3_06B)}
+"""Name of the flag to the model's name and its config."""
 AHEAD, WAITING = "ahead", "waiting"
 DECODES = ((1, 128), (1, 4096), (8, 1024), (64, 1024), (256, 256))
 PREFILLS = ((1, 512), (1, 8192), (8, 1024))
@@ -175,14 +185,15 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """The record of a run."""
     device = pick_device(arguments.device)
     rounds = arguments.rounds or (1 if arguments.quick else 3)
+    name, config = SHAPES[arguments.shape]
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_8B))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         llms, seconds = engines(arguments.model or folder, device.type, arguments.quick)
     bandwidth = copy_bandwidth(device)
     dtype = str(runner_of(llms[AHEAD]).dtype).removeprefix("torch.")
     cases = ((1, 16), (8, 16)) if arguments.quick else DECODES
     figures = {
-        "model": arguments.model or "the shape of Llama-3.1-8B",
+        "model": arguments.model or f"the shape of {name}",
         "dtype": dtype,
         "rounds": rounds,
         "copy_gb_per_s": round(bandwidth / 1e9, 1),
@@ -287,6 +298,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="cuda", help="where it runs (default: cuda)"
     )
+    flags.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="the model's shape")
     flags.add_argument("--model", metavar="FOLDER", help="another model's shape (its config.json)")
     flags.add_argument("--rounds", type=positive_int, help="turns that each engine gets (default: 3, quick: 1)")
     flags.add_argument("--quick", action="store_true", help="few and short requests, nothing written")

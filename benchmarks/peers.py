@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_engine import QWEN3_06B
 from processors import all_kinds, kind_of, with_others
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
@@ -47,13 +48,6 @@ PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
 VLLM_PYTHON = Path(__file__).resolve().parents[1] / ".peers" / "bin" / "python"
 SETTLED_SECONDS = 0.5
 """Between two engines: OpenMP's threads go on spinning after their last work, Intel's by default for 0.2 s."""
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
-    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-    "tie_word_embeddings": True, "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
-    "bos_token_id": 151643, "eos_token_id": 151645,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
