@@ -42,13 +42,13 @@ lesson: setup ## one lesson's script: make lesson N=01
 	@$(UV_RUN) python $(LESSON)
 
 check: setup ## your solution of one exercise: make check N=04; of one function of it: make check N=04 ONLY=schedule
-	@$(UV_RUN) python -m minivllm.lab.exercise $(or $(N),--help) $(if $(ONLY),--only '$(ONLY)')
+	@$(UV_RUN) python -m minivllm_lab.exercise $(or $(N),--help) $(if $(ONLY),--only '$(ONLY)')
 
 capstone: setup ## your solutions of all exercises serve HTTP together; SERVE=1 leaves the server running
-	@$(UV_RUN) python -m minivllm.lab.capstone $(if $(filter-out 0,$(SERVE)),--serve) $(if $(PORT),--port '$(PORT)')
+	@$(UV_RUN) python -m minivllm_lab.capstone $(if $(filter-out 0,$(SERVE)),--serve) $(if $(PORT),--port '$(PORT)')
 
 bugs: setup ## the bug museum: make bugs; make bugs B=7, then with HINT=1, LINE=core/stop.py:12 or TRY=1
-	@$(UV_RUN) python -m minivllm.lab.museum $(if $(B),--bug '$(B)') $(if $(HINT),--hint '$(HINT)') $(if $(LINE),--line '$(LINE)') $(if $(filter-out 0,$(TRY)),--try)
+	@$(UV_RUN) python -m minivllm_lab.museum $(if $(B),--bug '$(B)') $(if $(HINT),--hint '$(HINT)') $(if $(LINE),--line '$(LINE)') $(if $(filter-out 0,$(TRY)),--try)
 
 lab: setup ## JupyterLab on the list of notebooks; its settings are in .jupyter, and yours stay as they are
 	@JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter $(UV_RUN) jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root)

@@ -32,16 +32,16 @@ from shapley import shapley_values, subsets
 
 from minivllm.core.messages import EngineCoreRequest
 from minivllm.engine.core import EngineCore
-from minivllm.lab.cli import Parser, figure_file, positive_int, run
-from minivllm.lab.figures import panels
-from minivllm.lab.marks import put_between_marks
-from minivllm.lab.palette import BLUE, GREY, VERMILLION
-from minivllm.lab.progress import track
-from minivllm.lab.results import read_record, record, write_record
-from minivllm.lab.tables import console, markdown_table, table
 from minivllm.platforms.device import pick_device
 from minivllm.sampling_params import SamplingParams
-from minivllm.simulate.lever_checks import checks_of, known_error
+from minivllm_lab.cli import Parser, figure_file, positive_int, run
+from minivllm_lab.figures import panels
+from minivllm_lab.marks import put_between_marks
+from minivllm_lab.palette import BLUE, GREY, VERMILLION
+from minivllm_lab.progress import track
+from minivllm_lab.results import read_record, record, write_record
+from minivllm_lab.tables import console, markdown_table, table
+from minivllm_simulate.lever_checks import checks_of, known_error
 
 ROOT = Path(__file__).resolve().parents[1]
 README, LESSON = ROOT / "README.md", ROOT / "lessons" / "05_optimization_catalog.md"

@@ -26,10 +26,10 @@ from peers import SETTLED_SECONDS, Peer, Running, requests_of
 from processors import with_others
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.progress import track
-from minivllm.lab.results import record, write_record
-from minivllm.lab.tables import console, table
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.progress import track
+from minivllm_lab.results import record, write_record
+from minivllm_lab.tables import console, table
 
 OURS, SPINNING, PASSIVE = "as it is", "always spinning", "never spinning"
 WAYS: dict[str, dict[str, str]] = {

@@ -34,14 +34,14 @@ import vllm_cli
 from serving import Serving
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.disturbance import Control
-from minivllm.lab.http_load import Answer, Ask, load_beside
-from minivllm.lab.progress import track
-from minivllm.lab.reports.chunked_prefill import show_servers
-from minivllm.lab.results import record, write_record
-from minivllm.lab.tables import console
-from minivllm.simulate.virtual_clock import percentile
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.disturbance import Control
+from minivllm_lab.http_load import Answer, Ask, load_beside
+from minivllm_lab.progress import track
+from minivllm_lab.reports.chunked_prefill import show_servers
+from minivllm_lab.results import record, write_record
+from minivllm_lab.tables import console
+from minivllm_simulate.virtual_clock import percentile
 
 NAME, MAX_MODEL_LEN = "tiny-python", 2048
 BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -30,15 +30,15 @@ from same_tokens import ENOUGH_BLOCKS, SETTINGS, Batch, features, generated, ran
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.entrypoints.llm import LLM
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.corpus import held_out_texts
-from minivllm.lab.inside import core_of
-from minivllm.lab.progress import track
-from minivllm.lab.results import record, write_record
-from minivllm.lab.tables import table
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.corpus import held_out_texts
+from minivllm_lab.inside import core_of
+from minivllm_lab.progress import track
+from minivllm_lab.results import record, write_record
+from minivllm_lab.tables import table
 
 CONNECTORS = ("TCPConnector", "NixlConnector", "ExampleConnector")
 REQUESTS_OF_A_PAIR = 40

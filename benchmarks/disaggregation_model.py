@@ -17,20 +17,20 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from minivllm.lab import palette
-from minivllm.lab.cli import Parser, run
-from minivllm.lab.figures import panels
-from minivllm.lab.progress import track
-from minivllm.lab.results import record, write_json
-from minivllm.lab.tables import table
-from minivllm.simulate.cost_model import ARITHMETIC_EFFICIENCY, MATMUL_EFFICIENCY
-from minivllm.simulate.disaggregation import Colocated, Disaggregated, Objective, Work, goodput
-from minivllm.simulate.disaggregation_checks import disaggregation_checks, disaggregation_error
-from minivllm.simulate.disaggregation_tuning import best_budget, best_split, break_even, winning_budgets
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.kv_links import LINKS, Transfer, get_link
-from minivllm.simulate.layouts import Cost, Layout, PlacedModel
+from minivllm_lab import palette
+from minivllm_lab.cli import Parser, run
+from minivllm_lab.figures import panels
+from minivllm_lab.progress import track
+from minivllm_lab.results import record, write_json
+from minivllm_lab.tables import table
+from minivllm_simulate.cost_model import ARITHMETIC_EFFICIENCY, MATMUL_EFFICIENCY
+from minivllm_simulate.disaggregation import Colocated, Disaggregated, Objective, Work, goodput
+from minivllm_simulate.disaggregation_checks import disaggregation_checks, disaggregation_error
+from minivllm_simulate.disaggregation_tuning import best_budget, best_split, break_even, winning_budgets
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.kv_links import LINKS, Transfer, get_link
+from minivllm_simulate.layouts import Cost, Layout, PlacedModel
 
 MODEL, GPU, GPUS, LINK = "Llama-3.1-8B", "H100", 4, "400 Gb/s"
 KINDS = ((512, 64), (1024, 128), (2048, 128), (512, 256), (4000, 64))

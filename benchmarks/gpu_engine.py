@@ -30,17 +30,17 @@ import torch
 
 from minivllm.config import ModelConfig
 from minivllm.entrypoints.llm import LLM
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.device_rates import copy_bandwidth, matmul_rate
-from minivllm.lab.inside import runner_of
-from minivllm.lab.marks import put_between_marks
-from minivllm.lab.progress import track
-from minivllm.lab.results import ensure_writable, read_record, record, write_record
-from minivllm.lab.tables import console, markdown_table, table
 from minivllm.memory import parameter_groups
 from minivllm.platforms.device import pick_device
 from minivllm.platforms.triton_utils import triton
 from minivllm.sampling_params import SamplingParams
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.device_rates import copy_bandwidth, matmul_rate
+from minivllm_lab.inside import runner_of
+from minivllm_lab.marks import put_between_marks
+from minivllm_lab.progress import track
+from minivllm_lab.results import ensure_writable, read_record, record, write_record
+from minivllm_lab.tables import console, markdown_table, table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PERFORMANCE = RESULTS.parent / "PERFORMANCE.md"

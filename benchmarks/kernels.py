@@ -37,17 +37,17 @@ from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import launch, rejection_sample
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.aot import TARGETS
-from minivllm.lab.attention_ahead import compile_attention, compile_combine
-from minivllm.lab.cli import Parser, run
-from minivllm.lab.device_rates import copy_bandwidth
-from minivllm.lab.progress import track
-from minivllm.lab.results import ensure_writable, record, write_json
-from minivllm.lab.tables import table
-from minivllm.lab.timing import in_turns, median_seconds
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.device import DEVICES, pick_device
 from minivllm.platforms.triton_utils import HAS_TRITON
+from minivllm_lab.aot import TARGETS
+from minivllm_lab.attention_ahead import compile_attention, compile_combine
+from minivllm_lab.cli import Parser, run
+from minivllm_lab.device_rates import copy_bandwidth
+from minivllm_lab.progress import track
+from minivllm_lab.results import ensure_writable, record, write_json
+from minivllm_lab.tables import table
+from minivllm_lab.timing import in_turns, median_seconds
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BLOCK_SIZE = 16

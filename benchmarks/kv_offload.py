@@ -36,17 +36,17 @@ from minivllm.config.checks import require
 from minivllm.entrypoints.llm import LLM
 from minivllm.kernels.copy_blocks import BlockRegions
 from minivllm.kv_connector.host_copies import HostCopies, host_buffer
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.corpus import held_out_texts
-from minivllm.lab.disturbance import Control
-from minivllm.lab.inside import core_of
-from minivllm.lab.progress import track
-from minivllm.lab.results import ensure_writable, record, write_record
-from minivllm.lab.tables import table
-from minivllm.lab.timing import in_turns
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.device import DEVICES, pick_device
 from minivllm.sampling_params import SamplingParams
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.corpus import held_out_texts
+from minivllm_lab.disturbance import Control
+from minivllm_lab.inside import core_of
+from minivllm_lab.progress import track
+from minivllm_lab.results import ensure_writable, record, write_record
+from minivllm_lab.tables import table
+from minivllm_lab.timing import in_turns
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BLOCK_SIZE = 16

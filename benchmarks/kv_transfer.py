@@ -40,12 +40,12 @@ from minivllm.kv_connector.tcp_peer import Load
 from minivllm.kv_connector.tcp_scheduler import TCPConnectorMetadata
 from minivllm.kv_connector.tcp_settings import TCPSettings
 from minivllm.kv_connector.tcp_worker import TCPConnectorWorker
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.progress import track
-from minivllm.lab.results import ensure_writable, record, write_json
-from minivllm.lab.tables import table
-from minivllm.lab.timing import in_turns, median_seconds
 from minivllm.platforms.device import DEVICES, pick_device
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.progress import track
+from minivllm_lab.results import ensure_writable, record, write_json
+from minivllm_lab.tables import table
+from minivllm_lab.timing import in_turns, median_seconds
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MEBIBYTE = 1 << 20

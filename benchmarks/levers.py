@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
-from minivllm.lab.corpus import held_out_texts
-from minivllm.lab.inside import runner_of
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.levers import Levers, long_and_short, shared_chat, throughput
+from minivllm_lab.corpus import held_out_texts
+from minivllm_lab.inside import runner_of
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.levers import Levers, long_and_short, shared_chat, throughput
 
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 64

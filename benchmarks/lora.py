@@ -4,7 +4,7 @@
 
 Engines in this process take steps in turns, one each, so what else the machine does falls on all of them alike. Each
 step has the same requests in all engines. The median of a step's ratios to the base's step beside it is what counts.
-On one thread, in its processor time. Adapters are random ones of all seven linears (`minivllm.lab.adapters`).
+On one thread, in its processor time. Adapters are random ones of all seven linears (`minivllm_lab.adapters`).
 
     base      an engine without `enable_lora`
     none      with slots, and no request that names an adapter
@@ -29,11 +29,11 @@ from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
-from minivllm.lab.adapters import write_random_adapters
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.results import record, write_json
-from minivllm.lab.tables import table
 from minivllm.sampling_params import SamplingParams
+from minivllm_lab.adapters import write_random_adapters
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.results import record, write_json
+from minivllm_lab.tables import table
 
 BATCHES = (1, 8, 32)
 PROMPT = 512

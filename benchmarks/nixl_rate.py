@@ -33,11 +33,11 @@ import torch
 
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.nixl_agent import NixlAgent, Region
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.progress import track
-from minivllm.lab.results import ensure_writable, record, write_json
-from minivllm.lab.tables import table
-from minivllm.lab.timing import in_turns
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.progress import track
+from minivllm_lab.results import ensure_writable, record, write_json
+from minivllm_lab.tables import table
+from minivllm_lab.timing import in_turns
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MEBIBYTE, PIECE = 1 << 20, 32 << 10  # a block's keys of one layer: 16 tokens, 8 heads of 64, fp32

@@ -35,13 +35,13 @@ from processors import all_kinds, kind_of, with_others
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.inside import runner_of
-from minivllm.lab.marks import put_between_marks
-from minivllm.lab.progress import track
-from minivllm.lab.results import read_record, record, write_record
-from minivllm.lab.tables import console, markdown_table, table
 from minivllm.platforms.device import pick_device
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.inside import runner_of
+from minivllm_lab.marks import put_between_marks
+from minivllm_lab.progress import track
+from minivllm_lab.results import read_record, record, write_record
+from minivllm_lab.tables import console, markdown_table, table
 
 ENGINES = Path(__file__).resolve().parent / "peer_engines"
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
@@ -217,9 +217,9 @@ def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
     import torch
 
     from minivllm.config import CacheConfig
-    from minivllm.lab.device_rates import copy_bandwidth
-    from minivllm.lab.recording import bare_engine, record_run
     from minivllm.memory import kv_bytes_per_token
+    from minivllm_lab.device_rates import copy_bandwidth
+    from minivllm_lab.recording import bare_engine, record_run
 
     device = torch.device("cuda")
     bandwidth = copy_bandwidth(device)

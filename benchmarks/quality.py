@@ -14,14 +14,14 @@ import json
 
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.inside import core_of, runner_of
-from minivllm.lab.progress import track
-from minivllm.lab.quality import held_out_tokens, read
-from minivllm.lab.results import record, write_json
-from minivllm.lab.tables import table
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear import Linear, weight_bytes
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.progress import track
+from minivllm_lab.quality import held_out_tokens, read
+from minivllm_lab.results import record, write_json
+from minivllm_lab.tables import table
 
 WAYS = {
     "float32": {},

@@ -24,14 +24,14 @@ from speculation import WAYS
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.entrypoints.llm import LLM
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.corpus import held_out_texts
-from minivllm.lab.inside import core_of
-from minivllm.lab.progress import track
-from minivllm.lab.results import record, write_record
-from minivllm.lab.tables import table
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.corpus import held_out_texts
+from minivllm_lab.inside import core_of
+from minivllm_lab.progress import track
+from minivllm_lab.results import record, write_record
+from minivllm_lab.tables import table
 
 BATCHES_OF_AN_ENGINE = 10
 SETTINGS = {"device": "cpu", "dtype": "float32", "max_model_len": 96}

@@ -22,9 +22,9 @@ from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.results import record, write_json
-from minivllm.lab.tables import console, table
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.results import record, write_json
+from minivllm_lab.tables import console, table
 
 BATCHES = (16, 64, 256)
 BLOCK_SIZE = 16

@@ -36,14 +36,14 @@ from peers import Peer, Running
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.http_load import Answer, Ask, load
-from minivllm.lab.progress import track
-from minivllm.lab.results import record, write_record
-from minivllm.lab.tables import console, table
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm.simulate.virtual_clock import percentile
-from minivllm.simulate.workloads import poisson_arrivals
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.http_load import Answer, Ask, load
+from minivllm_lab.progress import track
+from minivllm_lab.results import record, write_record
+from minivllm_lab.tables import console, table
+from minivllm_simulate.virtual_clock import percentile
+from minivllm_simulate.workloads import poisson_arrivals
 
 NAME = "tiny-python"
 MAX_MODEL_LEN = 512

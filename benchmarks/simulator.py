@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
-from minivllm.lab.cli import Parser, run
-from minivllm.lab.progress import track
-from minivllm.lab.recording import Recording, bare_engine, foretell, record_run
-from minivllm.lab.results import record, write_json
-from minivllm.lab.tables import table
-from minivllm.simulate.cost_model import FittedCost, model_error
+from minivllm_lab.cli import Parser, run
+from minivllm_lab.progress import track
+from minivllm_lab.recording import Recording, bare_engine, foretell, record_run
+from minivllm_lab.results import record, write_json
+from minivllm_lab.tables import table
+from minivllm_simulate.cost_model import FittedCost, model_error
 
 MAX_LEN, CACHE = 512, CacheConfig(num_gpu_blocks=1025, enable_prefix_caching=False)
 

@@ -35,16 +35,16 @@ from minivllm.core.messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.corpus import held_out_texts
-from minivllm.lab.marks import put_between_marks
-from minivllm.lab.progress import track
-from minivllm.lab.recording import bare_engine, own_clock
-from minivllm.lab.results import record, write_record
-from minivllm.lab.tables import markdown_table, table
 from minivllm.memory import MemoryLedger
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.corpus import held_out_texts
+from minivllm_lab.marks import put_between_marks
+from minivllm_lab.progress import track
+from minivllm_lab.recording import bare_engine, own_clock
+from minivllm_lab.results import record, write_record
+from minivllm_lab.tables import markdown_table, table
 
 WAYS: dict[str, dict[str, Any]] = {
     "n-gram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 5},

@@ -23,10 +23,10 @@ from speculation import OUTPUT_TOKENS, WAYS, prompts_of
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.progress import track
-from minivllm.lab.results import record, write_record
-from minivllm.lab.tables import table
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.progress import track
+from minivllm_lab.results import record, write_record
+from minivllm_lab.tables import table
 
 METHODS: dict[str, dict[str, Any] | None] = {"off": None, **WAYS}
 SHAPE = {"model": str(EMBEDDED_MODEL), "load_format": "auto", "device": "cpu"}

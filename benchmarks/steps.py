@@ -36,17 +36,17 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.arg_utils import DTYPES, EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.inside import core_of, runner_of
-from minivllm.lab.marks import put_between_marks
-from minivllm.lab.progress import track
-from minivllm.lab.results import machine, record, write_record
-from minivllm.lab.tables import markdown_table, table
-from minivllm.lab.timing import Stopwatch
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear import Linear, UnquantizedLinearMethod
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.worker.paged_attention import PagedAttention
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.marks import put_between_marks
+from minivllm_lab.progress import track
+from minivllm_lab.results import machine, record, write_record
+from minivllm_lab.tables import markdown_table, table
+from minivllm_lab.timing import Stopwatch
 
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
 PARTS = ("schedule", "prepare", "attention", "rest of forward", "head", "sample", "update", "text", "between")

@@ -24,10 +24,10 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 import widgets
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.progress import track
-from minivllm.lab.results import record, write_json
-from minivllm.lab.tables import table
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.progress import track
+from minivllm_lab.results import record, write_json
+from minivllm_lab.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # the browser test's own way to open a notebook

@@ -21,11 +21,11 @@ from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
 from minivllm.core.output import SchedulerOutput
 from minivllm.engine.core import EngineCore
 from minivllm.entrypoints.xray.recorder import StepRing
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.recording import bare_engine
-from minivllm.lab.results import record, write_json
-from minivllm.lab.tables import table
 from minivllm.sampling_params import SamplingParams
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.recording import bare_engine
+from minivllm_lab.results import record, write_json
+from minivllm_lab.tables import table
 
 BATCHES = (1, 8, 32)
 TOKENS = 48

@@ -25,7 +25,7 @@ SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGVTALRM, signal.SIGUSR1, signal.SIGUSR2,
     signal.SIGCHLD, signal.SIGPIPE,
 )  # fmt: skip
-OURS = ("minivllm", "widgets")
+OURS = ("minivllm", "minivllm_lab", "minivllm_simulate", "widgets")
 """What the names of the project's own modules begin with."""
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "NIXL_LOG_LEVEL"}
 """Variables that pytest sets for each test, torch when its compiler is first asked for, and we when nixl is loaded."""

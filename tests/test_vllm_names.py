@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.lab.exercise import load
+from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[1]
 tool = load(ROOT / "tools" / "vllm_names.py")

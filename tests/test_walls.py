@@ -11,7 +11,8 @@ import pytest
 import widgets
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGINE = ROOT / "vllm" / "minivllm"
+CODE = ROOT / "vllm"
+ENGINE = CODE / "minivllm"
 
 # From the ground up: a floor imports itself and what stands before it.
 ENGINE_FLOORS = (
@@ -35,7 +36,7 @@ ENGINE_FLOORS = (
     "entrypoints",
     "__main__",
 )
-BESIDE_THE_ENGINE = ("simulate", "lab")
+BESIDE_THE_ENGINE = ("minivllm_simulate", "minivllm_lab")
 FLOORS = (*ENGINE_FLOORS, *BESIDE_THE_ENGINE)
 SHARED_BY_WIDGETS = ("theme", "svg", "plot", "knobs", "spec", "swept", "session", "plain", "shell")
 WITHOUT_TORCH = (
@@ -48,7 +49,6 @@ WITHOUT_TORCH = (
     "memory",
     "core",
     "structured_output",
-    "simulate",
 )
 HEAVY = {"torch", "triton", "transformers", "numba"}
 
@@ -72,26 +72,33 @@ def imported_modules(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def floor_of(path: Path) -> str:
-    return path.relative_to(ENGINE).parts[0].removesuffix(".py")
+def floor_of(module: str) -> str:
+    """The floor of a module of ours, and "" of any other."""
+    package, _, rest = module.partition(".")
+    floor = rest.partition(".")[0] if package == "minivllm" else package
+    return floor if floor in FLOORS else ""
 
 
-def engine_files() -> list[Path]:
-    return [path for path in sorted(ENGINE.rglob("*.py")) if path != ENGINE / "__init__.py"]
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(CODE).with_suffix("").parts)
+
+
+def files() -> list[Path]:
+    packages = (ENGINE, *(CODE / package for package in BESIDE_THE_ENGINE))
+    return [path for folder in packages for path in sorted(folder.rglob("*.py")) if path != ENGINE / "__init__.py"]
 
 
 def test_every_floor_is_known():
-    assert {floor_of(path) for path in engine_files()} <= set(FLOORS)
+    assert all(floor_of(module_of(path)) for path in files())
 
 
-@pytest.mark.parametrize("path", engine_files(), ids=lambda path: str(path.relative_to(ENGINE)))
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(CODE)))
 def test_no_floor_imports_one_above_it(path):
-    own = FLOORS.index(floor_of(path))
+    own = FLOORS.index(floor_of(module_of(path)))
     for module in imported_modules(path):
-        parts = module.split(".")
-        if parts[0] == "minivllm" and len(parts) > 1 and parts[1] in FLOORS:
-            assert FLOORS.index(parts[1]) <= own, f"{path.name} stands on floor {FLOORS[own]} and imports {module}"
-        assert parts[0] != "widgets", f"{path.name} imports {module}, which stands on it"
+        if floor := floor_of(module):
+            assert FLOORS.index(floor) <= own, f"{path.name} stands on floor {FLOORS[own]} and imports {module}"
+        assert module.split(".")[0] != "widgets", f"{path.name} imports {module}, which stands on it"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "widgets").glob("*.py")), ids=lambda path: path.stem)
@@ -106,9 +113,13 @@ def test_a_widget_imports_what_all_widgets_share_and_its_own_parts(path):
             assert fits, f"{path.name} imports {module}"
 
 
-@pytest.mark.parametrize("folder", [*WITHOUT_TORCH, "widgets"])
+@pytest.mark.parametrize(
+    "folder",
+    [*(ENGINE / floor for floor in WITHOUT_TORCH), CODE / "minivllm_simulate", ROOT / "widgets"],
+    ids=lambda folder: folder.name,
+)
 def test_no_torch(folder):
-    base = ROOT / "widgets" if folder == "widgets" else ENGINE / folder
+    base = folder
     files = sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]
     for path in files:
         heavy = {module for module in imported_modules(path) if module.split(".")[0] in HEAVY}
@@ -117,7 +128,7 @@ def test_no_torch(folder):
 
 def test_core_stays_free_of_torch_at_run_time():
     code = (
-        "import sys, minivllm.core.scheduler, minivllm.memory, minivllm.simulate.virtual_clock; "
+        "import sys, minivllm.core.scheduler, minivllm.memory, minivllm_simulate.virtual_clock; "
         "print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -131,7 +142,7 @@ def test_a_generation_loads_nothing_of_the_server_nor_of_what_stands_beside_the_
         "from minivllm.config import EMBEDDED_MODEL\n"
         "LLM(EMBEDDED_MODEL, device='cpu', max_model_len=64).generate('def', SamplingParams(max_tokens=4))\n"
         "server = {'fastapi', 'starlette', 'uvicorn', 'pydantic', 'prometheus_client', 'jinja2', 'llguidance'}\n"
-        "ours = ('minivllm.entrypoints.openai', 'minivllm.simulate', 'minivllm.lab')\n"
+        "ours = ('minivllm.entrypoints.openai', 'minivllm_simulate', 'minivllm_lab')\n"
         "own = {name for name in sys.modules if name.startswith(ours)}\n"
         "print(sorted((server | own) & sys.modules.keys()))"
     )

@@ -33,7 +33,7 @@ LENGTH = struct.Struct("I")
 ROOM = "/" * 4096
 """An argument of the template's that makes place for the command of what it becomes (`show`)."""
 STARTERS = (
-    "minivllm.executor.rank_processes", "minivllm.engine.core_processes", "minivllm.lab.server_pair", "server.serving",
+    "minivllm.executor.rank_processes", "minivllm.engine.core_processes", "minivllm_lab.server_pair", "server.serving",
 )  # fmt: skip
 """The modules that start ranks, cores and servers."""
 SERVER = ("minivllm.entrypoints.cli.main", "minivllm.entrypoints.openai.launcher")
@@ -163,7 +163,7 @@ def become(request: Request, fds: Sequence[int]) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, request.mask)
         random.seed()
         tempfile.tempdir = None
-        if any(word.partition(".")[0] == "minivllm" for word in request.command):
+        if any(word.partition(".")[0] in ("minivllm", "minivllm_lab") for word in request.command):
             fork_from_here()
         run(request.command[1:])
         code = 0

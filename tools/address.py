@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, run
+from minivllm_lab.cli import Parser, run
 
 ROOT = Path(__file__).resolve().parents[1]
 GITHUB = "https://github.com/"

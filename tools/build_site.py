@@ -26,7 +26,7 @@ from site_pages import Pages
 from sphinx.application import Sphinx
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, run
+from minivllm_lab.cli import Parser, run
 from widgets.shell import script as shell_script
 from widgets.shell import style as shell_style
 from widgets.spec import Spec
@@ -51,7 +51,7 @@ class Embedded:
         package, _, name = module.rpartition(".")
         if (package, function) == ("widgets", "show") and name in self.specs:
             return self.widget(name, arguments)
-        if (package, function) == ("minivllm.lab.opening", "frames"):
+        if (package, function) == ("minivllm_lab.opening", "frames"):
             return f'<div class="steps">{site_pages.one_line(import_module(module).frames(**arguments).html())}</div>'
         return ""
 

@@ -25,10 +25,10 @@ import tomllib
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser
-from minivllm.lab.marks import pages_of, put_between_marks
-from minivllm.lab.tables import markdown_table
-from minivllm.simulate.lever_checks import published_checks
+from minivllm_lab.cli import Parser
+from minivllm_lab.marks import pages_of, put_between_marks
+from minivllm_lab.tables import markdown_table
+from minivllm_simulate.lever_checks import published_checks
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = ROOT / "lessons"

@@ -20,8 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, run
-from minivllm.lab.marks import lesson_page, notes_page, pages_of
+from minivllm_lab.cli import Parser, run
+from minivllm_lab.marks import lesson_page, notes_page, pages_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = ROOT / "lessons"

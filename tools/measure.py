@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser
-from minivllm.lab.marks import pages_of
+from minivllm_lab.cli import Parser
+from minivllm_lab.marks import pages_of
 from widgets.__main__ import IN_LESSONS
 
 ROOT = Path(__file__).resolve().parents[1]

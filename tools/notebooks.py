@@ -34,8 +34,8 @@ import jupytext
 import nbformat
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, run
-from minivllm.lab.exercise import load
+from minivllm_lab.cli import Parser, run
+from minivllm_lab.exercise import load
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ADDRESS = load(REPOSITORY / "tools" / "address.py")
@@ -85,7 +85,7 @@ if "google.colab" in sys.modules:
 missing = [name for name in ("minivllm", "widgets") if find_spec(name) is None]
 assert not missing, f"cannot import {{' and '.join(missing)}}: see the cell above, then restart the kernel"
 
-from minivllm.lab import notebook
+from minivllm_lab import notebook
 
 notebook.begin()
 """

@@ -144,7 +144,7 @@ def mention(passage: Passage) -> Mention | None:
 
 def is_ours(path: str) -> bool:
     """Say whether a path leads to a file of this repository."""
-    return (ROOT / path).exists() or (ROOT / "vllm" / "minivllm" / path).exists()
+    return any((place / path).exists() for place in (ROOT, ROOT / "vllm", ROOT / "vllm" / "minivllm"))
 
 
 def located(each: Mention, known: set[str]) -> Mention:

@@ -9,9 +9,9 @@ import argparse
 import re
 from pathlib import Path
 
-from minivllm.lab.cli import Parser, run
-from minivllm.lab.marks import lesson_page, notes_page
-from minivllm.lab.tables import table
+from minivllm_lab.cli import Parser, run
+from minivllm_lab.marks import lesson_page, notes_page
+from minivllm_lab.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = ROOT / "lessons"

@@ -22,22 +22,22 @@ from torch import Tensor
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import run
-from minivllm.lab.device_rates import measure_device
-from minivllm.lab.disturbance import Control
-from minivllm.lab.lesson import begin, keep
-from minivllm.lab.progress import track, working
-from minivllm.lab.proof import furthest, prove, show_errors
-from minivllm.lab.reports import kv_cache as report
-from minivllm.lab.roofline import measure_share, ridge, share_table
-from minivllm.lab.tables import console, heading
-from minivllm.lab.timing import median_seconds
 from minivllm.memory import MemoryLedger, memory_ledger
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm.simulate.known_models import CONFIGS, known_model
-from minivllm.simulate.workloads import WORKLOADS
+from minivllm_lab.cli import run
+from minivllm_lab.device_rates import measure_device
+from minivllm_lab.disturbance import Control
+from minivllm_lab.lesson import begin, keep
+from minivllm_lab.progress import track, working
+from minivllm_lab.proof import furthest, prove, show_errors
+from minivllm_lab.reports import kv_cache as report
+from minivllm_lab.roofline import measure_share, ridge, share_table
+from minivllm_lab.tables import console, heading
+from minivllm_lab.timing import median_seconds
+from minivllm_simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.workloads import WORKLOADS
 
 # %% 1. The pain: without a cache, every new token pays for all the others again
 

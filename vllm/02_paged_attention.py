@@ -20,22 +20,22 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.allocators import replay_workloads, reservations
-from minivllm.lab.beam_search import measure_sharing
-from minivllm.lab.cli import run
-from minivllm.lab.disturbance import Control
-from minivllm.lab.lesson import begin, keep
-from minivllm.lab.paged_cache import PagedCache, engine_decode, gather_decode, random_case, time_by_block_size
-from minivllm.lab.progress import track
-from minivllm.lab.proof import furthest, prove, refusal, show_errors
-from minivllm.lab.reports import paged_attention as report
-from minivllm.lab.tables import heading
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm.simulate.memory_replay import TablesOnDemand
-from minivllm.simulate.workloads import WORKLOADS
+from minivllm_lab.allocators import replay_workloads, reservations
+from minivllm_lab.beam_search import measure_sharing
+from minivllm_lab.cli import run
+from minivllm_lab.disturbance import Control
+from minivllm_lab.lesson import begin, keep
+from minivllm_lab.paged_cache import PagedCache, engine_decode, gather_decode, random_case, time_by_block_size
+from minivllm_lab.progress import track
+from minivllm_lab.proof import furthest, prove, refusal, show_errors
+from minivllm_lab.reports import paged_attention as report
+from minivllm_lab.tables import heading
+from minivllm_simulate.memory_replay import TablesOnDemand
+from minivllm_simulate.workloads import WORKLOADS
 
 # %% 1. The pain: one contiguous region for each request
 

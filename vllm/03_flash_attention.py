@@ -20,21 +20,21 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.attention_in_model import KEYS_A_TILE, attend_in_model
-from minivllm.lab.cli import run
-from minivllm.lab.disturbance import Control
-from minivllm.lab.lesson import begin, keep
-from minivllm.lab.other_attention import compare_with_pool, stored_attention, time_attention
-from minivllm.lab.progress import track
-from minivllm.lab.proof import furthest, prove, show_errors
-from minivllm.lab.reports import flash_attention as report
-from minivllm.lab.slow_memory import count_trips
-from minivllm.lab.tables import heading
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED, tl, triton
-from minivllm.simulate.attention_traffic import flash_traffic, naive_traffic
+from minivllm_lab.attention_in_model import KEYS_A_TILE, attend_in_model
+from minivllm_lab.cli import run
+from minivllm_lab.disturbance import Control
+from minivllm_lab.lesson import begin, keep
+from minivllm_lab.other_attention import compare_with_pool, stored_attention, time_attention
+from minivllm_lab.progress import track
+from minivllm_lab.proof import furthest, prove, show_errors
+from minivllm_lab.reports import flash_attention as report
+from minivllm_lab.slow_memory import count_trips
+from minivllm_lab.tables import heading
+from minivllm_simulate.attention_traffic import flash_traffic, naive_traffic
 
 # %% 1. The pain: a matrix of T × T
 

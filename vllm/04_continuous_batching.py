@@ -22,22 +22,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.config import CacheConfig, ModelConfig
-from minivllm.lab.cli import run
-from minivllm.lab.disturbance import Control
-from minivllm.lab.key_walk import attend_keys
-from minivllm.lab.lesson import begin, keep
-from minivllm.lab.progress import track
-from minivllm.lab.proof import furthest, prove, refusal, show_errors
-from minivllm.lab.recording import bare_engine
-from minivllm.lab.reports import continuous_batching as report
-from minivllm.lab.tables import console, heading
 from minivllm.memory import memory_ledger
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm.simulate.cost_model import RooflineCost
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.slots import seat
-from minivllm.simulate.workloads import WORKLOADS
+from minivllm_lab.cli import run
+from minivllm_lab.disturbance import Control
+from minivllm_lab.key_walk import attend_keys
+from minivllm_lab.lesson import begin, keep
+from minivllm_lab.progress import track
+from minivllm_lab.proof import furthest, prove, refusal, show_errors
+from minivllm_lab.recording import bare_engine
+from minivllm_lab.reports import continuous_batching as report
+from minivllm_lab.tables import console, heading
+from minivllm_simulate.cost_model import RooflineCost
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.slots import seat
+from minivllm_simulate.workloads import WORKLOADS
 
 # %% 1. The pain: a batch that ends together waits for its longest request
 

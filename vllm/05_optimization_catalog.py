@@ -21,16 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm import LLM, SamplingParams
-from minivllm.lab.cli import run
-from minivllm.lab.disturbance import Control
-from minivllm.lab.lesson import begin, keep
-from minivllm.lab.progress import track
-from minivllm.lab.proof import furthest, prove, show_errors
-from minivllm.lab.quality import held_out_tokens
-from minivllm.lab.reports import optimization_catalog as report
-from minivllm.lab.tables import heading
 from minivllm.models.loader import load_model
 from minivllm.platforms.triton_utils import tl, triton
+from minivllm_lab.cli import run
+from minivllm_lab.disturbance import Control
+from minivllm_lab.lesson import begin, keep
+from minivllm_lab.progress import track
+from minivllm_lab.proof import furthest, prove, show_errors
+from minivllm_lab.quality import held_out_tokens
+from minivllm_lab.reports import optimization_catalog as report
+from minivllm_lab.tables import heading
 
 # %% 1. Prefix caching: a block's name stands for everything before it
 

@@ -29,18 +29,18 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.wire import decode, encode
-from minivllm.lab.cli import run
-from minivllm.lab.core_places import CoreInLoop, CoreInThread, delta_of
-from minivllm.lab.disturbance import Control
-from minivllm.lab.lesson import begin, keep
-from minivllm.lab.plain_http import HEAD, event, read_request
-from minivllm.lab.proof import prove
-from minivllm.lab.reports import serving as report
-from minivllm.lab.tables import heading
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm.sampling_params import SamplingParams
+from minivllm_lab.cli import run
+from minivllm_lab.core_places import CoreInLoop, CoreInThread, delta_of
+from minivllm_lab.disturbance import Control
+from minivllm_lab.lesson import begin, keep
+from minivllm_lab.plain_http import HEAD, event, read_request
+from minivllm_lab.proof import prove
+from minivllm_lab.reports import serving as report
+from minivllm_lab.tables import heading
 
 # %% 1. The naive server: the engine steps inside the event loop, and the loop writes to every client
 
@@ -229,7 +229,7 @@ class CoreInProcess:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.socket, theirs = socket.socketpair()
-        code = f"from minivllm.lab.exercise import load; load({__file__!r}).serve_core({theirs.fileno()})"
+        code = f"from minivllm_lab.exercise import load; load({__file__!r}).serve_core({theirs.fileno()})"
         command = [sys.executable, "-c", code, json.dumps(settings)]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()

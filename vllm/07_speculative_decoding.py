@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.stats import SpecDecodingStats
-from minivllm.lab.cached_model import CachedModel
-from minivllm.lab.cli import run
-from minivllm.lab.disturbance import Control
-from minivllm.lab.lesson import begin, keep
-from minivllm.lab.proof import prove
-from minivllm.lab.reports import speculative_decoding as report
-from minivllm.lab.tables import heading
 from minivllm.platforms.triton_utils import tl, triton
+from minivllm_lab.cached_model import CachedModel
+from minivllm_lab.cli import run
+from minivllm_lab.disturbance import Control
+from minivllm_lab.lesson import begin, keep
+from minivllm_lab.proof import prove
+from minivllm_lab.reports import speculative_decoding as report
+from minivllm_lab.tables import heading
 
 # %% 1. The pain: a pass reads all weights, and gives each request one token
 

@@ -20,15 +20,15 @@ from torch import Tensor
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import RequestQueue, create_request_queue
 from minivllm.errors import MinivllmError
-from minivllm.lab.block_tables import Memory
-from minivllm.lab.cli import run
-from minivllm.lab.disturbance import Control
-from minivllm.lab.lesson import begin, keep
-from minivllm.lab.paged_model import PagedModel
-from minivllm.lab.proof import prove
-from minivllm.lab.reports import preemption as report
-from minivllm.lab.tables import heading
 from minivllm.platforms.triton_utils import tl, triton
+from minivllm_lab.block_tables import Memory
+from minivllm_lab.cli import run
+from minivllm_lab.disturbance import Control
+from minivllm_lab.lesson import begin, keep
+from minivllm_lab.paged_model import PagedModel
+from minivllm_lab.proof import prove
+from minivllm_lab.reports import preemption as report
+from minivllm_lab.tables import heading
 
 # %% 1. The pain: answers grow, and nobody knows how far
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import run
-from minivllm.lab.disturbance import Control
-from minivllm.lab.lesson import begin, keep
-from minivllm.lab.proof import prove
-from minivllm.lab.reports import multi_lora as report
-from minivllm.lab.tables import heading
 from minivllm.platforms.triton_utils import tl, triton
+from minivllm_lab.cli import run
+from minivllm_lab.disturbance import Control
+from minivllm_lab.lesson import begin, keep
+from minivllm_lab.proof import prove
+from minivllm_lab.reports import multi_lora as report
+from minivllm_lab.tables import heading
 
 # %% 1. The pain: a model for every customer
 

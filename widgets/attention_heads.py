@@ -1,7 +1,8 @@
 """Lesson 09's widget: what shared keys save, and how many GPUs a model's KV heads can be divided over.
 
 Memory is counted by `minivllm.memory`, as vLLM would at its start, also for models whose heads are shared otherwise;
-rates are those of `simulate.attention_heads`. How well such a model would answer is not shown: it need not exist.
+rates are those of `minivllm_simulate.attention_heads`. How well such a model would answer is not shown: it need not
+exist.
 
 The picture in the lesson's text: `uv run python -P -m widgets attention_heads lessons/figures/09_ranks.svg`
 """
@@ -12,8 +13,8 @@ import json
 import shlex
 from typing import Any
 
-from minivllm.simulate.known_models import CONFIGS, known_model
-from minivllm.simulate.layouts import UTILIZATION
+from minivllm_simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.layouts import UTILIZATION
 from widgets.attention_heads_figure import cause_words, figure, kib, rank_words
 from widgets.attention_heads_state import (
     CONTEXTS,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from minivllm.lab.drawing import text_width
-from minivllm.lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm_lab.drawing import text_width
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.attention_heads_state import TPS, Kind, Place, State
 from widgets.plot import LEAST_ROOM, MARGIN, WIDE, Axes, Key, Scale, draw_keys, short, three_boxes, tokens
 from widgets.svg import QUIET, SMALL, Box, Drawing

@@ -9,17 +9,17 @@ from typing import Any
 
 from minivllm.config.checks import is_count, require
 from minivllm.errors import MinivllmError
-from minivllm.lab.bounded import bounded
-from minivllm.simulate.attention_heads import (
+from minivllm_lab.bounded import bounded
+from minivllm_simulate.attention_heads import (
     ModelShare,
     decode_intensity,
     kv_heads_of_rank,
     with_kv_heads,
     with_latent,
 )
-from minivllm.simulate.hardware import Hardware, get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.lever_checks import known_error
+from minivllm_simulate.hardware import Hardware, get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.lever_checks import known_error
 from widgets.spec import require_numbers
 
 MODELS = ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-32B", "Mixtral-8x7B-v0.1", "Llama-3.1-70B")

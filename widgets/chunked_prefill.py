@@ -1,7 +1,7 @@
 """Lesson 10's widget: a step's token budget, too small for long prompts or too large for everybody else.
 
-The engine's own scheduler decides every step, on a virtual clock; a step's time is that of `simulate.layouts`. What is
-left out: tokenizer, event loop, sockets.
+The engine's own scheduler decides every step, on a virtual clock; a step's time is that of `minivllm_simulate.layouts`.
+What is left out: tokenizer, event loop, sockets.
 
 The picture in the lesson's text: `uv run python -P -m widgets chunked_prefill lessons/figures/10_budget.svg`
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from minivllm.simulate.known_models import CONFIGS
-from minivllm.simulate.load_sweep import within
+from minivllm_simulate.known_models import CONFIGS
+from minivllm_simulate.load_sweep import within
 from widgets.chunked_prefill_figure import cause_words, figure
 from widgets.chunked_prefill_runs import ANSWER, CHAT, PLACES, Point
 from widgets.chunked_prefill_state import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from minivllm.lab.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION
-from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.load_sweep import Span, within
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.load_sweep import Span, within
 from widgets.chunked_prefill_runs import ANSWER, CHAT
 from widgets.chunked_prefill_state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill_steps import draw_steps

@@ -1,7 +1,7 @@
 """The runs behind lesson 10's widget: chats and long prompts at one token budget, through the engine's scheduler.
 
 The same requests come at the same moments whatever the budget is, so that all differences are the budget's. A step's
-time is that of `simulate.layouts`, modelled.
+time is that of `minivllm_simulate.layouts`, modelled.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm.lab.capping_scheduler import AdmittedTokens, ChunkLimit, RunningTokens, scheduler_that_caps
 from minivllm.memory import memory_ledger
-from minivllm.simulate.cost_model import Cost, StepShape
-from minivllm.simulate.disaggregation import chunk_seconds
-from minivllm.simulate.hardware import Hardware, get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.layouts import Layout, PlacedModel
-from minivllm.simulate.load_sweep import Runs, share_within, within
-from minivllm.simulate.open_load import OpenEngine, OpenLoad
-from minivllm.simulate.prefill_first import PrefillFirst
-from minivllm.simulate.workloads import RequestLengths, gamma_arrivals
+from minivllm_lab.capping_scheduler import AdmittedTokens, ChunkLimit, RunningTokens, scheduler_that_caps
+from minivllm_simulate.cost_model import Cost, StepShape
+from minivllm_simulate.disaggregation import chunk_seconds
+from minivllm_simulate.hardware import Hardware, get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.layouts import Layout, PlacedModel
+from minivllm_simulate.load_sweep import Runs, share_within, within
+from minivllm_simulate.open_load import OpenEngine, OpenLoad
+from minivllm_simulate.prefill_first import PrefillFirst
+from minivllm_simulate.workloads import RequestLengths, gamma_arrivals
 from widgets.swept import patient
 
 CHAT, ANSWER = 128, 48

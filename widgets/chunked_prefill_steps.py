@@ -6,8 +6,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from minivllm.lab.drawing import number, text_width
-from minivllm.lab.palette import BLUE, ORANGE, SKY
+from minivllm_lab.drawing import number, text_width
+from minivllm_lab.palette import BLUE, ORANGE, SKY
 from widgets.chunked_prefill_runs import Step
 from widgets.chunked_prefill_state import State
 from widgets.plot import MARGIN, Scale, seconds

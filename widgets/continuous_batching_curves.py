@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minivllm.config.checks import require
-from minivllm.lab.asking_scheduler import Schedule
-from minivllm.simulate.load_sweep import crossing
-from minivllm.simulate.workloads import workload
+from minivllm_lab.asking_scheduler import Schedule
+from minivllm_simulate.load_sweep import crossing
+from minivllm_simulate.workloads import workload
 from widgets.continuous_batching_runs import POLICIES, SATURATED, Experiment, Point, Stretch, experiment
 from widgets.spec import require_numbers
 

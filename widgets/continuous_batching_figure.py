@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from minivllm.lab.drawing import number, text_width
-from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
+from minivllm_lab.drawing import number, text_width
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from widgets.continuous_batching_curves import LOADS, SERVICE, Curve, Knee, State, seconds, share
 from widgets.continuous_batching_runs import REQUESTS, Point, Stay, Stretch
 from widgets.plot import MARGIN, WIDE, Axes, Scale, three_boxes

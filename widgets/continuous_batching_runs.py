@@ -19,15 +19,15 @@ from itertools import groupby
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm.lab.asking_scheduler import Schedule, scheduler_that_asks
-from minivllm.lab.bounded import bounded
-from minivllm.simulate.cost_model import RooflineCost, StepShape
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.load_sweep import Runs, share_within, within
-from minivllm.simulate.slots import seat
-from minivllm.simulate.virtual_clock import SimulatedRequest, Simulation, StepRecord, simulate, simulate_in_parts
-from minivllm.simulate.workloads import RequestLengths, Workload, gamma_arrivals
+from minivllm_lab.asking_scheduler import Schedule, scheduler_that_asks
+from minivllm_lab.bounded import bounded
+from minivllm_simulate.cost_model import RooflineCost, StepShape
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.load_sweep import Runs, share_within, within
+from minivllm_simulate.slots import seat
+from minivllm_simulate.virtual_clock import SimulatedRequest, Simulation, StepRecord, simulate, simulate_in_parts
+from minivllm_simulate.workloads import RequestLengths, Workload, gamma_arrivals
 
 REQUESTS, MEAN_OUTPUT, PROMPT = 400, 10, 16
 """Answers are short, so that a run is soon computed: what a static batch wastes depends on their spread alone."""

@@ -1,7 +1,8 @@
 """Lesson 08's widget: whether two pools of GPUs bear more than one with the best chunk, over the rate.
 
 The engine's own scheduler decides every step of every engine, on one virtual clock; a step's time is that of
-`simulate.layouts`, a transfer's that of `simulate.kv_links`. What is left out: proxy, tokenizer, sockets, handshakes.
+`minivllm_simulate.layouts`, a transfer's that of `minivllm_simulate.kv_links`. What is left out: proxy, tokenizer,
+sockets, handshakes.
 
 The picture in the lesson's text: `uv run python -P -m widgets disaggregation lessons/figures/08_goodput.svg`
 """
@@ -13,9 +14,9 @@ import math
 import shlex
 from typing import Any
 
-from minivllm.simulate.disaggregation import PREFILL_BUDGET, SHARE
-from minivllm.simulate.known_models import CONFIGS
-from minivllm.simulate.kv_links import LINKS
+from minivllm_simulate.disaggregation import PREFILL_BUDGET, SHARE
+from minivllm_simulate.known_models import CONFIGS
+from minivllm_simulate.kv_links import LINKS
 from widgets.disaggregation_figure import cause_words, figure
 from widgets.disaggregation_state import (
     BUDGETS,

@@ -10,13 +10,13 @@ from functools import cached_property, lru_cache, partial
 
 from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
-from minivllm.simulate.disaggregation import SHARE, Colocated, Disaggregated, Objective, Served, Work
-from minivllm.simulate.disaggregation_tuning import likely_first
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.kv_links import LINKS, Transfer, get_link
-from minivllm.simulate.lever_checks import known_error, published_checks
-from minivllm.simulate.load_sweep import Runs
+from minivllm_simulate.disaggregation import SHARE, Colocated, Disaggregated, Objective, Served, Work
+from minivllm_simulate.disaggregation_tuning import likely_first
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.kv_links import LINKS, Transfer, get_link
+from minivllm_simulate.lever_checks import known_error, published_checks
+from minivllm_simulate.load_sweep import Runs
 from widgets.disaggregation_connector import CheckedConnector, ConnectorScheduler
 from widgets.spec import require_numbers
 from widgets.swept import patient

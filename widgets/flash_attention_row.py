@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.bounded import bounded
-from minivllm.simulate.online_softmax import RunningSoftmax, online_softmax
+from minivllm_lab.bounded import bounded
+from minivllm_simulate.online_softmax import RunningSoftmax, online_softmax
 
 ROW = Path(__file__).with_name("attention_row.json")
 PATIENCE = 1.0

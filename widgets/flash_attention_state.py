@@ -1,6 +1,6 @@
 """What lesson 03's widget shows: bytes moved by tiles of each size, what fits on a chip, and one row, walked.
 
-The bytes come from the loop counters of `minivllm.simulate.attention_traffic`, which the lesson's script holds against
+The bytes come from the loop counters of `minivllm_simulate.attention_traffic`, which the lesson's script holds against
 loops that count their own trips; what fits on a chip from the same module, which is held against a compiler. The row of
 scores is one that the embedded model computed: `vllm/03_flash_attention.py --row` wrote it.
 """
@@ -15,7 +15,7 @@ from math import inf
 from typing import Any
 
 from minivllm.config.checks import require
-from minivllm.simulate.attention_traffic import (
+from minivllm_simulate.attention_traffic import (
     CHIPS,
     OTHER_REGISTERS,
     SMALLEST_TILE,
@@ -31,8 +31,8 @@ from minivllm.simulate.attention_traffic import (
     register_bytes,
     shared_memory_bytes,
 )
-from minivllm.simulate.hardware import Hardware, get_hardware
-from minivllm.simulate.load_sweep import crossing
+from minivllm_simulate.hardware import Hardware, get_hardware
+from minivllm_simulate.load_sweep import crossing
 from widgets.flash_attention_row import Row, Step, scaled_row, walked
 from widgets.spec import require_numbers
 

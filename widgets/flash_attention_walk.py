@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from minivllm.lab.drawing import QUIET, text_width
-from minivllm.lab.palette import BLUE, INK, ORANGE, PALE, SKY, VERMILLION
+from minivllm_lab.drawing import QUIET, text_width
+from minivllm_lab.palette import BLUE, INK, ORANGE, PALE, SKY, VERMILLION
 from widgets.plot import Axes, Scale
 from widgets.svg import SMALL, Box, Drawing
 from widgets.theme import BROKEN, CARD, MID, NOT_OURS

@@ -13,9 +13,9 @@ import shlex
 from typing import Any
 
 from minivllm.config.units import GIB
-from minivllm.simulate.hardware import HARDWARE
-from minivllm.simulate.known_models import CONFIGS
-from minivllm.simulate.workloads import WORKLOADS
+from minivllm_simulate.hardware import HARDWARE
+from minivllm_simulate.known_models import CONFIGS
+from minivllm_simulate.workloads import WORKLOADS
 from widgets.knobs import choice, entry, slider, steps
 from widgets.kv_cache_figure import draw, percent
 from widgets.kv_cache_state import CONTEXTS, MOST, MOST_SLOTS_DRAWN, START, Pool, State, sweep

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config.units import GIB
-from minivllm.lab.drawing import text_width
-from minivllm.lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm_lab.drawing import text_width
+from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.plot import MARGIN, WIDE, Axes, Scale, tokens
 from widgets.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT

@@ -12,14 +12,14 @@ from typing import Any
 from minivllm import memory
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
-from minivllm.lab.bounded import bounded
-from minivllm.lab.calculator import find_model
 from minivllm.memory import KVGroups, MemoryLedger, max_concurrency, memory_ledger
 from minivllm.memory.bytes_per_token import DTYPE_BYTES
 from minivllm.memory.kv_layers import FullLayer
-from minivllm.simulate.hardware import HARDWARE, Hardware, get_hardware
-from minivllm.simulate.known_models import CONFIGS, HYBRIDS
-from minivllm.simulate.workloads import FileWorkload, Workload, workload
+from minivllm_lab.bounded import bounded
+from minivllm_lab.calculator import find_model
+from minivllm_simulate.hardware import HARDWARE, Hardware, get_hardware
+from minivllm_simulate.known_models import CONFIGS, HYBRIDS
+from minivllm_simulate.workloads import FileWorkload, Workload, workload
 from widgets.spec import require_numbers
 
 CONTEXTS = tuple(sorted([*(2**power for power in range(8, 21)), *(3 * 2**power for power in range(7, 19))]))
@@ -178,7 +178,7 @@ def sweep(
         kv_dtype: of the cache; "auto" is the model's own.
         utilization: vLLM's `gpu_memory_utilization`.
         max_model_len: the longest request, in tokens.
-        requests: a workload of `minivllm.simulate.workloads`.
+        requests: a workload of `minivllm_simulate.workloads`.
         file: where not empty, taken instead: a CSV or JSON file of request lengths.
         kv_bytes_per_token: the reader's own function, which counts in place of ours.
 

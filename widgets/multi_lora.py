@@ -1,8 +1,8 @@
 """Lesson 12's widget: a thousand adapters, and how many of them the GPU has a slot for.
 
 The engine's own scheduler and slot table decide every step, on a virtual clock; a step's time is that of
-`simulate.layouts` with what `simulate.multi_lora` adds for adapters. What is left out: reading adapters from disk, for
-all of them lie in host memory.
+`minivllm_simulate.layouts` with what `minivllm_simulate.multi_lora` adds for adapters. What is left out: reading
+adapters from disk, for all of them lie in host memory.
 
 The picture in the lesson's text: `uv run python -P -m widgets multi_lora lessons/figures/12_slots.svg`
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from minivllm.simulate.known_models import CONFIGS
+from minivllm_simulate.known_models import CONFIGS
 from widgets.knobs import choice, steps
 from widgets.multi_lora_figure import cause_words, figure, free, gigabytes
 from widgets.multi_lora_runs import ANSWER, MAX_MODEL_LEN, PLACES, PROMPT, Point

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from minivllm.lab.palette import BLUE, GREEN, ORANGE, PURPLE
 from minivllm.memory import weight_bytes
-from minivllm.simulate.load_sweep import Span
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
+from minivllm_simulate.load_sweep import Span
 from widgets.multi_lora_runs import ANSWER, PROMPT, Point
 from widgets.multi_lora_state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora_strip import draw_strip

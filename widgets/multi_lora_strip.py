@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from minivllm.lab.drawing import ink_on, text_width
-from minivllm.lab.palette import GREEN, ORANGE, PURPLE, SKY, YELLOW
+from minivllm_lab.drawing import ink_on, text_width
+from minivllm_lab.palette import GREEN, ORANGE, PURPLE, SKY, YELLOW
 from widgets.multi_lora_runs import Moment
 from widgets.multi_lora_state import State
 from widgets.plot import MARGIN, Scale, counted, seconds

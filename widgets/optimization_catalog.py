@@ -1,7 +1,7 @@
 """Lesson 05: an engine's levers, switched on one after another in two orders; what each buys depends on what is on.
 
 The engine's own scheduler and block pool serve a workload under every set of levers; the time of a step is modelled
-(`minivllm.simulate.levers`), for Llama-3.1-8B on a GPU of your choice. One axis is swept: requests that run at once.
+(`minivllm_simulate.levers`), for Llama-3.1-8B on a GPU of your choice. One axis is swept: requests that run at once.
 
 The picture in the lesson's text: `uv run python -P -m widgets optimization_catalog lessons/figures/05_levers.svg`
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.levers import LeverResult
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.levers import LeverResult
 from widgets.knobs import Knob, choice, steps, switch
 from widgets.optimization_catalog_figure import ACTS, factor_words, figure
 from widgets.optimization_catalog_runs import (

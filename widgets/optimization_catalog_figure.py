@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from minivllm.lab.drawing import QUIET, ink_on, text_width
-from minivllm.lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION
-from minivllm.simulate.levers import LeverResult
+from minivllm_lab.drawing import QUIET, ink_on, text_width
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION
+from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog_runs import MODEL, REQUESTS, SLOTS, Curve, Outcome, Row, State, Step
 from widgets.plot import Axes, Scale, short
 from widgets.svg import SMALL, Box, Drawing

@@ -1,7 +1,7 @@
 """Lesson 05's levers: what each buys in the ranking's order and in the reverse, and with few or many requests at once.
 
 The engine's own scheduler and block pool serve a workload under every set of levers; the time of a step is modelled
-(`minivllm.simulate.levers`). A run is done once and kept.
+(`minivllm_simulate.levers`). A run is done once and kept.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 from minivllm.config import ModelConfig
 from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.lever_checks import known_error, published_checks
-from minivllm.simulate.levers import (
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.lever_checks import known_error, published_checks
+from minivllm_simulate.levers import (
     LADDER,
     LeverResult,
     Levers,
@@ -30,8 +30,8 @@ from minivllm.simulate.levers import (
     shared_chat,
     throughput,
 )
-from minivllm.simulate.virtual_clock import SimulatedRequest
-from minivllm.simulate.workloads import WORKLOADS
+from minivllm_simulate.virtual_clock import SimulatedRequest
+from minivllm_simulate.workloads import WORKLOADS
 
 MODEL = "Llama-3.1-8B"
 GPUS = ("L4", "A100", "H100")
@@ -212,7 +212,7 @@ def sweep(
             shared) or "code" (completions of code, prompts of up to 7,436 tokens).
         slots: requests that may run at once, one of SLOTS.
         level: milliseconds between two tokens of a request that are asked for, one of LEVELS.
-        levers: fields of `minivllm.simulate.levers.Levers`, on or off; those that are not named are as in START.
+        levers: fields of `minivllm_simulate.levers.Levers`, on or off; those that are not named are as in START.
 
     Returns:
         The state, if all its runs have been done before; else states that are more and more complete.

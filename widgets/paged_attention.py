@@ -1,6 +1,6 @@
 """Lesson 02: what a block size costs, in memory and in the kernel, and a block pool that plays step by step.
 
-Both costs are counted over many requests, by `minivllm.simulate`. The pool that plays is the engine's own `BlockPool`,
+Both costs are counted over many requests, by `minivllm_simulate`. The pool that plays is the engine's own `BlockPool`,
 or the reader's. The times of a CPU come from the results that lesson 02's script left.
 
 The picture in the lesson's text: `uv run python -P -m widgets paged_attention lessons/figures/02_pool.svg`
@@ -18,11 +18,11 @@ from typing import Any
 
 from minivllm.config.checks import require
 from minivllm.core.block_pool import BlockPool
-from minivllm.lab.bounded import bounded
-from minivllm.simulate.block_size_costs import Moment, fetched_in_vain, held, moments
-from minivllm.simulate.paged_traffic import LINE, SECTOR
-from minivllm.simulate.played_pool import Play, play_pool
-from minivllm.simulate.workloads import WORKLOADS, RequestLengths, Workload, workload
+from minivllm_lab.bounded import bounded
+from minivllm_simulate.block_size_costs import Moment, fetched_in_vain, held, moments
+from minivllm_simulate.paged_traffic import LINE, SECTOR
+from minivllm_simulate.played_pool import Play, play_pool
+from minivllm_simulate.workloads import WORKLOADS, RequestLengths, Workload, workload
 from widgets.knobs import choice, entry, steps
 from widgets.paged_attention_figure import draw, percent, slots, times
 from widgets.shell import LessonWidget
@@ -141,7 +141,7 @@ def sweep(
 
     Args:
         block_size: token slots in a block.
-        requests: a workload of `minivllm.simulate.workloads`.
+        requests: a workload of `minivllm_simulate.workloads`.
         file: a file with lengths of one's own, in their place.
         samples: answers to each request, which share the full blocks of its prompt.
         kernel: a key of `KERNELS`.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from minivllm.lab.drawing import QUIET, Point, number, text_width, wrapped
-from minivllm.lab.palette import INK, VERMILLION
+from minivllm_lab.drawing import QUIET, Point, number, text_width, wrapped
+from minivllm_lab.palette import INK, VERMILLION
 from widgets.svg import SMALL, Box, Drawing
 from widgets.theme import BROKEN, CARD, MISSED, PINNED
 

@@ -1,7 +1,8 @@
 """Lesson 11's widget: a pool that is too small, who loses its blocks, and what becomes of those.
 
-The engine's own scheduler decides every step, on a virtual clock; a step's time is that of `simulate.layouts`, and a
-copy's that of `simulate.preemption`. What is left out: tokenizer, event loop, sockets, and the prefix cache.
+The engine's own scheduler decides every step, on a virtual clock; a step's time is that of `minivllm_simulate.layouts`,
+and a copy's that of `minivllm_simulate.preemption`. What is left out: tokenizer, event loop, sockets, and the prefix
+cache.
 
 The picture in the lesson's text: `uv run python -P -m widgets preemption lessons/figures/11_cliff.svg`
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from minivllm.simulate.known_models import CONFIGS
+from minivllm_simulate.known_models import CONFIGS
 from widgets.knobs import choice, steps
 from widgets.plot import counted, seconds, tokens
 from widgets.preemption_figure import cause_words, figure, micro

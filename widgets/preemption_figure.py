@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE
-from minivllm.simulate.kv_links import LINKS, Link
-from minivllm.simulate.load_sweep import Span, spans
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+from minivllm_simulate.kv_links import LINKS, Link
+from minivllm_simulate.load_sweep import Span, spans
 from widgets.plot import MARGIN, Axes, Key, Scale, draw_keys, seconds, short, three_boxes, tokens
 from widgets.preemption_pool import draw_pool
 from widgets.preemption_state import HOST_LINKS, POOLS, SHARE, State

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from minivllm.lab.drawing import text_width
-from minivllm.lab.palette import BLUE, ORANGE, SKY
+from minivllm_lab.drawing import text_width
+from minivllm_lab.palette import BLUE, ORANGE, SKY
 from widgets.plot import MARGIN, Scale, seconds
 from widgets.preemption_runs import AGAIN, BLOCK_SIZE, OUT, Point, Sample, Span
 from widgets.preemption_state import State

@@ -1,7 +1,7 @@
 """The runs behind lesson 11's widget: one load on pools of many sizes, through the engine's scheduler.
 
 The same requests come at the same moments whatever the pool is, so that all differences are the pool's. A step's time
-is that of `simulate.layouts`, modelled; where blocks are swapped, a step also waits for its copies.
+is that of `minivllm_simulate.layouts`, modelled; where blocks are swapped, a step also waits for its copies.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm.lab.victim_scheduler import Victim, scheduler_with_victims
 from minivllm.memory import kv_bytes_per_token, memory_ledger
-from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.hardware import Hardware, get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.kv_links import Link, get_link
-from minivllm.simulate.layouts import Cost, Layout, PlacedModel, Steady
-from minivllm.simulate.load_sweep import Runs, within
-from minivllm.simulate.offline import Stretch
-from minivllm.simulate.open_load import OpenEngine, OpenLoad
-from minivllm.simulate.preemption import LARGE, SMALL, Crossover, Pieces, effective_bandwidth
-from minivllm.simulate.victims import VictimScheduler, scheduler_with
-from minivllm.simulate.virtual_clock import SimulatedRequest
-from minivllm.simulate.workloads import RequestLengths, gamma_arrivals
+from minivllm_lab.victim_scheduler import Victim, scheduler_with_victims
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.hardware import Hardware, get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.kv_links import Link, get_link
+from minivllm_simulate.layouts import Cost, Layout, PlacedModel, Steady
+from minivllm_simulate.load_sweep import Runs, within
+from minivllm_simulate.offline import Stretch
+from minivllm_simulate.open_load import OpenEngine, OpenLoad
+from minivllm_simulate.preemption import LARGE, SMALL, Crossover, Pieces, effective_bandwidth
+from minivllm_simulate.victims import VictimScheduler, scheduler_with
+from minivllm_simulate.virtual_clock import SimulatedRequest
+from minivllm_simulate.workloads import RequestLengths, gamma_arrivals
 from widgets.swept import patient
 
 COUNTED, AFTER = 100, 30

@@ -1,7 +1,8 @@
 """Lesson 06's widget: what clients see of a model on several GPUs over the rate, and which layout bears most.
 
-The engine's own scheduler decides every step, under a virtual clock; a step's time is that of `simulate.levers`, with
-the all-reduces of tensor parallelism. What is left out: tokenizer, event loop, sockets.
+The engine's own scheduler decides every step, under a virtual clock; a step's time is that of
+`minivllm_simulate.levers`, with the all-reduces of tensor parallelism. What is left out: tokenizer, event loop,
+sockets.
 
 The picture in the lesson's text: `uv run python -P -m widgets serving lessons/figures/06_layouts.svg`
 """
@@ -11,8 +12,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from minivllm.simulate.known_models import CONFIGS
-from minivllm.simulate.layouts import MAX_MODEL_LEN, PLACES, TOKEN_BUDGET, Layout
+from minivllm_simulate.known_models import CONFIGS
+from minivllm_simulate.layouts import MAX_MODEL_LEN, PLACES, TOKEN_BUDGET, Layout
 from widgets.knobs import choice, entry, steps
 from widgets.plot import seconds
 from widgets.serving_figure import cause_words, figure

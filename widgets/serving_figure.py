@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Callable
 
-from minivllm.lab.drawing import text_width
-from minivllm.lab.palette import BLUE, GREEN, INK, VERMILLION
+from minivllm_lab.drawing import text_width
+from minivllm_lab.palette import BLUE, GREEN, INK, VERMILLION
 from widgets.plot import MARGIN, Axes, Scale, draw_keys, seconds, short, three_boxes
 from widgets.serving_runs import RATES, Point
 from widgets.serving_state import Knee, Served, State

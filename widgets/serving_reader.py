@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.virtual_loop import run_virtual
 from minivllm.outputs import CompletionOutput, RequestOutput
+from minivllm_lab.virtual_loop import run_virtual
 
 PAUSES = (0.01, 0.1, 1.0)
 """Seconds between two reads."""

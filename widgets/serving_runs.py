@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.layouts import MAX_MODEL_LEN, Layout, PlacedModel, Steady
-from minivllm.simulate.load_sweep import Runs, within
-from minivllm.simulate.open_load import OpenLoad, OpenRun, run_open
-from minivllm.simulate.workloads import RequestLengths, Workload, gamma_arrivals
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.layouts import MAX_MODEL_LEN, Layout, PlacedModel, Steady
+from minivllm_simulate.load_sweep import Runs, within
+from minivllm_simulate.open_load import OpenLoad, OpenRun, run_open
+from minivllm_simulate.workloads import RequestLengths, Workload, gamma_arrivals
 
 COUNTED = 120
 """Requests that are looked at in a run; as many more keep the load up until the last of them has ended."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from minivllm.config.checks import require
-from minivllm.simulate.layouts import Layout
-from minivllm.simulate.lever_checks import known_error, published_checks
-from minivllm.simulate.load_sweep import crossing
-from minivllm.simulate.workloads import workload
+from minivllm_simulate.layouts import Layout
+from minivllm_simulate.lever_checks import known_error, published_checks
+from minivllm_simulate.load_sweep import crossing
+from minivllm_simulate.workloads import workload
 from widgets.serving_reader import PAUSES, Collector, Read, read_answer
 from widgets.serving_runs import RATES, Experiment, Point, Work, experiment
 from widgets.spec import require_numbers

@@ -24,9 +24,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from html import escape
 
-from minivllm.lab.drawing import BODY, FONT, QUIET, RULE, Point, attributes, ink_on, number, text_width, wrapped
-from minivllm.lab.drawing import points as corners
-from minivllm.lab.palette import INK
+from minivllm_lab.drawing import BODY, FONT, QUIET, RULE, Point, attributes, ink_on, number, text_width, wrapped
+from minivllm_lab.drawing import points as corners
+from minivllm_lab.palette import INK
 from widgets.theme import CARD, DARK, MID, WORDS
 
 SMALL, HEADING = 12, 14.5

@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from minivllm.lab.bounded import bounded
-from minivllm.simulate.lever_checks import known_error, published_checks
-from minivllm.simulate.load_sweep import Runs
+from minivllm_lab.bounded import bounded
+from minivllm_simulate.lever_checks import known_error, published_checks
+from minivllm_simulate.load_sweep import Runs
 from widgets.spec import Verdict
 
 PATIENCE = 2.0

@@ -7,8 +7,8 @@ card, as WCAG 2 AA asks.
 
 from __future__ import annotations
 
-from minivllm.lab.drawing import BLANK, QUIET, RULE
-from minivllm.lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, SERIES, SKY, VERMILLION, YELLOW
+from minivllm_lab.drawing import BLANK, QUIET, RULE
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, SERIES, SKY, VERMILLION, YELLOW
 
 CARD = "#FFFFFF"
 MID = "#B5B8BC"

@@ -1,6 +1,6 @@
 """The x-ray of a recorded run in a notebook: each step of an engine, as a server's page `/xray` shows it.
 
-    from minivllm.lab.step_recording import record
+    from minivllm_lab.step_recording import record
     from widgets import xray
     with record(llm, "run.jsonl"):
         llm.generate(prompts)
@@ -22,9 +22,9 @@ import traitlets
 from IPython.display import display
 
 from minivllm.entrypoints.xray.page import script, style
-from minivllm.lab.drawing import QUIET, RULE, ink_on
-from minivllm.lab.palette import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, VERMILLION, YELLOW
-from minivllm.lab.step_recording import ReplayedState, read_lines, replay
+from minivllm_lab.drawing import QUIET, RULE, ink_on
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, VERMILLION, YELLOW
+from minivllm_lab.step_recording import ReplayedState, read_lines, replay
 from widgets.svg import Box, Drawing
 
 HUES = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, YELLOW)

@@ -8,7 +8,7 @@ Needed: lesson 04 to the end of "The mechanism". As soon as the checks of your `
 the engine with it.
 """
 
-from minivllm.lab.key_walk import attend_keys
+from minivllm_lab.key_walk import attend_keys
 from minivllm.platforms.triton_utils import tl, triton
 
 # ---- on paper --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Needed: lesson 10 to the end of "The mechanism". As soon as the checks of your c
 with them, in both loops of its scheduler.
 """
 
-from minivllm.lab.key_walk import attend_blocks
+from minivllm_lab.key_walk import attend_blocks
 from minivllm.platforms.triton_utils import tl, triton
 
 # ---- on paper --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from minivllm.lab.exercise import load
+from minivllm_lab.exercise import load
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pictures import contents, contents_differ
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.lab.inside import runner_of
-from minivllm.lab.marks import put_between_marks
+from minivllm_lab.inside import runner_of
+from minivllm_lab.marks import put_between_marks
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/ablation.cpu.json"

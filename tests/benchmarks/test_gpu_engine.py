@@ -7,7 +7,7 @@ import torch
 
 from minivllm import SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.lab.inside import runner_of
+from minivllm_lab.inside import runner_of
 
 
 @pytest.fixture(scope="module")

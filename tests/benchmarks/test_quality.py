@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.lab.inside import runner_of
-from minivllm.lab.results import read_record
+from minivllm_lab.inside import runner_of
+from minivllm_lab.results import read_record
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/quality.cpu.json"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivllm.lab.http_load import Answer, Ask
+from minivllm_lab.http_load import Answer, Ask
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import torch
 
 from minivllm.config import EMBEDDED_MODEL, SpeculativeConfig
 from minivllm.kernels.cpu.panel_linear import can_pack
-from minivllm.lab.followed import without_info
-from minivllm.lab.marks import put_between_marks
-from minivllm.lab.results import read_record
+from minivllm_lab.followed import without_info
+from minivllm_lab.marks import put_between_marks
+from minivllm_lab.results import read_record
 
 ROOT = Path(__file__).resolve().parents[2]
 

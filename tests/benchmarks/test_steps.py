@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.marks import put_between_marks
-from minivllm.lab.results import read_record
+from minivllm_lab.marks import put_between_marks
+from minivllm_lab.results import read_record
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

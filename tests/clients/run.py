@@ -20,8 +20,8 @@ from typing import Any
 import vllm_cli
 from server.serving import CHAT_TEMPLATE, MODEL, Server, running
 
-from minivllm.lab.results import record, write_record
-from minivllm.lab.tables import table
+from minivllm_lab.results import record, write_record
+from minivllm_lab.tables import table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

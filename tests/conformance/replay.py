@@ -16,7 +16,7 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.lab.cli import Parser
+from minivllm_lab.cli import Parser
 
 SCHEDULER_KEYS = (
     "max_num_seqs",

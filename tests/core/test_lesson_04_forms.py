@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from lessons.harness import script_path
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.lab.exercise import checks_of, load
-from minivllm.simulate.cost_model import FittedCost
-from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+from minivllm_lab.exercise import checks_of, load
+from minivllm_simulate.cost_model import FittedCost
+from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 lesson = load(script_path("04"))
 checks = {check.__name__: check for check in checks_of("04")}

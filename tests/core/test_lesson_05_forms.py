@@ -7,7 +7,7 @@ from lessons.harness import script_path
 from minivllm.config import CacheConfig
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.request import Request
-from minivllm.lab.exercise import load
+from minivllm_lab.exercise import load
 
 lesson = load(script_path("05"))
 PROMPTS = st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=14), st.sampled_from((None, "ann", "bob")))

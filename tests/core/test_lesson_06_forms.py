@@ -9,9 +9,9 @@ from lessons.harness import script_path
 
 from minivllm.engine.async_llm import RequestOutputCollector
 from minivllm.engine.detokenizer import find_stop_string
-from minivllm.lab.exercise import load
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import RequestOutputKind
+from minivllm_lab.exercise import load
 
 lesson = load(script_path("06"))
 LETTERS = st.text("ab\n", max_size=5)

@@ -23,7 +23,7 @@ from minivllm.core.step_events import KeyLine, StepLine, StepRecorder
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.offload_scheduler import OffloadScheduler
 from minivllm.kv_connector.simple_cpu_offload_connector import SimpleCPUOffloadConnector
-from minivllm.lab.step_recording import ReplayedState
+from minivllm_lab.step_recording import ReplayedState
 
 SIZE = 4
 

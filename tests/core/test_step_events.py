@@ -31,7 +31,7 @@ from minivllm.core.step_events import (
     StepRecorder,
 )
 from minivllm.entrypoints.xray.recorder import is_key
-from minivllm.lab.step_recording import ReplayedState
+from minivllm_lab.step_recording import ReplayedState
 
 
 class Watched:

@@ -7,7 +7,7 @@ from typing import Any
 
 import nbformat
 
-from minivllm.lab.exercise import load
+from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[2]
 builder = load(ROOT / "tools" / "notebooks.py")

@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, Page
 from minivllm.core.step_events import KeyLine, StepLine
 from minivllm.entrypoints.xray.page import script, style
 from minivllm.entrypoints.xray.recorder import STEPS_KEPT, is_key
-from minivllm.lab.step_recording import ReplayedState
+from minivllm_lab.step_recording import ReplayedState
 
 pytestmark = pytest.mark.browser
 STEPS = 300

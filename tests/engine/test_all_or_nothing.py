@@ -16,7 +16,7 @@ from minivllm.config import EMBEDDED_DRAFT
 from minivllm.core.messages import EngineCoreRequest
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.errors import NonFiniteLogitsError
-from minivllm.lab.inside import core_of
+from minivllm_lab.inside import core_of
 
 ENGINE = str(Path(minivllm.errors.__file__).parent)
 HANDLERS = {

@@ -15,7 +15,7 @@ from minivllm.config.units import GIB
 from minivllm.core.messages import EngineCoreRequest
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.lab.inside import core_of
+from minivllm_lab.inside import core_of
 
 SHARED = [(7 * position + 5) % 900 for position in range(40)]
 PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], [5, 6, 5, 6, 5], SHARED[3:35]]

@@ -18,9 +18,9 @@ from minivllm.engine.async_thread_client import AsyncThreadClient
 from minivllm.entrypoints.openai.stream import until_disconnected
 from minivllm.entrypoints.xray.recorder import is_key
 from minivllm.errors import EngineDeadError, WorkerDiedError
-from minivllm.lab.exercise import checks_of, module_from, run_checks
-from minivllm.lab.step_recording import ReplayedState
 from minivllm.sampling_params import RequestOutputKind
+from minivllm_lab.exercise import checks_of, module_from, run_checks
+from minivllm_lab.step_recording import ReplayedState
 
 SETTINGS = {"model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
 

@@ -18,7 +18,7 @@ from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCo
 from minivllm.core.stats import SchedulerStats
 from minivllm.engine.wire import decode, encode
 from minivllm.errors import EngineDeadError
-from minivllm.lab.inside import core_of
+from minivllm_lab.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

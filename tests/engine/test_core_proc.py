@@ -10,7 +10,7 @@ from minivllm.engine.busy_loop import run_busy_loop
 from minivllm.engine.core_proc import EngineCoreProc
 from minivllm.engine.core_sockets import FolderSockets
 from minivllm.engine.wire import Kind, encode
-from minivllm.lab.inside import core_of
+from minivllm_lab.inside import core_of
 
 
 class Enough(Exception):

@@ -14,9 +14,9 @@ import torch
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
-from minivllm.lab.inside import core_of, runner_of
 from minivllm.worker.cuda_graphs import capture_sizes, padded_size
 from minivllm.worker.input_batch import StepInputs
+from minivllm_lab.inside import core_of, runner_of
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6}
 SHARED = [(7 * position + 5) % 900 for position in range(40)]

@@ -7,10 +7,10 @@ import pytest
 from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.entrypoints.llm import LLM
 from minivllm.kernels.rejection_sample import rejection_sample
-from minivllm.lab.inside import core_of
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.kernel_warmup import BEHIND_A_CONTEXT, short_step, warm_up_steps
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm_lab.inside import core_of
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}

@@ -8,9 +8,9 @@ import torch
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token
 from minivllm.worker.kv_cache import allocate_kv_caches
+from minivllm_lab.inside import core_of, runner_of
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True}
 SHARED = [(7 * position + 5) % 900 for position in range(40)]

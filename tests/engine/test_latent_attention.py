@@ -10,13 +10,13 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.kernels.mla_attention import mla_attention
-from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.latent_attention import UpProjection, plain_attention, plain_form_is_cheaper
 from minivllm.models.loader import random_model
 from minivllm.worker import latent_attention
 from minivllm.worker.latent_attention import StepForms
 from minivllm.worker.paged_attention import AttentionMetadata
+from minivllm_lab.inside import core_of, runner_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

@@ -10,9 +10,9 @@ import minivllm
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError, UnsupportedModelError
-from minivllm.lab.inside import core_of, runner_of
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind
+from minivllm_lab.inside import core_of, runner_of
 
 SETTINGS = {"device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

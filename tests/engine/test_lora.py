@@ -24,9 +24,9 @@ from minivllm.engine.lora_registry import AdapterRefused
 from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
 from minivllm.kernels.packed_weights import dequantize_weight
-from minivllm.lab.adapters import merge_adapter, random_adapter, write_adapter
-from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory.adapters import ALL_LINEARS, MLP_LINEARS
+from minivllm_lab.adapters import merge_adapter, random_adapter, write_adapter
+from minivllm_lab.inside import core_of, runner_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

@@ -9,8 +9,8 @@ from minivllm.core.block_pool import BlockPool
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError
-from minivllm.lab.inside import core_of, runner_of
 from minivllm.worker.paged_attention import PagedAttention
+from minivllm_lab.inside import core_of, runner_of
 
 ARGUMENTS = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 32}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -16,10 +16,10 @@ from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import WorkerFailedError
 from minivllm.inputs import TokensPrompt
-from minivllm.lab.inside import core_of
-from minivllm.lab.pipeline import record_pipeline
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.pipeline import get_pp_indices
+from minivllm_lab.inside import core_of
+from minivllm_lab.pipeline import record_pipeline
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

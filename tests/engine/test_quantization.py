@@ -10,12 +10,12 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import default_group_size, dequantize_weight
-from minivllm.lab.inside import core_of, runner_of
 from minivllm.models.attention import CausalAttention
 from minivllm.models.linear import Linear, UnquantizedLinearMethod, weight_bytes
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.quantized import QuantizedLinearMethod
+from minivllm_lab.inside import core_of, runner_of
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96}
 SHARED = [(7 * position + 5) % 900 for position in range(40)]

@@ -18,7 +18,6 @@ from minivllm.config.speculative import METHODS, MODEL_METHODS
 from minivllm.core.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats
 from minivllm.engine.throughput_log import ThroughputLog
 from minivllm.errors import MinivllmError
-from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
 from minivllm.models.attention import CausalAttention
 from minivllm.models.eagle3 import Eagle3Head
@@ -32,6 +31,7 @@ from minivllm.worker.spec_decode.model_proposer import check_drafter
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, PROPOSERS, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
+from minivllm_lab.inside import core_of, runner_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

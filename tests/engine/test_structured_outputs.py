@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.lab.inside import core_of
 from minivllm.structured_output import request as waiting
 from minivllm.structured_output.grammar_text import MOST_CHARACTERS, check_grammar, grammar_text
 from minivllm.structured_output.manager import StructuredOutputManager
 from minivllm.structured_output.request import StructuredOutputRequest
+from minivllm_lab.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

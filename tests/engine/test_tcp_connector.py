@@ -8,7 +8,7 @@ from patience import PATIENCE
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.lab.inside import core_of
+from minivllm_lab.inside import core_of
 
 TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 BLOCKS, ROUNDS, PROMPTS = 200, 4, 15

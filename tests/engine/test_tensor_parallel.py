@@ -24,8 +24,8 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
 from minivllm.executor.multiproc_executor import check_devices
-from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token
+from minivllm_lab.inside import core_of, runner_of
 
 SETTINGS = {
     "device": "cpu", "max_model_len": 96, "max_num_seqs": 6,

@@ -11,10 +11,10 @@ from patience import PATIENCE
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.output import AsyncModelRunnerOutput, CachedRequestData, NewRequestData, SchedulerOutput
 from minivllm.entrypoints.llm import LLM
-from minivllm.lab.inside import runner_of
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.tokens_in_flight import HostCopy, TokensInFlight
+from minivllm_lab.inside import runner_of
 
 SETTINGS = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 24}
 

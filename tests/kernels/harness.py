@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from minivllm.lab.aot import SHARED_MEMORY, TARGETS, Compiled, compile_for
-from minivllm.lab.exercise import load
+from minivllm_lab.aot import SHARED_MEMORY, TARGETS, Compiled, compile_for
+from minivllm_lab.exercise import load
 
 HEAD_DIMS = (64, 80, 128)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)

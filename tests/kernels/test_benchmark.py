@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minivllm.kernels.attention_configurations import configurations
-from minivllm.lab.aot import SHARED_MEMORY, TARGETS
-from minivllm.lab.exercise import load
+from minivllm_lab.aot import SHARED_MEMORY, TARGETS
+from minivllm_lab.exercise import load
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 bench = load(BENCHMARKS / "kernels.py")

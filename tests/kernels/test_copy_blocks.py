@@ -13,9 +13,9 @@ from minivllm.kernels.copy_blocks import (
     scatter_blocks,
 )
 from minivllm.kernels.cpu.block_copy_calls import torch_copy
-from minivllm.lab.aot import TARGETS
-from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.platforms.triton_utils import tl
+from minivllm_lab.aot import TARGETS
+from minivllm_lab.kernel_trace import trace_kernel
 
 BLOCKS = 11
 

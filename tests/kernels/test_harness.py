@@ -5,9 +5,9 @@ import torch
 from kernels.harness import assert_close, assert_compiles, assert_twin, awkward_lengths
 
 from minivllm.errors import MinivllmError
-from minivllm.lab import aot
-from minivllm.lab.aot import TARGETS, compile_for
 from minivllm.platforms.triton_utils import tl, triton
+from minivllm_lab import aot
+from minivllm_lab.aot import TARGETS, compile_for
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from minivllm.kernels.lora_linear import (
     tiles,
 )
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
-from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.platforms.triton_utils import tl
+from minivllm_lab.kernel_trace import trace_kernel
 
 CPU = torch.device("cpu")
 CASES = {

@@ -29,9 +29,9 @@ from minivllm.kernels.mla_attention import (
     mla_attention_kernel,
     mla_configurations,
 )
-from minivllm.lab.aot import TARGETS
-from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.platforms.triton_utils import tl, triton
+from minivllm_lab.aot import TARGETS
+from minivllm_lab.kernel_trace import trace_kernel
 
 BLOCK = 16
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, on rows that no query has

@@ -13,8 +13,8 @@ from minivllm.kernels.cpu import attention_calls, cache_calls
 from minivllm.kernels.cpu.cache_calls import quantize
 from minivllm.kernels.reshape_and_cache import quantize_and_cache_kernel, reshape_and_cache, reshape_and_cache_kernel
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.aot import TARGETS
-from minivllm.lab.attention_ahead import compile_attention
+from minivllm_lab.aot import TARGETS
+from minivllm_lab.attention_ahead import compile_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # NumPy, on a head that is all zero
 FP8 = torch.float8_e4m3fn

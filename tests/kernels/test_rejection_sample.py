@@ -17,9 +17,9 @@ from minivllm.kernels import rejection_sample as module
 from minivllm.kernels.cpu.rejection_calls import torch_rejection
 from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import rejection_sample
-from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm.worker.sample.gumbel import draft_keys, gumbel_max, row_keys
+from minivllm_lab.kernel_trace import trace_kernel
 
 CHUNK = 64
 """Tokens per program in most tests, so that a few hundred are several chunks."""

@@ -22,8 +22,8 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.attention_configurations import automatic_splits, configurations
 from minivllm.kernels.cpu import attention_calls
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.aot import TARGETS
-from minivllm.lab.attention_ahead import compile_attention, compile_combine
+from minivllm_lab.aot import TARGETS
+from minivllm_lab.attention_ahead import compile_attention, compile_combine
 
 BLOCK = 16
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, on rows that no query has

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.bounded import bounded
+from minivllm_lab.bounded import bounded
 
 
 def test_an_endless_loop_is_stopped_and_named():
@@ -70,7 +70,7 @@ AFTERWARDS = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from minivllm.errors import MinivllmError
-from minivllm.lab.bounded import bounded
+from minivllm_lab.bounded import bounded
 
 def endless():
     with bounded(0.1, "your function"):

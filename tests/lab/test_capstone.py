@@ -3,9 +3,9 @@
 import pytest
 from lessons.harness import script_path
 
-from minivllm.lab import capstone
-from minivllm.lab.asking_connector import CAME
-from minivllm.lab.capstone import (
+from minivllm_lab import capstone
+from minivllm_lab.asking_connector import CAME
+from minivllm_lab.capstone import (
     NUMBERS,
     PAIR,
     SERVERS,
@@ -15,8 +15,8 @@ from minivllm.lab.capstone import (
     serve_all,
     serve_pair,
 )
-from minivllm.lab.exercise import load
-from minivllm.lab.over_http import Answer, Load
+from minivllm_lab.exercise import load
+from minivllm_lab.over_http import Answer, Load
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from minivllm.lab.cli import Parser, positive_int, run, seed, whole_number
 from minivllm.logger import LEVEL_VARIABLE, init_logger
+from minivllm_lab.cli import Parser, positive_int, run, seed, whole_number
 
 
 def test_both_limits_are_allowed():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minivllm.errors import MinivllmError
-from minivllm.lab import device_rates
-from minivllm.lab.roofline import ridge
-from minivllm.simulate.hardware import Hardware
+from minivllm_lab import device_rates
+from minivllm_lab.roofline import ridge
+from minivllm_simulate.hardware import Hardware
 
 
 def test_rates_of_the_processor(monkeypatch):

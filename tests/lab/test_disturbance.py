@@ -2,9 +2,9 @@
 
 import pytest
 
-from minivllm.lab.disturbance import Control
-from minivllm.lab.tables import Timed, closing, console
 from minivllm.platforms.cpu_time import CpuTimes
+from minivllm_lab.disturbance import Control
+from minivllm_lab.tables import Timed, closing, console
 
 
 class FakeMachine:

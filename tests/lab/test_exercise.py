@@ -6,9 +6,9 @@ from types import ModuleType
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.lab import exercise
-from minivllm.lab.capstone import NUMBERS
-from minivllm.lab.exercise import REPOSITORY, check_here, checks_of, load, parts_taken, run_checks
+from minivllm_lab import exercise
+from minivllm_lab.capstone import NUMBERS
+from minivllm_lab.exercise import REPOSITORY, check_here, checks_of, load, parts_taken, run_checks
 
 
 def module(tmp_path, source):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from minivllm.lab import palette
-from minivllm.lab.figures import curves, panels
+from minivllm_lab import palette
+from minivllm_lab.figures import curves, panels
 
 
 def test_curves_are_points_as_a_results_file_has_them(tmp_path):

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.drawing import number, text_width, wrapped
-from minivllm.lab.frames import Frames, arrow, block, line, paragraph, rect, svg, text, tint
-from minivllm.lab.palette import BLUE, SERIES
+from minivllm_lab.drawing import number, text_width, wrapped
+from minivllm_lab.frames import Frames, arrow, block, line, paragraph, rect, svg, text, tint
+from minivllm_lab.palette import BLUE, SERIES
 
 SVG = "{http://www.w3.org/2000/svg}"
 WORDS = ["A prompt <waits>.", "It is computed & sampled.", "It is done."]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import module_from
-from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.platforms.triton_utils import tl, triton
+from minivllm_lab.exercise import module_from
+from minivllm_lab.kernel_trace import trace_kernel
 
 pytestmark = pytest.mark.interpreted
 
@@ -348,5 +348,5 @@ def test_exercises_are_checked_in_the_interpreter_also_beside_a_gpu(tmp_path, mo
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(sys, "argv", ["exercise", "01", "--file", str(tmp_path / "mine.py")])
     with pytest.raises(SystemExit):
-        runpy.run_module("minivllm.lab.exercise", run_name="__main__")
+        runpy.run_module("minivllm_lab.exercise", run_name="__main__")
     assert "interpret: 1" in capsys.readouterr().err

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import lesson_parser
-from minivllm.lab.lesson import begin, keep
+from minivllm_lab.cli import lesson_parser
+from minivllm_lab.lesson import begin, keep
 
 
 def arguments(*flags):

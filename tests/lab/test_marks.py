@@ -3,8 +3,8 @@
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.marks import put_between_marks
-from minivllm.lab.results import read_record, record, write_record
+from minivllm_lab.marks import put_between_marks
+from minivllm_lab.results import read_record, record, write_record
 
 PAGE = "before\n<!-- claims:03 -->\nold\nlines\n<!-- /claims -->\nafter\n"
 

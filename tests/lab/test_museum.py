@@ -17,12 +17,12 @@ from unittest import mock
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import run
-from minivllm.lab.exercise import module_from
-from minivllm.lab.museum import copies, desk, workloads
-from minivllm.lab.museum.exhibits import COLLECTION, ENGINE, NUM_HINTS, Exhibit, exhibits, what_happens_in
-from minivllm.lab.museum.runner import observe
-from minivllm.lab.tables import console
+from minivllm_lab.cli import run
+from minivllm_lab.exercise import module_from
+from minivllm_lab.museum import copies, desk, workloads
+from minivllm_lab.museum.exhibits import COLLECTION, ENGINE, NUM_HINTS, Exhibit, exhibits, what_happens_in
+from minivllm_lab.museum.runner import observe
+from minivllm_lab.tables import console
 
 ALL = list(exhibits().values())
 LAST_OF = {one.workload: one for one in ALL}
@@ -171,7 +171,7 @@ def test_an_exhibit_from_its_symptom_to_its_end(rooms, monkeypatch):
     shown = said("--bug", "10")
     assert "-12.5%" in shown
     assert "minivllm" in shown
-    assert not (rooms / "10" / "minivllm" / "lab").exists()
+    assert not (rooms / "10" / "minivllm_lab").exists()
     assert copies.observe(names, rooms / "10") == [broken]
     assert "0 of" in said()
     copy.write_text(few[10].sound_source())

@@ -13,9 +13,9 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
-from minivllm.lab import notebook
-from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.logger import LEVEL_VARIABLE, init_logger
+from minivllm_lab import notebook
+from minivllm_lab.kernel_trace import trace_kernel
 
 STUB = '''\
 %%exercise mine

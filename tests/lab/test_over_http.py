@@ -3,8 +3,8 @@
 import pytest
 
 from minivllm.config import NO_PARTS
-from minivllm.lab import over_http
-from minivllm.lab.over_http import TRIES, Client, Load, serve_load
+from minivllm_lab import over_http
+from minivllm_lab.over_http import TRIES, Client, Load, serve_load
 
 STAYS, LEAVES = Client(prompt="x"), Client(prompt="x", leaves_after=2)
 

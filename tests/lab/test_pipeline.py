@@ -4,8 +4,8 @@ import pytest
 
 from minivllm import LLM, MinivllmError
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.lab.inside import core_of
-from minivllm.lab.pipeline import PipelineRecord, record_pipeline
+from minivllm_lab.inside import core_of
+from minivllm_lab.pipeline import PipelineRecord, record_pipeline
 
 
 def test_one_step_in_flight_keeps_one_stage_of_two_at_work():

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from minivllm.lab import progress
+from minivllm_lab import progress
 
 
 def of_kind(monkeypatch, kind):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minivllm.errors import MinivllmError
-from minivllm.lab import proof
-from minivllm.lab.proof import furthest, prove, refusal, show_errors
+from minivllm_lab import proof
+from minivllm_lab.proof import furthest, prove, refusal, show_errors
 
 
 def test_errors_within_the_bound_are_shown_and_the_largest_comes_back(capsys):

@@ -5,10 +5,10 @@ import torch
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.lab.given_drafts import answers_with_errors, drafted_engine, serve_with_drafts
-from minivllm.lab.recording import bare_engine, foretell, record_run
-from minivllm.lab.timing import Stopwatch
-from minivllm.simulate.cost_model import FittedCost
+from minivllm_lab.given_drafts import answers_with_errors, drafted_engine, serve_with_drafts
+from minivllm_lab.recording import bare_engine, foretell, record_run
+from minivllm_lab.timing import Stopwatch
+from minivllm_simulate.cost_model import FittedCost
 
 CPU = torch.device("cpu")
 

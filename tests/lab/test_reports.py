@@ -5,7 +5,7 @@ import json
 import pytest
 from lessons.harness import REPOSITORY
 
-from minivllm.lab.reports import continuous_batching, kv_cache, optimization_catalog
+from minivllm_lab.reports import continuous_batching, kv_cache, optimization_catalog
 
 CLOSINGS = {
     "01_kv_cache": (lambda found, disturbance: kv_cache.close(found, disturbance), 1),

@@ -17,9 +17,9 @@ from minivllm.core.step_events import StepRecorder
 from minivllm.engine.mp_client import SyncMPClient
 from minivllm.entrypoints.xray.page import script
 from minivllm.errors import EngineDeadError, MinivllmError
-from minivllm.lab import step_recording
-from minivllm.lab.inside import core_of
-from minivllm.lab.step_recording import read_lines, record, replay
+from minivllm_lab import step_recording
+from minivllm_lab.inside import core_of
+from minivllm_lab.step_recording import read_lines, record, replay
 from widgets import xray
 
 HEADER = '{"xray":1,"model":"m"}\n'

@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
-from minivllm.lab import tables
-from minivllm.lab.tables import closing, markdown_table, table
+from minivllm_lab import tables
+from minivllm_lab.tables import closing, markdown_table, table
 
 COLUMNS = ("engine", "tokens/s", "alone")
 

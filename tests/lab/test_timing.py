@@ -1,6 +1,6 @@
 """Functions that are timed in turns."""
 
-from minivllm.lab.timing import in_turns
+from minivllm_lab.timing import in_turns
 
 
 def test_all_run_once_then_all_again():

@@ -12,9 +12,9 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import memory_ledger
-from minivllm.simulate.attention_heads import with_kv_heads, with_latent
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
+from minivllm_simulate.attention_heads import with_kv_heads, with_latent
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
 from widgets import attention_heads as widget
 from widgets.attention_heads_state import BESIDE_LATENT, MODELS, TPS
 

@@ -10,9 +10,9 @@ from collections import Counter
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.load_sweep import spans
-from minivllm.simulate.virtual_clock import SimulatedRequest, StepRecord, percentile, simulate
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.load_sweep import spans
+from minivllm_simulate.virtual_clock import SimulatedRequest, StepRecord, percentile, simulate
 from widgets import chunked_prefill as widget
 from widgets import chunked_prefill_runs as runs
 from widgets.chunked_prefill_state import BUDGETS

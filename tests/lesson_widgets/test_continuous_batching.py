@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import load as load_lesson
+from minivllm_lab.exercise import load as load_lesson
 from widgets import continuous_batching as widget
 from widgets import continuous_batching_curves as curves
 from widgets import continuous_batching_runs as runs

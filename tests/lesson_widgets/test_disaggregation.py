@@ -11,10 +11,10 @@ import pytest
 from lessons.harness import script_path
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import load
-from minivllm.lab.mutants import load_mutant
-from minivllm.simulate.disaggregation import Disaggregated
-from minivllm.simulate.kv_links import LINKS
+from minivllm_lab.exercise import load
+from minivllm_lab.mutants import load_mutant
+from minivllm_simulate.disaggregation import Disaggregated
+from minivllm_simulate.kv_links import LINKS
 from widgets import disaggregation as widget
 from widgets.disaggregation_state import LADDER, RATES, experiment
 

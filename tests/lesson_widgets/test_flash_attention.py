@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import load
-from minivllm.simulate import attention_traffic
-from minivllm.simulate.hardware import HARDWARE
+from minivllm_lab.exercise import load
+from minivllm_simulate import attention_traffic
+from minivllm_simulate.hardware import HARDWARE
 from widgets import flash_attention, flash_attention_row
 from widgets.flash_attention import SPEC, figure, sweep, verdict
 from widgets.flash_attention_walk import captions

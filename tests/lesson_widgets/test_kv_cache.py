@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.calculator import find_model
-from minivllm.lab.exercise import load
 from minivllm.memory import kv_bytes_per_token, max_concurrency, memory_ledger
-from minivllm.simulate.hardware import HARDWARE
-from minivllm.simulate.known_models import CONFIGS, known_model
-from minivllm.simulate.workloads import WORKLOADS
+from minivllm_lab.calculator import find_model
+from minivllm_lab.exercise import load
+from minivllm_simulate.hardware import HARDWARE
+from minivllm_simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.workloads import WORKLOADS
 from widgets import kv_cache
 from widgets.kv_cache_figure import percent
 from widgets.session import Session

@@ -13,8 +13,8 @@ import pytest
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
 from minivllm.memory import memory_ledger
-from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.known_models import known_model
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.known_models import known_model
 from widgets import multi_lora as widget
 from widgets import multi_lora_runs as runs
 from widgets.multi_lora_state import SLOTS

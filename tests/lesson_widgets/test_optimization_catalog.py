@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.lever_checks import known_error
-from minivllm.simulate.levers import LADDER, LeverResult, Levers, ladder, throughput
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.lever_checks import known_error
+from minivllm_simulate.levers import LADDER, LeverResult, Levers, ladder, throughput
 from widgets import optimization_catalog as widget
 from widgets import optimization_catalog_runs as runs
 from widgets.optimization_catalog_figure import breaks

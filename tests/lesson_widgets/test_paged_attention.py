@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from minivllm.core.block_pool import BlockPool
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import load
-from minivllm.simulate.workloads import WORKLOADS
+from minivllm_lab.exercise import load
+from minivllm_simulate.workloads import WORKLOADS
 from widgets import paged_attention as widget
 from widgets import paged_attention_figure as drawn
 from widgets.session import Session

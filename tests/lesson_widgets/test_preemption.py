@@ -11,9 +11,9 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
-from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.victims import VictimScheduler
-from minivllm.simulate.virtual_clock import SimulatedRequest, percentile, simulate
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.victims import VictimScheduler
+from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate
 from widgets import preemption as widget
 from widgets import preemption_runs as runs
 from widgets import preemption_state

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from minivllm.config import CacheConfig
 from minivllm.core.block_hash import hash_block_tokens
 from minivllm.errors import MinivllmError
-from minivllm.simulate.prefix_reuse import CONFIG
-from minivllm.simulate.sharing import SHARING, sessions
-from minivllm.simulate.virtual_clock import percentile, simulate
+from minivllm_simulate.prefix_reuse import CONFIG
+from minivllm_simulate.sharing import SHARING, sessions
+from minivllm_simulate.virtual_clock import percentile, simulate
 from widgets import prefix_caching as widget
 from widgets import prefix_caching_state as states
 from widgets.prefix_caching_figure import COLUMNS, ROWS
@@ -247,7 +247,7 @@ def test_the_command_gives_vllm_the_same_pool():
 
 
 def test_the_lessons_own_names_change_nothing():
-    from minivllm.lab.exercise import load
+    from minivllm_lab.exercise import load
 
     own = load(LESSON).hash_block_tokens
     mine = Session(widget.SPEC, hash_block_tokens=own, pool=8192)

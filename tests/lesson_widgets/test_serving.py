@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.drawing import text_width
-from minivllm.lab.exercise import load as load_lesson
-from minivllm.simulate.layouts import Layout
+from minivllm_lab.drawing import text_width
+from minivllm_lab.exercise import load as load_lesson
+from minivllm_simulate.layouts import Layout
 from widgets import serving as widget
 from widgets import serving_runs as runs
 from widgets.serving_reader import PAUSES, read_answer

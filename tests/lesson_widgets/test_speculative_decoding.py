@@ -15,7 +15,7 @@ import pytest
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.drawing import text_width
+from minivllm_lab.drawing import text_width
 from widgets import speculative_decoding as widget
 from widgets.session import Session
 from widgets.speculative_decoding_state import BATCHES, DRAFTERS, GPUS, MOST_K, SIBLINGS

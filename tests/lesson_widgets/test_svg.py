@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.lab.drawing import QUIET, ink_on, luminance, text_width
-from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SERIES, SKY, VERMILLION
+from minivllm_lab.drawing import QUIET, ink_on, luminance, text_width
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SERIES, SKY, VERMILLION
 from widgets import theme
 from widgets.plot import Axes, Scale, short, tokens
 from widgets.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar

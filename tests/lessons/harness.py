@@ -21,11 +21,11 @@ from unittest import mock
 import pytest
 import torch
 
-from minivllm.lab.cli import run
-from minivllm.lab.exercise import Check, CheckResult, checks_of, exercise_path, load, run_checks
-from minivllm.lab.mutants import Mutant, load_mutant
-from minivllm.lab.reach import joined, names_in, reached
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
+from minivllm_lab.cli import run
+from minivllm_lab.exercise import Check, CheckResult, checks_of, exercise_path, load, run_checks
+from minivllm_lab.mutants import Mutant, load_mutant
+from minivllm_lab.reach import joined, names_in, reached
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 noted: list[tuple[str, object]] = []

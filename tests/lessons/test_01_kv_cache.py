@@ -12,13 +12,13 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.exercise import checks_of, load, plug_of, run_plugged
-from minivllm.lab.followed import followed
-from minivllm.lab.mutants import load_mutant
 from minivllm.models.loader import load_model, random_model
 from minivllm.platforms.triton_utils import triton
-from minivllm.simulate.hardware import HARDWARE
-from minivllm.simulate.known_models import CONFIGS, known_model
+from minivllm_lab.exercise import checks_of, load, plug_of, run_plugged
+from minivllm_lab.followed import followed
+from minivllm_lab.mutants import load_mutant
+from minivllm_simulate.hardware import HARDWARE
+from minivllm_simulate.known_models import CONFIGS, known_model
 
 lesson = load(script_path("01"))
 CHECKS = checks_of("01")

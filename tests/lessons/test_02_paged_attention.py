@@ -18,17 +18,17 @@ from lessons.harness import assert_refuses, exercise_tests, figures_of_quick_run
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.allocators import Buddy, FirstFit
-from minivllm.lab.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples, share
-from minivllm.lab.exercise import exercise_path, load, plug_of
-from minivllm.lab.opening import paged_attention as opening
-from minivllm.lab.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
-from minivllm.lab.plugged import compare
-from minivllm.lab.reports.paged_attention import PAPER, PROMPT
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
-from minivllm.simulate.memory_replay import Running, TablesOnDemand, replay
-from minivllm.simulate.workloads import RequestLengths, workload
+from minivllm_lab.allocators import Buddy, FirstFit
+from minivllm_lab.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples, share
+from minivllm_lab.exercise import exercise_path, load, plug_of
+from minivllm_lab.opening import paged_attention as opening
+from minivllm_lab.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
+from minivllm_lab.plugged import compare
+from minivllm_lab.reports.paged_attention import PAPER, PROMPT
+from minivllm_simulate.memory_replay import Running, TablesOnDemand, replay
+from minivllm_simulate.workloads import RequestLengths, workload
 
 lesson = load(script_path("02"))
 lesson_01 = load(script_path("01"))

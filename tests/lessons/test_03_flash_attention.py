@@ -16,21 +16,21 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.aot import SHARED_MEMORY, compile_for
-from minivllm.lab.attention_in_model import attend_in_model
-from minivllm.lab.exercise import exercise_path, load, run_plugged
-from minivllm.lab.followed import PROMPT
-from minivllm.lab.opening import flash_attention as opening
-from minivllm.lab.reports import flash_attention as report
-from minivllm.lab.slow_memory import count_trips
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import INTERPRETED, triton
-from minivllm.simulate import attention_traffic
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.online_softmax import online_softmax
+from minivllm_lab.aot import SHARED_MEMORY, compile_for
+from minivllm_lab.attention_in_model import attend_in_model
+from minivllm_lab.exercise import exercise_path, load, run_plugged
+from minivllm_lab.followed import PROMPT
+from minivllm_lab.opening import flash_attention as opening
+from minivllm_lab.reports import flash_attention as report
+from minivllm_lab.slow_memory import count_trips
+from minivllm_simulate import attention_traffic
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.online_softmax import online_softmax
 
 lesson = load(script_path("03"))
 ROW = REPOSITORY / "widgets" / "attention_row.json"

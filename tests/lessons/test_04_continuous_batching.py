@@ -11,14 +11,14 @@ from lessons.harness import assert_refuses, exercise_tests, figures_of_quick_run
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.exercise import checks_of, load, plug_of
-from minivllm.lab.mutants import load_mutant
-from minivllm.lab.plugged import rows_of, serve
-from minivllm.lab.recording import bare_engine, foretell, record_run
-from minivllm.lab.reports import continuous_batching as report
 from minivllm.models.loader import random_model
-from minivllm.simulate.cost_model import FittedCost
-from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+from minivllm_lab.exercise import checks_of, load, plug_of
+from minivllm_lab.mutants import load_mutant
+from minivllm_lab.plugged import rows_of, serve
+from minivllm_lab.recording import bare_engine, foretell, record_run
+from minivllm_lab.reports import continuous_batching as report
+from minivllm_simulate.cost_model import FittedCost
+from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 lesson = load(script_path("04"))
 checks = {check.__name__: check for check in checks_of("04")}

@@ -16,14 +16,14 @@ from minivllm.kernels import reshape_and_cache as engine_cache
 from minivllm.kernels.cpu import cache_calls
 from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.exercise import checks_of, load, plug_of, run_checks
-from minivllm.lab.followed import PROMPT, followed
-from minivllm.lab.mutants import load_mutant
-from minivllm.lab.opening import optimization_catalog as opening
-from minivllm.lab.plugged import Plugged, serve
-from minivllm.lab.reports import optimization_catalog as report
 from minivllm.models.loader import load_model
-from minivllm.simulate.known_models import known_model
+from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
+from minivllm_lab.followed import PROMPT, followed
+from minivllm_lab.mutants import load_mutant
+from minivllm_lab.opening import optimization_catalog as opening
+from minivllm_lab.plugged import Plugged, serve
+from minivllm_lab.reports import optimization_catalog as report
+from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("05"))
 EXACT, TILE = torch.float32, 64

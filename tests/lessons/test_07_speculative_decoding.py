@@ -14,18 +14,18 @@ from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, NO_PARTS, Speculativ
 from minivllm.errors import MinivllmError
 from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import rejection_sample
-from minivllm.lab.asking_rejection import rejection_that_asks
-from minivllm.lab.cached_model import CachedModel
-from minivllm.lab.exercise import load, plug_of
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.opening import speculative_decoding as opening
-from minivllm.lab.plugged import serve
-from minivllm.lab.reports import speculative_decoding as report
 from minivllm.models.loader import load_model
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.speculation import RECORDED, draft_model, eagle_head
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm_lab.asking_rejection import rejection_that_asks
+from minivllm_lab.cached_model import CachedModel
+from minivllm_lab.exercise import load, plug_of
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.opening import speculative_decoding as opening
+from minivllm_lab.plugged import serve
+from minivllm_lab.reports import speculative_decoding as report
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.speculation import RECORDED, draft_model, eagle_head
 
 lesson = load(script_path("07"))
 TEXT = (REPOSITORY / "lessons" / "07_speculative_decoding.md").read_text()

@@ -15,14 +15,14 @@ from patience import PATIENCE
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS
 from minivllm.core.request import RequestStatus
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
-from minivllm.lab.asking_connector import CAME
-from minivllm.lab.exercise import load, plug_of
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.paged_model import PagedModel
-from minivllm.lab.reports import disaggregation as report
-from minivllm.lab.transfer_worker import until_finished
 from minivllm.memory import kv_bytes_per_token
-from minivllm.simulate.known_models import known_model
+from minivllm_lab.asking_connector import CAME
+from minivllm_lab.exercise import load, plug_of
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.paged_model import PagedModel
+from minivllm_lab.reports import disaggregation as report
+from minivllm_lab.transfer_worker import until_finished
+from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("08"))
 ARGUMENTS = Namespace(model=str(EMBEDDED_MODEL), device=torch.device("cpu"), quick=True, prompt=100, seed=0)

@@ -14,18 +14,18 @@ from minivllm.config import EMBEDDED_MODEL, NO_PARTS, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.mla_attention import mla_attention
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.exercise import checks_of, load, plug_of, run_checks
-from minivllm.lab.marks import put_between_marks
-from minivllm.lab.opening import attention_heads as opening
-from minivllm.lab.plugged import serve
-from minivllm.lab.pooled_heads import pooled_checkpoint
-from minivllm.lab.reports import attention_heads as report
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.latent_attention import UpProjection, plain_attention
 from minivllm.models.loader import load_model
 from minivllm.models.parallel import GroupCoordinator, kv_part
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import CONFIGS, known_model
+from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
+from minivllm_lab.marks import put_between_marks
+from minivllm_lab.opening import attention_heads as opening
+from minivllm_lab.plugged import serve
+from minivllm_lab.pooled_heads import pooled_checkpoint
+from minivllm_lab.reports import attention_heads as report
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import CONFIGS, known_model
 
 lesson = load(script_path("09"))
 PAGE = REPOSITORY / "lessons" / "09_attention_heads.md"

@@ -17,15 +17,15 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.capping_scheduler import scheduler_that_caps
-from minivllm.lab.exercise import load, plug_of
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.plugged import rows_of, serve
-from minivllm.lab.reports import chunked_prefill as report
 from minivllm.memory import kv_bytes_per_token, num_parameters
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.prefill_first import PrefillFirst
+from minivllm_lab.capping_scheduler import scheduler_that_caps
+from minivllm_lab.exercise import load, plug_of
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.plugged import rows_of, serve
+from minivllm_lab.reports import chunked_prefill as report
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.prefill_first import PrefillFirst
 
 lesson = load(script_path("10"))
 TEXT = (REPOSITORY / "lessons" / "10_chunked_prefill.md").read_text()
@@ -586,8 +586,8 @@ test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests(
 
 @pytest.mark.parametrize("mistake", ["no exception for one alone", "waiting: always cut", "running: no limit"])
 def test_vllms_traces_alone_tell(mistake):
-    from minivllm.lab.exercise import checks_of
-    from minivllm.lab.mutants import load_mutant
+    from minivllm_lab.exercise import checks_of
+    from minivllm_lab.mutants import load_mutant
 
     (check,) = [one for one in checks_of("10") if one.__name__ == "check_vllm_decided_the_same"]
     with pytest.raises((AssertionError, MinivllmError)):

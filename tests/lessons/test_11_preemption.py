@@ -14,14 +14,14 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
-from minivllm.lab.exercise import load, plug_of
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.plugged import rows_of, serve
-from minivllm.lab.preempting_scheduler import scheduler_that_preempts
-from minivllm.lab.reports import preemption as report
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.preemption import (
+from minivllm_lab.exercise import load, plug_of
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.plugged import rows_of, serve
+from minivllm_lab.preempting_scheduler import scheduler_that_preempts
+from minivllm_lab.reports import preemption as report
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.preemption import (
     SHARE_OF_PEAK,
     break_even_bandwidth,
     effective_bandwidth,
@@ -523,8 +523,8 @@ test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests(
 
 @pytest.mark.parametrize("mistake", ["loop: positions do not move", "victim: arrival does not count"])
 def test_vllms_traces_alone_tell(mistake):
-    from minivllm.lab.exercise import checks_of
-    from minivllm.lab.mutants import load_mutant
+    from minivllm_lab.exercise import checks_of
+    from minivllm_lab.mutants import load_mutant
 
     (check,) = [one for one in checks_of("11") if one.__name__ == "check_vllm_decided_the_same"]
     with pytest.raises((AssertionError, MinivllmError)):

@@ -14,12 +14,12 @@ from minivllm.config import NO_PARTS
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
-from minivllm.lab.exercise import checks_of, load, plug_of
-from minivllm.lab.gating_scheduler import scheduler_that_gates
-from minivllm.lab.plugged import rows_of, serve
-from minivllm.lab.reports import multi_lora as report
 from minivllm.memory.adapters import adapter_parameters, linear_shapes
-from minivllm.simulate.known_models import known_model
+from minivllm_lab.exercise import checks_of, load, plug_of
+from minivllm_lab.gating_scheduler import scheduler_that_gates
+from minivllm_lab.plugged import rows_of, serve
+from minivllm_lab.reports import multi_lora as report
+from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("12"))
 WAYS = {"loop": lesson.by_loop, "bgmv": lesson.by_token, "sgmv": lesson.by_segment, "sorted": lesson.by_sorting}

@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.mutants import load_mutant, mutant_source
+from minivllm_lab.mutants import load_mutant, mutant_source
 
 SOURCE = """
 def other(x):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from lessons.harness import checks_that_catch, nearest_first
 
-from minivllm.lab.exercise import checks_of
-from minivllm.lab.museum.exhibits import exhibits
+from minivllm_lab.exercise import checks_of
+from minivllm_lab.museum.exhibits import exhibits
 
 LEAST_MUTANTS = 10
 FROM_THE_MUSEUM = {f"{one.number:02d} {one.title}": one for one in exhibits().values() if one.solution}

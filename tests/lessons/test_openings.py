@@ -1,4 +1,4 @@
-"""The opening figures are what `lab/opening` draws, and can be read on any page."""
+"""The opening figures are what `minivllm_lab/opening` draws, and can be read on any page."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import load
-from minivllm.lab.frames import Frames, svg, text
-from minivllm.lab.opening import paged_attention
+from minivllm_lab.exercise import load
+from minivllm_lab.frames import Frames, svg, text
+from minivllm_lab.opening import paged_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 openings = load(ROOT / "tools" / "openings.py")

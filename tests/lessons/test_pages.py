@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import load
-from minivllm.lab.marks import lesson_page, notes_page, pages_of
+from minivllm_lab.exercise import load
+from minivllm_lab.marks import lesson_page, notes_page, pages_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = ROOT / "lessons"

@@ -5,9 +5,9 @@ from safetensors.torch import load_file
 
 from minivllm.config import EMBEDDED_MODEL, EMBEDDED_SIBLINGS, ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.lab.adapters import WEIGHTS_FILE, write_random_adapters
 from minivllm.memory.adapters import ATTENTION_LINEARS, adapter_bytes, adapter_parameters, linear_shapes
-from minivllm.simulate.known_models import known_model
+from minivllm_lab.adapters import WEIGHTS_FILE, write_random_adapters
+from minivllm_simulate.known_models import known_model
 
 
 def test_the_published_size():

@@ -21,8 +21,8 @@ from minivllm.memory import (
     rotary_table_bytes,
     weight_bytes,
 )
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import CONFIGS, known_model
 
 LLAMA = {
     "model_type": "llama",

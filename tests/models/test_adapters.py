@@ -10,8 +10,8 @@ import pytest
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm.lab.adapters import read_adapter
 from minivllm.memory.adapters import adapter_parameters
+from minivllm_lab.adapters import read_adapter
 
 FUNCTION = '''\
 def find(self, name, default=None):

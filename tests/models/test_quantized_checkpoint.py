@@ -11,7 +11,6 @@ from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.kernels.packed_weights import dequantize_weight
-from minivllm.lab.inside import core_of, runner_of
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear import Linear, UnquantizedLinearMethod
@@ -19,6 +18,7 @@ from minivllm.models.loader import SINGLE_FILE, checkpoint_slots, load_model, ra
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.quantized import QuantizedLinearMethod
 from minivllm.models.quantized_checkpoint import packed_format
+from minivllm_lab.inside import core_of, runner_of
 
 HF = json.loads((EMBEDDED_MODEL / "config.json").read_text())
 HF = {**HF, "num_hidden_layers": 2, "dtype": "float32"}

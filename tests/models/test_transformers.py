@@ -8,7 +8,7 @@ from minivllm.memory import num_parameters
 from minivllm.models.latent_attention import causal_attention
 from minivllm.models.loader import load_model
 from minivllm.models.rotary import RotaryTable
-from minivllm.simulate.known_models import CONFIGS
+from minivllm_simulate.known_models import CONFIGS
 
 TOKENS = 40
 SMALL = {

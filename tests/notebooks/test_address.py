@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import load
+from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[2]
 address = load(ROOT / "tools" / "address.py")

@@ -10,7 +10,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import load
+from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[2]
 notebooks = load(ROOT / "tools" / "notebooks.py")
@@ -82,7 +82,7 @@ def area(radius):
 """
 CHECK = """\
 ```python check
-from minivllm.lab.exercise import check_here
+from minivllm_lab.exercise import check_here
 
 check_here("07", mine)
 ```
@@ -137,7 +137,7 @@ def test_every_kind_of_fence_becomes_what_it_says(root: Path):
         (None, "def area(radius):\n    return math.pi * radius**2"),
         (None, "area(1.0)"),
         (["exercise"], '%%exercise mine\ndef area(radius):\n    raise NotImplementedError("write it")'),
-        (["check"], 'from minivllm.lab.exercise import check_here\n\ncheck_here("07", mine)'),
+        (["check"], 'from minivllm_lab.exercise import check_here\n\ncheck_here("07", mine)'),
     ]
     text = prose(root)
     for kept in ("```bash", "```text", "```mermaid\ngraph LR; A-->B\n```", "$$a = \\pi r^2$$", "<details>"):

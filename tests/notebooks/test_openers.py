@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from playwright.sync_api import Browser, ViewportSize
 from traitlets.config.loader import PyFileConfigLoader
 
-from minivllm.lab.exercise import load
+from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -9,7 +9,7 @@ import torch
 from minivllm import LLM, BeamSearchParams, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import UnsupportedModelError
-from minivllm.simulate.workloads import poisson_arrivals
+from minivllm_simulate.workloads import poisson_arrivals
 
 ONE = SamplingParams(max_tokens=1)
 BEAM = {"beam_width": 1, "max_tokens": 1}

@@ -214,11 +214,11 @@ def test_where_there_is_nothing_to_watch_nobody_watches(started, monkeypatch, mi
 
 SCRIPT = Path(__file__).resolve().parents[2] / "vllm" / "01_kv_cache.py"
 ENTRIES = {
-    "script": "from minivllm.lab.cli import lesson_parser; from minivllm.lab.lesson import begin; "
+    "script": "from minivllm_lab.cli import lesson_parser; from minivllm_lab.lesson import begin; "
     "from pathlib import Path; begin('', lesson_parser('', Path('x')).parse_args(['--device', 'cpu']))",
     "llm": "from minivllm import LLM; from minivllm.config import EMBEDDED_MODEL; "
     "LLM(EMBEDDED_MODEL, device='cpu', max_model_len=64)",
-    "notebook": "import sys; from minivllm.lab.exercise import load; sys.dont_write_bytecode = True; "
+    "notebook": "import sys; from minivllm_lab.exercise import load; sys.dont_write_bytecode = True; "
     f"load({str(SCRIPT)!r})",
 }
 ENTER_EACH = f"""

@@ -14,7 +14,7 @@ from minivllm.entrypoints.proxy.metrics import ProxyMetrics, Turn
 from minivllm.entrypoints.proxy.pool import Pool
 from minivllm.entrypoints.proxy.settings import POLICIES
 from minivllm.errors import MinivllmError
-from minivllm.lab.virtual_loop import run_virtual
+from minivllm_lab.virtual_loop import run_virtual
 
 URLS = ["http://a:1", "http://b:1/", "http://c:1"]
 

@@ -17,7 +17,7 @@ from server.serving import Server, running
 from server.test_clients import is_idle, raw_request
 from server.test_lora import ADAPTERS, LOAD, PROMPT, UNLOAD
 
-from minivllm.lab.step_recording import read_lines
+from minivllm_lab.step_recording import read_lines
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}

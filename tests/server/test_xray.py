@@ -18,7 +18,7 @@ from minivllm.entrypoints.xray.page import page
 from minivllm.entrypoints.xray.recorder import RecordingFile, StepRing
 from minivllm.entrypoints.xray.routes import add_xray, headers_for, step_events
 from minivllm.errors import MinivllmError
-from minivllm.lab.step_recording import MOST_BYTES, replay
+from minivllm_lab.step_recording import MOST_BYTES, replay
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 SECRET = "def zebra_crossing(umbrella):"

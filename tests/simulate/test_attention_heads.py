@@ -4,15 +4,15 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, num_parameters
-from minivllm.simulate.attention_heads import (
+from minivllm_simulate.attention_heads import (
     ModelShare,
     decode_intensity,
     kv_heads_of_rank,
     with_kv_heads,
     with_latent,
 )
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
 
 LLAMA, LARGE, H100 = known_model("Llama-3.1-8B"), known_model("Llama-3.1-70B"), get_hardware("H100")
 

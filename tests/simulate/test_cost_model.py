@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate.cost_model import FittedCost, MeasuredStep, RooflineCost, StepShape, model_error
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
+from minivllm_simulate.cost_model import FittedCost, MeasuredStep, RooflineCost, StepShape, model_error
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 H200 = json.loads((RESULTS / "gpu_engine.nvidia-h200.json").read_text())

@@ -6,10 +6,10 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, weight_bytes
-from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.deployments import WAYS, Deployment, bubble, bytes_sent, find_knee, serve
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.deployments import WAYS, Deployment, bubble, bytes_sent, find_knee, serve
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
 
 LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
 

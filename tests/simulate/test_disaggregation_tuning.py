@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.disaggregation import (
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.disaggregation import (
     Client,
     Colocated,
     Disaggregated,
@@ -17,7 +17,7 @@ from minivllm.simulate.disaggregation import (
     Work,
     goodput,
 )
-from minivllm.simulate.disaggregation_tuning import (
+from minivllm_simulate.disaggregation_tuning import (
     BUDGETS,
     MixingCost,
     best_budget,
@@ -27,9 +27,9 @@ from minivllm.simulate.disaggregation_tuning import (
     likely_first,
     winning_budgets,
 )
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.kv_links import get_link
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.kv_links import get_link
 
 LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
 LEVEL, WORK = Objective(0.5, 0.01), Work(64, 8, counted=4)

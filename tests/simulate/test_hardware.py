@@ -4,7 +4,7 @@ import pytest
 
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
-from minivllm.simulate.hardware import HARDWARE, get_hardware, measure_this_machine
+from minivllm_simulate.hardware import HARDWARE, get_hardware, measure_this_machine
 
 # (GB on the box, TB/s, dense bfloat16 TFLOP/s, operations per byte at the ridge), from the data sheets.
 DATA_SHEETS = {

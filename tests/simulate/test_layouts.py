@@ -10,13 +10,13 @@ from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, weight_bytes
-from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.layouts import Layout, PlacedModel
-from minivllm.simulate.open_load import OpenLoad, OpenRun, run_open
-from minivllm.simulate.virtual_clock import GENERATED, SimulatedRequest, percentile, simulate, to_request
-from minivllm.simulate.workloads import RequestLengths, gamma_arrivals, poisson_arrivals
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.layouts import Layout, PlacedModel
+from minivllm_simulate.open_load import OpenLoad, OpenRun, run_open
+from minivllm_simulate.virtual_clock import GENERATED, SimulatedRequest, percentile, simulate, to_request
+from minivllm_simulate.workloads import RequestLengths, gamma_arrivals, poisson_arrivals
 
 MODEL, LARGE, H100 = known_model("Llama-3.1-8B"), known_model("Meta-Llama-3-70B"), get_hardware("H100")
 ONE = PlacedModel(MODEL, H100, Layout(1, 1, 1))

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate import length_files
-from minivllm.simulate.workloads import RequestLengths, workload
+from minivllm_simulate import length_files
+from minivllm_simulate.workloads import RequestLengths, workload
 
 COUNTS = st.integers(1, length_files.MOST_TOKENS)
 ROWS = st.lists(st.tuples(COUNTS, COUNTS), min_size=1, max_size=30)

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from minivllm.simulate.lever_checks import checks_of, known_error, median_error, published_checks
+from minivllm_simulate.lever_checks import checks_of, known_error, median_error, published_checks
 
 
 def test_decodes_are_within_a_fifth_of_every_published_figure_and_within_a_tenth_of_most():

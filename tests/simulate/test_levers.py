@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate.cost_model import MEMORY_EFFICIENCY, RooflineCost, StepShape
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.levers import (
+from minivllm_simulate.cost_model import MEMORY_EFFICIENCY, RooflineCost, StepShape
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.levers import (
     LADDER,
     LeverCost,
     Levers,
@@ -24,7 +24,7 @@ from minivllm.simulate.levers import (
     shared_chat,
     throughput,
 )
-from minivllm.simulate.virtual_clock import SimulatedRequest
+from minivllm_simulate.virtual_clock import SimulatedRequest
 
 H100, A100, L4 = (get_hardware(name) for name in ("H100", "A100", "L4"))
 LLAMA = known_model("Llama-3.1-8B")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate.load_sweep import Runs, crossing, share_within, within
+from minivllm_simulate.load_sweep import Runs, crossing, share_within, within
 
 
 def counting(begun: list):

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate.memory_replay import Occupancy, Running, replay
-from minivllm.simulate.workloads import RequestLengths
+from minivllm_simulate.memory_replay import Occupancy, Running, replay
+from minivllm_simulate.workloads import RequestLengths
 
 
 @dataclass

@@ -6,10 +6,10 @@ import pytest
 
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
-from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.multi_lora import (
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.multi_lora import (
     LAUNCH_SECONDS,
     AdapterCost,
     distinct_adapters,

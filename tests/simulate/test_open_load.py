@@ -1,6 +1,6 @@
 """What clients have seen of an open load when it is left, some of them in the middle of their answers."""
 
-from minivllm.simulate.open_load import OpenRun, Stay
+from minivllm_simulate.open_load import OpenRun, Stay
 
 ENDED = Stay(0.0, 3, first=0.25, last=1.25, tokens=3, ended=True)
 FIRST_ONLY = Stay(1.0, 3, first=1.5, last=1.5, tokens=1)

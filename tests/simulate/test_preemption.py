@@ -4,10 +4,10 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, num_parameters
-from minivllm.simulate.hardware import HARDWARE, get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.kv_links import LINKS, Link, get_link
-from minivllm.simulate.preemption import (
+from minivllm_simulate.hardware import HARDWARE, get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.kv_links import LINKS, Link, get_link
+from minivllm_simulate.preemption import (
     LARGE,
     SMALL,
     Crossover,

@@ -3,9 +3,9 @@
 import pytest
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.simulate.cost_model import FittedCost
-from minivllm.simulate.scenes import arrivals_at, capacity, long_prompt
-from minivllm.simulate.workloads import RequestLengths
+from minivllm_simulate.cost_model import FittedCost
+from minivllm_simulate.scenes import arrivals_at, capacity, long_prompt
+from minivllm_simulate.workloads import RequestLengths
 
 CACHE = CacheConfig(num_gpu_blocks=4096, enable_prefix_caching=False)
 COST = FittedCost(per_step=0.01, per_request=0.0, per_token=1e-4, per_pair=0.0)

@@ -8,12 +8,12 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, num_parameters
-from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.layouts import SERVING
-from minivllm.simulate.levers import LeverCost
-from minivllm.simulate.speculation import (
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.layouts import SERVING
+from minivllm_simulate.levers import LeverCost
+from minivllm_simulate.speculation import (
     NGRAM,
     RECORDED,
     Drafter,
@@ -23,7 +23,7 @@ from minivllm.simulate.speculation import (
     eagle_head,
     expected_tokens,
 )
-from minivllm.simulate.speculation_checks import (
+from minivllm_simulate.speculation_checks import (
     EAGLE3_SERIES,
     PLAIN_TPOT,
     eagle1_head,

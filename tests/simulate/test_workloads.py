@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate.workloads import WORKLOADS, Lengths, gamma_arrivals, poisson_arrivals, workload
+from minivllm_simulate.workloads import WORKLOADS, Lengths, gamma_arrivals, poisson_arrivals, workload
 
 DISTRIBUTIONS = {(name, part): getattr(one, part) for name, one in WORKLOADS.items() for part in ("prompt", "output")}
 

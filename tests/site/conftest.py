@@ -16,7 +16,7 @@ from filelock import FileLock
 from playwright.sync_api import Browser, Page
 from sphinx.deprecation import RemovedInSphinx11Warning
 
-from minivllm.lab.exercise import load
+from minivllm_lab.exercise import load
 from widgets.knobs import Value
 from widgets.spec import Spec
 

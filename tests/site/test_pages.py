@@ -12,7 +12,7 @@ import site_pages
 from address import address
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import load
+from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))

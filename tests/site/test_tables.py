@@ -8,7 +8,7 @@ import site_widgets
 
 import widgets
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import load
+from minivllm_lab.exercise import load
 from widgets.knobs import choice, entry, slider, steps, switch
 from widgets.session import Session
 from widgets.spec import Verdict

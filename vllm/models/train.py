@@ -32,9 +32,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from minivllm.lab.corpus import corpus_files, held_out_texts, is_held_out, read_texts
-from minivllm.lab.tables import markdown_table
 from minivllm.platforms.allocator import keep_freed_memory
+from minivllm_lab.corpus import corpus_files, held_out_texts, is_held_out, read_texts
+from minivllm_lab.tables import markdown_table
 
 HERE = Path(__file__).resolve().parent
 SIBLINGS_COMPARED = HERE.parents[1] / "benchmarks" / "results" / "attention_siblings.cpu.json"

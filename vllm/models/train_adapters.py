@@ -39,12 +39,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from train import HERE, cross_entropy, learning_rate_factor, load_model, load_tokenizer, windows
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.lab.adapters import WEIGHTS_FILE, merge_adapter, peft_key, read_adapter, write_adapter
-from minivllm.lab.corpus import corpus_files, held_out_texts, is_held_out, read_texts
-from minivllm.lab.results import write_json
-from minivllm.lab.tables import markdown_table
 from minivllm.memory.adapters import ALL_LINEARS, ATTENTION_LINEARS
 from minivllm.platforms.allocator import keep_freed_memory
+from minivllm_lab.adapters import WEIGHTS_FILE, merge_adapter, peft_key, read_adapter, write_adapter
+from minivllm_lab.corpus import corpus_files, held_out_texts, is_held_out, read_texts
+from minivllm_lab.results import write_json
+from minivllm_lab.tables import markdown_table
 
 ADAPTERS = HERE / "adapters"
 COMPARED = HERE.parents[1] / "benchmarks" / "results" / "adapters.cpu.json"

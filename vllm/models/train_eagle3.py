@@ -37,9 +37,9 @@ from train import build_optimizers, learning_rate_factor, load_model
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.lab.corpus import corpus_files, held_out_texts, is_held_out, read_texts
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.allocator import keep_freed_memory
+from minivllm_lab.corpus import corpus_files, held_out_texts, is_held_out, read_texts
 
 HERE = Path(__file__).resolve().parent
 AUX_LAYERS = (1, 2, 3)

@@ -32,8 +32,8 @@ from rich.console import Console
 from train import HERE, SIBLINGS_COMPARED, Corpus, Shape, build_model, fit, load_tokenizer, save
 
 from minivllm.config import EMBEDDED_MODEL, EMBEDDED_SIBLINGS
-from minivllm.lab.corpus import corpus_files, is_held_out, read_texts
-from minivllm.lab.results import write_json
+from minivllm_lab.corpus import corpus_files, is_held_out, read_texts
+from minivllm_lab.results import write_json
 
 RUNS = HERE.parents[1] / "out" / "siblings"
 SIBLINGS = {

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import torch
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
-from minivllm.lab.inside import runner_of
-from minivllm.lab.kernel_trace import LOAD, trace_kernel
-from minivllm.lab.plugged import PROMPTS, Plugged
+from minivllm_lab.inside import runner_of
+from minivllm_lab.kernel_trace import LOAD, trace_kernel
+from minivllm_lab.plugged import PROMPTS, Plugged
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model

@@ -5,8 +5,8 @@ import random
 import torch
 
 from minivllm.config import Parts
-from minivllm.lab.kernel_trace import LOAD, KernelTrace, trace_kernel
-from minivllm.lab.plugged import PROMPTS, Plugged
+from minivllm_lab.kernel_trace import LOAD, KernelTrace, trace_kernel
+from minivllm_lab.plugged import PROMPTS, Plugged
 
 BLOCK_SIZE, WIDTH = 4, 8  # of the kernels' checks; a row is 32 bytes
 ROW = 4 * WIDTH

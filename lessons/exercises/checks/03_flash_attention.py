@@ -8,10 +8,10 @@ import torch
 
 from minivllm.config import Parts
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.plugged import Plugged
-from minivllm.lab.slow_memory import SlowArray, in_slow_memory
-from minivllm.simulate.attention_traffic import flash_traffic
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.plugged import Plugged
+from minivllm_lab.slow_memory import SlowArray, in_slow_memory
+from minivllm_simulate.attention_traffic import flash_traffic
 
 
 def _rows(rows, keys, head_dim=8, seed=0, spread=1.0):

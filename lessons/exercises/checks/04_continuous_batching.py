@@ -13,9 +13,9 @@ from minivllm.config import CacheConfig, Parts, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.lab.asking_scheduler import CountedPool, scheduler_that_asks
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.plugged import Plugged
+from minivllm_lab.asking_scheduler import CountedPool, scheduler_that_asks
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.plugged import Plugged
 from minivllm.platforms.triton_utils import tl, triton
 
 PUZZLE = {"A": (10, 3), "B": (4, 2), "C": (12, 4), "D": (3, 2)}

@@ -8,8 +8,8 @@ import torch
 from minivllm.config import Parts
 from minivllm.core.block_hash import hash_new_full_blocks
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.plugged import Plugged
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.plugged import Plugged
 from minivllm.worker.paged_attention import PagedAttention
 
 ZEROS = bytes(32)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from minivllm.config import Parts
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.over_http import Client, serve_load
-from minivllm.lab.plugged import Plugged, Served
-from minivllm.lab.virtual_loop import run_virtual, turns
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.over_http import Client, serve_load
+from minivllm_lab.plugged import Plugged, Served
+from minivllm_lab.virtual_loop import run_virtual, turns
 
 # ---- the collector ---------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from minivllm.config import Parts, SpeculativeConfig
-from minivllm.lab.asking_proposer import proposer_that_asks
-from minivllm.lab.asking_rejection import rejection_that_asks
-from minivllm.lab.inside import core_of
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.plugged import Plugged
+from minivllm_lab.asking_proposer import proposer_that_asks
+from minivllm_lab.asking_rejection import rejection_that_asks
+from minivllm_lab.inside import core_of
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.plugged import Plugged
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 
 

@@ -6,9 +6,9 @@ import torch
 
 from minivllm.config import Parts
 from minivllm.core.request import Request, RequestStatus
-from minivllm.lab.asking_connector import connector_that_asks, serve_through_both
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.plugged import Plugged
+from minivllm_lab.asking_connector import connector_that_asks, serve_through_both
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.plugged import Plugged
 
 BLOCK_SIZE, LEASE = 4, 30.0
 ADDRESS = {"remote_host": "10.0.0.1", "remote_port": 5601}

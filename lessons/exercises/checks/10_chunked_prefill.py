@@ -13,10 +13,10 @@ from minivllm.config import CacheConfig, Parts, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.lab.capping_scheduler import scheduler_that_caps
-from minivllm.lab.exercise import load
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.plugged import Plugged
+from minivllm_lab.capping_scheduler import scheduler_that_caps
+from minivllm_lab.exercise import load
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.plugged import Plugged
 from minivllm.platforms.triton_utils import tl, triton
 
 CONFORMANCE = Path(__file__).parents[3] / "tests" / "conformance"

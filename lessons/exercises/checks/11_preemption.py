@@ -15,11 +15,11 @@ from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.scheduler import Scheduler
-from minivllm.lab.exercise import load
-from minivllm.lab.inside import core_of
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.plugged import Plugged
-from minivllm.lab.preempting_scheduler import scheduler_that_preempts
+from minivllm_lab.exercise import load
+from minivllm_lab.inside import core_of
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.plugged import Plugged
+from minivllm_lab.preempting_scheduler import scheduler_that_preempts
 from minivllm.platforms.triton_utils import tl, triton
 
 CONFORMANCE = Path(__file__).parents[3] / "tests" / "conformance"

@@ -12,11 +12,11 @@ from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm.lab.gating_scheduler import scheduler_that_gates
-from minivllm.lab.inside import runner_of
-from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.numbers_made import numbers_made
-from minivllm.lab.plugged import PROMPTS, Plugged
+from minivllm_lab.gating_scheduler import scheduler_that_gates
+from minivllm_lab.inside import runner_of
+from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.numbers_made import numbers_made
+from minivllm_lab.plugged import PROMPTS, Plugged
 from minivllm.platforms.triton_utils import tl, triton
 
 TOLERANCE = 1e-4

@@ -1,0 +1,336 @@
+"""Ahead-of-time compilation of Triton kernels for absent GPUs: shared memory, registers, spills, instructions.
+
+`compile_everywhere(kernel, arguments)` compiles ahead of time for sm_80, sm_90, sm_100 and gfx942 and reads the
+machine code. No GPU is needed. A process that interprets kernels cannot compile them, so a worker process, started at
+the first call and ended with this process, does it with `TRITON_INTERPRET=0`; Triton's own disk cache, keyed by a hash
+of the kernel's source, makes repeated compilation fast.
+
+Types, constants and alignment are derived from example arguments as in a launch: pointers and integers are marked as
+divisible by 16 where they are, an integer 1 and None become constants.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import dataclasses
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import MinivllmError
+from minivllm_lab.exercise import load
+
+SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+"""Bytes of shared memory (LDS on AMD) one program may use: CUDA C++ programming guide, CDNA 3 instruction set guide."""
+
+TARGETS = tuple(SHARED_MEMORY)
+
+RECORD_VARIABLE = "MINIVLLM_COMPILED"
+"""Names a JSON file of figures that were read before: what it has is not compiled again, see `_key`."""
+WRITE_VARIABLE = "MINIVLLM_COMPILED_WRITE"
+"""Set to 1, what had to be compiled is added to that file."""
+
+_LOADS = {  # machine instruction that loads from device memory -> bytes a thread loads with it
+    r"(?:LDG|LDGSTS)\.\S*\b128\b": 16,
+    r"(?:LDG|LDGSTS)\.\S*\b64\b": 8,
+    r"LDG\.\S*\b[US]16\b": 2,
+    r"LDG\.\S*\b[US]8\b": 1,
+    r"(?:LDG|LDGSTS)\.\S*": 4,
+    r"(?:global|buffer)_load_dwordx4": 16,
+    r"(?:global|buffer)_load_dwordx2": 8,
+    r"(?:global|buffer)_load_dword\b": 4,
+    r"(?:global|buffer)_load_\w*short\w*": 2,
+    r"(?:global|buffer)_load_\w*byte\w*": 1,
+}
+_TENSOR_CORE = ("UTCHMMA", "HGMMA", "HMMA", "v_mfma")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Resource usage of one kernel's machine code on one target."""
+
+    kernel: str
+    target: str
+    shared: int
+    """Bytes of shared memory one program needs."""
+    registers: int
+    """Registers per thread (vector registers on AMD)."""
+    spilled: int
+    """Bytes of stack and local memory a thread needs: registers that did not fit."""
+    tensor_core: str | None
+    """The matrix instruction used: HMMA (Ampere), HGMMA (Hopper), UTCHMMA (Blackwell), v_mfma (AMD), or None."""
+    loads: Mapping[int, int]
+    """Bytes a thread loads from device memory per instruction -> number of such instructions in the code."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether its shared memory fits the target."""
+        return self.shared <= SHARED_MEMORY[self.target]
+
+
+def compile_for(
+    target: str, kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any] | None = None
+) -> Compiled:
+    """Compile `kernel` (a `triton.jit` function, interpreted or not) for one of `TARGETS`.
+
+    `arguments` has an example for each parameter by name: a tensor or a type like "*bf16" for a pointer, a number,
+    None, or the value of a constexpr. `options` are the launch's: num_warps, num_stages. Raises MinivllmError with
+    the compiler's message if it does not compile.
+    """
+    if target not in SHARED_MEMORY:
+        raise MinivllmError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
+    function = _python_function(kernel)
+    source = inspect.getsourcefile(function)
+    missing = [name for name in inspect.signature(function).parameters if name not in arguments]
+    if missing:
+        raise MinivllmError(f"kernel {function.__name__!r} needs an example for {', '.join(missing)}")
+    request = {
+        "module": function.__module__
+        if function.__module__.startswith(("minivllm.", "minivllm_lab."))
+        else None,  # else by its path
+        "path": source,
+        "kernel": function.__name__,
+        "target": target,
+        "arguments": {name: _describe(arguments[name]) for name in inspect.signature(function).parameters},
+        "options": dict(options or {}),
+    }
+    answer = _Worker.instance().ask(request)
+    if "error" in answer:
+        raise MinivllmError(f"{function.__name__} does not compile for {target}: {answer['error']}")
+    loads = {int(size): count for size, count in answer.pop("loads").items()}
+    return Compiled(kernel=function.__name__, target=target, loads=loads, **answer)
+
+
+def _python_function(kernel: Any) -> Any:
+    """The function under `triton.jit`, `triton.autotune` and the interpreter's wrapper."""
+    while not inspect.isfunction(kernel):
+        kernel = kernel.fn
+    return kernel
+
+
+def _describe(value: Any) -> dict:
+    """One example argument as JSON."""
+    if isinstance(value, str):
+        return {"type": value} if re.fullmatch(r"\*?[a-z]+\d+\w*", value) else {"value": value}
+    if hasattr(value, "data_ptr"):
+        return {"type": "*" + _POINTEES[str(value.dtype).removeprefix("torch.")]}
+    if hasattr(value, "primitive_bitwidth"):  # a tl.dtype given to a constexpr
+        return {"dtype": value.name}
+    return {"value": value}
+
+
+_POINTEES = {
+    "float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8e4nv",
+    "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "i1",
+}  # fmt: skip
+
+
+class _Worker:
+    """The process that compiles; requests and answers are lines of JSON."""
+
+    _instance: _Worker | None = None
+
+    def __init__(self) -> None:
+        root = str(Path(__file__).resolve().parents[1])  # the folder that holds minivllm
+        environment = {
+            **os.environ,
+            "TRITON_INTERPRET": "0",
+            "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
+            "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),  # whatever this process can import
+        }
+        command = [sys.executable, "-P", "-m", "minivllm_lab.aot"]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self.answers: dict[str, dict] = {}
+        atexit.register(self.process.kill)
+
+    @classmethod
+    def instance(cls) -> _Worker:
+        if cls._instance is None or cls._instance.process.poll() is not None:
+            cls._instance = cls()
+        return cls._instance
+
+    def ask(self, request: dict) -> dict:
+        line = json.dumps(request)
+        if line not in self.answers:
+            assert self.process.stdin is not None
+            assert self.process.stdout is not None
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+            if not answer:
+                raise MinivllmError(f"the compiler process died (exit code {self.process.wait()}) on {line}")
+            self.answers[line] = json.loads(answer)
+        return dict(self.answers[line])
+
+
+# ---- in the worker ---------------------------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Answer requests until end of input. The compiler's own output goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            answer = _compile(json.loads(line))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {str(error).strip()[-2000:]}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+_load_once = functools.cache(load)
+
+
+def _find_kernel(request: dict) -> Any:
+    module = importlib.import_module(request["module"]) if request["module"] else _load_once(request["path"])
+    kernel = getattr(module, request["kernel"])
+    while not hasattr(kernel, "params"):  # under triton.autotune
+        kernel = kernel.fn
+    return kernel
+
+
+def _specializes(parameter: Any, value: object) -> bool:
+    """Whether a launch is compiled for this very number."""
+    return not (parameter.do_not_specialize or isinstance(value, (bool, float)))
+
+
+def _specialize(kernel: Any, arguments: dict) -> tuple[dict, dict, dict]:
+    """(signature, constants, attributes) of a launch with these arguments."""
+    import triton.language as tl
+
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        example = arguments[parameter.name]
+        value = example.get("value")
+        if "dtype" in example:
+            signature[parameter.name], constants[parameter.name] = "constexpr", tl.dtype(example["dtype"])
+        elif "type" in example:
+            signature[parameter.name] = example["type"]
+            if example["type"].startswith("*"):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None or (value == 1 and _specializes(parameter, value)):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, bool):
+            signature[parameter.name] = "i1"
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and _specializes(parameter, value):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32"
+    return signature, constants, attributes
+
+
+def _compile(request: dict) -> dict:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = _find_kernel(request)
+    signature, constants, attributes = _specialize(kernel, request["arguments"])
+    name = request["target"]
+    target = GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
+    source = ASTSource(kernel, signature, constants, attributes)
+    record = os.environ.get(RECORD_VARIABLE)
+    key = _key(source, target, request["options"]) if record else ""
+    if record and (known := _read_record(record).get(key)):
+        return known["figures"]
+    built = triton.compile(source, target=target, options=request["options"])
+    figures = {"shared": built.metadata.shared, **_figures(built, target.backend)}
+    if record and os.environ.get(WRITE_VARIABLE):
+        _add_to_record(Path(record), key, {"kernel": request["kernel"], "target": name, "figures": figures})
+    return figures
+
+
+def _key(source: Any, target: Any, options: Mapping[str, Any]) -> str:
+    """Triton's own key of a compilation: of the kernel's source and all that it calls, its arguments, options, target,
+    the compiler's files and what it reads from the environment."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import get_cache_key
+
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options))
+    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@functools.cache
+def _read_record(path: str) -> dict[str, dict]:
+    """Triton's key -> the kernel's name, its target and its figures."""
+    return json.loads(Path(path).read_text()) if Path(path).is_file() else {}
+
+
+def _add_to_record(path: Path, key: str, entry: dict) -> None:
+    """Add what has been compiled, in the order of names; one process at a time may do so."""
+    record = _read_record(str(path))
+    record[key] = entry
+    ordered = sorted(record.items(), key=lambda item: (item[1]["kernel"], item[1]["target"], item[0]))
+    path.write_text("{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in ordered) + "\n}\n")
+
+
+def _figures(built: Any, backend: str) -> dict:
+    """Read from the machine code; kept beside it in Triton's cache, for taking it apart takes half a second."""
+    from triton.runtime.cache import get_cache_manager
+
+    kept = get_cache_manager(built.hash)
+    name = f"figures-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}.json"
+    if (path := kept.get_file(name)) is None:
+        figures = _figures_amd(built.asm["amdgcn"]) if backend == "hip" else _figures_nvidia(built.asm["cubin"])
+        path = kept.put(json.dumps(figures), name, binary=False)
+    return json.loads(Path(path).read_text())
+
+
+def _figures_nvidia(cubin: bytes) -> dict:
+    """Read with the two tools bundled in Triton's wheel."""
+    from triton.backends import nvidia
+
+    tools = Path(nvidia.__path__[0]) / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+
+        def run(tool: str, *options: str) -> str:
+            command = [str(tools / tool), *options, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        usage = run("cuobjdump", "--dump-resource-usage")
+        code = run("nvdisasm", "-c", "--no-dataflow")  # that analysis is a third of the time, for jumps' targets only
+    used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], **_instructions(code)}
+
+
+def _figures_amd(code: str) -> dict:
+    """Read from the metadata at the end of the assembly."""
+    used = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", code)}
+    return {"registers": used["vgpr_count"], "spilled": used["private_segment_fixed_size"], **_instructions(code)}
+
+
+def _instructions(code: str) -> dict:
+    loads: collections.Counter[int] = collections.Counter()
+    for instruction in re.findall(r"\b(?:LDG\.|LDGSTS\.|global_load_|buffer_load_)\S*", code):
+        loads[next(size for pattern, size in _LOADS.items() if re.match(pattern, instruction))] += 1
+    tensor_core = next((name for name in _TENSOR_CORE if re.search(rf"\b{name}", code)), None)
+    return {"tensor_core": tensor_core, "loads": dict(loads)}
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,133 @@
+"""Blocks saved by sharing: beam search, and parallel samples of one prompt, on the block tables of lesson 02.
+
+At each step of a beam search some beams have several children and others none. The children share the blocks of their
+common prefix, which is most of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from minivllm_lab.paged_cache import BlockTable, PagedCache, blocks_held
+from minivllm_lab.progress import track
+from minivllm_simulate.workloads import WORKLOADS, RequestLengths
+
+Fork = Callable[[BlockTable], BlockTable]
+"""Makes a child's table from its parent's."""
+NewTable = Callable[[int, int], BlockTable]
+"""Makes an empty table in a new pool, given the number of blocks and the block size."""
+
+
+@dataclass
+class Beam:
+    """One candidate: the tokens after the prompt, their log-probability, and the table of the whole text."""
+
+    tokens: list[int]
+    score: float
+    table: BlockTable
+
+
+# region: beam_search
+def beam_search(
+    cache: PagedCache, prompt: list[int], width: int, steps: int, fork: Fork
+) -> tuple[list[Beam], list[int]]:
+    """The `width` likeliest continuations of `steps` tokens, and the blocks held after each step.
+
+    `fork` makes a child's table from its parent's.
+    """
+    beams, held = [Beam([], 0.0, cache.table())], []
+    new = [prompt]
+    for _ in range(steps):
+        logits = cache.forward([beam.table for beam in beams], new)
+        held.append(blocks_held(cache.pool))
+        scores = logits.log_softmax(-1) + torch.tensor([[beam.score] for beam in beams], device=logits.device)
+        best, places = scores.flatten().topk(width)
+        parents, tokens = places // logits.shape[-1], places % logits.shape[-1]
+        children = [
+            Beam([*beams[parent].tokens, token], score, fork(beams[parent].table))
+            for parent, token, score in zip(parents.tolist(), tokens.tolist(), best.tolist(), strict=True)
+        ]
+        for beam in beams:
+            beam.table.free()
+        beams, new = children, [beam.tokens[-1:] for beam in children]
+    return beams, held
+
+
+# endregion
+
+
+def share(parent: BlockTable) -> BlockTable:
+    """A child that holds its parent's blocks, as `beam_search` forks."""
+    return parent.fork()
+
+
+def full_copy(cache: PagedCache, parent: BlockTable) -> BlockTable:
+    """A child that shares nothing: its own copies of all blocks."""
+    child = cache.table()
+    child.append(parent.num_tokens)
+    cache.copy(zip(parent.block_ids(), child.block_ids(), strict=True))
+    return child
+
+
+def beams_both_ways(
+    cache_of: Callable[[], PagedCache], prompt: list[int], widths: Iterable[int], steps: int
+) -> tuple[dict[str, dict], list[int]]:
+    """Search with each width twice, with children sharing and copying blocks: the saving, and the best beam.
+
+    `cache_of` makes an empty cache. By width: `saved`, the fraction of blocks saved on average over the steps, and the
+    most blocks held at once either way; then the tokens of the widest search's most likely beam.
+
+    Raises:
+        AssertionError: the two searches found different beams.
+    """
+    found, best = {}, []
+    for width in track(widths, "beam search"):
+        together, shared = beam_search(cache_of(), prompt, width, steps, share)
+        cache = cache_of()
+        apart, alone = beam_search(cache, prompt, width, steps, lambda parent, cache=cache: full_copy(cache, parent))
+        same = [(beam.tokens, beam.score) for beam in together] == [(beam.tokens, beam.score) for beam in apart]
+        assert same, "sharing changed the beams"
+        saved = 1 - sum(shared) / sum(alone)
+        found[str(width)] = {"saved": saved, "most_alone": max(alone), "most_shared": max(shared)}
+        best = together[0].tokens
+    return found, best
+
+
+def saved_by_samples(requests: Iterable[RequestLengths], samples: int, block_size: int, new_table: NewTable) -> float:
+    """The fraction of blocks saved if each request's `samples` outputs share one copy of its prompt."""
+    shared = alone = 0
+    for lengths in requests:
+        tables = [new_table(2 + samples * (1 + lengths.total // block_size), block_size)]
+        tables[0].append(lengths.prompt_tokens)
+        tables += [tables[0].fork() for _ in range(samples - 1)]
+        for _ in range(lengths.output_tokens):
+            for one in tables:
+                one.append(1)
+            shared += blocks_held(tables[0].pool)
+            alone += sum(len(one.blocks) for one in tables)
+    return 1 - shared / alone
+
+
+def measure_sharing(
+    cache_of: Callable[[], PagedCache],
+    new_table: NewTable,
+    prompt: list[int],
+    widths: Iterable[int],
+    steps: int,
+    block_size: int,
+    seed: int,
+) -> dict:
+    """Blocks that sharing saves: for parallel samples of many requests, and in actual beam searches.
+
+    `samples` by workload and number of samples (`saved_by_samples`, 40 requests of each kind); `beams` and `best` as
+    `beams_both_ways` returns them.
+    """
+    samples: dict[str, dict[str, float]] = {"alpaca": {}, "sharegpt": {}}
+    for name, count in track([(name, count) for name in samples for count in (2, 4, 6)], "parallel samples"):
+        requests = WORKLOADS[name].sample(40, seed)
+        samples[name][str(count)] = saved_by_samples(requests, count, block_size, new_table)
+    beams, best = beams_both_ways(cache_of, prompt, widths, steps)
+    return {"samples": samples, "beams": beams, "best": best}

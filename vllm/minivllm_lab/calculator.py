@@ -1,0 +1,142 @@
+"""A calculator of how a model uses a GPU's memory.
+
+    python -m minivllm_lab.calculator Qwen/Qwen3-8B --gpu H100 --max-model-len 32768
+    python -m minivllm_lab.calculator path/to/model --gpu A100-80 --tp 2 --kv-cache-dtype fp8
+    python -m minivllm_lab.calculator --table
+
+The model is a local directory, a well-known model (no network needed), or any model of the Hugging Face hub.
+"""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+from minivllm.config import ModelConfig
+from minivllm.config.units import GIB
+from minivllm.errors import MinivllmError
+from minivllm.memory import MemoryLedger, kv_bytes_per_token, memory_ledger, num_parameters
+from minivllm.memory.bytes_per_token import KV_DTYPES
+from minivllm.memory.kv_layers import FullLayer, StateLayer, WindowLayer
+from minivllm_lab.cli import Parser, run
+from minivllm_lab.tables import console, table
+from minivllm_simulate.hardware import HARDWARE
+from minivllm_simulate.known_models import CONFIGS, known_model
+
+TABLE_TP = (1, 2, 8)
+KINDS = {FullLayer: "full attention", WindowLayer: "sliding windows", StateLayer: "linear attention"}
+
+
+def find_model(name: str) -> ModelConfig:
+    """A local model, a well-known one, or one from the hub, in this order.
+
+    Raises:
+        MinivllmError: no such model exists.
+    """
+    if not Path(name).expanduser().exists():
+        try:
+            return known_model(name)
+        except MinivllmError:
+            if "/" not in name:
+                raise
+    return ModelConfig.from_pretrained(name)
+
+
+def print_ledger(name: str, ledger: MemoryLedger) -> None:
+    """Print the ledger as a table, followed by what vLLM prints at start-up."""
+    total = ledger.device.memory_bytes
+    rows = [
+        (row.name + (" (estimate)" if row.estimated else ""), f"{row.bytes / GIB:.2f}", f"{row.bytes / total:.1%}")
+        for row in ledger.rows
+    ]
+    rows.append(("device memory", f"{total / GIB:.2f}", "100.0%"))
+    table(f"{name} on {ledger.device.name}", ("what it goes to", "GiB", "share"), rows)
+    console.print(f"KV cache: {cache_of(ledger)}")
+    console.print(f"Available KV cache memory: {ledger.kv_bytes / GIB:.2f} GiB")
+    console.print(f"GPU KV cache size: {ledger.tokens:,} tokens")
+    concurrency = f"{ledger.concurrency:.2f}x"
+    console.print(f"Maximum concurrency for {ledger.max_model_len:,} tokens per request: {concurrency}")
+
+
+def cache_of(ledger: MemoryLedger) -> str:
+    """Return what a token takes, or a request if layers differ in what they keep of it."""
+    if ledger.bytes_per_token is not None:
+        return f"{ledger.bytes_per_token:,} bytes a token on this GPU, blocks of {ledger.block_size}"
+    kinds = Counter(KINDS[type(layer)] for layer in ledger.kv.groups)
+    groups = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+    blocks, size = ledger.kv.blocks_per_request(ledger.max_model_len), ledger.kv.block_bytes
+    return (
+        f"groups of layers that share one pool: {groups}; a request of {ledger.max_model_len:,} tokens takes "
+        f"{blocks:,} blocks of {size / 2**20:.2f} MiB, {blocks * size / GIB:.2f} GiB on this GPU"
+    )
+
+
+def print_models() -> None:
+    """Print the KV cache bytes per token of every well-known model, on one GPU of a tensor-parallel group."""
+    rows = []
+    for name in CONFIGS:
+        config = known_model(name)
+        shape = f"{config.num_hidden_layers}, {config.num_key_value_heads}, {config.head_dim}"
+        if config.kv_lora_rank is not None:
+            shape = f"{config.num_hidden_layers}, latent, {config.kv_lora_rank}+{config.qk_rope_head_dim}"
+        per_gpu = [_kib(config, tp) for tp in TABLE_TP]
+        rows.append((name.split("/")[1], f"{num_parameters(config) / 1e9:.2f}", shape, *per_gpu))
+    columns = ("model", "10⁹ par.", "layers, heads, width", *(f"tp={tp}" for tp in TABLE_TP))
+    table("KV cache, KiB a token on one GPU, 16 bits", columns, rows)
+
+
+def _kib(config: ModelConfig, tp: int) -> str:
+    try:
+        return f"{round(kv_bytes_per_token(config, tp=tp) / 1024, 2):g}"
+    except MinivllmError:  # no such figure, or its heads cannot be divided over that many GPUs
+        return "–"
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Print the table of models, or the ledger of one."""
+    if arguments.table:
+        print_models()
+        return
+    if arguments.model is None:
+        raise MinivllmError("give a model, or --table for the well-known ones")
+    model = find_model(arguments.model)
+    asked, limit = arguments.max_model_len or 0, model.max_position_embeddings
+    if limit and asked > limit:
+        raise MinivllmError(f"--max-model-len is {asked}; the model was made for {limit} tokens at most")
+    ledger = memory_ledger(
+        model,
+        arguments.gpu,
+        max_model_len=arguments.max_model_len,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        tp=arguments.tp,
+        kv_dtype=arguments.kv_cache_dtype,
+        weight_dtype=arguments.weight_dtype,
+        block_size=arguments.block_size,
+        weights=None if arguments.weights_gib is None else int(arguments.weights_gib * GIB),
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_num_seqs=arguments.max_num_seqs,
+    )
+    print_ledger(arguments.model, ledger)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The calculator's own flags, named as in vLLM."""
+    flags = Parser(
+        prog="minivllm_lab.calculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument("model", nargs="?", help="a model directory, a well-known model or a name on the hub")
+    flags.add_argument("--table", action="store_true", help="bytes a token of every well-known model")
+    flags.add_argument("--gpu", default="H100", help=f"one of {', '.join(HARDWARE)} (default: H100)")
+    flags.add_argument("--tp", type=int, default=1, help="GPUs that share one copy of the model")
+    flags.add_argument("--max-model-len", type=int, help="longest request in tokens (default: the model's own limit)")
+    flags.add_argument("--gpu-memory-utilization", type=float, default=0.92)
+    flags.add_argument("--kv-cache-dtype", default="auto", help=f"one of {', '.join(KV_DTYPES)}")
+    flags.add_argument("--weight-dtype", default="auto")
+    flags.add_argument("--weights-gib", type=float, help="size of the weights on one GPU, if they cannot be counted")
+    flags.add_argument("--block-size", type=int, default=16)
+    flags.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    flags.add_argument("--max-num-seqs", type=int, default=256)
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())

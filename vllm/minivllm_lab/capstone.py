@@ -1,0 +1,221 @@
+"""The capstone: a server made of what a learner has written in exercises 01 to 12, and clients that ask it.
+
+    uv run python -m minivllm_lab.capstone            # which parts are yours, and what the servers do with them
+    uv run python -m minivllm_lab.capstone --serve    # and then `minivllm serve` with them, on port 8000
+
+An exercise whose checks pass gives its parts; for the others the engine's own serve. Not all parts fit into one engine:
+there are four attentions and three schedulers, and a pool without names cannot find prefixes. So there are five
+servers, and the front end of exercise 06 is in each of them. Behind them stand two engines without a front end: one
+computes prompts, with the tiles of exercise 03, and the other one answers, with the keys and values that the connector
+of exercise 08 has fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
+from minivllm_lab.asking_connector import serve_through_both
+from minivllm_lab.cli import Parser, run
+from minivllm_lab.exercise import checks_of, exercise_path, load, plug_of, run_checks, unready_parts
+from minivllm_lab.over_http import Client, Load, serve_load
+from minivllm_lab.plugged import Served
+from minivllm_lab.progress import working
+from minivllm_lab.tables import console, table
+
+NUMBERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12")
+PORT = 8000
+
+
+@dataclass(frozen=True)
+class Server:
+    """One of the servers, or the pair: which exercises are in it, the engine's arguments that they need, adapters."""
+
+    name: str
+    exercises: tuple[str, ...]
+    engine_args: Mapping[str, Any]
+    adapters: tuple[str, ...] = ()
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+SMALL_STEPS = {
+    "max_num_batched_tokens": 16,
+    "long_prefill_token_threshold": 3,
+    "long_prefill_token_threshold_adaptive": True,
+}
+FEW_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 25, "max_model_len": 64}
+SERVERS = (
+    Server("paged", ("02", "03", "04", "06"), {"enable_prefix_caching": False, "max_num_batched_tokens": 64}),
+    Server("a block for each request", ("01", "06"), {"block_size": 64, "max_model_len": 64}),
+    Server(
+        "prefix cache, int8, drafts",
+        ("05", "06", "07", "10"),
+        {"block_size": 4, "kv_cache_dtype": "int8", "speculative_config": DRAFTS, **SMALL_STEPS},
+    ),
+    Server(
+        "heads in groups, drafts, few blocks", ("06", "07", "09", "11"), {"speculative_config": DRAFTS, **FEW_BLOCKS}
+    ),
+)
+ADAPTERS = ("braces", "doctest", "stubs")
+ADAPTERS_FOLDER = Path(EMBEDDED_MODEL).parent / "adapters"
+SERVERS += (
+    Server(
+        "three adapters, two slots",
+        ("06", "12"),
+        {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "max_cpu_loras": 3, "max_num_seqs": 3},
+        ADAPTERS,
+    ),
+)
+PAIR = Server("two engines in a row", ("03", "08"), {})
+ADD = "def add(a, b):\n    return"
+CLIENTS = (
+    Client(prompt=ADD, max_tokens=16),
+    Client(prompt=ADD, max_tokens=16, stop=("b\n\ndef _",)),
+    Client(prompt=ADD, max_tokens=12, stream=False),
+    Client(prompt="class Stack:\n", max_tokens=12),
+    Client(prompt="import os\n", max_tokens=12),
+    Client(prompt="for i in range(3):\n", max_tokens=40, leaves_after=2),
+)
+
+
+def solved(number: str) -> ModuleType | str:
+    """A learner's module, or what is missing in it."""
+    module = load(exercise_path(number))
+    results = run_checks(module, checks_of(number))
+    missing = sum(not result.passed for result in results)
+    return f"{missing} of {len(results)} checks to go" if unready_parts(number, module, results) else module
+
+
+def parts_of(server: Server, modules: Mapping[str, ModuleType]) -> Parts:
+    """The parts of all modules that are in this server."""
+    found: dict[str, Callable[..., Any]] = {}
+    for number in server.exercises:
+        plug = plug_of(number) if number in modules else None
+        if plug is not None:
+            parts = plug(modules[number]).parts
+            found |= {name: getattr(parts, name) for name in parts.names}
+    return Parts(**found)
+
+
+def serve_all(modules: Mapping[str, ModuleType]) -> bool:
+    """Serve the clients with the learner's parts and with ours, server by server; whether all answers are the same."""
+    rows, differences = [], []
+    for server in SERVERS:
+        parts = parts_of(server, modules)
+        if not parts.names:
+            continue
+        yours, ours = (_load_on(server, which) for which in (parts, NO_PARTS))
+        differences.append(difference_of(yours, ours))
+        answers = str(len(yours.answers))
+        rows.append((server.name, _named(parts), answers, differences[-1] or "the same"))
+    if "08" in modules:
+        yours, ours = serve_pair(modules)
+        differences.append(difference_in_row(yours, ours))
+        names = _named(parts_of(PAIR, modules))
+        rows.append((PAIR.name, names, str(len(yours.texts)), differences[-1] or "the same"))
+    heads = ["server", "your parts", "requests", "tokens"]
+    table("Servers with your parts, on real sockets, and two engines in a row", heads, rows, words=True)
+    return not any(differences)
+
+
+def _load_on(server: Server, parts: Parts) -> Load:
+    """The clients on this server, each adapter asked for by some of them."""
+    wanted = [None, *server.adapters]
+    clients = [replace(one, model=wanted[number % len(wanted)]) for number, one in enumerate(CLIENTS)]
+    modules = [f"{name}={ADAPTERS_FOLDER / name}" for name in server.adapters]
+    return serve_load(clients, parts, modules, **server.engine_args)
+
+
+def serve_pair(modules: Mapping[str, ModuleType]) -> tuple[Served, Served]:
+    """Prompts through two engines with the learner's connector, and through one engine of ours."""
+    plug = plug_of("08")
+    assert plug is not None
+    plugged = plug(modules["08"])
+    return serve_through_both(plugged, parts_of(PAIR, modules)), serve_through_both(plugged, NO_PARTS)
+
+
+def difference_of(yours: Load, ours: Load) -> str | None:
+    """What is not the same, in a few words."""
+    mine, other = ([(answer.token_ids, answer.text) for answer in load.answers] for load in (yours, ours))
+    if difference := _difference_of_answers(mine, other):
+        return difference
+    if yours.num_aborted != ours.num_aborted:
+        return f"{yours.num_aborted} requests aborted, and {ours.num_aborted} by ours"
+    held = yours.num_blocks - yours.num_free_blocks
+    return f"{held} blocks are still held" if held else None
+
+
+def difference_in_row(yours: Served, ours: Served) -> str | None:
+    """As `difference_of`, of two engines in a row and of one."""
+    mine, other = (list(zip(one.token_ids, one.texts, strict=True)) for one in (yours, ours))
+    wrong = [f"{name}: {value}" for name, value in yours.equal.items() if value != ours.equal[name]]
+    return _difference_of_answers(mine, other) or next(iter(wrong), None)
+
+
+def _difference_of_answers(yours: Sequence[tuple[list[int], str]], ours: Sequence[tuple[list[int], str]]) -> str | None:
+    for number, (mine, other) in enumerate(zip(yours, ours, strict=True)):
+        if mine != other:
+            return f"request {number}: {mine[1]!r}, and ours {other[1]!r}"
+    return None
+
+
+def _named(parts: Parts) -> str:
+    return ", ".join(name.replace("_", " ") for name in parts.names)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Check all exercises, serve with what is solved; exit with 1 if answers differ or nothing is solved."""
+    found = {number: solved(number) for number in NUMBERS}
+    modules = {number: one for number, one in found.items() if isinstance(one, ModuleType)}
+    rows = [(number, _parts(number), "yours" if number in modules else f"ours: {found[number]}") for number in NUMBERS]
+    table("Whose parts serve", ["exercise", "parts", "whose"], rows, words=True)
+    if not modules:
+        console.print("nothing of yours can serve yet; begin with: make check N=01")
+        raise SystemExit(1)
+    with working("servers, each with your parts and without"):
+        same = serve_all(modules)
+    if arguments.serve:
+        serve_here(modules, arguments.port)
+    if not same:
+        raise SystemExit(1)
+
+
+def serve_here(modules: Mapping[str, ModuleType], port: int) -> None:
+    """`minivllm serve` on the embedded model, with the parts of the first server, until Ctrl-C."""
+    from minivllm.engine.arg_utils import EngineArgs
+    from minivllm.entrypoints.openai.chat_template import PLAIN
+    from minivllm.entrypoints.openai.launcher import serve
+    from minivllm.entrypoints.openai.settings import FrontendArgs
+
+    server = SERVERS[0]
+    args = EngineArgs(model=EMBEDDED_MODEL, device="cpu", parts=parts_of(server, modules), **server.engine_args)
+    console.print(f"http://127.0.0.1:{port}/v1/completions, until Ctrl-C")
+    raise SystemExit(serve(args, FrontendArgs(host="127.0.0.1", port=port), PLAIN))
+
+
+def _parts(number: str) -> str:
+    return {
+        "01": "attention over contiguous caches", "02": "block pool", "03": "attention in tiles", "04": "scheduler",
+        "05": "block names, int8 cache", "06": "collector, stop strings, disconnects", "07": "drafts, their verdict",
+        "08": "which blocks move", "09": "attention in groups", "10": "chunks", "11": "who runs, who is preempted",
+        "12": "adapters' slots, their gate",
+    }[number]  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `python -m minivllm_lab.capstone`."""
+    flags = Parser(prog="capstone", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--serve", action="store_true", help="then serve with the parts of the first server")
+    flags.add_argument("--port", type=int, default=PORT, help="where to serve (default: 8000)")
+    return flags
+
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # the checks count what kernels read and write
+    run(main, parser())

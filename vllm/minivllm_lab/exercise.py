@@ -1,0 +1,313 @@
+"""Exercises: run a lesson's checks on a learner's file and say what is missing.
+
+    uv run python -m minivllm_lab.exercise 01              # checks lessons/exercises/01_*.py
+    uv run python -m minivllm_lab.exercise 01 --file mine.py
+    uv run python -m minivllm_lab.exercise 04 --only schedule     # one function's checks, without the engine
+
+A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`. The first line of its docstring states a
+requirement; it raises if this is not met. The same checks run on the lesson's script, which is the solution.
+
+The engine runs with the learner's part as soon as all is there that it takes. What leads to other functions of the
+exercise is not waited for, nor what begins with "Stretch:".
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from minivllm.errors import MinivllmError
+from minivllm_lab.cli import Parser, run
+from minivllm_lab.progress import track, working
+from minivllm_lab.reach import joined, names_in, reached
+from minivllm_lab.tables import console, table
+
+if TYPE_CHECKING:
+    from minivllm_lab.plugged import Plugged
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXERCISES = REPOSITORY / "lessons" / "exercises"
+
+Check = Callable[[ModuleType], None]
+_number_of_modules = count(1)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check: `problem` is None if it passed, else a one-line description of what is missing."""
+
+    function: str
+    statement: str
+    problem: str | None
+
+    @property
+    def name(self) -> str:
+        """The check's, in words."""
+        return self.function.removeprefix("check_").replace("_", " ")
+
+    @property
+    def passed(self) -> bool:
+        """Whether the requirement is met."""
+        return self.problem is None
+
+    @property
+    def is_stretch(self) -> bool:
+        """Whether it asks for more than the engine needs."""
+        return self.statement.startswith("Stretch:")
+
+
+def exercise_path(number: str | int) -> Path:
+    """The stub of a lesson's exercise; `number` is 1, "1" or "01".
+
+    Raises:
+        MinivllmError: no such exercise; the message lists the existing ones.
+    """
+    return _numbered(EXERCISES, number)
+
+
+def load(path: str | Path) -> ModuleType:
+    """Import a Python file under a fresh module name. It may run a model without an engine, as notebooks do.
+
+    Raises:
+        MinivllmError: the file does not exist, or importing it fails; the message names the line.
+    """
+    from minivllm.platforms.spinning import limit_spinning  # imports torch
+
+    limit_spinning()
+    path = Path(path)
+    try:
+        source = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MinivllmError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    return module_from(source, path)
+
+
+def module_from(source: str, path: Path) -> ModuleType:
+    """A module made of `source`; `path` names it and need not be a file.
+
+    Raises:
+        MinivllmError: running the source fails; the message names the line.
+    """
+    name = f"{path.stem}_{next(_number_of_modules)}"
+    filename = str(path) if path.exists() else f"<{name}>"
+    if not path.exists():  # let `inspect` find the source; Triton reads its kernels' source through it
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    module = ModuleType(name)
+    module.__file__ = filename
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)
+    except Exception as error:
+        del sys.modules[name]
+        raise MinivllmError(f"{path.name} cannot be imported: {_described(error, {filename})}") from error
+    return module
+
+
+def checks_of(number: str | int) -> list[Check]:
+    """The checks of a lesson's exercise, in source order."""
+    module = load(_numbered(EXERCISES / "checks", number))
+    return [check for name, check in vars(module).items() if name.startswith("check_") and inspect.isfunction(check)]
+
+
+def plug_of(number: str | int) -> Callable[[ModuleType], Plugged] | None:
+    """How a lesson's exercise takes its place in the engine; None if it does not."""
+    return getattr(load(_numbered(EXERCISES / "checks", number)), "plug", None)
+
+
+def run_plugged(number: str | int, module: ModuleType) -> bool:
+    """Run the engine with the module's part and print what it did; returns whether its tokens are ours."""
+    plug = plug_of(number)
+    if plug is None:
+        return True
+    from minivllm_lab.plugged import compare  # the checks alone need no engine
+
+    with working("the engine with your part and without"):
+        return compare(plug(module))
+
+
+def run_checks(module: ModuleType, checks: Iterable[Check]) -> list[CheckResult]:
+    """Run every check on `module`. Exceptions raised by the module's functions are caught."""
+    return [_run_check(module, check) for check in track([*checks], "checking")]
+
+
+def check_here(number: str | int, module: ModuleType) -> None:
+    """In a notebook: check the module of an exercise (`mine`). Prints what is missing, never raises."""
+    try:
+        show_and_run(number, module, f"Exercise {number}")
+    except MinivllmError as error:
+        console.print(f"{error}", markup=False)
+
+
+def show_and_run(number: str | int, module: ModuleType, title: str) -> bool:
+    """Check a module, print what is missing, and run the engine with it if it can. Return whether all is right."""
+    results = run_checks(module, checks_of(number))
+    show(results, title)
+    if unready := unready_parts(number, module, results):
+        console.print(f"the engine runs with your part when these are right: {', '.join(unready)}")
+        return False
+    return run_plugged(number, module) and all(result.passed for result in results)
+
+
+def show_only(number: str | int, module: ModuleType, title: str, only: str) -> bool:
+    """Run the checks of one function of an exercise and print what is missing. Return whether they all pass.
+
+    Raises:
+        MinivllmError: the exercise has no such function; the message lists those that it has.
+    """
+    checks = [check for check in checks_of(number) if only in _parts_called(check.__name__, number)]
+    if not checks:
+        there = ", ".join(_to_write(number))
+        raise MinivllmError(f"no check of exercise {number} calls {only!r} (its functions: {there})")
+    results = run_checks(module, checks)
+    show(results, f"{title}, {only} only")
+    return all(result.passed for result in results)
+
+
+def unready_parts(number: str | int, module: ModuleType, results: Iterable[CheckResult]) -> list[str]:
+    """Name the parts for which the engine waits: those that a failed check calls, given ones left out.
+
+    A check that leads to anything that the engine does not take is not waited for.
+    """
+    taken, written, unready = set(parts_taken(number, module)), set(_to_write(number)), set()
+    for result in results:
+        behind = _parts_behind(result.function, number, module) & written
+        if not result.passed and not result.is_stretch and behind <= taken:
+            unready |= _parts_called(result.function, number) & written
+    return sorted(unready)
+
+
+def parts_taken(number: str | int, module: ModuleType) -> list[str]:
+    """The functions and classes of an exercise that the engine runs with: what `plug` takes, and what that calls."""
+    return sorted(_parts_behind("plug", number, module))
+
+
+def _parts_behind(function: str, number: str | int, module: ModuleType) -> set[str]:
+    """Name the exercise's functions and classes to which a check leads, by way of the learner's code too."""
+    checks, stub = _names(number)
+    return reached(function, joined(checks, stub, names_in(_source(module)))).keys() & stub.keys()
+
+
+def _parts_called(function: str, number: str | int) -> set[str]:
+    """Name the exercise's functions and classes that a check, with its helpers, calls itself."""
+    checks, stub = _names(number)
+    return set().union(*(checks[name] for name in reached(function, checks))) & stub.keys()
+
+
+def _names(number: str | int) -> tuple[Mapping[str, frozenset[str]], Mapping[str, frozenset[str]]]:
+    """Return what the functions of an exercise's checks name, and what those of its stub name."""
+    checks, stub = (_numbered(folder, number).read_text() for folder in (EXERCISES / "checks", EXERCISES))
+    return names_in(checks), names_in(stub)
+
+
+def _to_write(number: str | int) -> list[str]:
+    """Name the parts of an exercise that the learner writes: in the stub they raise `NotImplementedError`."""
+    _, stub = _names(number)
+    return [name for name, named in stub.items() if "NotImplementedError" in named]
+
+
+def _source(module: ModuleType) -> str:
+    """A module's source as it is now, "" for one that has none."""
+    filename = getattr(module, "__file__", None) or ""
+    linecache.checkcache(filename)
+    return "".join(linecache.getlines(filename))
+
+
+def show(results: list[CheckResult], title: str) -> None:
+    """Print the results as a table and one closing line."""
+    table(title, ["what must be true", "what is missing"], [_row(result) for result in results], words=True)
+    missing = sum(not result.passed for result in results)
+    console.print(f"{missing} of {len(results)} checks to go" if missing else f"all {len(results)} checks pass")
+
+
+def _row(result: CheckResult) -> tuple[str, str]:
+    mark = "[green]✓[/green]" if result.passed else "[red]✗[/red]"
+    return f"{mark} {escape(result.statement)}", escape(result.problem or "")
+
+
+def _numbered(folder: Path, number: str | int) -> Path:
+    stem = str(number).strip()
+    stem = stem.zfill(2) if stem.isdigit() else ""
+    found = sorted(folder.glob(f"{stem}_*.py")) if stem else []
+    if not found:
+        there = ", ".join(sorted(path.stem[:2] for path in folder.glob("[0-9][0-9]_*.py"))) or "none"
+        raise MinivllmError(f"there is no exercise {str(number)!r} (there are: {there})")
+    return found[0]
+
+
+def _run_check(module: ModuleType, check: Check) -> CheckResult:
+    statement = (inspect.getdoc(check) or check.__name__).splitlines()[0]
+    try:
+        check(module)
+    except (Exception, SystemExit) as error:
+        return CheckResult(check.__name__, statement, _problem(error, module))
+    return CheckResult(check.__name__, statement, None)
+
+
+def _problem(error: BaseException, module: ModuleType) -> str:
+    """What is missing, in one line."""
+    if isinstance(error, AttributeError) and error.obj is module:
+        return f"there is no {error.name!r} yet"
+    if isinstance(error, NotImplementedError):
+        return f"not written yet: {_one_line(error)}" if str(error) else "not written yet"
+    if isinstance(error, AssertionError):
+        failed = traceback.extract_tb(error.__traceback__)[-1].line
+        return _one_line(error) if str(error) else f"this must hold: {failed}"
+    functions = [value for value in vars(module).values() if inspect.isfunction(value)]
+    learners = [function for function in functions if function.__module__ == module.__name__]
+    return _described(error, {function.__code__.co_filename for function in learners})
+
+
+def _described(error: BaseException, files: set[str]) -> str:
+    """The error, and the innermost line of the learner's own `files` that led to it (or of any file, if none did)."""
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename in files]
+    place = f"line {own[-1].lineno}: {own[-1].line}" if own else f"in the check, at: {frames[-1].line}"
+    if not own and "NoneType" in str(error):
+        place += "; does a function of yours end without its return?"
+    return f"{type(error).__name__}: {_one_line(error)} ({place})"
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:299]}…"
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Check one exercise, then run the engine with it, if it can; exit with 1 if something is missing or differs."""
+    path = Path(arguments.file) if arguments.file else exercise_path(arguments.number)
+    title = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
+    module = load(path)
+    if arguments.only:
+        right = show_only(arguments.number, module, title, arguments.only)
+    else:
+        right = show_and_run(arguments.number, module, title)
+    if not right:
+        raise SystemExit(1)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `python -m minivllm_lab.exercise`."""
+    flags = Parser(prog="exercise", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("number", help="the lesson's number, such as 01")
+    flags.add_argument("--file", metavar="FILE", help="check this file (default: the lesson's stub)")
+    flags.add_argument("--only", metavar="FUNCTION", help="run this function's checks alone, without the engine")
+    return flags
+
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # checks count what kernels read and write, which no GPU tells
+    run(main, parser())

@@ -1,0 +1,117 @@
+"""A real engine that verifies drafts made by the caller: any acceptance, at no cost of drafting.
+
+    core = drafted_engine(model, device, num_speculative_tokens=3, max_num_seqs=8)
+    plain = serve_with_drafts(core, prompts, 64)
+    oracle = answers_with_errors(plain.outputs, acceptance=0.7, k=3, seed=0)
+    faster = serve_with_drafts(core, prompts, 64, oracle).throughput / plain.throughput
+
+Verification is the engine's own, so the tokens are the same whatever the drafts are. vLLM's `rejection_sample_method`
+"synthetic" accepts at a given rate as well, but then the tokens are not the model's.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minivllm.config import CacheConfig
+from minivllm.core.messages import EngineCoreRequest
+from minivllm.engine.core import EngineCore
+from minivllm.sampling_params import SamplingParams
+from minivllm_lab.recording import bare_engine, own_clock
+
+BLOCK_SIZE = 16
+NEVER = 100
+"""Length of the n-gram that the engine's own proposer looks up: it finds none."""
+Drafts = Callable[[str, int], list[int]]
+"""Request id and the number of its output tokens -> the drafts that follow them."""
+
+
+@dataclass(frozen=True)
+class DraftedRun:
+    """A run: each request's output tokens, and of all steps in which nobody's prompt was computed, seconds and tokens.
+
+    `num_drafts` verifications had drafts, and accepted `num_accepted` of them.
+    """
+
+    outputs: dict[str, list[int]]
+    seconds: list[float]
+    num_tokens: int
+    num_drafts: int
+    num_accepted: int
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second, prompts left out."""
+        return self.num_tokens / sum(self.seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a verification yields on average."""
+        return 1 + self.num_accepted / max(1, self.num_drafts)
+
+
+def drafted_engine(
+    model: str | Path, device: torch.device, *, num_speculative_tokens: int, max_num_seqs: int, max_model_len: int = 256
+) -> EngineCore:
+    """An engine that drafts nothing itself, with a pool that holds all its requests."""
+    cache = CacheConfig(num_gpu_blocks=1 + max_num_seqs * (max_model_len // BLOCK_SIZE + 1), block_size=BLOCK_SIZE)
+    looked_up = {"prompt_lookup_min": NEVER, "prompt_lookup_max": NEVER}
+    return bare_engine(
+        model,
+        device,
+        cache,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        speculative_config={"method": "ngram", "num_speculative_tokens": num_speculative_tokens, **looked_up},
+    )
+
+
+def serve_with_drafts(
+    core: EngineCore, prompts: Sequence[Sequence[int]], max_tokens: int, drafts: Drafts | None = None
+) -> DraftedRun:
+    """Serve these prompts, greedy, all at once; `drafts` are verified in every step but a request's first."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    before, seconds, num_tokens = core.scheduler.spec_decoding_stats.copy(), [], 0
+    clock, requests = own_clock(core), core.scheduler.requests
+    for name, prompt in zip(outputs, prompts, strict=True):
+        core.add_request(EngineCoreRequest(name, list(prompt), params, (), time.monotonic()))
+    while core.has_unfinished_requests():
+        for name, output in outputs.items():
+            if drafts and output and name in requests:
+                requests[name].spec_token_ids = drafts(name, len(output))
+        generating = all(output for name, output in outputs.items() if name in requests)
+        start = clock()
+        step = core.scheduler.schedule()
+        results = core.scheduler.update_from_output(step, core.executor.execute_model(step))
+        if generating:
+            seconds.append(clock() - start)
+            num_tokens += sum(len(one.new_token_ids) for one in results)
+        for one in results:
+            outputs[one.request_id].extend(one.new_token_ids)
+    after = core.scheduler.spec_decoding_stats
+    verified, accepted = after.num_drafts - before.num_drafts, after.num_accepted_tokens - before.num_accepted_tokens
+    return DraftedRun(outputs, seconds, num_tokens, verified, accepted)
+
+
+def answers_with_errors(outputs: Mapping[str, Sequence[int]], acceptance: float, k: int, seed: int) -> Drafts:
+    """Drafts that are right with this probability, each for itself: known answers with wrong tokens put into them."""
+    draw = random.Random(seed)
+
+    def drafts(name: str, num_output_tokens: int) -> list[int]:
+        right = outputs[name][num_output_tokens : num_output_tokens + k]
+        return [token if draw.random() < acceptance else (token + 1) % 1000 for token in right]
+
+    return drafts

@@ -1,0 +1,99 @@
+"""The museum's collection: `lessons/bugs/exhibits.toml`, read and checked."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from minivllm.errors import MinivllmError
+from minivllm_lab.mutants import Mutant, changed_lines, function_lines, spliced_source
+
+ENGINE = Path(__file__).resolve().parents[2] / "minivllm"
+COLLECTION = ENGINE.parents[1] / "lessons" / "bugs" / "exhibits.toml"
+NUM_HINTS = 3
+CLOSE_ENOUGH = 2
+"""Lines between a guess and the defect that still count as found."""
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """One defect: where it is built in, what it is noticed by, and what leads to it.
+
+    `old` and `new` are pieces of `function` in `file`, a path below the engine's package (see `minivllm_lab.mutants`).
+    `solution` is the same defect in the lesson's script, for its checks to catch.
+    """
+
+    number: int
+    lesson: int
+    title: str
+    symptom: str
+    workload: str
+    file: str
+    function: str
+    old: str
+    new: str
+    hints: tuple[str, ...]
+    why: str
+    solution: Mutant | None = None
+
+    def broken_source(self) -> str:
+        """The source of `file` with the defect.
+
+        Raises:
+            MinivllmError: the engine has changed, and the piece is not there any more.
+        """
+        return spliced_source(self.sound_source(), (self.function, self.old, self.new), self.file)
+
+    def sound_source(self) -> str:
+        """The source of `file` as it should be."""
+        return (ENGINE / self.file).read_text()
+
+    def lines(self) -> tuple[int, ...]:
+        """The line numbers of the defect in the broken source."""
+        return changed_lines(self.sound_source(), self.broken_source())
+
+    def judge(self, file: str, line: int) -> str:
+        """How near a guess is: "found", "function" (the right one), "file" (the right one), or "cold"."""
+        if file != self.file:
+            return "cold"
+        if any(abs(line - there) <= CLOSE_ENOUGH for there in self.lines()):
+            return "found"
+        return "function" if line in function_lines(self.broken_source(), self.function) else "file"
+
+
+@functools.cache
+def exhibits() -> dict[int, Exhibit]:
+    """The collection by number, in order."""
+    entries = tomllib.loads(COLLECTION.read_text())["exhibit"]
+    return {entry["number"]: _exhibit(entry) for entry in entries}
+
+
+def exhibit(number: str) -> Exhibit:
+    """The exhibit of a number, such as "7" or "07".
+
+    Raises:
+        MinivllmError: there is none; the message says which there are.
+    """
+    there = exhibits()
+    known = number.isascii() and number.isdigit() and len(number) < 9 and int(number) in there
+    if not known:
+        raise MinivllmError(f"there is no exhibit {number!r} (there are 1 to {max(there)})")
+    return there[int(number)]
+
+
+def _exhibit(entry: dict) -> Exhibit:
+    known = {field.name for field in fields(Exhibit)}
+    if unknown := entry.keys() - known:
+        raise MinivllmError(f"exhibit {entry['number']} has {', '.join(sorted(unknown))}, which no exhibit has")
+    solution = entry.get("solution")
+    return Exhibit(**{**entry, "hints": tuple(entry["hints"]), "solution": tuple(solution) if solution else None})
+
+
+def what_happens_in(workload: str) -> str:
+    """The first line of a workload's docstring."""
+    from minivllm_lab.museum import workloads
+
+    return (inspect.getdoc(getattr(workloads, workload)) or "").splitlines()[0]

@@ -1,0 +1,146 @@
+"""What the lessons' notebooks need of IPython: the cell of an exercise is a module of its own.
+
+    %%exercise mine
+    def area(radius): ...
+
+runs the cell's code in a new module, which the notebook knows as `mine`; no other name of the notebook changes. So the
+lesson's functions stay what they are, and every cell can run again at any time. It works in any front end of IPython.
+"""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import linecache
+import sys
+from types import ModuleType, TracebackType
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.getipython import get_ipython
+
+from minivllm_lab.cli import log_warnings_only
+from minivllm_lab.progress import working
+from minivllm_lab.tables import console
+
+MAGIC, MODULE = "exercise", "mine"
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+class CellSyntaxError(Exception):
+    """The code of an exercise's cell is no Python. (IPython shows a SyntaxError with more frames than the reader's.)"""
+
+
+class _Cell(ModuleType):
+    """What the cell of an exercise defines."""
+
+
+def begin() -> None:
+    """The first cell of each notebook: `%%exercise` can be used, and the packages that take long are loaded.
+
+    The engine logs warnings only, which the page shows in red.
+    """
+    shell = get_ipython()
+    if shell is not None:
+        log_warnings_only()
+        shell.register_magic_function(_exercise, magic_kind="cell", magic_name=MAGIC)  # pyright: ignore
+    with working("loading PyTorch"):
+        import torch  # noqa: F401
+
+
+def written(*parts: Any) -> bool:
+    """Whether these functions or classes of an exercise are written, with all of the cell that they use.
+
+    Prints what is missing: each function that still raises NotImplementedError, with what its stub says.
+    """
+    missing = dict.fromkeys(line for part in parts for line in _unwritten(part))
+    for line in missing:
+        console.print(f"not written yet: {line}", markup=False)
+    return not missing
+
+
+def _exercise(line: str, cell: str) -> None:
+    """%%exercise NAME: run the cell in a module of its own, which the notebook knows as NAME (`mine`, if left out)."""
+    shell, name = get_ipython(), line.strip() or MODULE
+    assert shell is not None
+    before = sys.modules.get(name)
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise UsageError(f"%%{MAGIC} NAME: {name!r} is no name for a module")
+    if before is not None and not isinstance(before, _Cell):
+        raise UsageError(f"%%{MAGIC} NAME: {name!r} is a module that others import; take another name, as {MODULE}")
+    above = 1 + cell[: len(cell) - len(cell.lstrip())].count("\n")  # the magic's line, and empty ones, which get lost
+    code = "\n" * above + shell.transform_cell(cell)  # so lines count as in the cell
+    filename = shell.compile.cache(code, shell.execution_count)
+    module = _Cell(name)
+    module.__file__ = filename
+    sys.modules[name] = module  # dataclasses and `inspect` look a class's module up there
+    try:
+        _run(code, filename, module)
+    except BaseException as error:
+        _give_back(name, before)
+        if not isinstance(error, Exception):
+            raise
+        if not isinstance(error, SyntaxError):
+            trace = _from_the_cell_on(error.__traceback__, filename)
+            _shown_as(shell.InteractiveTB.structured_traceback(type(error), error, trace, tb_offset=0), error)
+            raise
+        lines = shell.SyntaxTB.structured_traceback(type(error), error)
+        raise _shown_as(lines, CellSyntaxError(f"line {error.lineno}: {error.msg}")) from None
+    shell.user_ns[name] = module
+
+
+def _give_back(name: str, before: ModuleType | None) -> None:
+    """What `name` stood for, where the cell that was to take its place has failed."""
+    if before is None:
+        del sys.modules[name]
+    else:
+        sys.modules[name] = before
+
+
+def _run(code: str, filename: str, module: ModuleType) -> None:
+    """Run the code as IPython would: the value of a last expression is shown."""
+    tree = ast.parse(code, filename)
+    last = [tree.body.pop()] if len(tree.body) > 1 and isinstance(tree.body[-1], ast.Expr) else []
+    exec(compile(tree, filename, "exec", dont_inherit=True), module.__dict__)
+    for expression in last:
+        exec(compile(ast.Interactive([expression]), filename, "single", dont_inherit=True), module.__dict__)
+
+
+def _shown_as(lines: list[str], error: Exception) -> Exception:
+    """The error, which IPython shows as these lines: without the frames of the magic, from the reader's own on."""
+    error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+    return error
+
+
+def _from_the_cell_on(trace: TracebackType | None, filename: str) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename != filename:
+        trace = trace.tb_next
+    return trace
+
+
+def _unwritten(part: Any) -> list[str]:
+    """A line for each function that raises NotImplementedError among `part` and what it uses of its module."""
+    lines = linecache.getlines(sys.modules[part.__module__].__file__ or "")
+    body = ast.parse("".join(lines)).body
+    defined = {node.name: node for node in body if isinstance(node, Definition)}
+    used: dict[str, Definition] = {}
+    ahead = [part.__name__]
+    while ahead:
+        name = ahead.pop()
+        if name in used or name not in defined:
+            continue
+        used[name] = defined[name]
+        ahead += [node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)]
+    return [line for name, node in used.items() for line in _stubs(node, name)]
+
+
+def _stubs(node: Definition, name: str) -> list[str]:
+    """`name: what the stub says`, for a function or for each method of a class."""
+    found = []
+    for statement in node.body:
+        if isinstance(node, ast.ClassDef) and isinstance(statement, ast.FunctionDef):
+            found += _stubs(statement, f"{name}.{statement.name}")
+        elif isinstance(statement, ast.Raise) and "NotImplementedError" in ast.dump(statement):
+            says = [leaf.value for leaf in ast.walk(statement) if isinstance(leaf, ast.Constant)]
+            found.append(f"{name}: {says[0]}" if says else name)
+    return found

@@ -1,0 +1,153 @@
+"""Lesson 10's opening: a long prompt comes while the followed request decodes; in one piece, then in three.
+
+The pieces are the engine's steps of the scene "long prompt". The one piece is what the same requests get from
+`PrefillFirst`, the scheduler of before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.request import Request
+from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
+from minivllm_lab.followed import MAX_TOKENS, NAME, Followed, Step, followed
+from minivllm_lab.frames import Frames
+from minivllm_lab.palette import BLUE, INK, ORANGE
+from minivllm_simulate.prefill_first import PrefillFirst
+
+WIDTH, HEIGHT = 860, 330
+LEFT, CELL, TALL = 92, 28.5, 30
+LONG = "long"
+COLOURS = {NAME: BLUE, LONG: ORANGE}
+SHORT = 4
+"""Characters that fit into a cell."""
+
+
+def frames() -> Frames:
+    """Six stills: the prompt waits, one piece, three pieces, both side by side."""
+    run = followed("long prompt")
+    prompt, output = run.requests[LONG].prompt, [token.shown for token in run.request.output]
+    budget, pieces = run.max_num_batched_tokens, [step for step in run.steps if _tokens(step, LONG) > 1]
+    sizes = [_tokens(step, LONG) for step in pieces]
+    first = run.requests[LONG].output[0].shown
+    stills = [
+        _still(
+            run,
+            "The followed request decodes, and a long prompt has come",
+            0,
+            output[:1],
+            text(LEFT, 100, "nothing is decided yet", colour=QUIET),
+        ),
+        _still(
+            run,
+            "Prefill first: a step of its own",
+            len(prompt),
+            output[:1],
+            *_step([(LONG, token.shown) for token in prompt]),
+        ),
+    ]
+    done = 0
+    for number, (step, size) in enumerate(zip(pieces, sizes, strict=True), start=1):
+        done += size
+        shown = [(row.request, token.shown) for row in step.rows for token in row.tokens]
+        title = f"Mixed: {budget} tokens a step, piece {number} of {len(pieces)}"
+        stills.append(_still(run, title, done, output[: 1 + number], *_step(shown, budget)))
+    stills.append(_side_by_side(run))
+    rest = f"the last {sizes[-1]}, and samples {first}"
+    captions = [
+        f"add has said {output[0]} and wants one token computed. The prompt of long has {len(prompt)}. A step may have "
+        f"{budget}.",
+        f"Before: a waiting prompt goes first, all of it, in a step of its own. The step has {len(prompt)} tokens, and "
+        "none of them is add's, so add waits.",
+        f"Now: add runs, so it gets its 1 token; {budget - 1} are left of the budget, and the prompt is cut there. The "
+        "chunk's logits are not used.",
+        f"The same again. add has said {output[1]}, and gets 1; long gets the next {sizes[1]}, which also see the keys "
+        f"of the first {sizes[0]}.",
+        f"long gets {rest}. From now on both decode.",
+        f"Between two tokens of add stand {len(prompt)} tokens of long before, and {max(sizes)} at most now. long has "
+        f"its first token after {sum(sizes)} tokens of its own in both cases, and now {len(pieces)} of add's come "
+        "before it, too.",
+    ]
+    return Frames(stills, captions)
+
+
+def _tokens(step: Step, name: str) -> int:
+    row = step.row(name)
+    return row.num_scheduled_tokens if row else 0
+
+
+def _cells(x: float, y: float, cells: Sequence[tuple[str, str, str | None]], width: float, tall: float) -> list[str]:
+    """Cells side by side: (text, fill, dash) each; text that is too long is left out."""
+    return [
+        rect(
+            x + place * width, y, width, tall, fill, stroke=QUIET if dash else "#FFFFFF", dash=dash,
+            label=shown if len(shown) <= SHORT else "…", mono=True, size=11,
+        )
+        for place, (shown, fill, dash) in enumerate(cells)
+    ]  # fmt: skip
+
+
+def _step(tokens: Sequence[tuple[str, str]], budget: int | None = None) -> list[str]:
+    """The step's tokens end to end, and the places of its budget that are left."""
+    cells: list[tuple[str, str, str | None]] = [(shown, COLOURS[name], None) for name, shown in tokens]
+    cells += [("", "#FFFFFF", "3 3")] * ((budget or len(cells)) - len(cells))
+    return [text(LEFT - 12, 102, "the step", anchor="end"), *_cells(LEFT, 82, cells, CELL, TALL)]
+
+
+def _still(run: Followed, title: str, computed: int, said: Sequence[str], *step: str) -> str:
+    prompt = run.requests[LONG].prompt
+    cells: list[tuple[str, str, str | None]] = [
+        (token.shown, tint(ORANGE, 0.55) if place < computed else BLANK, None) for place, token in enumerate(prompt)
+    ]
+    return svg(
+        WIDTH, HEIGHT, text(20, 32, title, size=15, bold=True), *step,
+        text(LEFT - 12, 190, LONG, anchor="end", mono=True), *_cells(LEFT, 170, cells, CELL, TALL),
+        text(LEFT, 218, f"{computed} of {len(prompt)} tokens in the cache", size=12, colour=QUIET),
+        text(LEFT - 12, 270, NAME, anchor="end", mono=True),
+        *(rect(LEFT + place * 62, 250, 58, TALL, tint(BLUE, 0.45), label=shown, mono=True, size=12)
+          for place, shown in enumerate(said)),
+        text(LEFT, 298, "has said", size=12, colour=QUIET), label=title,
+    )  # fmt: skip
+
+
+def _before(run: Followed) -> list[dict[str, int]]:
+    """What `PrefillFirst` gives the same requests, step by step."""
+    limits = SchedulerConfig(max_model_len=32, max_num_batched_tokens=32, enable_chunked_prefill=False)
+    scheduler, steps = PrefillFirst(limits, CacheConfig(num_gpu_blocks=99, enable_prefix_caching=False)), []
+    for name in (NAME, LONG):
+        scheduler.add_request(Request(name, [0] * len(run.requests[name].prompt), max_tokens=MAX_TOKENS))
+        step = scheduler.schedule()
+        steps.append(dict(step.num_scheduled_tokens))
+        scheduler.update_from_output(step, ModelRunnerOutput({one: [1] for one in step.num_scheduled_tokens}))
+    while scheduler.has_unfinished_requests():
+        step = scheduler.schedule()
+        steps.append(dict(step.num_scheduled_tokens))
+        scheduler.update_from_output(step, ModelRunnerOutput({one: [1] for one in step.num_scheduled_tokens}))
+    return steps
+
+
+def _side_by_side(run: Followed) -> str:
+    """Both ways on one axis of tokens computed; marks where add says something."""
+    mixed = [{row.request: row.num_scheduled_tokens for row in step.rows} for step in run.steps]
+    parts, wide = [text(20, 32, "The same tokens, in two orders", size=15, bold=True)], 15.0
+    for y, name, steps in ((92, "before", _before(run)), (212, "now", mixed)):
+        parts.append(text(LEFT - 12, y + 20, name, anchor="end"))
+        x = float(LEFT)
+        for given in steps:
+            for who, count in given.items():
+                parts.append(rect(x, y, wide * count, TALL, COLOURS[who], stroke="#FFFFFF"))
+                x += wide * count
+            parts.append(line((x, y - 8), (x, y + TALL + 8), RULE))
+            if NAME in given:
+                parts.append(arrow((x, y + TALL + 26), (x, y + TALL + 10), BLUE))
+    key = [(NAME, BLUE), (LONG, ORANGE)]
+    for place, (who, colour) in enumerate(key):
+        parts += [
+            rect(LEFT + place * 110, 292, 16, 16, colour),
+            text(LEFT + 22 + place * 110, 305, who, mono=True, size=12),
+        ]
+    words = "↑ add says a token; lines end steps; the length is the number of tokens"
+    parts.append(text(LEFT + 240, 305, words, size=12, colour=INK))
+    return svg(WIDTH, HEIGHT, *parts, label="Prefill first and mixed steps on one axis")

@@ -1,0 +1,180 @@
+"""Lesson 04's opening: a step in which a decode, a whole prompt and a chunk of a prompt share one forward pass.
+
+It is the second step of the scene "company": the followed request decodes, and two others have just arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
+from minivllm_lab.followed import Followed, Row, Step, followed
+from minivllm_lab.frames import Frames
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+
+WIDTH, HEIGHT = 860, 350
+LEFT, CELL, TALL = 84, 62, 30
+TILE = 4
+COLOURS = (BLUE, ORANGE, GREEN)
+DASH = "4 3"
+
+
+def frames() -> Frames:
+    """Six stills: what each request wants, padding, end to end, tiles, keys that are seen, samples."""
+    run = followed("company")
+    step = run.steps[1]
+    return Frames(
+        [_wanted(run, step), _padded(step), _end_to_end(step), _tiles(step), _seen(step), _sampled(step)],
+        [
+            "Before the step: add has 9 tokens in the cache and 1 that it has sampled; for and class have arrived. A "
+            "step may have 12 tokens: add gets 1, for 5, and 6 are left for class, whose prompt is cut.",
+            "A rectangle, a row for each request, would have 18 places, and 6 of them padding.",
+            "So all new tokens are laid end to end. Norms and products with weights take them row by row, and do not "
+            "ask whose they are. query_start_loc says where each request begins.",
+            "Attention must ask. It is one launch over tiles of 4 rows; no tile straddles two requests. A program "
+            "finds its request by bisection: the last one whose first tile, start // 4 + number, is not after its own.",
+            "Each row sees its own request's keys, up to itself. The decode sees 10; the prompt and the chunk see a "
+            "staircase. Nothing outside the coloured cells counts.",
+            "Only the last row of a request that has caught up samples. class has 4 tokens of its prompt left: its "
+            "logits would predict a token that is already known.",
+        ],
+    )
+
+
+def _still(title: str, *elements: str) -> str:
+    return svg(WIDTH, HEIGHT, text(20, 30, title, size=15, bold=True), *elements, label=title)
+
+
+def _cell(x: float, y: float, content: str, fill: str, width: float = CELL, dash: str | None = None) -> str:
+    stroke = QUIET if dash else "#FFFFFF"
+    return rect(x, y, width, TALL, fill, stroke=stroke, dash=dash, label=content, mono=True, size=11)
+
+
+def _name(y: float, name: str) -> str:
+    return text(LEFT - 12, y + TALL / 2 + 5, name, size=13, anchor="end", mono=True)
+
+
+def _wanted(run: Followed, step: Step) -> str:
+    parts = []
+    for index, row in enumerate(step.rows):
+        y, end = 62 + index * 76, row.seq_len
+        known = run.requests[row.request].tokens[: max(end, len(run.requests[row.request].prompt))]
+        parts.append(_name(y, row.request))
+        for place, token in enumerate(known):
+            computed, new = place < row.num_computed_tokens, place < end
+            fill = tint(COLOURS[index]) if computed else COLOURS[index] if new else "#FFFFFF"
+            parts.append(_cell(LEFT + place * CELL, y, token.shown, fill, dash=None if new else DASH))
+        cut = " of 10" if end < len(known) else ""
+        parts.append(text(LEFT, y + TALL + 18, f"gets {row.num_scheduled_tokens}{cut}", size=12, colour=QUIET))
+    key = [("in the cache", tint(INK, 0.2), None), ("computed in this step", INK, None), ("later", "#FFFFFF", DASH)]
+    for index, (words, fill, dash) in enumerate(key):
+        x = LEFT + index * 190
+        parts += [rect(x, 306, 22, 16, fill, stroke=QUIET, dash=dash), text(x + 30, 319, words, size=12)]
+    return _still("What each request lacks", *parts)
+
+
+def _padded(step: Step) -> str:
+    widest, parts = max(row.num_scheduled_tokens for row in step.rows), []
+    for index, row in enumerate(step.rows):
+        y = 80 + index * (TALL + 14)
+        parts.append(_name(y, row.request))
+        for place in range(widest):
+            x, tokens = LEFT + place * CELL, row.tokens
+            filled = place < len(tokens)
+            content, fill = (tokens[place].shown, COLOURS[index]) if filled else ("padding", BLANK)
+            parts.append(_cell(x, y, content, fill, dash=None if filled else DASH))
+    total = sum(row.num_scheduled_tokens for row in step.rows)
+    count = f"{len(step.rows)} × {widest} = {len(step.rows) * widest} places for {total} tokens"
+    return _still("As a rectangle", *parts, text(LEFT, 250, count, size=14))
+
+
+def _strip(step: Step, y: float) -> list[str]:
+    """All new tokens end to end."""
+    return [
+        _cell(LEFT + (row.query_start + place) * CELL, y, token.shown, COLOURS[index])
+        for index, row in enumerate(step.rows)
+        for place, token in enumerate(row.tokens)
+    ]
+
+
+def _end_to_end(step: Step) -> str:
+    y, total = 90, step.query_start_loc[-1]
+    parts = [_name(y, "rows"), *_strip(step, y)]
+    for start in step.query_start_loc:
+        x = LEFT + start * CELL
+        parts += [line((x, y + TALL + 4), (x, y + TALL + 16)), text(x, y + TALL + 32, str(start), anchor="middle")]
+    starts = ", ".join(map(str, step.query_start_loc))
+    parts.append(text(LEFT, y + TALL + 56, f"query_start_loc = [{starts}]", mono=True))
+    parts.append(arrow((LEFT + total * CELL / 2, 184), (LEFT + total * CELL / 2, 216)))
+    parts.append(
+        rect(LEFT, 222, total * CELL, 44, tint(INK, 0.1), stroke=QUIET, label=f"{total} rows × weights: one product")
+    )
+    return _still("End to end", *parts)
+
+
+def _tiles(step: Step) -> str:
+    y, parts = 236, []
+    count = step.query_start_loc[-1] // TILE + len(step.rows)
+    wide = (step.query_start_loc[-1] * CELL - (count - 1) * 16) / count
+    first = [row.query_start // TILE + index for index, row in enumerate(step.rows)]
+    for tile in range(count):
+        index = max(i for i, begin in enumerate(first) if begin <= tile)
+        row, x = step.rows[index], LEFT + tile * (wide + 16)
+        begin = (tile - first[index]) * TILE
+        held = min(TILE, row.num_scheduled_tokens - begin)
+        parts.append(rect(x, 74, wide, 50, tint(COLOURS[index]) if held > 0 else BLANK, stroke=QUIET))
+        parts.append(text(x + wide / 2, 94, f"tile {tile}", anchor="middle", bold=True))
+        words = f"{row.request}: {held} row{'s' * (held > 1)}" if held > 0 else "no row: returns"
+        parts.append(text(x + wide / 2, 114, words, size=12, anchor="middle"))
+        if held > 0:
+            left = LEFT + (row.query_start + begin) * CELL
+            parts.append(arrow((x + wide / 2, 126), (left + held * CELL / 2, y - 14)))
+            parts.append(line((left + 3, y - 8), (left + held * CELL - 3, y - 8), COLOURS[index], width=4))
+    parts += [_name(y, "rows"), *_strip(step, y)]
+    rule = ",  ".join(
+        f"{row.request} {row.query_start} // {TILE} + {i} = {first[i]}" for i, row in enumerate(step.rows)
+    )
+    parts.append(text(LEFT, y + TALL + 34, f"first tiles:  {rule}", mono=True, size=12))
+    return _still("Tiles find their rows", *parts)
+
+
+def _seen(step: Step) -> str:
+    left, top, wide, tall = 130, 64, 30, 21
+    parts, column = [], 0
+    for index, row in enumerate(step.rows):
+        x = left + column * wide
+        parts.append(text(x + row.seq_len * wide / 2, top - 10, f"keys of {row.request}", size=12, anchor="middle"))
+        for place in range(row.num_scheduled_tokens):
+            parts += _sees(row, place, index, (x, top + (row.query_start + place) * tall), (wide, tall))
+            y = top + (row.query_start + place) * tall + 15
+            parts.append(text(left - 10, y, row.tokens[place].shown, size=12, anchor="end", mono=True))
+            sees = row.num_computed_tokens + place + 1
+            parts.append(text(left + 21 * wide + 14, y, f"sees {sees}", size=12))
+        column += row.seq_len
+    frame = rect(left, top, column * wide, step.query_start_loc[-1] * tall, stroke=RULE)
+    return _still("The keys that each row sees", frame, *parts)
+
+
+def _sees(row: Row, place: int, index: int, corner: tuple[float, float], size: tuple[float, float]) -> Sequence[str]:
+    sees = row.num_computed_tokens + place + 1
+    return [
+        rect(corner[0] + key * size[0], corner[1], *size, COLOURS[index] if key < sees else BLANK, stroke="#FFFFFF")
+        for key in range(row.seq_len)
+    ]
+
+
+def _sampled(step: Step) -> str:
+    y, parts = 100, [_name(100, "rows"), *_strip(step, 100)]
+    for index, row in enumerate(step.rows):
+        x = LEFT + (row.query_start + row.num_scheduled_tokens - 1) * CELL
+        if row.sampled is None:
+            parts.append(
+                text(x + CELL, y + TALL + 66, "no sample: 4 tokens of the prompt are left", size=12, anchor="end")
+            )
+            continue
+        parts.append(arrow((x + CELL / 2, y + TALL + 4), (x + CELL / 2, y + TALL + 40)))
+        parts.append(rect(x, y + TALL + 46, CELL, TALL, "#FFFFFF", stroke=COLOURS[index], stroke_width=2))
+        shown = row.sampled.shown
+        parts.append(text(x + CELL / 2, y + TALL + 66, shown, size=12, anchor="middle", mono=True))
+    parts.append(text(LEFT, 250, "Next step: add 1, for 1, and the other 4 of class.", size=14))
+    return _still("Who has caught up samples", *parts)

@@ -1,0 +1,173 @@
+"""Lesson 08's opening: the followed request's prompt on one engine, its answer on another, and the blocks between them.
+
+Left the prefiller's blocks, right the decoder's; on top what the proxy hands from one to the other. Tokens and the
+prefiller's blocks are those of the recorded request; the decoder's come from a pool in which others have left gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minivllm.core.block_pool import BlockPool
+from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, block, rect, svg, text, tint
+from minivllm_lab.followed import BLOCK_SIZE, Token, followed
+from minivllm_lab.frames import Frames
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+
+WIDTH, HEIGHT = 860, 344
+LEFT, RIGHT, PANEL, SLOT = 24, 456, 380, 58
+TOP, ROW, STATE = 142, 48, 300
+NEW, KEPT, CAME = tint(ORANGE, 0.6), tint(BLUE, 0.3), tint(GREEN, 0.5)
+BYTES_PER_TOKEN = 2048
+"""Of the embedded model in float32: 4 layers, keys and values, 2 heads of 32 numbers."""
+LEASE = 30
+
+
+def frames() -> Frames:
+    """Six stills: the prompt is computed, held, asked for, read, freed, answered."""
+    run = followed()
+    prompt, output = run.request.prompt, [token.shown for token in run.request.output]
+    its, mine = list(run.steps[0].row().block_table), _scattered(3)  # type: ignore[union-attr]
+    full, count, moved = _slots(prompt), len(prompt), len(its) * BLOCK_SIZE * BYTES_PER_TOKEN
+    empty: list[list[str | None]] = [[None] * BLOCK_SIZE for _ in its]
+    told = f"remote_num_tokens: {count}, remote_block_ids: {its}"
+    stills = [
+        _still(
+            _proxy("the prompt, max_tokens: 1, do_remote_decode: true", to_left=True),
+            _cache(LEFT, its, full, NEW), _cache(RIGHT, mine, empty, KEPT, holds=False),
+            _state(LEFT, "RUNNING", f"computes {count} tokens, samples {output[0]}"), _state(RIGHT, "", "nothing yet"),
+        ),
+        _still(
+            _proxy(told, to_left=False), _cache(LEFT, its, full, KEPT, held=True),
+            _cache(RIGHT, mine, empty, KEPT, holds=False),
+            _state(LEFT, "FINISHED", f"its blocks are held, for {LEASE} s at most"), _state(RIGHT, "", "nothing yet"),
+        ),
+        _still(
+            _proxy(f"the prompt, do_remote_prefill: true, {told}", to_right=True),
+            _cache(LEFT, its, full, KEPT, held=True), _cache(RIGHT, mine, empty, KEPT),
+            _state(LEFT, "FINISHED", "its blocks are held"),
+            _state(RIGHT, "WAITING_FOR_REMOTE_KVS", f"0 tokens here, {count} can come: block table {mine}"),
+        ),
+        _still(
+            _cache(LEFT, its, full, KEPT, held=True), _cache(RIGHT, mine, full, CAME), _arrows(its, mine),
+            text(WIDTH / 2, 60, f"{moved:,} bytes", bold=True, anchor="middle"),
+            _state(LEFT, "FINISHED", "its blocks are held"),
+            _state(RIGHT, "WAITING_FOR_REMOTE_KVS", "not published yet; other requests run"),
+        ),
+        _still(
+            _done(), _cache(LEFT, its, full, BLANK, holds=False), _cache(RIGHT, mine, full, KEPT),
+            _state(LEFT, "", "its blocks are free"),
+            _state(RIGHT, "RUNNING", f"num_computed_tokens: {count} → {count - 1}; blocks published"),
+        ),
+        _still(
+            _cache(LEFT, its, empty, BLANK, holds=False), _cache(RIGHT, mine, full, KEPT, last=count - 1),
+            _state(LEFT, "", "the next prompt's turn"),
+            _state(RIGHT, "RUNNING", f"token {count} again, samples {output[0]}, then {' '.join(output[1:4])} …"),
+        ),
+    ]  # fmt: skip
+    captions = [
+        f"The proxy sends the prompt to the prefiller, and asks for one token. All {count} tokens are computed there, "
+        f"into blocks {_listed(its)}.",
+        "The request has ended, and its blocks stay, because somebody will read them. The proxy is told where they "
+        f"are. If nobody comes, they are free after {LEASE} s.",
+        f"The proxy hands that on to the decoder, with the same prompt. Its connector says: {count} tokens can come. "
+        f"The request gets blocks {_listed(mine)}, and waits.",
+        f"The decoder reads block by block into its own: {_pairs(its, mine)}. Nobody may find them in its prefix cache "
+        "before they are there.",
+        "The decoder says that it is done, and the prefiller frees its blocks. Keys and values have come, but no "
+        "distribution: one token is taken back.",
+        f"The last token is computed again, here. It says {output[0]}, as the prefiller did, and the answer goes on "
+        "without ever sharing a step with somebody's prompt.",
+    ]
+    return Frames(stills, captions)
+
+
+def _scattered(count: int) -> list[int]:
+    """Blocks that a pool hands out when others have come and gone."""
+    pool = BlockPool(8)
+    taken = {one.block_id: one for one in pool.get_new_blocks(7)}
+    for block_id in (7, 2, 5):
+        pool.free_blocks([taken[block_id]])
+    return [one.block_id for one in pool.get_new_blocks(count)]
+
+
+def _slots(tokens: Sequence[Token]) -> list[list[str | None]]:
+    shown: list[str | None] = [token.shown for token in tokens]
+    shown += [None] * (-len(shown) % BLOCK_SIZE)
+    return [shown[start : start + BLOCK_SIZE] for start in range(0, len(shown), BLOCK_SIZE)]
+
+
+# ---- parts of a still ------------------------------------------------------------------------------------------------
+
+
+def _still(*parts: str) -> str:
+    panels = [
+        rect(x, 88, PANEL, HEIGHT - 100, tint(INK, 0.04), stroke=RULE, stroke_width=1.5, radius=8)
+        + text(x + 12, 112, name, size=14, bold=True)
+        for x, name in ((LEFT, "the prefiller"), (RIGHT, "the decoder"))
+    ]
+    return svg(WIDTH, HEIGHT, *panels, *parts, label="A prefiller's blocks and a decoder's, and the proxy before them")
+
+
+def _cache(
+    x: float, ids: Sequence[int], rows: Sequence[Sequence[str | None]], fill: str,
+    *, holds: bool = True, held: bool = False, last: int | None = None,
+) -> str:  # fmt: skip
+    """The blocks of one engine in the order of their ids; `rows` are in the order of the request's tokens."""
+    shown = []
+    for place, block_id in enumerate(sorted(ids)):
+        index = ids.index(block_id)
+        fills = [fill] * BLOCK_SIZE
+        if last is not None and last // BLOCK_SIZE == index:
+            fills[last % BLOCK_SIZE] = NEW
+        y = TOP + place * ROW
+        stroke = ORANGE if held else "#80868B" if holds else RULE
+        shown.append(text(x + 14, y + 19, f"block {block_id}", size=12, colour=QUIET))
+        shown.append(block(x + 74, y, rows[index], width=SLOT, fill=fills, stroke=stroke))
+        if held:
+            shown.append(
+                rect(x + 70, y - 4, SLOT * BLOCK_SIZE + 8, 36, stroke=ORANGE, stroke_width=2, dash="4 3", radius=5)
+            )
+    return "".join(shown)
+
+
+def _state(x: float, status: str, words: str) -> str:
+    y = STATE if status else STATE + 9
+    first = text(x + 14, STATE, status, size=12, mono=True, bold=True) if status else ""
+    return first + text(x + 14, y + 18 if status else y, words, size=12, colour=INK if status else QUIET)
+
+
+def _proxy(words: str, *, to_left: bool | None = None, to_right: bool = False) -> str:
+    """The proxy's box with a message: to the prefiller, from it (`to_left` False), or to the decoder."""
+    box = rect(110, 26, 640, 34, "#FFFFFF", stroke="#3C4043", stroke_width=2, radius=6, label=words, size=12)
+    name = text(110, 20, "the proxy", size=12, colour=QUIET)
+    if to_right:
+        return name + box + arrow((646, 60), (646, 86), INK, width=2)
+    ends = ((214, 60), (214, 86))
+    return name + box + arrow(*(ends if to_left else ends[::-1]), INK, width=2)
+
+
+def _row_y(ids: Sequence[int], block_id: int) -> float:
+    return TOP + sorted(ids).index(block_id) * ROW + 14
+
+
+def _arrows(its: Sequence[int], mine: Sequence[int]) -> str:
+    start, end = LEFT + 74 + SLOT * BLOCK_SIZE + 8, RIGHT + 8
+    return "".join(
+        arrow((start, _row_y(its, a)), (end, _row_y(mine, b)), INK, width=2) for a, b in zip(its, mine, strict=True)
+    )
+
+
+def _done() -> str:
+    y = TOP + ROW + 14
+    return arrow((RIGHT - 4, y), (LEFT + PANEL + 4, y), INK, width=2) + text(
+        WIDTH / 2, 60, "done", bold=True, anchor="middle"
+    )
+
+
+def _listed(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids))
+
+
+def _pairs(its: Sequence[int], mine: Sequence[int]) -> str:
+    return ", ".join(f"{a} into {b}" for a, b in zip(its, mine, strict=True))

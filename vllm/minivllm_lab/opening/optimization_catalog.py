@@ -1,0 +1,214 @@
+"""Lesson 05's opening figure: a prefix hit. Names of the followed request's blocks, and who finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, block, paragraph, rect, svg, text, tint
+from minivllm_lab.followed import BLOCK_SIZE, NAME, Followed, Token, followed
+from minivllm_lab.frames import Frames
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
+
+WIDTH, HEIGHT = 872, 366
+SLOT, TALL, GAP, LEFT = 50, 28, 12, 20
+FIRST_Y, POOL_Y, SECOND_Y = 52, 168, 312
+COLUMNS = 4
+OTHER, STRANGER = "print", "sub"
+COLOURS = {NAME: BLUE, OTHER: ORANGE, STRANGER: GREEN}
+STRANGERS_PROMPT = "def sub(a, b):\n    return"
+
+
+def paper_name(parent: int, token_ids: Sequence[int]) -> int:
+    """The lesson's hash for paper: (7 × the name before it + the tokens, weighted 1, 2, 3, 4) mod 1000."""
+    return (7 * parent + sum(weight * token for weight, token in enumerate(token_ids, start=1))) % 1000
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request's prompt in blocks, and the names of the full ones."""
+
+    request: str
+    blocks: tuple[tuple[Token, ...], ...]
+    names: tuple[int, ...]
+
+    @classmethod
+    def of(cls, request: str, tokens: Sequence[Token]) -> Prompt:
+        """Cuts a prompt into blocks and names them."""
+        blocks = tuple(tuple(tokens[start : start + BLOCK_SIZE]) for start in range(0, len(tokens), BLOCK_SIZE))
+        names: list[int] = []
+        for one in blocks:
+            if len(one) == BLOCK_SIZE:
+                names.append(paper_name(names[-1] if names else 0, [token.id for token in one]))
+        return cls(request, blocks, tuple(names))
+
+
+def frames() -> Frames:
+    """The names, the hit, the miss, and what is left when the requests have ended."""
+    run = followed("prefix hit")
+    first, second = (Prompt.of(name, run.requests[name].prompt) for name in (NAME, OTHER))
+    stranger = Prompt.of(STRANGER, _tokens(STRANGERS_PROMPT))
+    names = first.names
+    table = next(row for step in run.steps for row in step.rows if row.request == OTHER).block_table
+    one, two = first.names
+    shots = [
+        (_still(first, 0), "A prompt of nine tokens is cut into blocks of four. The third block is not full."),
+        (_still(first, 1, sums=True), f"A full block gets a name, made of its tokens: {one}."),
+        (
+            _still(first, 2, sums=True),
+            f"The next name is made of its tokens and the name before it: {two}. The third block has none.",
+        ),
+        (
+            _still(first, 2, pool=[1, 2, 3], named=names),
+            f"Nine tokens are computed, into blocks 1, 2 and 3. The names {one} and {two} now lead to blocks 1 and 2.",
+        ),
+        (
+            _still(first, 2, pool=[1, 2, 3], named=names, other=second),
+            "A second prompt begins in the same way, so its full blocks have the same names.",
+        ),
+        (
+            _still(first, 2, pool=[1, 2, 3, 4], named=names, other=second, found=True),
+            f"Both are found: its block table is {', '.join(map(str, table))}, and one token of nine is computed.",
+        ),
+        (
+            _still(first, 2, pool=[1, 2, 3], named=names, other=stranger),
+            f"After another beginning, the same four tokens are named {stranger.names[1]}: nothing is found.",
+        ),
+        (
+            _ended(run),
+            "When the requests have ended, their blocks wait at the end of the free queue, with their names.",
+        ),
+    ]
+    return Frames(*zip(*shots, strict=True))
+
+
+def _tokens(prompt: str) -> list[Token]:
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    return [Token(token_id, tokenizer.decode([token_id])) for token_id in tokenizer.encode(prompt).ids]
+
+
+def _still(
+    first: Prompt,
+    shown: int,
+    *,
+    sums: bool = False,
+    pool: Sequence[int] = (),
+    named: Sequence[int] = (),
+    other: Prompt | None = None,
+    found: bool = False,
+) -> str:
+    """`shown` names of the first prompt, the pool's blocks, and another prompt that looks for its names."""
+    shapes = [text(LEFT, FIRST_Y - 28, "the first request's prompt", colour=QUIET), *_prompt(first, FIRST_Y, QUIET)]
+    for index in range(shown):
+        shapes.append(_name(_x(index), FIRST_Y + TALL + 8, first.names[index], BLUE))
+        if index:
+            level = FIRST_Y + TALL + 19
+            shapes.append(arrow((_x(index - 1) + 76, level), (_x(index) - 4, level), BLUE))
+    if sums:
+        shapes.append(_sum(first, shown - 1))
+    if pool:
+        shapes += _pool(first, pool, named, other if found else None)
+        shapes += [
+            arrow((_x(index) + 2 * SLOT, FIRST_Y + TALL + 4), (_x(index) + 2 * SLOT, POOL_Y - 22), BLUE)
+            for index in range(3)
+        ]
+    if other is not None:
+        shapes += _looks(other, named, found)
+    return svg(WIDTH, HEIGHT, *shapes, label="Blocks of a prompt, their names, and the pool of blocks")
+
+
+def _prompt(prompt: Prompt, y: float, quiet: str) -> list[str]:
+    """A prompt's blocks side by side."""
+    shapes = []
+    for index, tokens in enumerate(prompt.blocks):
+        slots = [token.shown for token in tokens] + [None] * (BLOCK_SIZE - len(tokens))
+        fill = tint(COLOURS[prompt.request], 0.35)
+        shapes.append(block(_x(index), y, slots, width=SLOT, height=TALL, fill=fill, stroke=quiet))
+    return shapes
+
+
+def _name(x: float, y: float, name: int, colour: str) -> str:
+    return rect(x, y, 72, 22, tint(colour, 0.15), stroke=colour, radius=11, size=12, label=f"name {name}")
+
+
+def _sum(prompt: Prompt, index: int) -> str:
+    """The computation of one name, written out."""
+    tokens = [token.id for token in prompt.blocks[index]]
+    parent = prompt.names[index - 1] if index else 0
+    terms = " + ".join(f"{weight} × {token}" if weight > 1 else str(token) for weight, token in enumerate(tokens, 1))
+    total = 7 * parent + sum(weight * token for weight, token in enumerate(tokens, 1))
+    lines = [f"7 × {parent} + {terms}", f"= {total}, of which the last three digits: {prompt.names[index]}"]
+    return "".join(text(_x(index), FIRST_Y + TALL + 56 + 20 * row, line) for row, line in enumerate(lines))
+
+
+def _pool(first: Prompt, pool: Sequence[int], named: Sequence[int], other: Prompt | None) -> list[str]:
+    """The blocks of the pool that hold something, each with its name if it has one."""
+    shapes = [text(LEFT, POOL_Y - 28, "the pool", colour=QUIET)]
+    for index, number in enumerate(pool):
+        owner = first if index < 3 else other
+        tokens = first.blocks[index] if index < 3 else other.blocks[-1] if other else ()
+        slots = [token.shown for token in tokens] + [None] * (BLOCK_SIZE - len(tokens))
+        colour = COLOURS[owner.request] if owner else BLANK
+        shared = other is not None and index < len(named)
+        label = f"block {number}" + (", two requests" if shared else "")
+        shapes.append(
+            block(_x(index), POOL_Y, slots, width=SLOT, height=TALL, fill=tint(colour, 0.35), name=label, stroke=colour)
+        )
+        if index < len(named):
+            shapes.append(_name(_x(index), POOL_Y + TALL + 6, named[index], BLUE))
+    return shapes
+
+
+def _looks(other: Prompt, named: Sequence[int], found: bool) -> list[str]:
+    """Another prompt below the pool, with the names that it looks for and what it finds."""
+    colour = COLOURS[other.request]
+    shapes = _prompt(other, SECOND_Y, QUIET)
+    for index, name in enumerate(other.names):
+        known = name in named
+        shapes.append(_name(_x(index), SECOND_Y - 28, name, colour if known else VERMILLION))
+        if found and known:
+            shapes.append(arrow((_x(index) + 36, SECOND_Y - 32), (_x(index) + 36, POOL_Y + TALL + 32), colour))
+        elif not known:
+            shapes.append(text(_x(index) + 80, SECOND_Y - 12, "not known", size=12, colour=VERMILLION))
+    if found:
+        shapes.append(arrow((_x(2) + 24, SECOND_Y - 4), (_x(3) + 24, POOL_Y + TALL + 6), colour))
+    words = {OTHER: "another request's prompt", STRANGER: "a prompt that begins in another way"}[other.request]
+    shapes.append(paragraph(_x(3), SECOND_Y + 12, words, WIDTH - _x(3) - LEFT, colour=QUIET))
+    return shapes
+
+
+def _ended(run: Followed) -> str:
+    """The free queue after the last step: which block is taken next, and which last."""
+    last, size = run.steps[-1], 44
+    names = _names_of_blocks(run)
+    shapes = [text(LEFT, FIRST_Y - 28, "the free queue", colour=QUIET)]
+    width = (WIDTH - 2 * LEFT) / len(last.free_blocks)
+    for place, number in enumerate(last.free_blocks):
+        x, name = LEFT + place * width, names.get(number)
+        fill = BLANK if name is None else tint(BLUE if number < 4 else ORANGE, 0.35)
+        shapes.append(rect(x + 2, 90, width - 4, size, fill, stroke=RULE, radius=2, label=str(number)))
+        if name is not None:
+            shapes.append(text(x + width / 2, 90 + size + 18, str(name), anchor="middle", colour=BLUE))
+    words = "A hit takes a block out of the middle. A block loses its name when it is taken from the front."
+    shapes += [
+        text(LEFT, 190, "← taken first: these have no name"),
+        text(WIDTH - LEFT, 190, "taken last: found by name until then →", anchor="end"),
+        text(LEFT, 226, words, colour=QUIET),
+    ]
+    return svg(WIDTH, HEIGHT, *shapes, label="The free queue, with the names of the blocks at its end")
+
+
+def _names_of_blocks(run: Followed) -> dict[int, int]:
+    """The paper names of the blocks that the engine has under a name at the end."""
+    found: dict[int, int] = {}
+    for name, request in run.requests.items():
+        names = Prompt.of(name, request.tokens).names
+        rows = [row for step in run.steps for row in step.rows if row.request == name]
+        found |= dict(zip(rows[-1].block_table, names, strict=False))
+    return {number: name for number, name in found.items() if number in run.steps[-1].cached_blocks}
+
+
+def _x(column: int) -> float:
+    return LEFT + column * (BLOCK_SIZE * SLOT + GAP)

@@ -1,0 +1,126 @@
+"""Lesson 11's opening: the followed request is preempted when another one needs a block, and comes back.
+
+All of it is what the engine did in the scene "small pool": six blocks, and two requests that want more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from minivllm_lab.drawing import BLANK, QUIET, arrow, rect, svg, text, tint
+from minivllm_lab.followed import NAME, Followed, Step, followed
+from minivllm_lab.frames import Frames
+from minivllm_lab.palette import BLUE, ORANGE
+
+WIDTH, HEIGHT = 884, 330
+LEFT, CELL, TALL = 92, 52, 30
+OTHER = "class"
+COLOURS = {NAME: BLUE, OTHER: ORANGE}
+
+
+def frames() -> Frames:
+    """Six stills: a full pool, the victim, blocks that change hands, the way back, what was computed twice."""
+    run = followed("small pool")
+    gone = next(index for index, step in enumerate(run.steps) if NAME in step.waiting)
+    back = next(index for index in range(gone, len(run.steps)) if run.steps[index].row())
+    before, without, resumed = run.steps[gone - 1], run.steps[gone], run.steps[back]
+    lost, again = _row(before).seq_len, _row(resumed).num_computed_tokens
+    taken = without.row(OTHER)
+    assert taken is not None
+    block, new = taken.block_table[-1], _row(resumed).num_scheduled_tokens
+    known = len(run.request.prompt) + sum(step.row() is not None for step in run.steps[1:gone])
+    last = run.steps[-1]
+    stills = [
+        _still(run, "Two requests, and a pool that is full", before, known, lost),
+        _still(run, f"{OTHER} needs one more block", before, known, lost, wants=True),
+        _still(run, f"{NAME} is preempted: its blocks are free, its tokens stay", without, known, 0, freed=True),
+        _still(run, f"{OTHER} goes on, {NAME} waits", run.steps[back - 1], known, 0),
+        _still(run, f"{OTHER} has ended: {NAME} comes back", resumed, known, again, computes=new),
+        _still(
+            run,
+            "And goes on as if nothing had happened",
+            last,
+            len(run.request.tokens),
+            _row(last).seq_len,
+        ),
+    ]
+    said = run.request.output[known - len(run.request.prompt) - 1].shown
+    captions = [
+        f"{OTHER} was admitted first, {NAME} last. {NAME} has said its second token, {said}. Each holds three of "
+        "six blocks.",
+        f"The 13th token of {OTHER} begins a new block, and none is free. First come, first served: {NAME}, "
+        "which was admitted last, gives all its blocks back.",
+        f"Computed tokens of {NAME}: {lost} before, 0 now. Block {block}, which was not full, is {OTHER}'s already. "
+        "The others are free, and keep their names.",
+        f"{OTHER} says its last token. {NAME} has waited at the head of the queue; its client only sees a pause.",
+        f"{NAME} looks for its names: {again // run.block_size} blocks are still there. {again} tokens are not "
+        f"computed again; the {new} others are, in one step, like a chunk of a prompt.",
+        f"The same answer as without the preemption. Of {lost} computed tokens {lost - again} were computed twice. If "
+        "another request had taken the named blocks, all of them would have been.",
+    ]
+    return Frames(stills, captions)
+
+
+def _row(step: Step):
+    row = step.row()
+    assert row is not None
+    return row
+
+
+def _owners(step: Step) -> dict[int, str]:
+    return {block: row.request for row in step.rows for block in row.block_table}
+
+
+def _pool(run: Followed, step: Step, wants: bool, freed: bool) -> list[str]:
+    owners, names = _owners(step), step.cached_blocks
+    parts = [text(LEFT - 12, 104, "the pool", anchor="end")]
+    for place in range(1, run.num_blocks):
+        x = LEFT + (place - 1) * 112
+        owner = owners.get(place)
+        fill = tint(COLOURS[owner], 0.55) if owner else BLANK
+        parts.append(rect(x, 80, 104, 40, fill, stroke=None if owner else QUIET, dash=None if owner else "3 3",
+                          label=owner or "free", mono=True))  # fmt: skip
+        shown = f"block {place}" + (f", {names[place][:4]}" if place in names else "")
+        parts.append(text(x + 52, 138, shown, anchor="middle", size=11, colour=QUIET))
+    if wants:
+        x = LEFT + 5 * 112 + 52
+        parts += [arrow((x, 60), (x, 76), ORANGE), text(x - 8, 66, f"{OTHER} wants a block", anchor="end", size=12)]
+    if freed:
+        parts.append(text(LEFT, 66, f"a name stays until the block is taken; {NAME} holds none", size=12, colour=QUIET))
+    return parts
+
+
+def _still(
+    run: Followed, title: str, step: Step, known: int, computed: int, *, wants: bool = False, freed: bool = False,
+    computes: int = 0,
+) -> str:  # fmt: skip
+    request, cells = run.request, []
+    for place, token in enumerate(request.tokens[:known]):
+        if place < computed:
+            fill = tint(BLUE, 0.55)
+        else:
+            fill = tint(ORANGE, 0.35) if place < computed + computes else BLANK
+        cells.append(rect(LEFT + place * CELL, 200, CELL - 3, TALL, fill, label=token.shown, mono=True, size=11))
+    note = f"{computed} computed" + (f", {computes} in this step" if computes else "") + f", {known} known"
+    parts = [
+        text(20, 32, title, size=15, bold=True),
+        *_pool(run, step, wants, freed),
+        text(LEFT - 12, 220, NAME, anchor="end", mono=True),
+        *cells,
+        text(LEFT, 248, note, size=12, colour=QUIET),
+        *_key(_legend(computes)),
+    ]
+    return svg(WIDTH, HEIGHT, *parts, label=title)
+
+
+def _legend(computes: int) -> Mapping[str, str]:
+    named = {"computed": tint(BLUE, 0.55), "known, not computed": BLANK}
+    return {**named, "computed in this step": tint(ORANGE, 0.35)} if computes else named
+
+
+def _key(legend: Mapping[str, str]) -> Sequence[str]:
+    parts, x = [], float(LEFT)
+    for name, fill in legend.items():
+        parts += [rect(x, 280, 16, 16, fill, stroke=QUIET), text(x + 22, 293, name, size=12)]
+        x += 190
+    return parts

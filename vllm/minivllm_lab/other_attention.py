@@ -1,0 +1,79 @@
+"""Other attention implementations to compare a lesson's kernel with: stored scores, the engine's kernel, PyTorch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from minivllm.kernels.unified_attention import unified_attention
+from minivllm_lab.progress import track
+from minivllm_lab.proof import furthest
+from minivllm_lab.timing import median_seconds
+
+
+def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Naive attention over many heads, storing the scores of all queries and keys.
+
+    q [queries, heads, head_dim], k, v [keys, heads, head_dim] -> like q. Causal: the queries are the last positions.
+    """
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+    if causal:
+        ahead = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
+        scores.masked_fill_(ahead, -math.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
+
+
+def compare_with_pool(device: torch.device) -> tuple[float, float]:
+    """The engine's kernel on K and V in blocks scattered over a pool: (its error, table bytes per byte of K and V).
+
+    Tiles determine what moves during one attention; blocks determine where K and V are stored in between. That kernel
+    uses both.
+    """
+    q, k, v = torch.randn(3, 80, 2, 64, device=device)
+    expected, order = stored_attention(q.double(), k.double(), v.double()), torch.randperm(8)[:5].tolist()
+    caches = torch.zeros(2, 8, 16, 2, 64, device=device)
+    caches[:, order] = torch.stack([k, v]).view(2, 5, 16, 2, 64)
+    starts, lengths, blocks = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 80], [80], [order]))
+    paged = unified_attention(q, *caches, starts, lengths, blocks, 64**-0.5, backend="triton")
+    return furthest(paged, expected), blocks.nbytes / (k.nbytes + v.nbytes)
+
+
+def fused_ways(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """PyTorch's fused causal attentions on this device, by name; q, k, v [tokens, heads, head_dim].
+
+    On a CPU there is only one, tiled like FlashAttention.
+    """
+    backends = [SDPBackend.FLASH_ATTENTION, *([SDPBackend.CUDNN_ATTENTION] if q.is_cuda else [])]
+    batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    return {f"torch's {one.name.split('_')[0].lower()}": partial(_fused, *batch, one) for one in backends}
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
+    """q, k, v [1, heads, tokens, head_dim] -> like q."""
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def time_attention(
+    device: torch.device, lengths: Sequence[int], ours: Callable[[Tensor, Tensor, Tensor], object]
+) -> tuple[dict[int, dict[str, float]], int, int]:
+    """Seconds of stored scores, of `ours` (on a GPU only) and of PyTorch's fused attentions: {length: {way: seconds}}.
+
+    All in one run. Also returns the heads and the head dim. On a CPU the fused one is PyTorch's, tiled in the same way.
+    """
+    heads, head_dim, dtype = (32, 128, torch.bfloat16) if device.type == "cuda" else (4, 64, torch.float32)
+    seconds = {}
+    for length in track(lengths, "timing attention"):
+        q, k, v = torch.randn(3, length, heads, head_dim, device=device, dtype=dtype)
+        ways: dict[str, Callable[[], object]] = {"T × T stored": partial(stored_attention, q, k, v)}
+        if q.is_cuda:
+            ways["our kernel"] = partial(ours, q, k, v)
+        ways |= fused_ways(q, k, v)
+        seconds[length] = {way: median_seconds(attend, device=device) for way, attend in ways.items()}
+    return seconds, heads, head_dim

@@ -1,0 +1,223 @@
+"""A real server with a learner's parts, and clients of every sort: patient ones, one that reads late, some that leave.
+
+Server and clients share one event loop in one process, on real sockets; the engine's core is a thread of it. So it is
+quick to start, and parts of the core, which are Python objects, can be in it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from minivllm.config import EMBEDDED_MODEL, Parts
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.async_thread_client import AsyncThreadClient
+from minivllm.entrypoints.openai.http_server import bind, make_server
+from minivllm.entrypoints.openai.launcher import make_app
+from minivllm.entrypoints.openai.lora_modules import lora_modules_of
+from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.errors import MinivllmError
+from minivllm_lab.http_load import post
+
+SECONDS = 120.0
+"""How long a whole load may take on the clock."""
+TRIES = 3
+"""So often a load is served if a client has left too late: a busy machine may end its answer before it is gone."""
+SMALL_BUFFER = 1024
+"""Bytes that sockets keep for a reader who is slow: then the server, not the system, holds what was not read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """One client: what it asks for, and how it behaves.
+
+    - `leaves_after`: it closes its connection after so many events; an answer that is no stream is never waited for.
+    - `reads_late`: it reads nothing before the engine has nothing left to do.
+    - `model`: the adapter that it asks for; None: the model itself.
+    """
+
+    prompt: str
+    model: str | None = None
+    max_tokens: int = 24
+    stop: tuple[str, ...] = ()
+    stream: bool = True
+    leaves_after: int | None = None
+    reads_late: bool = False
+
+    def body(self) -> dict[str, Any]:
+        """What it posts to /v1/completions."""
+        asked = {"prompt": self.prompt, "max_tokens": self.max_tokens, "stop": list(self.stop), "temperature": 0}
+        asked |= {"model": self.model} if self.model else {}
+        return {**asked, "stream": self.stream, "ignore_eos": True, "return_token_ids": True}
+
+
+@dataclass
+class Answer:
+    """What a client got: the text, its tokens, in how many events."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    num_events: int = 0
+    finish_reason: str | None = None
+
+
+@dataclass
+class Load:
+    """The answers in the order of the clients, and what the server says of itself afterwards."""
+
+    answers: list[Answer]
+    num_aborted: int
+    num_free_blocks: int
+    num_blocks: int
+
+
+def serve_load(clients: Sequence[Client], parts: Parts, lora_modules: Sequence[str] = (), **engine_args: Any) -> Load:
+    """Serve these clients, all at once, on the embedded model, with these adapters (name=path).
+
+    If fewer requests were aborted than clients have left, all are served anew, `TRIES` times at most.
+
+    Raises:
+        MinivllmError: an answer was an error, or never came.
+    """
+    leaving = sum(client.leaves_after is not None for client in clients)
+    for _ in range(TRIES):
+        load = _load_once(clients, parts, lora_modules, engine_args)
+        if load.num_aborted >= leaving:
+            break
+    return load
+
+
+def _load_once(
+    clients: Sequence[Client], parts: Parts, lora_modules: Sequence[str], engine_args: dict[str, Any]
+) -> Load:
+    """As `serve_load`, once: in a thread with a loop of its own."""
+    ended: list[Load | BaseException] = []
+
+    def run() -> None:
+        try:
+            ended.append(asyncio.run(asyncio.wait_for(_serve_load(clients, parts, lora_modules, engine_args), SECONDS)))
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # JupyterLab has a loop in the main one
+    thread.start()
+    thread.join(1.5 * SECONDS)
+    if not ended or isinstance(ended[0], asyncio.TimeoutError):
+        raise MinivllmError(f"after {SECONDS:g} s not all clients had their answers: does a part wait for ever?")
+    if isinstance(ended[0], BaseException):
+        raise ended[0]
+    return ended[0]
+
+
+async def _serve_load(
+    clients: Sequence[Client], parts: Parts, lora_modules: Sequence[str], engine_args: dict[str, Any]
+) -> Load:
+    settings = {"model": EMBEDDED_MODEL, "device": "cpu", "dtype": "float32", "max_model_len": 256}
+    args = EngineArgs(**{**settings, "num_gpu_blocks_override": 201, **engine_args, "parts": parts})
+    engine = AsyncLLM(args, AsyncThreadClient(args))
+    try:
+        pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool  # type: ignore[union-attr]
+        async with _serving(engine, args, lora_modules) as port:
+            await _answer_of(Client(prompt="x = 1", max_tokens=2), port, engine)
+            answers = await asyncio.gather(*(_answer_of(client, port, engine) for client in clients))
+            await _idle(engine)
+        aborted = engine.stat_logger.registry.get_sample_value(  # type: ignore[union-attr]
+            "vllm:request_success_total", {"model_name": "tiny", "engine": "0", "finished_reason": "abort"}
+        )
+        return Load(list(answers), int(aborted or 0), pool.get_num_free_blocks(), pool.num_usable_blocks)
+    finally:
+        await asyncio.to_thread(engine.shutdown)
+
+
+@asynccontextmanager
+async def _serving(engine: AsyncLLM, args: EngineArgs, lora_modules: Sequence[str] = ()) -> AsyncIterator[int]:
+    """The server in this loop; yields its port."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Narrow(H11Protocol):
+        """Keeps no bytes for a reader who is slow."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            transport.set_write_buffer_limits(high=0)
+            super().connection_made(transport)
+
+    settings = FrontendArgs(
+        host="127.0.0.1", port=0, served_model_name=["tiny"], disable_uvicorn_access_log=True,
+        uvicorn_log_level="error", lora_modules=list(lora_modules),
+    )  # fmt: skip
+    listening = bind(settings)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
+    app = make_app(engine, args, settings, None)
+    await app.state.models.init_static_loras(lora_modules_of(settings.lora_modules))
+    server = make_server(app, settings, Narrow)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+        listening.close()
+
+
+async def _idle(engine: AsyncLLM, seconds: float = 20.0) -> None:
+    """Waits until the core has nothing to do, at most so long."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while loop.time() < end and (engine.has_unfinished_requests() or engine.stats.num_running_reqs):
+        await asyncio.sleep(0.01)
+
+
+async def _answer_of(client: Client, port: int, engine: AsyncLLM) -> Answer:
+    """What this client gets.
+
+    Raises:
+        MinivllmError: an error, or half an answer.
+    """
+    connection, loop = socket.socket(), asyncio.get_running_loop()
+    if client.reads_late:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
+    connection.setblocking(False)
+    answer = Answer()
+    with connection:
+        await loop.sock_connect(connection, ("127.0.0.1", port))
+        await loop.sock_sendall(connection, post("/v1/completions", client.body()))
+        if client.reads_late:
+            await asyncio.sleep(0.05)
+            await _idle(engine)
+        received = b""
+        while client.leaves_after is None or received.count(b"data: ") < client.leaves_after:
+            if client.leaves_after is not None and not client.stream:
+                await asyncio.sleep(0.05)
+                break
+            if not (piece := await loop.sock_recv(connection, 65536)):
+                break
+            received += piece
+    if client.leaves_after is None:
+        _read(client, received, answer)
+    return answer
+
+
+def _read(client: Client, received: bytes, answer: Answer) -> None:
+    """Takes an answer's bytes apart."""
+    lines = received.decode().splitlines()
+    status = lines[0].split()[1] if lines else "none"
+    found = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]
+    if status != "200" or not found:
+        raise MinivllmError(f"the server's answer has the status {status}: {' '.join(found)[:300]}")
+    if client.stream and found.pop() != "[DONE]":
+        raise MinivllmError("a stream broke off: it does not end with [DONE]")
+    for event in map(json.loads, found):
+        if "error" in event:
+            raise MinivllmError(f"the server answered with an error: {event['error']['message']}")
+        (choice,) = event["choices"]
+        answer.num_events += 1
+        answer.text += choice["text"]
+        answer.token_ids += choice["token_ids"] or []
+        answer.finish_reason = choice["finish_reason"] or answer.finish_reason

@@ -1,0 +1,125 @@
+"""Timed steps of a real engine with their shapes, and the simulator's prediction of the same run.
+
+Cost models are fitted to such recordings and judged by them.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.messages import EngineCoreRequest
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.core import EngineCore
+from minivllm.errors import MinivllmError
+from minivllm.executor.uniproc_executor import UniprocExecutor
+from minivllm.sampling_params import SamplingParams
+from minivllm_lab.inside import runner_of
+from minivllm_simulate.cost_model import Cost, MeasuredStep, StepShape
+from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run: its measured steps, each step's scheduled tokens by request id, and the number of output tokens.
+
+    `scheduler_config` and `cache_config` are the engine's, its defaults for the device included.
+    """
+
+    steps: list[MeasuredStep]
+    scheduled: list[dict[str, int]]
+    output_tokens: int
+    num_preemptions: int
+    scheduler_config: SchedulerConfig
+    cache_config: CacheConfig
+
+    @property
+    def seconds(self) -> float:
+        """Total seconds of all steps."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def decode_seconds(self) -> float:
+        """Median seconds of the steps in which every request got one token."""
+        return statistics.median(one.seconds for one in self.steps if one.shape.num_tokens == one.shape.num_reqs)
+
+    @property
+    def most_running(self) -> int:
+        """Largest number of requests in a step."""
+        return max(step.shape.num_reqs for step in self.steps)
+
+
+def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **settings: Any) -> EngineCore:
+    """An engine without a tokenizer that has exactly this pool; `settings` are further engine arguments.
+
+    Whoever drives it takes one step after another. So no step is scheduled ahead, on a GPU neither, unless `settings`
+    say otherwise: there the worker would keep the drafts and the sampled tokens for the step in flight.
+
+    Raises:
+        MinivllmError: the settings are invalid, or the pool cannot hold one request of `max_model_len` tokens.
+    """
+    settings = {"async_scheduling": False, **settings}
+    settings |= {"num_gpu_blocks_override": cache.num_gpu_blocks, "block_size": cache.block_size}
+    settings |= {"enable_prefix_caching": cache.enable_prefix_caching, "skip_tokenizer_init": True}
+    return EngineCore(EngineArgs(model=model, device=device.type, **settings))
+
+
+def own_clock(core: EngineCore) -> Callable[[], float]:
+    """The clock for this engine: process time on a CPU with one thread, since other processes do not affect it."""
+    here = isinstance(core.executor, UniprocExecutor) and runner_of(core).device.type == "cpu"
+    return time.process_time if here and torch.get_num_threads() == 1 else time.perf_counter
+
+
+def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bool = True) -> Recording:
+    """Serve requests of these (prompt, output) lengths, all waiting at the start, and time every step.
+
+    Sampling is greedy and end-of-sequence tokens are ignored, so that the outputs have exactly these lengths. Requests
+    are named "0", "1", … A few of them are served first as warm-up.
+
+    Raises:
+        MinivllmError: there are no requests, or the engine rejects one.
+    """
+    if not lengths:
+        raise MinivllmError("a recording needs at least one request")
+    if warm_up:
+        record_run(core, lengths[:2], warm_up=False)
+    steps, scheduled, num_tokens, preempted = [], [], 0, core.scheduler.num_preemptions
+    clock = own_clock(core)
+    for index, (prompt, output) in enumerate(lengths):
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        prompt_ids = [1 + index % (core.model_config.vocab_size - 1)] * prompt
+        core.add_request(EngineCoreRequest(str(index), prompt_ids, params, (), time.monotonic()))
+    while core.has_unfinished_requests():
+        start = clock()
+        output = core.scheduler.schedule()
+        requests, new = core.scheduler.requests, output.num_scheduled_tokens
+        shape = StepShape.of((count, requests[i].num_computed_tokens - count) for i, count in new.items())
+        engine_outputs = core.scheduler.update_from_output(output, core.executor.execute_model(output))
+        steps.append(MeasuredStep(shape, clock() - start))
+        scheduled.append(dict(new))
+        num_tokens += sum(len(one.new_token_ids) for one in engine_outputs)
+    scheduler, preempted = core.scheduler, core.scheduler.num_preemptions - preempted
+    return Recording(steps, scheduled, num_tokens, preempted, scheduler.config, scheduler.cache_config)
+
+
+def foretell(lengths: Sequence[tuple[int, int]], recording: Recording, cost: Cost) -> float:
+    """(modelled − measured) / measured seconds of a recorded run of these (prompt, output) lengths.
+
+    Raises:
+        MinivllmError: the simulated steps differ from the engine's: the lengths are another run's, or there is a bug.
+    """
+    requests = [SimulatedRequest(*one) for one in lengths]
+    result = simulate(requests, recording.scheduler_config, recording.cache_config, cost)
+    if [step.scheduled for step in result.steps] != recording.scheduled:
+        raise MinivllmError("the simulation takes other steps than the engine took: are the lengths this run's?")
+    return result.seconds / recording.seconds - 1

@@ -1,0 +1,591 @@
+"""Lesson 10's measurements, its tables, its figure and its command line.
+
+A function `measure_*`, `compare_*` or `show_*` prints its table and returns its figures; what it takes as a callable is
+code of the lesson.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import statistics
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig, Parts, SchedulerConfig
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.kernels.unified_attention import unified_attention
+from minivllm.memory import num_parameters
+from minivllm_lab import palette
+from minivllm_lab.cli import lesson_parser, whole_number
+from minivllm_lab.disturbed_chats import LONG, disturb
+from minivllm_lab.figures import panels
+from minivllm_lab.inside import runner_of
+from minivllm_lab.progress import track
+from minivllm_lab.proof import furthest, refusal, show_errors
+from minivllm_lab.recording import bare_engine, own_clock, record_run
+from minivllm_lab.tables import Timed, closing, console, ms, table
+from minivllm_lab.timing import in_turns
+from minivllm_simulate.cost_model import RooflineCost, StepShape
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.lever_checks import SARATHI, SARATHI_DECODES, SARATHI_STEP, sarathi_step
+from minivllm_simulate.prefill_first import PrefillFirst
+from minivllm_simulate.virtual_clock import percentile
+
+BLOCK_SIZE, MAX_MODEL_LEN = 16, 2048
+Steps = Sequence[Mapping[str, int]]
+
+
+def load(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Reads the model's config now, so that one that is not there is told first; `arguments` gets the device.
+
+    Raises:
+        MinivllmError: there is no such model.
+    """
+    arguments.device = device
+    ModelConfig.from_pretrained(arguments.model)
+
+
+# ---- 1 and 2. what a step is made of ---------------------------------------------------------------------------------
+
+
+def show_steps(found: Mapping[str, Steps]) -> dict[str, list[dict[str, int]]]:
+    """Every step as a strip, a letter for each token: whose it is."""
+    for name, steps in found.items():
+        sizes = [sum(given.values()) for given in steps]
+        console.print(f"{name}: {len(steps)} steps, of {min(sizes)} to {max(sizes)} tokens")
+        for number, given in enumerate(steps, start=1):
+            console.print(f"  {number:2}  {''.join(who * tokens for who, tokens in given.items())}", markup=False)
+    return {name: [dict(given) for given in steps] for name, steps in found.items()}
+
+
+def show_engine_lines() -> None:
+    """The lines of the engine's scheduler that cut a prompt, as they stand in its source."""
+    console.print("\nIn vllm/minivllm/core/scheduler.py; both loops ask these", style="bold")
+    for function in (Scheduler._chunk_limit, Scheduler._cap_num_tokens, Scheduler._cap_admitted):
+        console.print(textwrap.dedent(inspect.getsource(function)).rstrip(), markup=False, soft_wrap=True)
+
+
+def show_order() -> list[dict[str, int]]:
+    """The engine's steps with a chunk before a decode: a long prompt under a threshold, and a chat behind it."""
+    limits = SchedulerConfig(max_model_len=64, max_num_batched_tokens=12, long_prefill_token_threshold=8)
+    engine, steps = Scheduler(limits, CacheConfig(num_gpu_blocks=100, enable_prefix_caching=False)), []
+    engine.add_request(Request("long", [0] * 28, max_tokens=2))
+    engine.add_request(Request("chat", [0] * 3, max_tokens=5))
+    while engine.has_unfinished_requests():
+        step = engine.schedule()
+        live = engine.requests
+        caught_up = [name for name in step.num_scheduled_tokens if not live[name].is_prefill_chunk]
+        steps.append(dict(step.num_scheduled_tokens))
+        engine.update_from_output(step, ModelRunnerOutput({name: [1] for name in caught_up}))
+    rows = [(number, ", ".join(f"{n} {c}" for n, c in one.items())) for number, one in enumerate(steps, start=1)]
+    console.print()
+    title = "12 tokens a step, threshold 8: the chunk stands before the decode"
+    table(title, ("step", "in the scheduler's order"), rows, words=True)
+    return steps
+
+
+# ---- 3. chats and long prompts in the engine -------------------------------------------------------------------------
+
+CHATS = 4
+WAYS: dict[str, dict[str, Any]] = {
+    "prefill first (V0)": {
+        "parts": Parts(scheduler=PrefillFirst),
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": MAX_MODEL_LEN,
+    },
+    **{f"mixed, {budget} a step": {"max_num_batched_tokens": budget} for budget in (2048, 512, 128, 32)},
+}
+CHAT_COLUMNS = {
+    "itl_p50_ms": "ITL p50",
+    "itl_p99_ms": "p99",
+    "itl_max_ms": "longest",
+    "ttft_ms": "TTFT",
+}
+
+
+def measure_chats(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Gaps between the chats' tokens while long prompts arrive, and when those get their first token, by policy."""
+    found, rows, prompts = {}, [], 1 if arguments.quick else 4
+    blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=600, enable_prefix_caching=False)
+    for name, settings in track(WAYS.items(), "disturbing"):
+        sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, **settings}
+        core = bare_engine(arguments.model, arguments.device, blocks, dtype="float32", **sizes)
+        run = disturb(core, arguments.prompt, prompts, CHATS)
+        with_prompt = [step for step in run.scheduled if LONG in step]
+        one = found[name] = {
+            "itl_p50_ms": 1e3 * statistics.median(run.gaps),
+            "itl_p99_ms": 1e3 * percentile(run.gaps, 0.99),
+            "itl_max_ms": 1e3 * max(run.gaps),
+            "ttft_ms": 1e3 * statistics.median(run.firsts),
+            "steps": len(with_prompt) / prompts,
+            "chat_tokens": sum(sum(step.values()) - step[LONG] for step in with_prompt) / len(with_prompt),
+        }
+        counts = f"{one['steps']:.0f}", f"{one['chat_tokens']:.0f}"
+        rows.append((name, *(f"{one[key]:,.1f}" for key in CHAT_COLUMNS), *counts))
+    title = f"{CHATS} chats, and {prompts} prompts of {arguments.prompt:,} tokens, one after another; ms"
+    caption = "ITL: of the chats. TTFT, steps: of a long prompt; decodes: tokens of the chats in each of its steps."
+    table(title, ("", *CHAT_COLUMNS.values(), "steps", "decodes"), rows, caption)
+    return found
+
+
+SERVED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "chunked_prefill.cpu.json"
+SERVER_COLUMNS = {
+    "itl_p50_ms": "ITL p50", "itl_p99_ms": "p99", "itl_max_ms": "longest", "ttft_p50_ms": "TTFT", "ttft_max_ms": "last",
+    "tokens_per_second": "tokens/s",
+}  # fmt: skip
+SERVERS = {
+    "minivllm": "minivllm serve",
+    "part: first": "prefill first",
+    "part: own": "the same, mixed",
+    "vllm": "vLLM's CPU server",
+}
+
+
+def show_servers(figures: Mapping[str, Any]) -> None:
+    """The live servers by budget: what `benchmarks/chunked_prefill.py` has measured."""
+    rows = [
+        (
+            SERVERS[kind],
+            budget,
+            *(f"{one[key]:,.1f}" if one[key] < 100 else f"{one[key]:,.0f}" for key in SERVER_COLUMNS),
+        )
+        for kind, budgets in figures["servers"].items()
+        for budget, one in budgets.items()
+    ]
+    work = figures["work"]
+    longs = f"{work['long']} prompts of {work['prompt']:,} tokens"
+    title = f"{work['chats']} chats, and {longs} at once, {work['bursts']} times; ms"
+    caption = "ITL: of the chats. TTFT: of the long prompts, the median and the last one's. Tokens: all, meanwhile."
+    table(title, ("server", "budget", *SERVER_COLUMNS.values()), rows, caption)
+
+
+def recall_servers() -> None:
+    """The table of the last measurement of the servers that the repository holds, if there is one."""
+    console.print("\nThe server, budget by budget, as benchmarks/chunked_prefill.py has measured it", style="bold")
+    if SERVED.is_file():
+        show_servers(json.loads(SERVED.read_text())["figures"])
+    else:
+        console.print(f"not measured yet: uv run python benchmarks/chunked_prefill.py --json {SERVED.name}")
+
+
+# ---- 4. the kernel ---------------------------------------------------------------------------------------------------
+
+AWKWARD = {
+    "decodes and chunks": ([1, 1, 1, 17, 40, 5], [33, 1, 70, 17, 90, 37]),
+    "decodes only": ([1, 1, 1], [5, 64, 31]),
+    "chunks only": ([2, 33], [2, 34]),
+    "one token in a chunk's place": ([1, 1, 9], [8, 40, 9]),
+}
+
+
+def mixed_case(
+    queries: Sequence[int], seq_lens: Sequence[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """A step's tensors, by the names of the lesson's arguments; blocks lie anywhere, and of some a part is nobody's."""
+    tables = [-(-length // BLOCK_SIZE) for length in seq_lens]
+    ids, table_ = (
+        iter((torch.randperm(sum(tables)) + 1).tolist()),
+        torch.zeros(len(tables), max(tables), dtype=torch.int32),
+    )
+    for row, count in enumerate(tables):
+        table_[row, :count] = torch.tensor([next(ids) for _ in range(count)], dtype=torch.int32)
+    q = torch.randn(sum(queries), heads, head_dim).to(dtype)
+    return {
+        "out": torch.full_like(q, math.nan),
+        "q": q,
+        "caches": torch.randn(2, sum(tables) + 1, BLOCK_SIZE, kv_heads, head_dim).to(dtype),
+        "starts": torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
+        "seq_lens": torch.tensor(list(seq_lens), dtype=torch.int32),
+        "block_table": table_,
+    }
+
+
+def exact(case: Mapping[str, Tensor]) -> Tensor:
+    """Attention of a case in float64, request by request."""
+    q, caches = case["q"].cpu().double(), case["caches"].cpu().double()
+    starts, out = case["starts"].tolist(), torch.empty_like(q)
+    for index, length in enumerate(case["seq_lens"].tolist()):
+        rows, blocks = slice(starts[index], starts[index + 1]), case["block_table"][index].cpu().long()
+        keys, values = caches[:, blocks].flatten(1, 2)[:, :length].repeat_interleave(q.shape[1] // caches.shape[3], 2)
+        new = rows.stop - rows.start
+        seen = torch.ones(new, length, dtype=torch.bool).tril(length - new)
+        scores = torch.einsum("qhd,khd->hqk", q[rows], keys) / math.sqrt(q.shape[2])
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(2), values)
+    return out
+
+
+def num_decodes_of(queries: Sequence[int], name: str) -> int:
+    """How many requests stand first with one token; in the last case one of them is treated as a chunk."""
+    return sum(one == 1 for one in queries) - (name == "one token in a chunk's place")
+
+
+def verify_kernel(
+    mixed_launch: Callable[..., Tensor], in_two_launches: Callable[..., Tensor], device: torch.device, quick: bool
+) -> dict[str, float]:
+    """One launch and two against float64 on awkward steps; `quick`: in one shape of heads.
+
+    Raises:
+        AssertionError: a row is wrong, or was not written.
+    """
+    errors: dict[str, float] = {}
+    for heads, kv_heads, head_dim in track([(4, 2, 32), (6, 2, 80)][quick:], "verifying the kernel"):
+        for name, lengths in AWKWARD.items():
+            case = mixed_case(*lengths, heads, kv_heads, head_dim, torch.float16)
+            expected = exact(case)
+            for launch in (mixed_launch, in_two_launches):
+                fresh = {key: tensor.clone().to(device) for key, tensor in case.items()}
+                error = furthest(launch(**fresh, num_decodes=num_decodes_of(lengths[0], name)).double(), expected)
+                errors[name] = max(errors.get(name, 0.0), error)
+    return {"largest_error": show_errors("One launch, and two", errors, 4e-3)}
+
+
+STEP = ([1] * 32 + [480], [1024] * 32 + [1504])
+"""New tokens and keys of each request: 32 decodes and a chunk of a prompt, 512 tokens in all."""
+TILES = {"tiles of 16 rows": (16, 16), "tiles of 64": (64, 64), "16 for decodes, 64 else": (16, 64)}
+
+
+def compare_launches(tile_work: Callable[..., dict[str, int]], device: torch.device) -> dict[str, Any]:
+    """Rows, scores and keys of one step by its tiles, counted; then the engine's attention in one call and in two."""
+    (queries, lengths), found, rows = STEP, {}, []
+    for name, (decode, chunk) in TILES.items():
+        one = found[name] = tile_work(queries, lengths, tile_rows=[decode if new == 1 else chunk for new in queries])
+        real, kept = one["real"] / one["rows"], one["keeps"] / one["scores"]
+        rows.append((name, one["tiles"], f"{one['rows']:,}", f"{real:.0%}", f"{one['scores'] / 1e6:.2f}", f"{kept:.0%}",
+                     f"{one['keys']:,}"))  # fmt: skip
+    columns = ("for each KV head", "tiles", "rows", "real", "M scores", "kept", "keys")
+    table("32 decodes and a chunk of 480, each behind 1,024 keys; 4 heads a group", columns, rows)
+    case = mixed_case(queries, lengths, 8, 2, 64, torch.float32)
+    case = {name: tensor.to(device) for name, tensor in case.items()}
+    calls = {"one call": lambda: _attend(case), "two calls": lambda: (_attend(case, 0, 32), _attend(case, 32, 33))}
+    turns = in_turns(calls, 15, device)
+    ratio = statistics.median(two / one for one, two in zip(*turns.values(), strict=True))
+    seconds = {name: statistics.median(times) for name, times in turns.items()}
+    console.print(
+        f"The engine's attention on this step: {ms(seconds['one call'])} ms in one call, two take {ratio:.2f} × that."
+    )
+    return {"tiles": found, "seconds": seconds, "two_over_one": ratio}
+
+
+def _attend(case: Mapping[str, Tensor], first: int = 0, last: int | None = None) -> Tensor:
+    """The engine's attention of requests `first` to `last`."""
+    starts = case["starts"][first : None if last is None else last + 1]
+    rows = slice(int(starts[0]), int(starts[-1]))
+    lens, tables = case["seq_lens"][first:last], case["block_table"][first:last]
+    return unified_attention(
+        case["q"][rows], *case["caches"], starts - starts[0], lens, tables, case["q"].shape[2] ** -0.5,
+        out=case["out"][rows],
+    )  # fmt: skip
+
+
+# ---- 5. what the pieces cost -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """On a CPU the block computes on one core, whose own time is measured: others on the machine disturb it less."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure_keys_read_again(
+    keys_read_again: Callable[[int, int], int], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """A prompt by the size of its chunks: keys that are read again, time of attention, time of all its steps.
+
+    Raises:
+        AssertionError: the engine's steps read another number of keys than the formula says.
+    """
+    prompt, rounds = (512, 1) if arguments.quick else (1920, 3)
+    found, rows = {}, []
+    chunks = [chunk for chunk in (prompt, 512, 256, 128, 64, 32) if chunk <= prompt]
+    blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=200, enable_prefix_caching=False)
+    engines = {
+        chunk: bare_engine(
+            arguments.model, arguments.device, blocks, dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=1,
+            max_num_batched_tokens=chunk,
+        )
+        for chunk in chunks
+    }  # fmt: skip
+    cases = {chunk: _chunks(prompt, chunk, arguments.device) for chunk in chunks}
+    calls = {str(chunk): lambda one=cases[chunk]: [_attend(each) for each in one] for chunk in chunks}
+    steps: dict[int, list[float]] = {chunk: [] for chunk in chunks}
+    with one_thread():
+        attention = in_turns(calls, rounds, arguments.device, own_clock(engines[prompt]))
+        for turn in range(rounds):
+            for chunk, core in engines.items():
+                run = record_run(core, [(prompt, 1)], warm_up=turn == 0)
+                counted = sum(step.shape.num_keys - step.shape.num_tokens for step in run.steps)
+                assert counted == keys_read_again(prompt, chunk), f"chunks of {chunk}: {counted:,} keys are read again"
+                steps[chunk].append(run.seconds)
+    for chunk in chunks:
+        again = keys_read_again(prompt, chunk)
+        seconds = statistics.median(attention[str(chunk)]), statistics.median(steps[chunk])
+        one = found[str(chunk)] = {"chunks": -(-prompt // chunk), "again": again, "attention_ms": 1e3 * seconds[0]}
+        one |= {"steps_ms": 1e3 * seconds[1], "attention": seconds[0] / statistics.median(attention[str(prompt)])}
+        one["steps"] = seconds[1] / statistics.median(steps[prompt])
+        rows.append((chunk, one["chunks"], f"{again:,}", f"{again / prompt:.1f}", ms(seconds[0]),
+                     f"{one['attention']:.2f} ×", ms(seconds[1]), f"{one['steps']:.2f} ×"))  # fmt: skip
+    columns = ("chunk", "chunks", "again", "/ prompt", "attention", "", "steps", "")
+    caption = "Again: keys that a layer reads again. ms of one layer's attention alone, and of all steps; one thread."
+    table(f"A prompt of {prompt:,} tokens in pieces", columns, rows, caption)
+    return {"prompt": prompt, "chunks": found}
+
+
+def _chunks(prompt: int, chunk: int, device: torch.device) -> list[dict[str, Tensor]]:
+    """One attention call for each chunk of a prompt, on one cache."""
+    whole = mixed_case([prompt], [prompt], 8, 2, 32, torch.float32)
+    cases = []
+    for start in range(0, prompt, chunk):
+        end = min(start + chunk, prompt)
+        one = {"q": whole["q"][start:end], "out": whole["out"][start:end], "caches": whole["caches"]}
+        one |= {"starts": torch.tensor([0, end - start], dtype=torch.int32), "block_table": whole["block_table"]}
+        cases.append(one | {"seq_lens": torch.tensor([end], dtype=torch.int32)})
+    return [{name: tensor.to(device) for name, tensor in case.items()} for case in cases]
+
+
+# ---- 6. how many tokens are free -------------------------------------------------------------------------------------
+
+LARGE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 2048,
+    "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "dtype": "float32",
+}  # fmt: skip
+"""A model whose weights, 487 MB, fit into no cache: only then are they read from memory in every step."""
+QUICK = {"hidden_size": 512, "intermediate_size": 2048}
+"""So the steps are the same, and the knee that they show is another."""
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+FEW, MANY, ROWS = 4, 32, 256
+
+
+def measure_knee(knee: Callable[[float, float, float], float], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Steps of a model that is larger than any cache, by their tokens; the knee predicted, and found in them.
+
+    Predicted from two rates of matrix products alone: of many rows their operations a second, of one row their bytes a
+    second. Found: see `sweep_knee`. The medians of all turns count; each turn by itself also predicts and finds, which
+    gives the spread.
+    """
+    settings = LARGE | QUICK if arguments.quick else LARGE
+    config, turns = ModelConfig.from_dict(settings), _turns_of_steps(settings, arguments)
+    numbers = config.intermediate_size * config.hidden_size
+    parameters = num_parameters(config) - config.vocab_size * config.hidden_size
+
+    def judged(seconds: Mapping[str, float]) -> dict[str, float]:
+        flops, bandwidth = 2 * ROWS * numbers / seconds["rows"], 4 * parameters / seconds["row"]
+        foretold, found = knee(flops, bandwidth, 4), sweep_knee({size: seconds[str(size)] for size in SIZES})
+        rates = {"flops": flops, "bandwidth": bandwidth}
+        return {**rates, "foretold": foretold, "found": found, "off": foretold / found - 1}
+
+    seconds = {name: statistics.median(times) for name, times in turns.items()}
+    one = judged(seconds)
+    each = [judged(dict(zip(turns, times, strict=True)))["off"] for times in zip(*turns.values(), strict=True)]
+    rows = [
+        (size, ms(seconds[str(size)]), ms(seconds[str(size)] / size), f"{seconds[str(size)] / seconds['1']:.2f} ×")
+        for size in SIZES
+    ]
+    caption = (
+        f"{parameters / 1e6:.0f} million parameters, {4 * parameters / 1e6:.0f} MB, one thread. Matrix products "
+        f"alone: {one['flops'] / 1e9:.0f} billion operations a second with {ROWS} rows, "
+        f"{one['bandwidth'] / 1e9:.1f} GB/s with one."
+    )
+    table("A step by its tokens", ("tokens", "ms", "ms a token", "of one token"), rows, caption)
+    console.print(
+        f"The knee: {one['foretold']:.1f} tokens predicted, {one['found']:.1f} found ({one['off']:+.0%}; from turn to "
+        f"turn {min(each):+.0%} to {max(each):+.0%})."
+    )
+    steps = {str(size): 1e3 * seconds[str(size)] for size in SIZES}
+    return {"steps_ms": steps, "megabytes": 4 * parameters / 1e6, **one, "least": min(each), "most": max(each)}
+
+
+def _turns_of_steps(settings: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of steps by their tokens, of all layers' products with one row, and of one product with many, in turns.
+
+    A shared machine's memory is not always equally fast; in turns that affects all alike. The tokens are those of as
+    many requests, since of a prompt's tokens the engine takes only those that sample through all of the last layer.
+    """
+    device = arguments.device
+    with tempfile.TemporaryDirectory() as folder, one_thread():
+        (Path(folder) / "config.json").write_text(json.dumps(settings))
+        blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=2 * SIZES[-1], enable_prefix_caching=False)
+        sizes = {"max_model_len": 256, "max_num_seqs": SIZES[-1], "max_num_batched_tokens": SIZES[-1]}
+        core = bare_engine(folder, device, blocks, load_format="dummy", dtype="float32", **sizes)
+        model: Any = runner_of(core).model
+        x = torch.randn(ROWS, settings["intermediate_size"], device=device)
+
+        def one_row() -> None:
+            for layer in model.layers:
+                for product in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj):
+                    product(x[:1, : settings["hidden_size"]].contiguous())
+                layer.mlp.down_proj(x[:1])
+
+        calls: dict[str, Callable[[], object]] = {"row": one_row, "rows": lambda: model.layers[0].mlp.down_proj(x)}
+        calls |= {str(size): partial(record_run, core, [(1, 1)] * size, warm_up=False) for size in SIZES}
+        return in_turns(calls, 1 if arguments.quick else 7, device, own_clock(core))
+
+
+def sweep_knee(seconds: Mapping[int, float]) -> float:
+    """The knee in a sweep of steps by their tokens: the time of a small step over what a token adds to a large one.
+
+    The former is the median of the steps of up to `FEW` tokens, the latter the slope of the line through those from
+    `MANY` on with the least squares of relative errors. Where the line begins does not matter.
+    """
+    few = statistics.median(time for size, time in seconds.items() if size <= FEW)
+    large = [size for size in seconds if size >= MANY]
+    relative = torch.tensor([[1 / seconds[size], size / seconds[size]] for size in large], dtype=torch.float64)
+    _, slope = torch.linalg.lstsq(relative, torch.ones(len(large), 1, dtype=torch.float64)).solution.flatten().tolist()
+    return few / slope
+
+
+GPUS = ("L4", "A100-80", "H100", "H200", "B200")
+GPU_MODEL, GAP = "Llama-3.1-8B", 0.05
+
+
+def show_gpus(
+    knee: Callable[[float, float, float], float], budget_for: Callable[[float, float, float, float, float], int]
+) -> dict[str, Any]:
+    """The knee by GPU, from data sheets; what a gap of 50 ms allows, modelled; the model beside Sarathi's figures."""
+    model, found, rows = known_model(GPU_MODEL), {}, []
+    parameters = num_parameters(model) - model.vocab_size * model.hidden_size
+    for name in GPUS:
+        gpu, cost = get_hardware(name), RooflineCost.of(model, get_hardware(name))
+        flops, bandwidth = gpu.flops_of("bfloat16"), gpu.bandwidth
+        free, int4 = knee(flops, bandwidth, 2), knee(flops, bandwidth, 0.5)
+        rates = cost.arithmetic_efficiency * flops, cost.memory_efficiency * bandwidth
+        most = budget_for(GAP - cost.step_overhead, parameters, 2, *rates)
+        one = found[name] = {"knee": free, "int4": int4, "least_ms": 1e3 * _step(cost, 1), "budget": most}
+        rows.append((name, f"{free:.0f}", f"{int4:.0f}", f"{one['least_ms']:.1f}", f"{most:,}"))
+    columns = ("GPU", "knee", "weights of 4 bits", "ms of one token", f"budget for {1e3 * GAP:.0f} ms")
+    console.print()
+    table(f"Free tokens, by data sheets; {GPU_MODEL} in bfloat16, modelled", columns, rows)
+    return {"gpus": found, "sarathi": _sarathi()}
+
+
+def _step(cost: RooflineCost, chunk: int, context: int = 0, decodes: int = 0) -> float:
+    """Seconds of a step with a chunk and decodes that all have this context."""
+    return cost.seconds(StepShape.of([(chunk, context), *[(1, context)] * decodes]))
+
+
+def _sarathi() -> dict[str, float]:
+    """By what share the model is off the longest gaps that Sarathi-Serve's authors published for their budget."""
+    found = {name: sarathi_step(context) / published - 1 for name, (context, published) in SARATHI.items()}
+    off = " and ".join(f"{one:+.0%}" for one in found.values())
+    console.print(
+        f"Sarathi-Serve (Yi-34B on two A100, {SARATHI_STEP:,} tokens a step): 99 % of the gaps within 0.14 s (chats) "
+        f"and 0.17 s (long documents). A full step of the model, {SARATHI_DECODES} of its tokens decodes, is off by "
+        f"{off}."
+    )
+    return found
+
+
+# ---- 7. break it -----------------------------------------------------------------------------------------------------
+
+
+def break_it(
+    serve: Callable[..., Iterator[dict[str, int]]],
+    mixed: Callable[..., dict[str, int]],
+    steps_of_a_prompt: Callable[[int, int, int], float],
+    request: Callable[..., Any],
+) -> dict[str, Any]:
+    """A budget that decodes use up, a prompt that may not be cut, and a budget below the longest prompt."""
+
+    def steps_to_first_token(**settings: Any) -> int | None:
+        """Of a prompt of 24 tokens that comes when four chats of 30 tokens have begun."""
+        arrivals = {0: [request(name, 1, 30) for name in "abcd"], 1: [request("L", 24, 1)]}
+        steps = list(serve(partial(mixed, **settings), arrivals))
+        return max(number for number, given in enumerate(steps) if "L" in given)
+
+    found: dict[str, Any] = {"budgets": {}}
+    rows = []
+    for budget in (4, 5, 8, 16, 24, 28):
+        cut, foretold = steps_to_first_token(token_budget=budget), steps_of_a_prompt(24, budget, 4)
+        whole = steps_to_first_token(token_budget=budget, may_be_cut=False) if budget >= 24 else None
+        steps = None if foretold == math.inf else round(foretold)
+        found["budgets"][str(budget)] = {"cut": cut, "whole": whole, "foretold": steps}
+        rows.append((budget, steps or "never", cut, whole or "refused"))
+    columns = ("budget", "by the formula", "cut", "not cut")
+    table("Steps until a prompt of 24 tokens is computed, beside four chats of 30", columns, rows)
+    small = CacheConfig(num_gpu_blocks=200)
+    sizes = {"max_model_len": 512, "max_num_batched_tokens": 256, "enable_chunked_prefill": False}
+    cpu = torch.device("cpu")
+    found["refused"] = refusal(lambda: bare_engine(EMBEDDED_MODEL, cpu, small, **sizes))
+    console.print(f"not cut, and a budget below the longest prompt: {found['refused']}")
+    return found
+
+
+# ---- the whole lesson ------------------------------------------------------------------------------------------------
+
+
+def close(found: dict, disturbance: str) -> None:
+    """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
+    first, *_, small = found["chats"].values()
+    knee = found["knee"]
+    closing(
+        Timed(
+            f"A long prompt held the chats up for {first['itl_max_ms']:,.0f} ms in a step of its own, and for "
+            f"{small['itl_max_ms']:,.0f} ms at most in pieces of 32 tokens."
+        ),
+        f"In pieces of 32 tokens it took {small['steps']:.0f} steps, with {small['chat_tokens']:.0f} tokens of the "
+        "chats in each; in one piece none.",
+        Timed(
+            f"A step of this machine is no longer free from {knee['found']:.0f} tokens on; {knee['foretold']:.0f} were "
+            "predicted from two rates."
+        ),
+        disturbance=disturbance,
+    )
+
+
+def draw(found: dict, path: str) -> None:
+    """What the steps are made of; the chats' longest gaps; the knee."""
+    with panels(path, 3) as (left, middle, right):
+        for row, steps in enumerate(found["steps"].values()):
+            for number, given in enumerate(steps):
+                bottom = 0
+                for who, tokens in given.items():
+                    colour = palette.ORANGE if who == "L" else palette.BLUE
+                    left.bar(1 + number + 0.45 * row, tokens, 0.42, bottom=bottom, color=colour, alpha=1 - 0.45 * row)
+                    bottom += tokens
+        left.set(title="Tokens of each step", xlabel="step (full: prefill first, pale: mixed)", ylabel="tokens")
+        left.set_yticks(range(0, 21, 4))
+        names = list(found["chats"])
+        longest = [found["chats"][name]["itl_max_ms"] for name in names]
+        middle.barh(range(len(names)), longest, color=palette.ORANGE)
+        middle.set(title="Longest gap of a chat", xlabel="ms", xscale="log", xlim=(1, None))
+        middle.set_xticks((1, 10, 100), ("1", "10", "100"))
+        middle.set_yticks(range(len(names)), names)
+        middle.invert_yaxis()
+        one = found["knee"]
+        sizes = [int(size) for size in one["steps_ms"]]
+        right.plot(sizes, list(one["steps_ms"].values()), "o-", color=palette.BLUE)
+        right.axvline(one["foretold"], color=palette.GREY, linestyle="--")
+        right.text(one["foretold"], max(one["steps_ms"].values()), " predicted", va="top", fontsize=9)
+        right.set(title="A step by its tokens", xlabel="tokens", ylabel="ms")
+        right.set_xscale("log", base=2)
+        right.set_yscale("log", base=2)
+        for axis in (right.xaxis, right.yaxis):
+            axis.set_major_formatter("{x:g}")
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
+    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
+    length = whole_number(64, 1900)
+    flags.add_argument("--prompt", type=length, default=1800, help="tokens of the long prompts (64 to 1900)")
+    return flags

@@ -1,0 +1,245 @@
+"""Lesson 02's flags, tables and figure."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.errors import MinivllmError
+from minivllm_lab import palette
+from minivllm_lab.cli import lesson_parser, positive_int
+from minivllm_lab.figures import curves, panels
+from minivllm_lab.tables import closing, console, table
+from minivllm_simulate.memory_replay import Occupancy
+from minivllm_simulate.workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from torch import Tensor
+
+PROMPT = (
+    'class Stack:\n    """Keeps things in the order in which they came; the last one leaves first."""\n\n'
+    "    def __init__(self, items=None):\n        self.items = list(items or [])\n\n"
+    "    def push(self, item):\n        self."
+)
+STRANGER = (
+    'class Account:\n    """The account of one customer; nobody else may see it."""\n\n'
+    "    def __init__(self, owner, password):\n        self.owner = owner\n        self.password = password\n\n"
+    "    def check(self, password):\n        if self.password"
+)
+MOST_BEAMS = 64
+"""Without sharing, each beam takes a whole sequence's blocks; with more beams a laptop needs minutes."""
+MOST_SLOTS = 2**18
+"""As many as an 80 GB card has for a model of 8 billion parameters; the replay's time grows with them."""
+TITLES = {
+    "max": "greatest length",
+    "pow2": "power of two",
+    "oracle": "exact",
+    "exact": "exact, first fit",
+    "paged": "blocks",
+}
+"""Display names of the allocators."""
+PAPER = {"max": (0.204, 7.00), "pow2": (0.268, 9.81), "oracle": (0.382, 13.62), "paged": (0.963, 30.42)}
+"""Share of the slots that hold a token, and requests at once: Kwon et al. 2023, figures 2 and 13, on ShareGPT."""
+SHARES = {"tokens": "a token", "later": "will, later", "never": "never will", "outside": "outside"}
+"""Display names of what a slot holds; together they cover all slots."""
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """The lesson's own flags, besides the common ones; `doc` is the script's docstring."""
+    flags = lesson_parser(doc, EMBEDDED_MODEL)
+    flags.add_argument("--prompt", default=PROMPT, help="text that the beam search continues")
+    flags.add_argument("--stranger", default=STRANGER, help="text of the other request where a reference is forgotten")
+    flags.add_argument("--block-size", type=positive_int, default=16, help="token slots in a block (default: 16)")
+    flags.add_argument("--slots", type=positive_int, default=15_696, help="token slots of the replay (default: 15696)")
+    flags.add_argument(
+        "--beam-width", type=positive_int, default=4, help=f"beams of the search, at most {MOST_BEAMS} (default: 4)"
+    )
+    return flags
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much work a run does."""
+
+    slots: int
+    block_size: int
+    seed: int
+    steps: int
+    """Steps of the replay."""
+    beam_steps: int
+    """Tokens that the beam search writes."""
+    widths: list[int]
+    """Beams of each search, rising."""
+    sizes: tuple[int, ...]
+    """Block sizes that are compared."""
+
+    def cache_blocks(self, *texts: Sequence[int]) -> int:
+        """Blocks in which the widest search runs without sharing, on the longest of these texts (token ids)."""
+        each = 1 + (max(map(len, texts)) + self.beam_steps) // self.block_size
+        return 2 + 2 * self.widths[-1] * each
+
+
+def plan(arguments: argparse.Namespace, longest: int) -> Plan:
+    """The work that the flags ask for; `longest` is the longest request of the replay, in tokens.
+
+    Raises:
+        MinivllmError: a flag is out of range.
+    """
+    size, slots, width = arguments.block_size, arguments.slots, arguments.beam_width
+    if size > longest:
+        raise MinivllmError(f"--block-size must be at most {longest:,}, the longest request, not {size:,}")
+    least = -(-longest // size) * size  # its last block counts as a whole
+    if not least <= slots <= MOST_SLOTS:
+        raise MinivllmError(f"--slots must be {least:,}, for the longest request, to {MOST_SLOTS:,}, not {slots:,}")
+    if width > MOST_BEAMS:
+        raise MinivllmError(f"--beam-width must be at most {MOST_BEAMS}, not {width:,}")
+    if arguments.quick:
+        return Plan(slots, size, arguments.seed, 300, 16, [width], (1, 16, 512))
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    return Plan(slots, size, arguments.seed, 8000 if arguments.full else 2000, 48, sorted({2, 4, 6, width}), sizes)
+
+
+def prompts(arguments: argparse.Namespace, tokenizer: Tokenizer, room: int) -> list[list[int]]:
+    """Both prompts as token ids: the one that is continued, and the stranger's.
+
+    Raises:
+        MinivllmError: one of them is not 1 to `room` tokens long.
+    """
+    found = [tokenizer.encode(text).ids for text in (arguments.prompt, arguments.stranger)]
+    lengths = [len(ids) for ids in found]
+    if not all(0 < length <= room for length in lengths):
+        raise MinivllmError(f"both prompts must be 1 to {room} tokens, not {lengths[0]} and {lengths[1]}")
+    return found
+
+
+def show_memory(found: Mapping[str, Mapping[str, Occupancy]], slots: int) -> dict[str, dict[str, dict]]:
+    """What the slots hold: all shares for requests like ShareGPT's, the tokens for every kind.
+
+    Returns the figures, by workload and allocator, each with how many times as much the blocks did.
+    """
+    rows = [
+        (TITLES[kind], *(f"{getattr(one, share):.1%}" for share in SHARES), f"{one.running:.1f}", *_in_the_paper(kind))
+        for kind, one in found["sharegpt"].items()
+    ]
+    title = f"What {slots:,} slots hold, requests like {WORKLOADS['sharegpt'].title}"
+    caption = "paper: Kwon et al. 2023, figures 2 and 13, with 15.7 thousand slots"
+    table(title, ("reserved", *SHARES.values(), "run", "paper: a token", "run"), rows, caption)
+    rows = [(TITLES[kind], *(f"{kinds[kind].tokens:.1%}" for kinds in found.values())) for kind in TITLES]
+    table("Slots that hold a token, requests like", ("reserved", *(WORKLOADS[name].title for name in found)), rows)
+    return {
+        name: {kind: {**one.figures(), "paged_over_this": _more(kinds["paged"], one)} for kind, one in kinds.items()}
+        for name, kinds in found.items()
+    }
+
+
+def _in_the_paper(kind: str) -> tuple[str, str]:
+    """The paper's two figures for this allocator, if it has it."""
+    tokens, running = PAPER.get(kind, (None, None))
+    return ("–", "–") if tokens is None else (f"{tokens:.1%}", f"{running:.1f}")
+
+
+def _more(blocks: Occupancy, other: Occupancy) -> dict[str, float]:
+    """Ratios of tokens held, requests running and requests served: blocks over the other allocator."""
+    return {key: getattr(blocks, key) / getattr(other, key) for key in ("tokens", "running", "served_per_1000_steps")}
+
+
+def show_sharing(found: dict, prompt_tokens: int, steps: int, tokenizer: Tokenizer) -> None:
+    """Blocks that sharing saves, for parallel samples and for beams; and how the best beam goes on."""
+    rows = [(WORKLOADS[n].title, *(f"{s:.1%}" for s in saved.values())) for n, saved in found["samples"].items()]
+    table("Blocks saved when samples share their prompt", ("requests like", "2 samples", "4", "6"), rows)
+    rows = [
+        (width, one["most_alone"], one["most_shared"], f"{one['saved']:.1%}") for width, one in found["beams"].items()
+    ]
+    title = f"Beam search, {prompt_tokens} + {steps} tokens: the same beams both ways"
+    table(title, ("beams", "most blocks, each its own", "shared", "saved on average"), rows)
+    console.print(f"the likeliest begins: {tokenizer.decode(found['best'])[:64]!r}", markup=False)
+
+
+def price(seconds: Mapping[str, Sequence[float]], q: Tensor, data: Tensor) -> dict:
+    """Time of decode attention by block size against a contiguous cache; `again` is a second contiguous cache.
+
+    `seconds` are of several rounds, of which the best counts: other work can only slow one down. q [sequences, heads,
+    head_dim] and data [2, sequences, length, kv_heads, head_dim] say what was attended to.
+    """
+    best = {name: min(rounds) for name, rounds in seconds.items()}
+    ratio = {name: one / best["contiguous"] for name, one in best.items()}
+    again, _ = ratio.pop("contiguous again"), ratio.pop("contiguous")
+    _, sequences, length, kv_heads, _ = data.shape
+    shape = f"{sequences} sequences of {length:,} tokens, {q.shape[1]} heads on {kv_heads}"
+    return {"shape": shape, "contiguous_ms": best["contiguous"] * 1e3, "again": again, "ratio": ratio}
+
+
+def show_block_sizes(price: dict, held: Mapping[str, Mapping[str, Occupancy]], longest: int) -> dict:
+    """Both costs of a block size: slots that stay empty in held blocks, by workload and size, and time."""
+    empty = {name: {size: one.empty for size, one in sizes.items()} for name, sizes in held.items()}
+    rows = [
+        (size, *(f"{shares[size]:.1%}" for shares in empty.values()), f"{longest // int(size):,}", f"{ratio:.2f} ×")
+        for size, ratio in price["ratio"].items()
+    ]
+    columns = ("block", *(WORKLOADS[name].title for name in empty), "table entries", "time")
+    caption = (
+        f"time: {price['shape']}, blocks scattered, against a contiguous cache ({price['contiguous_ms']:.2f} ms); "
+        f"against a second contiguous cache, which says how far to trust it: {price['again']:.2f} ×. A CPU's attention "
+        "looks tokens up in either case, so its times say nothing about the lookup"
+    )
+    table("Held slots that are empty, the table, and the time of attention", columns, rows, caption)
+    return {"price": price, "empty": empty}
+
+
+def show_break(found: dict, refused_twice: str, refused_dry: str) -> None:
+    """A double free, an empty pool and a leaked reference, with the error messages of the first two."""
+    console.print(f"freed twice without a check, the blocks {found['double_free']} went to two sequences at once")
+    console.print(f"freed twice: {refused_twice}")
+    console.print(f"the pool is dry: {refused_dry}")
+    rows = [
+        (line, *(escape(found[name][text].rstrip()) for name in ("counted", "forgotten")))
+        for line, text in {"finds": "reads", "goes on": "writes"}.items()
+    ]
+    title = "A request is forked, its first half ends, a stranger comes in"
+    table(title, ("the second half", "its reference counted", "forgotten"), rows, words=True)
+
+
+def conclude(found: dict, longest: int) -> None:
+    """Print the conclusions, all of them counted."""
+    reserved, blocks = (found["memory"]["sharegpt"][kind] for kind in ("max", "paged"))
+    empty, leaked = found["blocks"]["empty"]["alpaca"], found["broken"]["forgotten"]["reads"]
+    closing(
+        f"Requests like ShareGPT's: {reserved['tokens']:.0%} of the slots hold a token where each keeps {longest:,}, "
+        f"{blocks['tokens']:.0%} in blocks; {blocks['running'] / reserved['running']:.1f} times as many run at once.",
+        f"Requests as short as Alpaca's leave {empty['16']:.0%} of their slots empty in blocks of 16, and "
+        f"{empty['512']:.0%} in blocks of 512.",
+        f"One forgotten reference, and a request reads a stranger's text: {leaked[:48]!r}.",
+    )
+
+
+def draw(found: dict, path: str) -> None:
+    """What the slots hold and how many requests run under each allocator, and what stays empty by block size."""
+    kinds, empty = found["memory"]["sharegpt"], found["blocks"]["empty"]
+    start = [0.0] * len(kinds)
+    with panels(path, 3, height=4) as (left, middle, right):
+        colours = (palette.BLUE, palette.SKY, palette.ORANGE, palette.PALE)
+        for (share, label), colour in zip(SHARES.items(), colours, strict=True):
+            widths = [one[share] for one in kinds.values()]
+            left.barh([TITLES[kind] for kind in kinds], widths, left=start, color=colour, label=label)
+            start = [before + width for before, width in zip(start, widths, strict=True)]
+        left.set(title="What the slots hold", xlabel="share of the slots, requests like ShareGPT", xlim=(0, 1))
+        left.invert_yaxis()
+        left.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.2))
+        titles = [TITLES[kind] for kind in kinds]
+        paper = {titles.index(TITLES[kind]): running for kind, (_, running) in PAPER.items()}
+        middle.barh(titles, [one["running"] for one in kinds.values()], color=palette.BLUE, label="here")
+        middle.scatter(
+            list(paper.values()), list(paper), color=palette.ORANGE, marker="D", zorder=3, label="in the paper"
+        )
+        middle.set(title="Requests at once", xlabel="requests like ShareGPT")
+        middle.invert_yaxis()
+        middle.set_yticklabels([])
+        middle.legend(fontsize=8)
+        curves(right, {WORKLOADS[name].title: shares for name, shares in empty.items()}, factor=100, octaves=True)
+        right.set(title="Empty slots in held blocks", xlabel="block size", ylabel="%", ylim=0)

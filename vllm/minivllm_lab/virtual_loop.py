@@ -1,0 +1,125 @@
+"""An event loop without a clock, for coroutines that somebody else wrote: it never waits, and says why one never ends.
+
+    run_virtual(lambda: check(), "your get")
+
+Time is virtual: where nothing is ready, the clock jumps to the next timer. So a second costs nothing, every run is the
+same, and a task that nobody will ever wake is seen at once. The loop runs in a thread of its own, since JupyterLab's
+own loop runs in the main one, and so that a call that blocks can be left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+from unittest import mock
+
+from minivllm.errors import MinivllmError
+from minivllm_lab.bounded import bounded
+
+Result = TypeVar("Result")
+CPU_SECONDS, SECONDS = 0.5, 20.0
+"""What a run may take of the processor, and of the clock on the wall, which a blocking call takes."""
+MOST_TURNS = 20_000
+BLOCKS = "{} blocks the event loop, and nobody else is served meanwhile: wait with `await`"
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """`turns`: how often the loop has looked for what is ready, so far."""
+
+    def __init__(self, whose: str) -> None:
+        self.now, self.turns = 0.0, 0
+        super().__init__(_Clock(self, whose))
+
+    def time(self) -> float:
+        """Virtual seconds since the start."""
+        return self.now
+
+
+class _Clock(selectors.DefaultSelector):
+    """Where a loop would wait, the virtual clock goes on."""
+
+    def __init__(self, loop: VirtualLoop, whose: str) -> None:
+        super().__init__()
+        self._loop, self._whose = loop, whose
+
+    def select(self, timeout: float | None = None) -> list:
+        found = super().select(0)
+        self._loop.turns += 1
+        if not found and timeout is None:
+            raise AssertionError(f"{self._whose} waits, and nobody will ever wake it: is a wake-up lost?")
+        if self._loop.turns > MOST_TURNS:
+            raise AssertionError(f"{self._whose} does not end: does it look again and again, and never wait?")
+        self._loop.now += timeout or 0.0
+        return found
+
+
+def turns() -> int:
+    """How often the running virtual loop has turned so far."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop.turns
+
+
+def run_virtual(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> Result:
+    """The result of `work()` in a virtual loop. What it raises is raised here.
+
+    Raises:
+        AssertionError: it never ends: it waits for what nobody will do, or turns without end, or blocks the loop.
+    """
+    ended: list[Result | BaseException] = []
+
+    def run() -> None:
+        try:
+            with bounded(CPU_SECONDS, whose), _no_sleep(whose):
+                ended.append(_run(work, whose))
+        except MinivllmError as error:
+            ended.append(AssertionError(str(error)))
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    if not ended:
+        raise AssertionError(BLOCKS.format(whose))
+    if isinstance(ended[0], BaseException):
+        raise ended[0]
+    return ended[0]
+
+
+def _run(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> Result:
+    loop = VirtualLoop(whose)
+    loop.set_exception_handler(lambda *_: None)  # what a lost task would still say is no news
+    try:
+        return loop.run_until_complete(work())
+    finally:
+        _end(loop)
+
+
+def _end(loop: VirtualLoop) -> None:
+    """Cancels what is left. A task that refuses is left behind."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.turns = 0
+    with suppress(AssertionError):
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=1))
+    loop.close()
+
+
+def _no_sleep(whose: str):
+    """`time.sleep` in this thread is the mistake that it is."""
+    here, sleep = threading.current_thread(), time.sleep
+
+    def instead(seconds: float) -> None:
+        if threading.current_thread() is here:
+            raise AssertionError(BLOCKS.format(f"time.sleep in {whose}"))
+        sleep(seconds)
+
+    return mock.patch.object(time, "sleep", instead)

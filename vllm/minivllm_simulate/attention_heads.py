@@ -1,0 +1,149 @@
+"""Siblings of a model that share keys otherwise, and what each of several GPUs keeps and does of them. *Modelled*.
+
+    sibling = with_kv_heads(known_model("Llama-3.1-8B"), 1)
+    share = ModelShare(sibling, get_hardware("H100"), tp=16)
+    share.bytes_per_token, share.copies, share.intensity, share.fits(32_768)
+
+Memory is counted by `minivllm.memory`, as vLLM would at its start; a step's time is that of `levers`. Links are taken
+to be as fast between all GPUs as within a machine. The siblings are shapes without weights: how well they would answer
+is not said here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from minivllm.config import ModelConfig
+from minivllm.config.checks import require
+from minivllm.memory import MemoryLedger, kv_bytes_per_token, memory_ledger
+from minivllm.memory.bytes_per_token import kv_heads_on_rank
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.hardware import Hardware
+from minivllm_simulate.layouts import BLOCK_SIZE, SERVING, TOKEN_BUDGET, UTILIZATION
+from minivllm_simulate.levers import LeverCost
+
+ROPE = 64
+"""Numbers of the rotary key that stands beside a latent; as in DeepSeek-V2."""
+ELEMENT = 2
+"""Bytes of a number in the cache."""
+
+
+def with_kv_heads(model: ModelConfig, heads: int) -> ModelConfig:
+    """The model with so many KV heads in place of its own.
+
+    Raises:
+        MinivllmError: its query heads cannot share so many equally.
+    """
+    many = model.num_attention_heads
+    require(heads >= 1 and many % heads == 0, f"{many} query heads cannot share {heads} KV heads equally")
+    return replace(model, num_key_value_heads=heads)
+
+
+def with_latent(model: ModelConfig, width: int) -> ModelConfig:
+    """The model with DeepSeek-V2's attention: a layer keeps `width` numbers of a token, the latent, and `ROPE` more."""
+    require(width >= 1, f"a latent has at least one number, not {width}")
+    return replace(
+        model,
+        model_type="deepseek_v2",
+        num_key_value_heads=model.num_attention_heads,
+        kv_lora_rank=width,
+        qk_rope_head_dim=ROPE,
+        qk_nope_head_dim=model.head_dim,
+        v_head_dim=model.head_dim,
+    )
+
+
+def decode_flops_per_key(model: ModelConfig, tp: int = 1) -> float:
+    """Operations that one GPU does for a cached token, in all layers, when one token is decoded.
+
+    A latent is used as it is (absorbed): scores over latent and rotary key, then the weighted sum of latents.
+    """
+    per_head = 4 * model.head_dim
+    if model.kv_lora_rank is not None:
+        per_head = 2 * (model.latent_width + model.kv_lora_rank)
+    return model.num_hidden_layers * model.num_attention_heads / tp * per_head
+
+
+def decode_intensity(model: ModelConfig, tp: int = 1) -> float:
+    """Operations of a decode's attention on one GPU for each byte of the cache that it reads, in 16 bits."""
+    return decode_flops_per_key(model, tp) / kv_bytes_per_token(model, "bfloat16", tp)
+
+
+def kv_heads_of_rank(rank: int, tp: int, num_kv_heads: int) -> list[int]:
+    """The KV heads that a rank keeps; with more ranks than heads, neighbours keep the same one.
+
+    In vLLM v0.33.0: `vllm/model_executor/layers/linear.py` (`QKVParallelLinear`).
+    """
+    first = rank * num_kv_heads // tp
+    return list(range(first, max(first + 1, (rank + 1) * num_kv_heads // tp)))
+
+
+@dataclass(frozen=True)
+class ModelShare:
+    """What one of `tp` equal GPUs has of a model.
+
+    `kv_heads` says how many KV heads it keeps, if not as many as vLLM's rule gives it.
+    """
+
+    model: ModelConfig
+    gpu: Hardware
+    tp: int
+    kv_heads: int | None = None
+
+    @property
+    def holders(self) -> int:
+        """Parts into which keys and values can be cut at most: the KV heads; a latent is one."""
+        return 1 if self.model.kv_lora_rank is not None else self.model.num_key_value_heads
+
+    @property
+    def copies(self) -> int:
+        """GPUs that keep the same keys and values."""
+        return max(1, self.tp // self.holders)
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Of keys and values, all layers, on this GPU."""
+        counted = kv_bytes_per_token(self.model, "bfloat16", self.tp)
+        if self.kv_heads is None or self.model.kv_lora_rank is not None:
+            return counted
+        return counted // kv_heads_on_rank(self.model, self.tp) * self.kv_heads
+
+    @property
+    def intensity(self) -> float:
+        """Operations of a decode's attention for each byte of the cache."""
+        return decode_flops_per_key(self.model, self.tp) / self.bytes_per_token
+
+    @cached_property
+    def ledger(self) -> MemoryLedger:
+        """Where its memory goes.
+
+        Raises:
+            MinivllmError: nothing is left for keys and values, or the query heads cannot be divided so.
+        """
+        return memory_ledger(
+            self.model, self.gpu, max_model_len=1, tp=self.tp, gpu_memory_utilization=UTILIZATION,
+            max_num_batched_tokens=TOKEN_BUDGET, block_size=BLOCK_SIZE, check=False,
+        )  # fmt: skip
+
+    def fits(self, context: int) -> float:
+        """Requests of so many tokens that fit, on this GPU and so on all.
+
+        Raises:
+            MinivllmError: as `ledger`.
+        """
+        blocks = max(0, self.ledger.kv_bytes // (self.bytes_per_token * BLOCK_SIZE) - 1)
+        return blocks * BLOCK_SIZE / context
+
+    @cached_property
+    def cost(self) -> LeverCost:
+        """What a step takes that decodes."""
+        cost = LeverCost.of(replace(SERVING, tensor_parallel=self.tp), self.model, self.gpu)
+        pairs = decode_flops_per_key(self.model, self.tp)
+        return replace(
+            cost, roofline=replace(cost.roofline, kv_bytes_per_token=self.bytes_per_token, flops_per_pair=pairs)
+        )
+
+    def tokens_per_second(self, batch: int, context: int) -> float:
+        """Of all GPUs together, when so many requests decode, each with so many tokens; 0 of none."""
+        return batch / self.cost.seconds(StepShape.of([(1, context - 1)] * batch)) if batch else 0.0

@@ -1,0 +1,271 @@
+"""The cost of one step in seconds: from a data sheet, or fitted to measured steps.
+
+A step's shape is a few counts: requests, new tokens, keys read, and (query, key) pairs that attention visits.
+`RooflineCost` turns them into bytes and operations and asks a hardware row; `FittedCost` is a straight line through
+measured steps. Real engines need the straight line: per-request work that no roofline knows (sampling, small launches,
+attention that does not reach the peak) grows with the batch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from minivllm.config import ModelConfig
+from minivllm.config.checks import is_number, require
+from minivllm.errors import MinivllmError
+from minivllm.memory import kv_bytes_per_token, num_parameters, serving_dtype, weight_bytes
+from minivllm_simulate.hardware import Hardware
+
+MEMORY_EFFICIENCY = 0.9
+"""Share of the data sheet's bandwidth that a decode step reaches, beside `STEP_OVERHEAD`. The two put Llama-3.1-8B on
+an H100 at the 6.44 ms that vLLM's blog of 2026-04-22 measured as the intercept of inter-token latency over context;
+the data sheet alone gives 4.8 ms."""
+STEP_OVERHEAD = 1.1e-3
+"""Seconds of a step that neither bytes nor operations explain: see `MEMORY_EFFICIENCY`."""
+ARITHMETIC_EFFICIENCY = 0.64
+"""Share of the data sheet's operations that a prefill reaches from end to end. Our engine on an H200, whose arithmetic
+is an H100's (benchmarks/results/gpu_engine.nvidia-h200.json): prompts of 8 x 1,024 tokens take 185.5 ms, one of 8,192
+takes 210.3; less the overhead, that is 632 and 631 of the sheet's 989 TFLOP/s. The second has eight times the first's
+pairs of query and key, so attention's operations run at the share of all others, and one factor is for both."""
+MATMUL_EFFICIENCY = 0.81
+"""The share that a bare product of bf16 matrices reaches there: 806 TFLOP/s. Another engine's prefill, with its
+operations fused and attention's kernel faster, lies between `ARITHMETIC_EFFICIENCY` and this: see `at_best`."""
+
+
+class StepShape(NamedTuple):
+    """The work of a step, in counts."""
+
+    num_reqs: int
+    num_tokens: int
+    """New tokens: chunks of prompts and decodes alike."""
+    num_keys: int
+    """Keys read: the length of every scheduled request, this step's tokens included."""
+    num_pairs: int
+    """(query, key) pairs under the causal mask."""
+
+    @classmethod
+    def of(cls, scheduled: Iterable[tuple[int, int]]) -> StepShape:
+        """From (new tokens, tokens computed before) of each scheduled request."""
+        reqs = tokens = keys = pairs = 0
+        for new, before in scheduled:
+            reqs += 1
+            tokens += new
+            keys += before + new
+            pairs += new * before + new * (new + 1) // 2
+        return cls(reqs, tokens, keys, pairs)
+
+    @classmethod
+    def without_cache(cls, scheduled: Iterable[tuple[int, int]]) -> StepShape:
+        """The same step without a KV cache: everything computed before is recomputed."""
+        return cls.of((new + before, 0) for new, before in scheduled)
+
+
+class Cost(Protocol):
+    """A model of how long a step takes."""
+
+    def seconds(self, shape: StepShape) -> float:
+        """Seconds of one step of this shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class RooflineCost:
+    """The larger of memory time and arithmetic time, plus a fixed overhead per step.
+
+    Weights are read once a step and keys once a request; a token costs two operations a parameter of the layers, a
+    request two a weight of the head, since only its last token is sampled from; a pair costs four a head dimension.
+    Kernels reach a share of the data sheet's rates, one for memory and one for arithmetic: the constants above say
+    which measurement each is from. Every answer is *modelled*.
+
+    The host's time is not in it. Our engine launches a prefill kernel by kernel, 12 to 20 ms of this model, so its 512
+    tokens take 16.5 ms on an H200 where the model says 12.5; vLLM's compiled pieces have another floor.
+    """
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    flops_per_token: float
+    flops_per_pair: float
+    bandwidth: float
+    flops: float
+    flops_per_request: float = 0.0
+    memory_efficiency: float = MEMORY_EFFICIENCY
+    arithmetic_efficiency: float = ARITHMETIC_EFFICIENCY
+    step_overhead: float = STEP_OVERHEAD
+    request_overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, "weight_bytes", "kv_bytes_per_token", "flops_per_token", "flops_per_pair", above_zero=False)
+        _check(self, "flops_per_request", "step_overhead", "request_overhead", above_zero=False)
+        _check(self, "bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency", above_zero=True)
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        hardware: Hardware,
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        tp: int = 1,
+        **more: float,
+    ) -> RooflineCost:
+        """The cost of a model on a GPU (on each of `tp` equal GPUs; what they send one another is not counted).
+
+        Raises:
+            UnsupportedModelError: layers that do not keep every token.
+            MinivllmError: the hardware has no units for the dtype.
+        """
+        dtype = serving_dtype(model) if dtype == "auto" else dtype
+        head = model.vocab_size * model.hidden_size
+        embedding_and_head = head if model.tie_word_embeddings else 2 * head
+        return cls(
+            weight_bytes=weight_bytes(model, dtype, tp),
+            kv_bytes_per_token=kv_bytes_per_token(model, kv_dtype, tp),
+            flops_per_token=2 * (num_parameters(model) - embedding_and_head) / tp,
+            flops_per_request=2 * head / tp,
+            flops_per_pair=4 * model.num_hidden_layers * model.num_attention_heads * model.head_dim / tp,
+            bandwidth=hardware.bandwidth,
+            flops=hardware.flops_of(dtype),
+            **more,
+        )
+
+    def bytes_moved(self, shape: StepShape) -> int:
+        """Bytes that must cross the memory bus: all weights, every key and value once."""
+        return self.weight_bytes + self.kv_bytes_per_token * (shape.num_keys + shape.num_tokens)
+
+    def operations(self, shape: StepShape) -> float:
+        """Floating-point operations of the step."""
+        linear = self.flops_per_token * shape.num_tokens + self.flops_per_request * shape.num_reqs
+        return linear + self.flops_per_pair * shape.num_pairs
+
+    def floor_seconds(self, shape: StepShape) -> float:
+        """Lower bound from the data sheet's rates."""
+        return max(self.bytes_moved(shape) / self.bandwidth, self.operations(shape) / self.flops)
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Seconds to move so many bytes at the share of the bandwidth that kernels reach."""
+        return num_bytes / (self.bandwidth * self.memory_efficiency)
+
+    def arithmetic_seconds(self, operations: float) -> float:
+        """Seconds of so many operations at the share of the peak that kernels reach."""
+        return operations / (self.flops * self.arithmetic_efficiency)
+
+    def seconds(self, shape: StepShape) -> float:
+        """Seconds of one step of this shape, modelled."""
+        moved, computed = self.bytes_moved(shape), self.operations(shape)
+        work = max(self.memory_seconds(moved), self.arithmetic_seconds(computed))
+        return self.step_overhead + self.request_overhead * shape.num_reqs + work
+
+    @property
+    def knee(self) -> float:
+        """Tokens of a step from which on its arithmetic takes longer than reading the weights."""
+        return self.memory_seconds(self.weight_bytes) / self.arithmetic_seconds(self.flops_per_token)
+
+    def at_best(self) -> RooflineCost:
+        """The same cost with arithmetic at the rate of a bare matmul: no prefill can be expected to be faster."""
+        return replace(self, arithmetic_efficiency=max(self.arithmetic_efficiency, MATMUL_EFFICIENCY))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step of a real engine."""
+
+    shape: StepShape
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check(self, "seconds", above_zero=True)
+
+
+@dataclass(frozen=True)
+class FittedCost:
+    """A line through measured steps: seconds = per_step + per_request·reqs + per_token·tokens + per_pair·pairs."""
+
+    per_step: float
+    per_request: float
+    per_token: float
+    per_pair: float
+
+    def __post_init__(self) -> None:
+        _check(self, "per_step", "per_request", "per_token", "per_pair", above_zero=False)
+
+    @classmethod
+    def fit(cls, steps: Sequence[MeasuredStep]) -> FittedCost:
+        """Least squares of the *relative* error; features that would get a negative coefficient are dropped."""
+        if len(steps) < 8:
+            raise MinivllmError(f"a fit needs at least 8 measured steps, not {len(steps)}")
+        rows = [[value / step.seconds for value in _features(step.shape)] for step in steps]
+        kept = list(range(4))
+        while True:
+            solution = _least_squares([[row[i] for i in kept] for row in rows], [1.0] * len(rows))
+            if min(solution) >= 0 or len(kept) == 1:
+                break
+            kept.pop(solution.index(min(solution)))
+        found = dict(zip(kept, solution, strict=True))
+        return cls(*(max(0.0, found.get(index, 0.0)) for index in range(4)))
+
+    def seconds(self, shape: StepShape) -> float:
+        """Seconds of one step of this shape, by the line."""
+        coefficients = (self.per_step, self.per_request, self.per_token, self.per_pair)
+        return sum(c * value for c, value in zip(coefficients, _features(shape), strict=True))
+
+
+def _check(costs: object, *names: str, above_zero: bool) -> None:
+    """Rejects negative or non-finite numbers, and 0 if `above_zero`."""
+    for name in names:
+        value = getattr(costs, name)
+        fits = is_number(value) and (value > 0 if above_zero else value >= 0)
+        require(fits, f"{name} is {value!r}; it must be {'above 0' if above_zero else '0 or more'}, and finite")
+
+
+def _features(shape: StepShape) -> tuple[float, ...]:
+    return 1.0, float(shape.num_reqs), float(shape.num_tokens), float(shape.num_pairs)
+
+
+def _least_squares(rows: list[list[float]], targets: list[float]) -> list[float]:
+    """Solve the normal equations by elimination; columns are scaled first, since their units differ by a million."""
+    width = len(rows[0])
+    scales = [max(abs(row[i]) for row in rows) or 1.0 for i in range(width)]
+    scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
+    matrix = [
+        [sum(row[i] * row[j] for row in scaled) + (1e-12 * len(rows) if i == j else 0.0) for j in range(width)]
+        + [sum(row[i] * target for row, target in zip(scaled, targets, strict=True))]
+        for i in range(width)
+    ]
+    for i in range(width):
+        pivot = max(range(i, width), key=lambda k: abs(matrix[k][i]))
+        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
+        for k in range(width):
+            if k != i:
+                factor = matrix[k][i] / matrix[i][i]
+                matrix[k] = [a - factor * b for a, b in zip(matrix[k], matrix[i], strict=True)]
+    return [matrix[i][width] / matrix[i][i] / scales[i] for i in range(width)]
+
+
+@dataclass(frozen=True)
+class ModelError:
+    """Error of a cost model on measured steps; to be printed with its predictions."""
+
+    median_step: float
+    """Median of |predicted − measured| / measured over the steps."""
+    total: float
+    """(Sum of predicted − sum of measured) / sum of measured."""
+
+    def __str__(self) -> str:
+        return f"±{self.median_step:.0%} a step (median), {self.total:+.0%} in total"
+
+
+def model_error(cost: Cost, steps: Sequence[MeasuredStep]) -> ModelError:
+    """The error of `cost` on steps that it was not fitted to.
+
+    Raises:
+        MinivllmError: there are no steps.
+    """
+    if not steps:
+        raise MinivllmError("an error needs at least one measured step")
+    predicted = [cost.seconds(step.shape) for step in steps]
+    measured = [step.seconds for step in steps]
+    off = [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]
+    return ModelError(statistics.median(off), sum(predicted) / sum(measured) - 1)

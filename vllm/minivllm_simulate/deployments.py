@@ -1,0 +1,125 @@
+"""One model on several GPUs, as tensor parallel, pipeline parallel or data parallel: what each sends, keeps and serves.
+
+The scheduler is the real one under the virtual clock; what a layout keeps and what its steps cost is in `layouts`.
+Everything is *modelled*.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minivllm.config import ModelConfig
+from minivllm.errors import MinivllmError
+from minivllm_simulate.hardware import Hardware
+from minivllm_simulate.layouts import BLOCK_SIZE, MAX_MODEL_LEN, Cost, Layout, PlacedModel
+from minivllm_simulate.open_load import OpenLoad, OpenRun, finished, run_open
+from minivllm_simulate.workloads import RequestLengths, poisson_arrivals, workload
+
+WAYS = ("TP", "PP", "DP")
+PLACES = 1024
+
+
+def bytes_sent(way: str, gpus: int, tokens: int, hidden: int, layers: int, element: int = 2) -> float:
+    """Bytes that each GPU sends in a step: two all-reduces a layer (TP), its last hidden states (PP), nothing (DP)."""
+    states = tokens * hidden * element
+    return {"TP": 2 * layers * 2 * (gpus - 1) / gpus * states, "PP": states if gpus > 1 else 0, "DP": 0}[way]
+
+
+def bubble(stages: int, batches: int) -> float:
+    """The share of a pipeline's time in which a stage has nothing to do while so many batches go through it."""
+    return (stages - 1) / (batches + stages - 1)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """`gpus` of a kind with one model, in one of the `WAYS`. One GPU is the same in all of them."""
+
+    model: ModelConfig
+    gpu: Hardware
+    way: str
+    gpus: int
+
+    def __post_init__(self) -> None:
+        if self.way not in WAYS:
+            raise MinivllmError(f"the way is {self.way!r}; known are {', '.join(WAYS)}")
+
+    @property
+    def groups(self) -> int:
+        """Batches that are under way at the same time, each with a scheduler of its own."""
+        return 1 if self.way == "TP" else self.gpus
+
+    def kv_tokens(self) -> int:
+        """How many tokens fit into the caches of all GPUs together.
+
+        Raises:
+            MinivllmError: the weights do not fit, or leave no room for one request.
+        """
+        return self.placed.kv_tokens() * self.groups
+
+    def cost(self) -> Cost:
+        """What a step of one of its batches takes."""
+        return self.placed.cost
+
+    @property
+    def placed(self) -> PlacedModel:
+        """The same as a layout."""
+        tp, pp, dp = (self.gpus if way == self.way else 1 for way in WAYS)
+        return PlacedModel(self.model, self.gpu, Layout(tp, pp, dp), PLACES)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What clients saw of one group, and how many groups there are: all serve alike."""
+
+    run: OpenRun
+    groups: int
+
+    def attainment(self, ttft: float, tpot: float) -> float:
+        """The share of the counted requests that met both objectives, in seconds. Some still run: they count so far."""
+        met = sum(self.run.ttft(one) <= ttft and (one.tpot or 0.0) <= tpot for one in self.run.stays)
+        return met / len(self.run.stays)
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens a second, of all groups together."""
+        return self.groups * self.run.tokens / self.run.end
+
+
+def serve(deployment: Deployment, rate: float, counted: int, kind: str = "sharegpt", seed: int = 0) -> Served:
+    """Requests of a kind arrive at random, `rate` a second, at engines that have been at it for long.
+
+    Each group gets its share of them, which arrive at random too. One group is simulated (see `open_load`), until its
+    first `counted` requests have ended, or as many more have come.
+
+    Raises:
+        MinivllmError: the model does not fit.
+    """
+    placed, share, half = deployment.placed, rate / deployment.groups, MAX_MODEL_LEN // 2
+    drawn = workload(kind).sample(2 * counted, seed)
+    lengths = [RequestLengths(min(one.prompt_tokens, half), min(one.output_tokens, half)) for one in drawn]
+    prompt = statistics.mean(one.prompt_tokens for one in lengths)
+    output = statistics.mean(one.output_tokens for one in lengths)
+    at_start = round(placed.steady(prompt, output, placed.kv_tokens()).batch(share))
+    arrivals = poisson_arrivals(share, 2 * counted, seed)
+    wanted = (2 * counted + at_start) * (max(one.total for one in lengths) + 2 * BLOCK_SIZE)
+    load = OpenLoad(lengths, arrivals, counted, at_start, seed)
+    return Served(finished(run_open(load, *placed.configs(wanted), placed.cost)), deployment.groups)
+
+
+def find_knee(attainment: Callable[[float], float], low: float, high: float, rounds: int, target: float = 0.9) -> float:
+    """The highest rate at which at least `target` of the requests meet their service level, by bisection.
+
+    `attainment(rate)` offers that load and returns the share that met it; it falls as the rate grows. If even `low` is
+    too much, the answer is 0; if `high` can be borne, it is `high`. Else it is too low by (high - low) / 2 ** rounds at
+    most.
+    """
+    if attainment(low) < target:
+        return 0.0
+    if attainment(high) >= target:
+        return high
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        low, high = (middle, high) if attainment(middle) >= target else (low, middle)
+    return low

@@ -1,0 +1,174 @@
+"""The error of the model of disaggregation against published figures, and which of them it was fitted to.
+
+    for check in disaggregation_checks(): print(check.table, check.what, check.measured, check.modelled, check.fitted)
+
+The cost of a step is that of today's kernels at a data sheet's rates (`layouts`); the publications' engines are of 2023
+and slower. So DistServe's example is there twice: with the cost as it is, and with two factors fitted to two of its
+figures, for arithmetic and for memory. What it then says of the others is foretold. Everything else is fitted to
+nothing. Not checked: DistServe's and Mooncake's gains on recorded traffic, whose lengths and settings are not published
+in a form that could be run here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from functools import cache
+
+from minivllm.memory import kv_bytes_per_token
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.deployments import find_knee
+from minivllm_simulate.disaggregation import SHARE, Colocated, Disaggregated, Objective, System, Work
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.kv_links import Link, get_link, least_bandwidth
+from minivllm_simulate.layouts import Cost, Layout, PlacedModel
+from minivllm_simulate.lever_checks import SERVING, SPLITWISE, SPLITWISE_FIRST_TOKENS, PublishedCheck, splitwise_cost
+from minivllm_simulate.levers import LeverCost
+from minivllm_simulate.open_load import finished
+
+DISTSERVE = (
+    "DistServe's blog, figure 6: 13B, one A100-80, 512 tokens in and 64 out, Poisson; 90 % within 0.4 s and 40 ms"
+)
+DISTSERVE_PAPER = "DistServe, section 3.3: OPT-66B, 512 tokens"
+MOONCAKE = "Mooncake (FAST 2025): LLaMA-70B, prefix of 8,192 tokens; data-sheet peaks"
+MOONCAKE_ENGINE = "Mooncake (FAST 2025): transfer engine over RoCE, 40 GB"
+
+TTFT, TPOT, NEVER = 0.4, 0.04, 1e6
+ARITHMETIC_SLOWER, MEMORY_SLOWER = 1.75, 1.82
+"""Fitted: with them a prefilling A100 bears 5.6 requests a second, and a decoding one 10, as DISTSERVE has it."""
+NO_LINK = Link("none", 1e15, 0.0, "DistServe's example leaves it out")
+SPLITWISE_GAPS = {("coding", 13): (0.052, 0.031), ("conversation", 129): (0.040, 0.028)}
+"""Seconds between tokens on A100 and H100, by trace and its median tokens out; the rest is in `lever_checks`."""
+
+
+@dataclass(frozen=True)
+class DisaggregationCheck(PublishedCheck):
+    """A published figure and the model's, in which table it stands, and whether the model was fitted to it."""
+
+    table: str
+    fitted: bool = False
+
+
+@cache
+def disaggregation_checks(counted: int = 200) -> tuple[DisaggregationCheck, ...]:
+    """All checks; `counted` requests are looked at in each run."""
+    return (
+        *distserve_checks("DistServe, cost as it is", counted, 1.0, 1.0),
+        *distserve_checks("DistServe, two factors fitted", counted, ARITHMETIC_SLOWER, MEMORY_SLOWER),
+        *splitwise_checks(),
+        *link_checks(),
+    )
+
+
+def disaggregation_error(counted: int = 200) -> float:
+    """Median of |modelled − measured| / measured over what nothing was fitted to."""
+    return statistics.median(abs(check.error) for check in disaggregation_checks(counted) if not check.fitted)
+
+
+# ---- DistServe's example
+
+
+def slower(arithmetic: float, memory: float) -> Cost:
+    """A step of OPT-13B on an A100-80 whose arithmetic and memory are so many times slower than the model has them."""
+    cost = PlacedModel(known_model("opt-13b"), get_hardware("A100-80"), Layout(1, 1, 1)).cost
+    roofline = cost.step.roofline
+    slow = replace(roofline, flops=roofline.flops / arithmetic, bandwidth=roofline.bandwidth / memory)
+    return replace(cost, step=replace(cost.step, roofline=slow))
+
+
+def example(prefill: int, decode: int, cost: Cost) -> Disaggregated:
+    """DistServe's example with so many GPUs of each kind. Their prefills are not batched."""
+    opt, gpu = known_model("opt-13b"), get_hardware("A100-80")
+    return Disaggregated(opt, gpu, prefill, decode, NO_LINK, budget=512, cost=cost)
+
+
+def borne(system: System, work: Work, objective: Objective, high: float, part: str = "") -> float:
+    """The highest rate up to `high`; with `part` "prefill", first tokens count when the prompt is computed."""
+
+    def attainment(rate: float) -> float:
+        served = finished(system.serve(work, rate))
+        if part != "prefill":
+            return served.attainment(objective)
+        times = [one.parts["queue"] + one.parts["prefill"] for one in served.clients]
+        return sum(time <= objective.ttft for time in times) / len(times)
+
+    return find_knee(attainment, high / 128, high, 7, SHARE)
+
+
+def prefill_alone(cost: Cost, work: Work, high: float = 24.0) -> float:
+    """Requests a second that a prefilling GPU bears, decoding being no concern."""
+    return borne(example(1, 8, cost), work, Objective(TTFT, NEVER), high, "prefill")
+
+
+def decode_alone(cost: Cost, work: Work, high: float = 48.0) -> float:
+    """Requests a second that a decoding GPU bears, prefilling being no concern."""
+    return borne(example(8, 1, cost), work, Objective(NEVER, TPOT), high)
+
+
+def colocated(cost: Cost) -> Colocated:
+    """DistServe's example on one GPU that does both, prompts computed whole."""
+    opt, gpu = known_model("opt-13b"), get_hardware("A100-80")
+    return Colocated(opt, gpu, 1, budget=2560, chunked_prefill=False, cost=cost)
+
+
+def two_to_one(cost: Cost, work: Work) -> tuple[float, float]:
+    """Requests a second and GPU that two prefillers and a decoder bear, and that one bears that does both."""
+    both = Objective(TTFT, TPOT)
+    return borne(example(2, 1, cost), work, both, 48) / 3, borne(colocated(cost), work, both, 16)
+
+
+def distserve_checks(table: str, counted: int, arithmetic: float, memory: float) -> list[DisaggregationCheck]:
+    """Figure 6 of DISTSERVE with such factors; where they are not 1, two of its figures are what was fitted."""
+    work, cost, fitted = Work(512, 64, counted=counted), slower(arithmetic, memory), arithmetic != 1
+    one, (three, mixed) = colocated(cost), two_to_one(cost, work)
+    rows = [
+        ("prefill alone, requests/s", 5.6, prefill_alone(cost, work), fitted),
+        ("decode alone, requests/s", 10.0, decode_alone(cost, work), fitted),
+        ("colocated: first tokens in time, requests/s", 2.3, borne(one, work, Objective(TTFT, NEVER), 24), False),
+        ("colocated: following tokens in time, requests/s", 1.6, borne(one, work, Objective(NEVER, TPOT), 16), False),
+        ("colocated: both, requests/s and GPU", 1.6, mixed, False),
+        ("2 prefill, 1 decode: requests/s and GPU", 10 / 3, three, False),
+        ("2 prefill, 1 decode against colocated", 2.1, three / mixed, False),
+    ]
+    return [DisaggregationCheck(what, DISTSERVE, published, ours, table, was) for what, published, ours, was in rows]
+
+
+# ---- Splitwise's table, and links
+
+
+def splitwise_checks() -> list[DisaggregationCheck]:
+    """Prompt and token times of one request on two kinds of GPUs, and how many times faster one is."""
+    found, gpus = [], ("A100-80", "H100")
+    first_tokens = zip(SPLITWISE_FIRST_TOKENS.items(), SPLITWISE_GAPS.items(), strict=True)
+    for ((trace, prompt), by_gpu), ((_, output), tbts) in first_tokens:
+        ttfts = tuple(by_gpu.values())
+        first = [splitwise_cost(gpu).seconds(StepShape.of([(prompt, 0)])) for gpu in gpus]
+        following = [splitwise_cost(gpu).seconds(StepShape.of([(1, prompt + output // 2)])) for gpu in gpus]
+        for name, published, ours in (("TTFT", ttfts, first), ("TBT", tbts, following)):
+            rows = [
+                (f"{trace}: {name} on {gpu}, seconds", *times)
+                for gpu, *times in zip(gpus, published, ours, strict=True)
+            ]
+            rows.append((f"{trace}: {name}, H100 against A100", published[1] / published[0], ours[1] / ours[0]))
+            found += [DisaggregationCheck(*row[:1], SPLITWISE, *row[1:], "Splitwise, table IV") for row in rows]
+    return found
+
+
+def link_checks() -> list[DisaggregationCheck]:
+    """Bytes of a prompt, the bandwidth from which moving it is as fast as computing it, and what networks reach."""
+    model, table = known_model("Meta-Llama-3-70B"), "Bytes and links"
+    opt66 = 2 * 64 * 9216 * 2
+    rows = [("KV cache of a prompt, bytes", DISTSERVE_PAPER, 1.13 * 2**30, 512.0 * opt66)]
+    for gpu, published in (("A100-80", 6e9), ("H100", 19e9)):
+        peak = LeverCost.of(replace(SERVING, tensor_parallel=8), model, get_hardware(gpu)).roofline
+        prefill = peak.floor_seconds(StepShape.of([(8192, 0)]))
+        what = (
+            f"8 x {gpu.replace('A100-80', 'A800').replace('H100', 'H800')}: bandwidth from which loading pays, bytes/s"
+        )
+        rows.append((what, MOONCAKE, published, least_bandwidth(model, 8192, prefill)))
+    sent = 131_072 * kv_bytes_per_token(model)
+    for many, name, published in ((4, "200 Gb/s", 87e9), (8, "400 Gb/s", 190e9)):
+        rate = sent / (sent / (many * get_link(name).bandwidth))
+        rows.append((f"{many} x {name}: bytes/s reached, against line rate", MOONCAKE_ENGINE, published, rate))
+    return [DisaggregationCheck(what, source, published, ours, table) for what, source, published, ours in rows]

@@ -1,0 +1,123 @@
+"""Links that keys and values travel over, and what is left of a transfer once the prompt is computed. *Modelled*.
+
+    for link in LINKS.values(): print(link.name, Transfer.of(model, gpu, 2048, link).seconds)
+
+A transfer takes prompt tokens × bytes per token / bandwidth. Both that and the time of a prefill grow with the prompt,
+so whether a link hides it depends on the model and the GPU, and hardly on the prompt's length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minivllm.config import ModelConfig
+from minivllm.config.checks import is_number, require
+from minivllm.errors import MinivllmError
+from minivllm.memory import kv_bytes_per_token
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.hardware import Hardware
+from minivllm_simulate.layouts import Layout, PlacedModel
+
+GIGABIT = 1e9 / 8
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way from one GPU's memory to another's: bytes a second in one direction, and seconds before the first byte."""
+
+    name: str
+    bandwidth: float
+    latency: float
+    source: str
+
+    def __post_init__(self) -> None:
+        require(
+            is_number(self.bandwidth) and self.bandwidth > 0, f"bandwidth is {self.bandwidth!r}; it must be above 0"
+        )
+        require(is_number(self.latency) and self.latency >= 0, f"latency is {self.latency!r}; it must be 0 or more")
+
+    def seconds(self, num_bytes: float) -> float:
+        """Seconds until all bytes are there."""
+        return self.latency + num_bytes / self.bandwidth
+
+
+_NETWORK = "line rate; latency assumed"
+_SHEET = "data sheet, one direction; latency assumed"
+_HERE = "NIXL on this project's build machine, 500 blocks of 64 KiB; latency assumed"
+LINKS = {
+    link.name: link
+    for link in (
+        Link("NVLink 4", 450e9, 2e-5, f"{_SHEET} (H100, H200)"),
+        Link("NVLink 3", 300e9, 2e-5, f"{_SHEET} (A100)"),
+        Link("PCIe 5", 50e9, 2e-5, "about what copies reach on 16 lanes; latency assumed"),
+        Link("PCIe 4", 25e9, 2e-5, "about what copies reach on 16 lanes; latency assumed"),
+        Link("400 Gb/s", 400 * GIGABIT, 1e-4, _NETWORK),
+        Link("200 Gb/s", 200 * GIGABIT, 1e-4, _NETWORK),
+        Link("100 Gb/s", 100 * GIGABIT, 1e-4, _NETWORK),
+        Link("25 Gb/s", 25 * GIGABIT, 1e-4, _NETWORK),
+        Link("10 Gb/s", 10 * GIGABIT, 1e-4, _NETWORK),
+        Link("shared memory", 1.9e9, 1e-4, f"{_HERE}, UCX over sm: 1.9 to 2.0 GB/s"),
+        Link("loopback", 0.66e9, 1e-4, f"{_HERE}, UCX over tcp: 0.66 GB/s"),
+    )
+}
+
+
+def get_link(name: str) -> Link:
+    """The link of that name.
+
+    Raises:
+        MinivllmError: there is none; the message lists those there are.
+    """
+    if name not in LINKS:
+        raise MinivllmError(f"unknown link {name!r}: use one of {', '.join(LINKS)}")
+    return LINKS[name]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One prompt's keys and values, on their way from where it was computed to where it is decoded."""
+
+    tokens: int
+    num_bytes: int
+    layers: int
+    seconds: float
+    """From the first byte to the last."""
+    prefill: float
+    """Seconds that the prompt takes to compute, alone on its GPU."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, gpu: Hardware, tokens: int, link: Link, tp: int = 1) -> Transfer:
+        """A prompt of so many tokens, computed by `tp` GPUs, all of which send through one link.
+
+        Raises:
+            UnsupportedModelError: layers that do not keep every token.
+            MinivllmError: `tokens` is not 1 or more, or heads cannot be divided so.
+        """
+        require(tokens >= 1, f"a prompt has 1 token or more, not {tokens}")
+        num_bytes = tokens * kv_bytes_per_token(model)
+        cost = PlacedModel(model, gpu, Layout(tp, 1, 1)).cost
+        prefill = cost.seconds(StepShape.of([(tokens, 0)]))
+        return cls(tokens, num_bytes, model.num_hidden_layers, link.seconds(num_bytes), prefill)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that it adds where each layer is sent as soon as it is computed."""
+        return layer_wise_end(0.0, self.prefill, self.seconds, self.layers) - self.prefill
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it takes no longer than the prefill: then no more than a layer's share is left after it."""
+        return self.seconds <= self.prefill
+
+
+def layer_wise_end(start: float, end: float, seconds: float, layers: int) -> float:
+    """When the last layer has arrived, of a prefill from `start` to `end` whose layers are sent one after the other.
+
+    A layer can be sent once it is computed, and once the one before it has been sent.
+    """
+    return max(end + seconds / layers, start + (end - start) / layers + seconds)
+
+
+def least_bandwidth(model: ModelConfig, tokens: int, prefill: float) -> float:
+    """Bytes a second at which a prompt's keys and values take as long to send as the prompt takes to compute."""
+    return tokens * kv_bytes_per_token(model) / prefill

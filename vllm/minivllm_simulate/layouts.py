@@ -1,0 +1,187 @@
+"""One model on several GPUs as TP × PP × DP: whether it fits, what a step takes, and how many work side by side.
+
+A step's cost is that of `levers`, all-reduces over the data sheet's links included; `lever_checks` says how far it is
+off, for tensor parallelism too. For pipelines it has nothing to go by. Everything is *modelled*.
+
+A pipeline of p stages works on p batches in turn. Each of them goes through all layers in the time that one GPU takes
+for a batch of its size, plus the hand-overs, and by then the stages have worked on the others. So it is computed as
+p schedulers, each with its share of the requests and of the places; weights and caches are spread over all GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.config.checks import require
+from minivllm.config.units import GIB
+from minivllm.memory import memory_ledger, weight_bytes
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.hardware import Hardware
+from minivllm_simulate.levers import LeverCost, Levers
+
+MAX_MODEL_LEN, TOKEN_BUDGET, PLACES, BLOCK_SIZE = 4096, 2048, 256, 16
+GRID = 16
+"""Batch sizes that are looked at for the best one."""
+HANDOVER_SECONDS = 1e-5
+"""Of sending hidden states from one stage to the next, beyond their bytes: assumed to be that of an all-reduce."""
+SERVING = Levers(
+    kv_cache=True, paging=True, continuous_batching=True, flash_attention=True, gqa=True, chunked_prefill=True,
+    cuda_graphs=True,
+)  # fmt: skip
+UTILIZATION = 0.92
+"""vLLM's default of `gpu_memory_utilization`."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`dp` engines, each a pipeline of `pp` stages, each stage cut over `tp` GPUs."""
+
+    tp: int
+    pp: int
+    dp: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in all."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def groups(self) -> int:
+        """Batches that are under way at the same time, each with a scheduler of its own in the simulation."""
+        return self.pp * self.dp
+
+    def __str__(self) -> str:
+        stages = f" × PP {self.pp}" if self.pp > 1 else ""
+        return f"TP {self.tp}{stages} × DP {self.dp}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A step of a batch, and its way from stage to stage."""
+
+    step: LeverCost
+    handovers: int
+    bytes_per_token: float
+
+    def seconds(self, shape: StepShape) -> float:
+        """Seconds of one step of this shape, modelled."""
+        sent = self.bytes_per_token * shape.num_tokens / self.step.link
+        return self.step.seconds(shape) + self.handovers * (HANDOVER_SECONDS + sent)
+
+    def at_best(self) -> Cost:
+        """The same cost with arithmetic at the rate of a bare matmul: see `RooflineCost.at_best`."""
+        return replace(self, step=self.step.at_best())
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """A model on GPUs of one kind, laid out so."""
+
+    model: ModelConfig
+    gpu: Hardware
+    layout: Layout
+    max_num_seqs: int = PLACES
+    """Of an engine; the batches of its pipeline share them."""
+
+    def kv_tokens(self) -> int:
+        """How many tokens fit into the cache of one group: of an engine, or of one of the batches in its pipeline.
+
+        Raises:
+            MinivllmError: the heads or layers cannot be divided so, or the weights leave no room for one request.
+        """
+        tp, pp = self.layout.tp, self.layout.pp
+        require(pp <= self.model.num_hidden_layers, f"{pp} stages share {self.model.num_hidden_layers} layers")
+        weights, budget = weight_bytes(self.model, "auto", tp) // pp, UTILIZATION * self.gpu.memory_bytes
+        words = f"weights take {weights / GIB:.1f} GiB of each GPU, and {budget / GIB:.1f} may be used"
+        require(weights < budget, words)
+        ledger = memory_ledger(
+            self.model, self.gpu, max_model_len=MAX_MODEL_LEN, tp=tp, gpu_memory_utilization=UTILIZATION,
+            weights=weights if pp > 1 else None,
+            max_num_batched_tokens=TOKEN_BUDGET, max_num_seqs=self.max_num_seqs, check=False,
+        )  # fmt: skip
+        # A stage keeps its own layers' keys and values only, so p stages have room for p times as many tokens; and p
+        # batches share it.
+        tokens = ledger.usable_blocks * BLOCK_SIZE
+        require(tokens >= MAX_MODEL_LEN, f"{words}, so no request of {MAX_MODEL_LEN:,} tokens fits beside them")
+        return tokens
+
+    @cached_property
+    def cost(self) -> Cost:
+        """What a step of one batch takes."""
+        levers, handovers = replace(SERVING, tensor_parallel=self.layout.tp), self.layout.pp - 1
+        sent = 2.0 * self.model.hidden_size
+        return Cost(LeverCost.of(levers, self.model, self.gpu), handovers, sent)
+
+    @property
+    def places(self) -> int:
+        """Requests that a group runs at once, at most."""
+        return max(1, self.max_num_seqs // self.layout.pp)
+
+    def configs(self, most_tokens: int) -> tuple[SchedulerConfig, CacheConfig]:
+        """For the scheduler of one group; the pool has no more blocks than `most_tokens` could use."""
+        blocks = min(self.kv_tokens(), most_tokens) // BLOCK_SIZE
+        scheduler = SchedulerConfig(
+            max_model_len=MAX_MODEL_LEN, max_num_seqs=self.places, max_num_batched_tokens=TOKEN_BUDGET
+        )
+        return scheduler, CacheConfig(num_gpu_blocks=1 + blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False)
+
+    def steady(self, prompt: float, output: float, kv_tokens: int) -> Steady:
+        """What one group comes to, requests having these lengths on average."""
+        room = min(self.places, kv_tokens / (prompt + output), TOKEN_BUDGET / (1 + prompt / output))
+        return Steady(self.cost, prompt, output, max(1.0, room))
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A batch that stays as it is: as many requests join in a step as leave. The mean of what the scheduler does.
+
+    A request is there for `output` steps. So of `batch` requests, batch / output end in a step, as many join, and their
+    prompts are computed.
+    """
+
+    cost: Cost
+    prompt: float
+    output: float
+    most: float
+    """Requests at once: places, cache or a step's token budget end there."""
+
+    def step_seconds(self, batch: float) -> float:
+        """Seconds of a step with so many requests, on average: some steps have prompts, others have none (Poisson)."""
+        joining = batch / self.output
+        none = math.exp(-joining)
+        if none == 1:
+            return self._seconds(batch, 0)
+        return none * self._seconds(batch, 0) + (1 - none) * self._seconds(batch, joining / (1 - none) * self.prompt)
+
+    def _seconds(self, batch: float, prefill: float) -> float:
+        keys = batch * (self.prompt + self.output / 2) + prefill
+        pairs = batch * (self.prompt + self.output / 2) + prefill * self.prompt / 2
+        counts = (round(count) for count in (batch, batch + prefill, keys, pairs))
+        return self.cost.seconds(StepShape(*counts))
+
+    def rate(self, batch: float) -> float:
+        """Requests a second that a batch of this size serves."""
+        return batch / (self.output * self.step_seconds(batch))
+
+    @property
+    def capacity(self) -> float:
+        """Requests a second that it serves at most: beyond that, the queue grows whatever is done."""
+        return max(map(self.rate, self._batches()))
+
+    def batch(self, rate: float) -> float:
+        """How many requests are there at this rate, by Little's law; `most` where it is too much."""
+        high = next((batch for batch in self._batches() if self.rate(batch) > rate), None)
+        if high is None:
+            return self.most
+        low = high - self.most / GRID
+        for _ in range(16):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.rate(middle) < rate else (low, middle)
+        return high
+
+    def _batches(self) -> list[float]:
+        """Batches up to the largest, which need not serve most: a step that is too large for a CUDA graph is slower."""
+        return [self.most * share / GRID for share in range(1, GRID + 1)]

@@ -1,0 +1,233 @@
+"""Sessions on the engine's own scheduler and block pool: what a prefix cache found, evicted and found wrongly.
+
+The scheduler and the pool are the engine's. They are watched from outside: which request each step admits, and which
+blocks lose their names in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from minivllm.config import CacheConfig, Parts, SchedulerConfig
+from minivllm.config.checks import require
+from minivllm.core.block_hash import BlockHash, HashBlockTokens, hash_block_tokens
+from minivllm.core.block_pool import BlockPool, KVCacheBlock
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.scheduler import Scheduler
+from minivllm_simulate.cost_model import Cost
+from minivllm_simulate.sharing import Sharing, sessions
+from minivllm_simulate.virtual_clock import percentile, simulate
+
+BLOCK_SIZE = 16
+CONFIG = SchedulerConfig(max_model_len=4096, max_num_batched_tokens=8192)
+SHARED = -1
+"""In place of a user: the beginning that all users share."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A step that admitted requests, and the steps after it that admitted none."""
+
+    requests: tuple[int, ...]
+    """Indices in the workload."""
+    lost: tuple[tuple[int, int], ...]
+    """(user, blocks of that user's context that were evicted meanwhile); `SHARED` stands for all users."""
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What became of the prompts of all sessions. Requests are in the order of `sessions`."""
+
+    prompts: tuple[int, ...]
+    """Prompt tokens of each request."""
+    found: tuple[int, ...]
+    """Those that were found in the cache."""
+    wrong: tuple[int, ...]
+    """Those found in a block whose keys and values belong to another text."""
+    ttfts: tuple[float, ...]
+    """Time to first token of each request, in seconds."""
+    evicted: int
+    """Blocks that lost their names, since their room was needed."""
+    admissions: tuple[Admission, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens found in the cache."""
+        return sum(self.found) / sum(self.prompts)
+
+    def later_ttft(self, turns: int, share: float = 0.95) -> float:
+        """Time to first token that this share of the requests after each user's first keep to, in seconds."""
+        return percentile([ttft for index, ttft in enumerate(self.ttfts) if index % turns or turns == 1], share)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sessions to be served, as `sessions` takes them, and what names their blocks (None: the engine)."""
+
+    kind: Sharing
+    users: int
+    turns: int
+    prefix: int
+    at_random: bool = False
+    hash_block_tokens: HashBlockTokens | None = None
+
+    def findable(self) -> list[int]:
+        """Prompt tokens of each request that a cache without end would hold."""
+        return self.kind.findable(self.users, self.turns, self.prefix, BLOCK_SIZE)
+
+    def context_blocks(self, turn: int) -> int:
+        """Full blocks of a prompt that this user's later turns repeat."""
+        kind = self.kind
+        if kind.prefix_of == "request":
+            return 0
+        return (self.prefix + kind.grows * (turn * (kind.question + kind.answer) + kind.question)) // BLOCK_SIZE
+
+    @property
+    def shared_blocks(self) -> int:
+        """Full blocks of the beginning that all users share."""
+        return self.prefix // BLOCK_SIZE if self.kind.prefix_of == "all" else 0
+
+    @property
+    def ample_blocks(self) -> int:
+        """Blocks of a pool that never evicts any: each request's, less those that it finds."""
+        prompts = [self.prefix + self.kind.question + self.kind.answer] * self.users * self.turns
+        if self.kind.grows:
+            turn_tokens = self.kind.question + self.kind.answer
+            prompts = [length + index % self.turns * turn_tokens for index, length in enumerate(prompts)]
+        return sum(
+            -(-length // BLOCK_SIZE) - found // BLOCK_SIZE
+            for length, found in zip(prompts, self.findable(), strict=True)
+        )
+
+
+def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:
+    """Serve the sessions on a pool of `num_blocks` usable blocks of `BLOCK_SIZE` tokens.
+
+    Raises:
+        MinivllmError: the pool cannot hold a single request, or a block's name is not bytes.
+    """
+    work = sessions(load.kind, load.users, load.turns, load.prefix, at_random=load.at_random)
+    naming = _named(load.hash_block_tokens) if load.hash_block_tokens else _remembered
+    watched: list[_Watched] = []
+
+    def scheduler(scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> _Watched:
+        parts = Parts(block_pool=_WatchedPool, hash_block_tokens=naming)
+        watched.append(_Watched(load, scheduler_config, cache_config, parts))
+        return watched[0]
+
+    run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=1 + num_blocks), cost, scheduler=scheduler)
+    return Reuse(
+        tuple(one.prompt_tokens for one in work),
+        tuple(one.num_cached_tokens for one in run.requests),
+        tuple(watched[0].wrong.get(index, 0) for index in range(len(work))),
+        tuple(one.ttft for one in run.requests),
+        watched[0].evicted,
+        watched[0].admissions(),
+    )
+
+
+class _WatchedPool(BlockPool):
+    """The engine's pool, which also says which blocks lost their names."""
+
+    def __init__(self, num_gpu_blocks: int, enable_caching: bool = True) -> None:
+        super().__init__(num_gpu_blocks, enable_caching)
+        self.evicted: list[int] = []
+
+    def _withdraw_hash(self, block: KVCacheBlock) -> None:
+        if block.block_hash is not None:
+            self.evicted.append(block.block_id)
+        super()._withdraw_hash(block)
+
+
+class _Watched(Scheduler):
+    """The engine's scheduler, which keeps whose context each block holds."""
+
+    def __init__(self, load: Load, scheduler_config: SchedulerConfig, cache_config: CacheConfig, parts: Parts) -> None:
+        super().__init__(scheduler_config, cache_config, parts)
+        self.load = load
+        self.evicted = 0
+        self.wrong: dict[int, int] = {}
+        """By request, once it has been admitted: tokens found in blocks of another text."""
+        self._whose: dict[int, int] = {}
+        self._admitted: list[tuple[list[int], Counter[int]]] = []
+
+    def schedule(self) -> SchedulerOutput:
+        """The engine's own next step, written down."""
+        output = super().schedule()
+        new = [int(request.req_id) for request in output.scheduled_new_reqs if int(request.req_id) not in self.wrong]
+        if new:
+            self._admitted.append((new, Counter()))
+        self._note_evictions()
+        for request in output.scheduled_new_reqs:
+            self._note_blocks(int(request.req_id), request.block_ids)
+        return output
+
+    def admissions(self) -> tuple[Admission, ...]:
+        """All steps that admitted requests."""
+        return tuple(Admission(tuple(new), tuple(sorted(lost.items()))) for new, lost in self._admitted)
+
+    def _note_evictions(self) -> None:
+        pool = self.kv_cache_manager.block_pool
+        assert isinstance(pool, _WatchedPool)
+        self.evicted += len(pool.evicted)
+        if self._admitted:
+            users = (self._whose.pop(block_id, None) for block_id in pool.evicted)
+            self._admitted[-1][1].update(user for user in users if user is not None)
+        pool.evicted.clear()
+
+    def _note_blocks(self, index: int, block_ids: Sequence[int]) -> None:
+        """The blocks of a request just admitted are its user's context from now on."""
+        load, request = self.load, self.requests[str(index)]
+        user, turn = divmod(index, load.turns)
+        shared, context = load.shared_blocks, load.context_blocks(turn)
+        for whose, ids in ((SHARED, block_ids[:shared]), (user, block_ids[shared:context])):
+            self._whose.update(dict.fromkeys(ids, whose))
+        if index not in self.wrong:
+            self.wrong[index] = self._wrong_tokens(request.block_hashes, block_ids, request.num_cached_tokens)
+
+    def _wrong_tokens(self, names: Sequence[BlockHash], block_ids: Sequence[int], found: int) -> int:
+        if self.load.hash_block_tokens is None:
+            return 0
+        blocks = self.kv_cache_manager.block_pool.blocks
+        pairs = ((names[i], blocks[block_ids[i]].block_hash) for i in range(found // BLOCK_SIZE))
+        return BLOCK_SIZE * sum(_true(name) != _true(held) for name, held in pairs)
+
+
+class _Name(bytes):
+    """A block's name by the reader's function; `true` is the engine's name of the same block."""
+
+    true: BlockHash
+
+
+def _true(name: BlockHash | None) -> BlockHash | None:
+    return getattr(name, "true", name)
+
+
+@lru_cache(maxsize=4)
+def _named(own: HashBlockTokens) -> HashBlockTokens:
+    """The reader's function, asked once for each block, with the true name kept beside its answer."""
+    known: dict[BlockHash, _Name] = {}
+
+    def name(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
+        true = hash_block_tokens(getattr(parent, "true", parent), token_ids, extra_keys)
+        if true not in known:
+            given = own(bytes(parent), list(token_ids), extra_keys)
+            require(isinstance(given, bytes), f"hash_block_tokens gave {given!r}; a block's name is bytes")
+            known[true] = _Name(given)
+            known[true].true = true
+        return known[true]
+
+    return name
+
+
+@lru_cache(maxsize=2**15)
+def _hashed(parent: BlockHash, token_ids: tuple[int, ...], extra_keys: bytes) -> BlockHash:
+    return hash_block_tokens(parent, token_ids, extra_keys)
+
+
+def _remembered(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
+    """The engine's own names; the same blocks come again for every size of pool."""
+    return _hashed(parent, tuple(token_ids), extra_keys)

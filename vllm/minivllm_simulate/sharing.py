@@ -1,0 +1,117 @@
+"""Workloads whose prompts share prefixes: prefix cache hits depend on who shares what with whom, and when.
+
+A session is one user's turns, each sent some time after the answer to the one before. Token ids are made up: a shared
+beginning is the same ids. All else begins with an id of its own and goes on with the same ids in every prompt, which is
+enough, since block hashes are chained; hashes that are not chained find the wrong blocks.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from minivllm.errors import MinivllmError
+from minivllm_simulate.virtual_clock import GENERATED, SimulatedRequest
+
+FILLER = 1
+"""Tokens that tell nobody apart have ids from here on, by their position."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Who shares what. Lengths in tokens; times in seconds."""
+
+    name: str
+    title: str
+    prefix_of: str
+    """The scope of the shared prefix: "all" users, each "user", or each "request" alone."""
+    grows: bool
+    """Whether a turn repeats all earlier turns and answers."""
+    question: int
+    """New tokens of each turn."""
+    answer: int = 8
+    pause: float = 0.1
+    """For each user there is, between an answer and the next turn: the others' turns come in between."""
+
+    def kept(self, users: int, turns: int, prefix: int) -> int:
+        """Tokens that must stay cached for the last turn of every user to find all that it can."""
+        if self.prefix_of == "request":
+            return 0
+        beginnings = prefix if self.prefix_of == "all" else users * prefix
+        return beginnings + self.grows * users * (turns - 1) * (self.question + self.answer)
+
+    def findable(self, users: int, turns: int, prefix: int, block_size: int = 16) -> list[int]:
+        """Prompt tokens of each request, in the order of `sessions`, that a cache without end would hold."""
+        found = []
+        for user in range(users):
+            for turn in range(turns):
+                nobody_yet = turn == 0 and (self.prefix_of != "all" or user == 0)
+                # The last token of an answer is never computed.
+                history = prefix + turn * (self.question + self.answer) - 1
+                repeated = history if self.grows and turn else prefix
+                none = nobody_yet or self.prefix_of == "request"
+                found.append(0 if none else repeated // block_size * block_size)
+        return found
+
+
+SHARING = {
+    kind.name: kind
+    for kind in (
+        Sharing("system", "one system prompt for all, single questions", "all", False, 32),
+        Sharing("documents", "a document for each user, single questions", "user", False, 32),
+        Sharing("chat", "conversations behind one system prompt", "all", True, 64),
+        Sharing("agent", "agents: tool results appended at once", "all", True, 160, pause=0.0),
+        Sharing("none", "nothing shared", "request", False, 32),
+    )
+}
+
+
+def sharing(name: str) -> Sharing:
+    """The kind with this name.
+
+    Raises:
+        MinivllmError: unknown name; the message lists the known ones.
+    """
+    if name not in SHARING:
+        raise MinivllmError(f"unknown kind of sharing {name!r}: use one of {', '.join(SHARING)}")
+    return SHARING[name]
+
+
+def sessions(kind: Sharing, users: int, turns: int, prefix: int, *, at_random: bool = False) -> list[SimulatedRequest]:
+    """The requests of all users, user by user: request `user * turns + turn`. Users come a tenth of a second apart.
+
+    Args:
+        kind: who shares what.
+        users: sessions.
+        turns: requests of each session.
+        prefix: tokens of the shared beginning.
+        at_random: pauses are drawn from an exponential distribution (reproducible) of the same mean; users come back
+            in any order. Otherwise all pauses are equal, and users come in turn.
+
+    Raises:
+        MinivllmError: fewer than one user, turn or token.
+    """
+    if min(users, turns, prefix) < 1:
+        raise MinivllmError(f"users ({users}), turns ({turns}) and the prefix ({prefix}) are at least 1")
+    draw = random.Random("pauses").expovariate
+    pauses = [draw(1.0) if at_random else 1.0 for _ in range(users * turns)]
+    return [request for user in range(users) for request in _session(kind, user, users, prefix, pauses[user::users])]
+
+
+def _session(kind: Sharing, user: int, users: int, prefix: int, pauses: list[float]) -> list[SimulatedRequest]:
+    turns = len(pauses)
+    history, requests = list(_beginning(kind, user, user * turns, prefix)), []
+    for turn, pause in enumerate(pauses):
+        index = user * turns + turn
+        beginning = history if kind.grows else _beginning(kind, user, index, prefix)
+        prompt = (*beginning, -1 - index, *range(FILLER, kind.question))
+        arrival = kind.pause * users * pause if turn else 0.1 * user
+        after = index - 1 if turn else None
+        requests.append(SimulatedRequest(len(prompt), kind.answer, arrival, prompt_token_ids=prompt, after=after))
+        history = [*prompt, *[GENERATED] * kind.answer]
+    return requests
+
+
+def _beginning(kind: Sharing, user: int, index: int, prefix: int) -> tuple[int, ...]:
+    whose = {"all": 2, "user": 3 + 2 * user, "request": 4 + 2 * index}[kind.prefix_of]
+    return (whose, *range(FILLER, prefix))
