@@ -200,6 +200,34 @@ def test_of_named_templates_one_is_chosen_by_its_name(tmp_path):
     assert "the model has no chat template" in no_template(model_with(tmp_path, None))
 
 
+MALFORMED = {
+    "not UTF-8": ("chat_template.jinja", b"\xff\xfe"),
+    "no Jinja": ("chat_template.jinja", b"{% for %}"),
+    "no template": ("tokenizer_config.json", b'{"chat_template": 3}'),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_file_of_the_users_stands_in_for_a_models_malformed_template(tmp_path, name):
+    filename, contents = MALFORMED[name]
+    (folder := tmp_path / "model").mkdir()
+    (folder / filename).write_bytes(contents)
+    (mine := tmp_path / "mine.jinja").write_text("{{ 1 }}")
+    with pytest.raises(MinivllmError, match=r"chat.template"):
+        read_template(None, folder)
+    assert read_template(str(mine), folder) == "{{ 1 }}"
+    assert read_template("{{ 2 }}", folder) == "{{ 2 }}"
+
+
+def test_a_file_in_the_working_directory_goes_before_a_template_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = model_with(tmp_path, NAMED)
+    (tmp_path / "rag").mkdir()
+    assert read_template("rag", folder) == NAMED[0]["template"], "a folder holds no template"
+    (tmp_path / "tool_use").write_text("mine")
+    assert read_template("tool_use", folder) == "mine"
+
+
 @pytest.mark.parametrize("wrong", [3, [3], [{"name": "default"}], [{"name": "default", "template": 3}], {"a": "b"}])
 def test_templates_in_another_form_are_refused(tmp_path, wrong):
     with pytest.raises(MinivllmError, match=r"chat_template in .* must be a template, or a list"):

@@ -36,15 +36,13 @@ PLAIN = (
 def read_template(given: str | None, model: str | Path) -> str | None:
     """Return the template of the flag, else the model's own; None if it has none, or several and no default.
 
-    The flag has the name of one of the model's templates, or a file's, or the template itself.
+    The flag has the template itself, or the name of a file, or of one of the model's templates. The model's own are
+    read for nothing but that name, so that a flag can replace one that is malformed.
 
     Raises:
         MinivllmError: the file does not exist, or the template is not valid.
     """
-    templates = _templates_of(model)
-    template = templates.get(given or DEFAULT)
-    if template is None and given is not None:
-        template = _of_flag(given)
+    template = _of_flag(given, model) if given else _templates_of(model).get(DEFAULT)
     if template is not None:
         _compiled(template)
     return template
@@ -72,19 +70,28 @@ def special_tokens(model: str | Path) -> dict[str, str]:
     return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
-def _of_flag(given: str) -> str:
+def _of_flag(given: str, model: str | Path) -> str:
     if "{" in given or "\n" in given:
         return given
+    path = Path(given)
+    if path.is_dir() or not path.exists():
+        named = _templates_of(model)
+        if given in named:
+            return named[given]
+    return _text_of(path)
+
+
+def _text_of(path: Path) -> str:
     try:
-        return Path(given).read_text()
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise MinivllmError(f"the chat template {given} cannot be read: {error}") from None
+        raise MinivllmError(f"the chat template {path} cannot be read: {error}") from None
 
 
 def _templates_of(model: str | Path) -> dict[str, str]:
     """Return the model's own templates by name; where there is only one, that is the default."""
     if (path := _file_of(model, FILENAME)) is not None:
-        return {DEFAULT: path.read_text()}
+        return {DEFAULT: _text_of(path)}
     if (path := _file_of(model, TOKENIZER_CONFIG)) is None:
         return {}
     written = read_json_object(path).get("chat_template") or []
