@@ -3,11 +3,15 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from minivllm.entrypoints.openai import chat_template
 from minivllm.entrypoints.openai.chat_template import no_template, read_template, render
+from minivllm.entrypoints.openai.protocol import ChatCompletionRequest
+from minivllm.entrypoints.openai.serving_engine import OpenAIServing
+from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 
 from .make_chat_templates import RESULTS, SEEN, digest, now
@@ -175,6 +179,16 @@ def test_what_marks_an_answer_for_training_leaves_no_trace_in_a_prompt():
     expected = _compile_jinja_template(template).render(messages=messages)
     assert render(template, messages, {}, goes_on=False) == expected
     assert "<b>b" in expected
+
+
+@pytest.mark.parametrize(
+    ("form", "seen"), [("auto", "a"), ("string", "a"), ("openai", "[{'type': 'text', 'text': 'a'}]")]
+)
+def test_a_server_may_say_which_content_a_template_gets(form, seen):
+    settings = FrontendArgs(chat_template_content_format=form)
+    serving = SimpleNamespace(settings=settings, template="{{ messages[0].content }}", _special_tokens={})
+    request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}]})
+    assert OpenAIServing.rendered(serving, request) == seen
 
 
 NAMED = [{"name": "rag", "template": "rag {{ messages[0].content }}"}, {"name": "tool_use", "template": "tools"}]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, cast
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -19,9 +19,10 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivllm.config.checks import encodable, require
+from minivllm.config.checks import encodable
 from minivllm.config.model import hub_file, local_path, read_json_object
 from minivllm.entrypoints.openai.chat_messages import ContentFormat, detect_content_format, normalize
+from minivllm.entrypoints.openai.settings import check_content_format
 from minivllm.errors import MinivllmError
 
 FILENAME, TOKENIZER_CONFIG, DEFAULT = "chat_template.jinja", "tokenizer_config.json", "default"
@@ -119,7 +120,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     further: Mapping[str, Any],
     goes_on: bool,
-    content_format: ContentFormat | Literal["auto"] = "auto",
+    content_format: str = "auto",
 ) -> str:
     """Return the prompt.
 
@@ -133,18 +134,16 @@ def render(
     Raises:
         MinivllmError: there are no messages, or the template rejects them.
     """
-    require(
-        isinstance(content_format, str) and content_format in ("auto", "string", "openai"),
-        f'chat_template_content_format is {content_format!r}; it must be "auto", "string" or "openai"',
-    )
+    check_content_format(content_format)
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise MinivllmError(f"a conversation is {type(messages).__name__}; it must be a list of messages")
     if not messages:
         raise MinivllmError("there are no messages; a conversation needs at least one")
     if goes_on and further.get("add_generation_prompt"):
         raise MinivllmError("continue_final_message needs `add_generation_prompt: false`")
-    detected = _content_format(template) if content_format == "auto" else content_format
-    conversation = normalize(messages, detected)
+    conversation = normalize(
+        messages, _content_format(template) if content_format == "auto" else cast(ContentFormat, content_format)
+    )
     try:
         text = _compiled(template).render(messages=conversation, **further)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
