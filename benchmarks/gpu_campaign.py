@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.results import write_json
-from minivllm.lab.tables import console, table
 from minivllm.platforms.device import DEVICES, pick_device
+from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.results import write_json
+from minivllm_lab.tables import console, table
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -40,7 +40,7 @@ LEAST_SECONDS = 15
 
 @dataclass(frozen=True)
 class Stage:
-    """One command, its arguments after `python -P`, and the seconds it may take."""
+    """One command, its arguments after `python`, and the seconds it may take."""
 
     name: str
     arguments: tuple[str, ...]
@@ -53,14 +53,14 @@ def stages_of(device: str, gpu: str, quick: bool, into: Path) -> list[Stage]:
 
     def script(name: str, path: Path, stem: str, seconds: int, *more: str) -> Stage:
         results = ("--json", str(into / f"{stem}.{gpu}.json"))
-        return Stage(name, (str(path), "--device", device, *results, *small, *more), seconds)
+        return Stage(name, (str(path), "--device", device, *results, *dict.fromkeys((*small, *more))), seconds)
 
     def engine(name: str, stem: str, shape: str) -> Stage:
         model = ("--model", str(EMBEDDED)) if device == "cpu" else ("--shape", shape, "--rounds", "2")
         return script(name, BENCHMARKS / "gpu_engine.py", stem, 150, *model)
 
     files = [str(one) for pattern in (ROOT / "tests/gpu.txt").read_text().split() for one in sorted(ROOT.glob(pattern))]
-    tests = ("-m", "pytest", *files, "-m", "gpu", *(("-n", "8") if _has_xdist() else ()))
+    tests = ("-P", "-m", "pytest", *files, "-m", "gpu", *(("-n", "8") if _has_xdist() else ()))
     lessons = [
         script(f"lesson-{path.stem[:2]}", path, path.stem, 75) for path in sorted((ROOT / "vllm").glob("[0-9]*_*.py"))
     ]
@@ -70,19 +70,19 @@ def stages_of(device: str, gpu: str, quick: bool, into: Path) -> list[Stage]:
         engine("engine-8b", "gpu_engine", "llama-3.1-8b"),
         *lessons,
         engine("engine-0.6b", "gpu_engine_small", "qwen3-0.6b"),
-        script("peers", BENCHMARKS / "peers.py", "peers", 200),
+        script("peers", BENCHMARKS / "peers.py", "peers", 200, "--quick"),
     ]
 
 
 def run_stage(stage: Stage, seconds: float, log: Path) -> dict[str, object]:
     """Run one stage for at most `seconds`, its output into `log`; return its row of `campaign.json`."""
-    paths = os.pathsep.join(str(ROOT / folder) for folder in ("vllm", "benchmarks"))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (paths, os.environ.get("PYTHONPATH"))))}
+    paths = filter(None, (str(ROOT / "vllm"), os.environ.get("PYTHONPATH")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     start = time.monotonic()
     with log.open("w") as output:
         try:
             done = subprocess.run(
-                [sys.executable, "-P", *stage.arguments],
+                [sys.executable, *stage.arguments],
                 cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=seconds,
             )  # fmt: skip
             ended = "passed" if done.returncode == 0 else f"exit code {done.returncode}"

@@ -274,11 +274,15 @@ def show(figures: dict[str, Any]) -> None:
     )
 
 
+def _results_of(device_name: str) -> Path:
+    device = pick_device(device_name)
+    name = "-".join(torch.cuda.get_device_name(device).lower().split()) if device.type == "cuda" else "cpu"
+    return RESULTS / f"gpu_engine.{name}.json"
+
+
 def main(arguments: argparse.Namespace) -> None:
     """Measure or read, show, keep."""
-    device = pick_device(arguments.device)
-    name = "-".join(torch.cuda.get_device_name(device).lower().split()) if device.type == "cuda" else "cpu"
-    path = arguments.json or (None if arguments.quick or arguments.source else RESULTS / f"gpu_engine.{name}.json")
+    path = arguments.json or (None if arguments.quick or arguments.source else _results_of(arguments.device))
     if path:
         ensure_writable(path)
     found = read_record(arguments.source, "gpu_engine") if arguments.source else measured(arguments)

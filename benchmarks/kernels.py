@@ -7,7 +7,8 @@ On a CPU: attention over the paged cache against its own traffic floor (torch su
 and against gathering each sequence and calling torch's attention; writing the cache; verifying drafts against summing
 up the logits; and the attention kernel compiled ahead of time for four GPUs. On a GPU: decode and verifying drafts as
 shares of the bandwidth of a copy, prefill as a share of the best of torch's own attentions, and what splitting the keys
-of one long sequence gains; our launches are replayed from a CUDA graph, as the engine's decode steps are.
+of one long sequence gains; our launches, one for each of several layers' caches, are replayed from a CUDA graph, as the
+engine's decode steps are.
 
 The figures are medians; on a CPU all that a row compares is measured in turn. The tables are followed by one line of
 JSON, which also goes to benchmarks/results/kernels.<cpu or the GPU's name>.json (not with --quick, unless --json names
@@ -18,11 +19,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -312,35 +315,47 @@ def _short(value: object) -> object:
 REPEATS = 30
 
 
-def replayed(function: Callable[[], object]) -> Callable[[], None]:
-    """The same launches replayed from a CUDA graph, without the host's launch time."""
-    function()  # compiles, and measures which configuration is fastest
+def replayed(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """Replay these launches from one CUDA graph, without the host's launch time."""
+    for function in functions:
+        function()  # compiles, and measures which configuration is fastest
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        function()
+        for function in functions:
+            function()
     return graph.replay
 
 
+def layers_of(tensors: tuple[torch.Tensor, ...], device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+    """Copies of a step's caches, as a model's layers have: so many that none is in the L2 cache when its turn comes.
+
+    A graph with one launch would be charged for the graph's start as well, 5 µs or more, which 32 layers share.
+    """
+    if device.type != "cuda":
+        return [tensors]
+    q, keys, values, *tables = tensors
+    in_cache = torch.cuda.get_device_properties(device).L2_cache_size / (keys.nbytes + values.nbytes)
+    count = max(4, math.ceil(4 * in_cache))
+    return [tensors, *((q, keys.clone(), values.clone(), *tables) for _ in range(count - 1))]
+
+
 def attention_seconds(
-    tensors: tuple[torch.Tensor, ...], scales: dict, case: Case, splits: int | None, device: torch.device
+    layers: Sequence[tuple[torch.Tensor, ...]], scales: dict, case: Case, splits: int | None, device: torch.device
 ) -> float:
-    """Median seconds of one launch, replayed where it is on a GPU."""
-
-    def attend() -> torch.Tensor:
-        longest = max(case.lengths)
-        options = {"num_kv_splits": splits, "max_seq_len": longest, **scales}
-        return unified_attention(*tensors, case.head_dim**-0.5, **options)
-
-    launch = replayed(attend) if device.type == "cuda" else attend
-    return median_seconds(launch, repeats=REPEATS, device=device)
+    """Median seconds of one layer's launch, all replayed in turn where they are on a GPU."""
+    options = {"num_kv_splits": splits, "max_seq_len": max(case.lengths), "max_query_len": max(case.queries), **scales}
+    launches = [partial(unified_attention, *layer, case.head_dim**-0.5, **options) for layer in layers]
+    launch = replayed(launches) if device.type == "cuda" else launches[0]
+    return median_seconds(launch, repeats=REPEATS, device=device) / (len(launches) if device.type == "cuda" else 1)
 
 
 def gpu_decode(case: Case, kv: torch.dtype, bandwidth: float, device: torch.device) -> dict:
     """Bytes that a decode must move over the time it takes, as a share of `bandwidth`; with keys split, and not."""
     tensors, scales = stored_as(kv, step_tensors(case, device, torch.bfloat16))
     moved = case.kv_bytes(kv) + 2 * tensors[0].nbytes
-    whole, chosen = (attention_seconds(tensors, scales, case, splits, device) for splits in (1, None))
+    layers = layers_of(tensors, device)
+    whole, chosen = (attention_seconds(layers, scales, case, splits, device) for splits in (1, None))
     return {
         "case": case.name,
         "kv": SHORT[kv],
@@ -357,7 +372,7 @@ def gpu_prefill(case: Case, device: torch.device) -> dict:
     """One prompt: our time against each of torch's, which get K and V contiguous and repeated for all heads."""
     tensors = step_tensors(case, device, torch.bfloat16)
     q, k_cache, v_cache, _, _, block_table = tensors
-    ours = attention_seconds(tensors, {}, case, None, device)
+    ours = attention_seconds([tensors], {}, case, None, device)
     attended = unified_attention(*tensors, case.head_dim**-0.5)
     length, group = case.lengths[0], case.heads // case.kv_heads
     blocks = block_table[0].long()
@@ -392,7 +407,7 @@ def gpu_verification(case: Verification, bandwidth: float, device: torch.device)
         else:
             rejection_sample(step)
 
-    function = replayed(verify) if device.type == "cuda" else verify
+    function = replayed([verify]) if device.type == "cuda" else verify
     seconds = median_seconds(function, repeats=REPEATS, device=device)
     return {
         "case": case.name,
@@ -435,6 +450,7 @@ def measure_gpu(quick: bool, device: torch.device) -> dict:
     tokens = 1024 if quick else 4096
     cases = [
         decodes(f"64 decodes of {tokens:,}", [tokens] * 64, **LLAMA),
+        decodes(f"256 decodes of {tokens // 14}", [tokens // 14] * 256, **LLAMA),
         decodes(f"one decode of {8 * tokens:,}", [8 * tokens], **LLAMA),
     ]
     has_fp8 = not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -81,6 +81,14 @@ def test_a_store_does_not_evict_blocks_of_its_own_request() -> None:
     assert manager.lookup(E) is LookupResult.MISS
 
 
+def test_a_key_that_is_offered_again_counts_as_used() -> None:
+    manager = CPUOffloadingManager(2)
+    stored(manager, A)
+    stored(manager, B)
+    assert stored(manager, A) == set(), "it is there"
+    assert stored(manager, C) == {B}
+
+
 def test_lru_takes_tails_before_heads_and_what_was_touched_or_loaded_last() -> None:
     manager = CPUOffloadingManager(6)
     assert stored(manager, A, B, C) == stored(manager, D, E) == set(), "blocks that hold nothing are taken first"

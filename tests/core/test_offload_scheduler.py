@@ -341,7 +341,11 @@ def test_reset_cache_forgets_all_unless_a_copy_is_under_way() -> None:
     ("extra", "message"),
     [
         ({"num_usable": None}, "has no size"),
-        ({"color": 1}, "no key 'color'"),
+        ({"lazy_ofload": True}, "no key 'lazy_ofload'; did you mean 'lazy_offload'"),
+        (
+            {"spec_name": "CPUOffloadingSpec"},
+            "no key 'spec_name'; there are: cpu_bytes_to_use, num_cpu_blocks, lazy_off",
+        ),
         ({"lazy_offload": True, "store_threshold": 2}, "does not know whose"),
         ({"num_usable": None, "cpu_bytes_to_use": 99}, "a block of 4 tokens takes 100"),
         ({"num_usable": 10**16}, "this machine has"),

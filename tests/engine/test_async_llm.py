@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from patience import eventually
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
@@ -31,8 +32,8 @@ def in_a_loop(work: Coroutine):
 
 
 @contextmanager
-def engine_in_a_loop():
-    """Gives a function that runs `work(engine)` in a loop. At the end the engine's process must be gone."""
+def engine_in_a_loop(**more):
+    """Gives a function that runs `work(engine)` in a loop. At the end the engine's processes must be gone."""
     with ThreadPoolExecutor(1) as thread:
         runner = thread.submit(asyncio.Runner).result()
 
@@ -40,16 +41,16 @@ def engine_in_a_loop():
             return thread.submit(runner.run, asyncio.wait_for(work(engine), 240)).result()
 
         async def made():
-            return AsyncLLM(EngineArgs(**SETTINGS))
+            return AsyncLLM(EngineArgs(**SETTINGS, **more))
 
         engine = thread.submit(runner.run, made()).result()
-        process = engine.engine_core.process
+        processes = engine.engine_core.cores.processes
         try:
             yield run
         finally:
             thread.submit(engine.shutdown).result()
             thread.submit(runner.close).result()
-            assert process.poll() is not None
+            assert all(process.poll() is not None for process in processes)
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,24 @@ def test_a_killed_core_is_told_to_all_readers_at_once():
 
     with engine_in_a_loop() as on_an_engine_of_its_own:
         on_an_engine_of_its_own(work)
+
+
+def test_with_a_core_the_others_end_though_nobody_shuts_the_engine_down():
+    async def work(engine: AsyncLLM):
+        long = params(RequestOutputKind.DELTA, ignore_eos=True, max_tokens=200)
+        dead, other = engine.engine_core.cores.processes
+        streams = [engine.generate("x", long, f"{rank}", data_parallel_rank=rank) for rank in (0, 1)]
+        for stream in streams:
+            await anext(stream)
+        os.kill(dead.pid, signal.SIGKILL)
+        await engine.wait_until_dead()
+        with pytest.raises(EngineDeadError, match="core 0 of 2"):
+            [_ async for _ in streams[1]]
+        return other
+
+    with engine_in_a_loop(data_parallel_size=2) as on_an_engine_of_its_own:
+        other = on_an_engine_of_its_own(work)
+        assert eventually(lambda: other.poll() is not None)
 
 
 def test_a_slow_reader_gets_the_deltas_joined():

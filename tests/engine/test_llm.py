@@ -9,6 +9,7 @@ import pytest
 import minivllm
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.core.messages import EngineCoreRequest
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind
@@ -292,6 +293,38 @@ def test_one_bad_prompt_names_itself_and_leaves_the_others_unharmed(idle):
         seen += [output.request_id for output in idle.llm_engine.step() if output.finished]
     assert seen == ["waiting since before"], "the error of one call took another request with it"
     assert [len(tokens(output)) for output in idle.generate(good, GREEDY)] == [8, 8]
+
+
+def test_refused_calls_leave_no_ids_behind_for_a_step_that_need_not_come(idle):
+    """Neither alone nor behind a request that waits; one that a worker has is still forgotten by it."""
+    scheduler, params = core_of(idle).scheduler, SamplingParams(max_tokens=2, temperature=0.0)
+    expected = idle.generate("import", params, use_tqdm=False)
+    before = set(scheduler.finished_req_ids)
+    for _ in range(3):
+        with pytest.raises(MinivllmError, match="prompt 1"):
+            idle.generate(["import", ""], params, use_tqdm=False)
+        assert scheduler.finished_req_ids == before
+    idle.enqueue("import", params, use_tqdm=False)
+    with pytest.raises(MinivllmError, match="prompt 1"):
+        idle.generate(["import", ""], params, use_tqdm=False)
+    assert scheduler.finished_req_ids == before
+    [output] = idle.wait_for_completion(use_tqdm=False)
+    assert output.outputs[0].token_ids == expected[0].outputs[0].token_ids
+
+
+def test_a_worker_hears_of_an_id_that_it_has_though_a_later_request_of_that_id_was_refused(idle):
+    core = core_of(idle)
+    request = EngineCoreRequest("again", [1, 2, 3], SamplingParams(max_tokens=8, seed=0), (), 0.0)
+    core.add_request(request)
+    core.step()
+    for _ in range(2):
+        core.abort_requests(["again"])
+        assert core.scheduler.finished_req_ids == {"again"}
+        core.add_request(request)
+    core.step()
+    core.abort_requests(["again"])
+    idle.generate("import", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert "again" not in runner_of(core).batch.row_of
 
 
 def test_a_request_that_could_never_fit_the_pool(idle):

@@ -53,7 +53,7 @@ class Step:
     def attend(self, backend, **options):
         return unified_attention(*self.arguments, self.scale, out=self.out, backend=backend, **options)
 
-    def expected(self, **options):
+    def expected(self, max_query_len=None, **options):
         q, k_cache, v_cache, starts, _, table = self.arguments
         result = self.out.double().fill_(UNTOUCHED)
         for row, (queries, keys) in enumerate(self.lengths):
@@ -99,6 +99,12 @@ def test_all_kinds_of_steps_in_one_launch(device, head_dim):
 @pytest.mark.parametrize("batch", ["decodes", "prefills"])
 def test_steps_of_one_kind(device, batch):
     check_kernel(make(BATCHES[batch], head_dim=80, kv_heads=1), device)
+
+
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (2, 40)])
+def test_a_step_that_is_known_to_be_decodes(device, splits, window):
+    step = make([(1, 1), (1, BLOCK + 1), (0, 9), (1, 100), (1, 33), (0, 0)], group=5, kv_heads=2)
+    check_kernel(step, device, splits=splits, sliding_window=window, max_query_len=1)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -235,7 +241,8 @@ def test_what_there_was_before_is_right_too(options):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("rows", [4, 4096], ids=["decode", "prefill"])
 def test_the_first_guess_compiles_and_spills_nothing(target, rows):
-    built = compile_attention(target, configurations(target, rows, 4, 128, 2)[0], splits=8 if rows == 4 else 1)
+    decode = {"splits": 8, "single": True} if rows == 4 else {}
+    built = compile_attention(target, configurations(target, rows, 4, 128, 2)[0], **decode)
     assert built.fits
     assert built.spilled == 0
     assert built.tensor_core

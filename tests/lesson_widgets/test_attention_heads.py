@@ -100,6 +100,18 @@ def test_on_as_many_gpus_as_query_heads_all_kinds_keep_one_head_each():
     assert all(here(kv_heads=1).mine.gain(tp) < 1.5 for tp in (8, 16, 32, 64))
 
 
+def test_a_request_alone_reads_2_of_mixtrals_8_experts_and_hundreds_read_all():
+    """Halves of 93.4 GB of weights, 67.6 GB of which are the 6 experts a layer that one token leaves out."""
+    alone, many = (
+        here(model="Mixtral-8x7B-v0.1", tensor_parallel_size=2, context=1024, wanted=wanted).here for wanted in (1, 256)
+    )
+    read = {1: (93.4 - 67.6) / 2 * 1e9, 256: 93.4 / 2 * 1e9}
+    for wanted, place in ((1, alone), (256, many)):
+        seconds = wanted / place.tokens_per_second
+        moved = read[wanted] + wanted * 1024 * place.kv_bytes
+        assert seconds - moved / (3.35e12 * 0.9) == pytest.approx(1.9e-3, abs=3e-4), "the overhead, and the links"
+
+
 def test_what_is_shaded_is_where_something_is_wrong():
     def regions(**knobs) -> list[str]:
         drawn = ET.fromstring(widget.figure(here(**knobs)))

@@ -9,8 +9,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError, UnsupportedModelError
+<<<<<<< HEAD
 from minivllm.memory import memory_ledger, num_parameters, parameter_groups, weight_bytes
 from minivllm_simulate.known_models import HYBRIDS, known_model
+=======
+from minivllm.memory import memory_ledger, num_parameters, parameter_groups, routed_parameters, weight_bytes
+from minivllm.simulate.known_models import HYBRIDS, known_model
+>>>>>>> s42-a
 
 TEXT = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 8, "num_attention_heads": 4,
@@ -90,6 +95,21 @@ def test_llava_as_it_is_published():
 )
 def test_published_parameters(name, billions):
     assert num_parameters(known_model(name)) / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)])  # the same table
+def test_published_parameters_that_a_token_passes(name, billions):
+    """OpenAI's count is without the embedding."""
+    model = known_model(name)
+    resting = routed_parameters(model) * (1 - model.num_experts_per_tok / model.num_experts)
+    passed = num_parameters(model) - resting - parameter_groups(model)["embedding"]
+    assert passed / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_in_llama_4_only_every_second_layer_has_experts():
+    model = ModelConfig.from_dict({"model_type": "llama4_text", **TEXT, **LLAMA4})
+    expert = 3 * model.hidden_size * model.moe_intermediate_size
+    assert routed_parameters(model) == model.num_hidden_layers // 2 * 4 * expert
 
 
 @pytest.mark.parametrize(("name", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])  # arXiv 2508.10925, table 1

@@ -3,11 +3,15 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from minivllm.entrypoints.openai import chat_template
 from minivllm.entrypoints.openai.chat_template import no_template, read_template, render
+from minivllm.entrypoints.openai.protocol import ChatCompletionRequest
+from minivllm.entrypoints.openai.serving_engine import OpenAIServing
+from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 
 from .make_chat_templates import RESULTS, SEEN, digest, now
@@ -177,6 +181,16 @@ def test_what_marks_an_answer_for_training_leaves_no_trace_in_a_prompt():
     assert "<b>b" in expected
 
 
+@pytest.mark.parametrize(
+    ("form", "seen"), [("auto", "a"), ("string", "a"), ("openai", "[{'type': 'text', 'text': 'a'}]")]
+)
+def test_a_server_may_say_which_content_a_template_gets(form, seen):
+    settings = FrontendArgs(chat_template_content_format=form)
+    serving = SimpleNamespace(settings=settings, template="{{ messages[0].content }}", _special_tokens={})
+    request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}]})
+    assert OpenAIServing.rendered(serving, request) == seen
+
+
 NAMED = [{"name": "rag", "template": "rag {{ messages[0].content }}"}, {"name": "tool_use", "template": "tools"}]
 
 
@@ -198,6 +212,34 @@ def test_of_named_templates_one_is_chosen_by_its_name(tmp_path):
     assert read_template(None, model_with(tmp_path, [*NAMED, {"name": "default", "template": "d"}])) == "d"
     assert read_template(None, model_with(tmp_path, "only")) == "only"
     assert "the model has no chat template" in no_template(model_with(tmp_path, None))
+
+
+MALFORMED = {
+    "not UTF-8": ("chat_template.jinja", b"\xff\xfe"),
+    "no Jinja": ("chat_template.jinja", b"{% for %}"),
+    "no template": ("tokenizer_config.json", b'{"chat_template": 3}'),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_file_of_the_users_stands_in_for_a_models_malformed_template(tmp_path, name):
+    filename, contents = MALFORMED[name]
+    (folder := tmp_path / "model").mkdir()
+    (folder / filename).write_bytes(contents)
+    (mine := tmp_path / "mine.jinja").write_text("{{ 1 }}")
+    with pytest.raises(MinivllmError, match=r"chat.template"):
+        read_template(None, folder)
+    assert read_template(str(mine), folder) == "{{ 1 }}"
+    assert read_template("{{ 2 }}", folder) == "{{ 2 }}"
+
+
+def test_a_file_in_the_working_directory_goes_before_a_template_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = model_with(tmp_path, NAMED)
+    (tmp_path / "rag").mkdir()
+    assert read_template("rag", folder) == NAMED[0]["template"], "a folder holds no template"
+    (tmp_path / "tool_use").write_text("mine")
+    assert read_template("tool_use", folder) == "mine"
 
 
 @pytest.mark.parametrize("wrong", [3, [3], [{"name": "default"}], [{"name": "default", "template": 3}], {"a": "b"}])

@@ -105,9 +105,19 @@ def test_an_engines_arguments_are_vllms_with_its_defaults_or_on_a_list():
 def test_arguments_that_scripts_for_vllm_often_pass_change_nothing_and_are_named_in_one_line(capsys):
     given = EngineArgs(**dict.fromkeys(IGNORED, "x"))
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith(", ".join(IGNORED))
+    assert line.endswith(
+        ": compilation_config, disable_custom_all_reduce, download_dir (set HF_HOME), enable_log_requests, "
+        "hf_token (set HF_TOKEN), tokenizer_mode, trust_remote_code"
+    )
     assert given == replace(given) == EngineArgs()
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "token"), [([], None), (["--hf-token"], True), (["--hf-token", "hf_x"], "hf_x")])
+def test_the_hubs_token_may_be_a_flag_without_a_value(flags, token):
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    assert parser.parse_args(flags).hf_token == token
+    assert "changes nothing here: set HF_TOKEN" in " ".join(parser.format_help().split())
 
 
 @pytest.mark.parametrize("settings", [BeamSearchParams, EngineArgs, KVTransferConfig, ProfilerConfig, SamplingParams])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minivllm import LLM, BeamSearchParams, MinivllmError
+from minivllm import LLM, BeamSearchParams, MinivllmError, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 
 PROMPTS = ["def add(a, b):\n    return", "import"]
@@ -127,6 +127,25 @@ def test_prompts_one_after_the_other_are_searched_like_all_at_once(llm):
 def test_wrong_parameters_are_named(changes, said):
     with pytest.raises(MinivllmError, match=said):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **changes})
+
+
+def test_a_search_whose_step_fails_says_so_once(llm, monkeypatch, capsys):
+    """The error of one sequence is the search's: it is raised, and no warning says it besides."""
+    step = llm.llm_engine.step
+
+    def failing():
+        outputs = step()
+        for output in outputs[:1]:
+            output.outputs[0].error = "no grammar"
+        return outputs
+
+    monkeypatch.setattr(llm.llm_engine, "step", failing)
+    with pytest.raises(MinivllmError, match=r"^no grammar$"):
+        llm.beam_search(PROMPTS, BeamSearchParams(beam_width=2, max_tokens=3))
+    assert not capsys.readouterr().err
+    [failed, answered] = llm.generate(PROMPTS, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert (failed.outputs[0].error, answered.outputs[0].error) == ("no grammar", None)
+    assert capsys.readouterr().err.count("no grammar") == 1
 
 
 def test_wrong_prompts_are_named_and_leave_nothing(llm):

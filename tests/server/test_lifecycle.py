@@ -197,6 +197,7 @@ def test_a_port_in_use_is_one_line(capfd):
         (["serve", str(MODEL), "--chat-template", "{% if %}"], "Jinja"),
         (["serve", str(MODEL), "--max-model-len", "4096"], "max_model_len"),
         (["serve", str(MODEL), "--uvicorn-log-level", "loud"], "critical, error"),
+        (["serve", str(MODEL), "--chat-template-content-format", "html"], '"auto", "string" or "openai"'),
         (["serve", str(MODEL), "--shutdown-timeout", "nan"], "shutdown_timeout"),
         (["serve", str(MODEL), "--max-num-queued-reqs", "0"], "max_num_queued_reqs"),
         (["serve", str(MODEL), "--max-logprobs", "-2"], "max_logprobs"),

@@ -1,12 +1,14 @@
 """Costs of a step: counts are exact, a real card's published line is met, a fit finds the line behind the data."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm_simulate.cost_model import FittedCost, MeasuredStep, RooflineCost, StepShape, model_error
 from minivllm_simulate.hardware import get_hardware
@@ -159,8 +161,8 @@ def test_what_is_no_cost_is_refused_where_it_is_given(value):
         with pytest.raises(MinivllmError, match=f"{name} is .*; it must be 0 or more, and finite"):
             FittedCost(**{"per_step": 1.0, "per_request": 0, "per_token": 0, "per_pair": 0, name: value})
     sheet = {"weight_bytes": 1, "kv_bytes_per_token": 1, "flops_per_token": 1, "flops_per_pair": 1}
-    costs = ("flops_per_request", "step_overhead", "request_overhead")
-    for name in (*sheet, *costs, "bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency"):
+    costs = ("flops_per_request", "vision_bytes", "expert_bytes", "expert_share", "step_overhead", "request_overhead")
+    for name in (*sheet, *costs, "bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency", "expert_share"):
         with pytest.raises(MinivllmError, match=f"{name} is .*, and finite"):
             RooflineCost(**{**sheet, "bandwidth": 1.0, "flops": 1.0, name: value})
     with pytest.raises(MinivllmError, match=r"seconds is .* above 0"):
@@ -168,9 +170,64 @@ def test_what_is_no_cost_is_refused_where_it_is_given(value):
 
 
 def test_no_rate_and_no_measured_time_is_zero():
-    for name in ("bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency"):
+    for name in ("bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency", "expert_share"):
         with pytest.raises(MinivllmError, match=f"{name} is 0; it must be above 0"):
             RooflineCost(**{"weight_bytes": 1, "kv_bytes_per_token": 1, "flops_per_token": 1, "flops_per_pair": 1,
                             "bandwidth": 1.0, "flops": 1.0, name: 0})  # fmt: skip
     with pytest.raises(MinivllmError, match="seconds is 0"):
         MeasuredStep(StepShape.of([(1, 1)]), 0)
+
+
+MIXTRAL, EXPERT = known_model("Mixtral-8x7B-v0.1"), 3 * 4096 * 14336  # a gated MLP of three matrices
+
+
+def test_a_token_passes_2_of_mixtrals_8_experts():
+    """Mistral's paper (arXiv 2401.04088): 47 billion parameters, of which a token uses 13."""
+    active, head = 46_702_792_704 - 32 * 6 * EXPERT, 32_000 * 4096
+    assert round(active / 1e9, 1) == 12.9
+    for tp in (1, 2):
+        cost = RooflineCost.of(MIXTRAL, get_hardware("H100"), tp=tp)
+        assert cost.flops_per_token == 2 * (active - 2 * head) / tp
+        assert cost.weight_bytes == pytest.approx(2 * 46_702_792_704 / tp, rel=1e-4), "all experts are kept"
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose():
+    """One token reads two of eight experts in each layer, two tokens 2 + 2 x 6/8 on average, and hundreds read all."""
+    cost = RooflineCost.of(MIXTRAL, get_hardware("H100"))
+    whole = 2 * 46_702_792_704
+    for tokens, unread in ((1, 6), (2, 4.5), (1000, 0)):
+        assert cost.weight_bytes_read(tokens) == pytest.approx(whole - 2 * 32 * unread * EXPERT)
+    keys = cost.kv_bytes_per_token * (100 + 1)
+    assert cost.bytes_moved(StepShape.of([(1, 99)])) == pytest.approx(whole - 2 * 32 * 6 * EXPERT + keys)
+    assert cost.knee == pytest.approx(46.703 / (12.880 - 0.262) * 989.4e12 / 3.35e12 * 0.64 / 0.9, rel=1e-3)
+
+
+def test_a_dense_model_has_no_experts_to_leave_out():
+    cost = llama_on_h100()
+    assert cost.weight_bytes_read(1) == cost.weight_bytes_read(10**6) == cost.weight_bytes
+
+
+def test_no_text_token_passes_the_vision_tower():
+    text = {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512,
+    }  # fmt: skip
+    tower = {
+        "model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "projection_dim": 64,
+    }  # fmt: skip
+    sees = {"model_type": "llava", "dtype": "bfloat16", "text_config": text, "vision_config": tower}
+    blind, seeing = (
+        RooflineCost.of(ModelConfig.from_dict(config), get_hardware("H100"))
+        for config in ({**text, "dtype": "bfloat16"}, sees)
+    )
+    assert seeing.weight_bytes > blind.weight_bytes
+    assert seeing.flops_per_token == blind.flops_per_token
+    assert seeing.weight_bytes_read(1) == blind.weight_bytes
+
+
+def test_a_share_of_experts_above_one_is_refused():
+    with pytest.raises(MinivllmError, match=r"expert_share is 1\.5; a token chooses at most all experts"):
+        replace(llama_on_h100(), expert_share=1.5)
+    with pytest.raises(MinivllmError, match="num_experts_per_tok"):
+        RooflineCost.of(replace(MIXTRAL, num_experts_per_tok=0), get_hardware("H100"))

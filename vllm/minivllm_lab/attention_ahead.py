@@ -32,11 +32,13 @@ def compile_attention(
     soft_cap: bool = False,
     splits: int = 1,
     wide_offsets: bool = False,
+    single: bool = False,
 ) -> Compiled:
     """Resource usage of the kernel's machine code on `target`, one of `minivllm_lab.aot.TARGETS`.
 
     `dtype` is the name of q's torch dtype, `kv_dtype` that of the caches if different; `group` query heads share a KV
-    head; `sliding_window` 0 means none; `wide_offsets` is for caches of 2**31 elements or more. Raises MinivllmError
+    head; `sliding_window` 0 means none; `wide_offsets` is for caches of 2**31 elements or more; `single` is for
+    steps in which no sequence has more than one query. Raises MinivllmError
     if it does not compile.
     """
     pointer, slot = POINTERS[dtype], KV_HEADS * head_dim
@@ -53,7 +55,7 @@ def compile_attention(
         "DOT_TYPE": dot_type, "OFFSET_TYPE": tl.int64 if wide_offsets else tl.int32, "GROUP": group,
         "HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "BLOCK_SIZE": block_size,
         "BLOCK_M": configuration.block_m, "TILE": configuration.tile, "WINDOW": sliding_window,
-        "SOFT_CAP": soft_cap, "SPLIT": splits > 1, "SCALED": kv_dtype == "int8",
+        "SOFT_CAP": soft_cap, "SPLIT": splits > 1, "SCALED": kv_dtype == "int8", "SINGLE": single,
     }  # fmt: skip
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
     return compile_for(target, unified_attention_kernel, arguments, options)

@@ -89,7 +89,7 @@ def _median_cuda_seconds(function: Callable[[], object], repeats: int) -> float:
     times = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        flush.zero_()
+        flush.max()  # reads: what it left written, the L2 cache would write back while `function` runs
         start.record()
         function()
         end.record()

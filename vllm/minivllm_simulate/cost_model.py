@@ -8,6 +8,7 @@ attention that does not reach the peak) grows with the batch.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,14 @@ from typing import NamedTuple, Protocol
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
 from minivllm.errors import MinivllmError
+<<<<<<< HEAD:vllm/minivllm_simulate/cost_model.py
 from minivllm.memory import kv_bytes_per_token, num_parameters, serving_dtype, weight_bytes
 from minivllm_simulate.hardware import Hardware
+=======
+from minivllm.memory import kv_bytes_per_token, parameter_groups, routed_parameters, serving_dtype, weight_bytes
+from minivllm.memory.bytes_per_token import bytes_of_dtype
+from minivllm.simulate.hardware import Hardware
+>>>>>>> s42-a:vllm/minivllm/simulate/cost_model.py
 
 MEMORY_EFFICIENCY = 0.9
 """Share of the data sheet's bandwidth that a decode step reaches, beside `STEP_OVERHEAD`. The two put Llama-3.1-8B on
@@ -75,8 +82,9 @@ class Cost(Protocol):
 class RooflineCost:
     """The larger of memory time and arithmetic time, plus a fixed overhead per step.
 
-    Weights are read once a step and keys once a request; a token costs two operations a parameter of the layers, a
-    request two a weight of the head, since only its last token is sampled from; a pair costs four a head dimension.
+    Weights are read once a step and keys once a request. A token costs two operations for each parameter of the layers
+    that it passes: of a mixture of experts, only the experts that it chooses, and of a vision tower none. A request
+    costs two a weight of the head, since only its last token is sampled from; a pair costs four a head dimension.
     Kernels reach a share of the data sheet's rates, one for memory and one for arithmetic: the constants above say
     which measurement each is from. Every answer is *modelled*.
 
@@ -91,6 +99,12 @@ class RooflineCost:
     bandwidth: float
     flops: float
     flops_per_request: float = 0.0
+    vision_bytes: float = 0.0
+    """Bytes of `weight_bytes` that a step of text does not read."""
+    expert_bytes: float = 0.0
+    """Bytes of `weight_bytes` that are experts, all those that a router chooses from."""
+    expert_share: float = 1.0
+    """Share of the experts that one token chooses: `num_experts_per_tok / num_experts`."""
     memory_efficiency: float = MEMORY_EFFICIENCY
     arithmetic_efficiency: float = ARITHMETIC_EFFICIENCY
     step_overhead: float = STEP_OVERHEAD
@@ -99,7 +113,11 @@ class RooflineCost:
     def __post_init__(self) -> None:
         _check(self, "weight_bytes", "kv_bytes_per_token", "flops_per_token", "flops_per_pair", above_zero=False)
         _check(self, "flops_per_request", "step_overhead", "request_overhead", above_zero=False)
-        _check(self, "bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency", above_zero=True)
+        _check(self, "vision_bytes", "expert_bytes", above_zero=False)
+        _check(
+            self, "bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency", "expert_share", above_zero=True
+        )
+        require(self.expert_share <= 1, f"expert_share is {self.expert_share!r}; a token chooses at most all experts")
 
     @classmethod
     def of(
@@ -118,22 +136,36 @@ class RooflineCost:
             MinivllmError: the hardware has no units for the dtype.
         """
         dtype = serving_dtype(model) if dtype == "auto" else dtype
-        head = model.vocab_size * model.hidden_size
-        embedding_and_head = head if model.tie_word_embeddings else 2 * head
+        head, size, experts = model.vocab_size * model.hidden_size, bytes_of_dtype(dtype), 1.0
+        if model.num_experts:
+            model.require("num_experts_per_tok")
+            experts = model.num_experts_per_tok / model.num_experts
         return cls(
             weight_bytes=weight_bytes(model, dtype, tp),
             kv_bytes_per_token=kv_bytes_per_token(model, kv_dtype, tp),
-            flops_per_token=2 * (num_parameters(model) - embedding_and_head) / tp,
+            flops_per_token=2 * _passed_parameters(model, experts) / tp,
             flops_per_request=2 * head / tp,
+            vision_bytes=size * parameter_groups(model, tp).get("vision", 0),
+            expert_bytes=size * routed_parameters(model, tp),
+            expert_share=experts,
             flops_per_pair=4 * model.num_hidden_layers * model.num_attention_heads * model.head_dim / tp,
             bandwidth=hardware.bandwidth,
             flops=hardware.flops_of(dtype),
             **more,
         )
 
-    def bytes_moved(self, shape: StepShape) -> int:
-        """Bytes that must cross the memory bus: all weights, every key and value once."""
-        return self.weight_bytes + self.kv_bytes_per_token * (shape.num_keys + shape.num_tokens)
+    def weight_bytes_read(self, num_tokens: float) -> float:
+        """Bytes of the weights that a step of so many tokens reads: of the experts, those that some token chooses.
+
+        Each token of n leaves an expert out with probability 1 - `expert_share`, so all do with that to the power n,
+        if every expert is chosen alike. Real routers have favourites, so that a step reads fewer.
+        """
+        left_out = self.expert_bytes * (1 - self.expert_share) ** num_tokens
+        return self.weight_bytes - self.vision_bytes - left_out
+
+    def bytes_moved(self, shape: StepShape) -> float:
+        """Bytes that must cross the memory bus: the weights that a token passes, every key and value once."""
+        return self.weight_bytes_read(shape.num_tokens) + self.kv_bytes_per_token * (shape.num_keys + shape.num_tokens)
 
     def operations(self, shape: StepShape) -> float:
         """Floating-point operations of the step."""
@@ -160,8 +192,8 @@ class RooflineCost:
 
     @property
     def knee(self) -> float:
-        """Tokens of a step from which on its arithmetic takes longer than reading the weights."""
-        return self.memory_seconds(self.weight_bytes) / self.arithmetic_seconds(self.flops_per_token)
+        """Tokens of a step from which on its arithmetic takes longer than reading the weights, with every expert."""
+        return self.memory_seconds(self.weight_bytes_read(math.inf)) / self.arithmetic_seconds(self.flops_per_token)
 
     def at_best(self) -> RooflineCost:
         """The same cost with arithmetic at the rate of a bare matmul: no prefill can be expected to be faster."""
@@ -210,6 +242,13 @@ class FittedCost:
         """Seconds of one step of this shape, by the line."""
         coefficients = (self.per_step, self.per_request, self.per_token, self.per_pair)
         return sum(c * value for c, value in zip(coefficients, _features(shape), strict=True))
+
+
+def _passed_parameters(model: ModelConfig, expert_share: float) -> float:
+    """The parameters of the layers that a text token passes."""
+    groups = parameter_groups(model)
+    layers = sum(size for name, size in groups.items() if name not in ("embedding", "head", "vision"))
+    return layers - (1 - expert_share) * routed_parameters(model)
 
 
 def _check(costs: object, *names: str, above_zero: bool) -> None:

@@ -20,7 +20,14 @@ from functools import lru_cache
 
 from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
-from minivllm.memory import MemoryLedger, memory_ledger, parameter_groups, rotary_table_bytes, serving_dtype
+from minivllm.memory import (
+    MemoryLedger,
+    memory_ledger,
+    parameter_groups,
+    rotary_table_bytes,
+    routed_parameters,
+    serving_dtype,
+)
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.offline import OfflineRun, run_offline
@@ -191,10 +198,12 @@ class LeverCost:
     @classmethod
     def of(cls, levers: Levers, model: ModelConfig, gpu: Hardware) -> LeverCost:
         """The cost of these levers; `model` is the one that they make (see `lever_model`)."""
-        tp = levers.tensor_parallel
+        tp, size = levers.tensor_parallel, WEIGHT_BYTES[levers.weight_bits]
         roofline = replace(
             RooflineCost.of(model, gpu, kv_dtype=levers.kv_dtype, tp=tp),
             weight_bytes=lever_weight_bytes(levers, model),
+            vision_bytes=size * parameter_groups(model, tp).get("vision", 0),
+            expert_bytes=size * routed_parameters(model, tp),
         )
         # Each draft is verified, so each goes through the head as the sampled token does.
         verified = roofline.flops_per_request * (1 + levers.speculative_tokens)
@@ -215,16 +224,15 @@ class LeverCost:
             link=(gpu.nvlink or gpu.pcie) / 2,
         )
 
-    @property
-    def weight_seconds(self) -> float:
-        """All weights, read once."""
-        return self.roofline.memory_seconds(self.roofline.weight_bytes) / self.read_rate
+    def weight_seconds(self, num_tokens: int) -> float:
+        """Weights read once, of experts those that so many tokens choose."""
+        return self.roofline.memory_seconds(self.roofline.weight_bytes_read(num_tokens)) / self.read_rate
 
     def linear_seconds(self, shape: StepShape) -> float:
-        """Weights read once, or two operations a weight for every token."""
+        """Weights read once, or two operations for every token and each weight that it passes."""
         cost = self.roofline
         computed = cost.flops_per_token * shape.num_tokens + cost.flops_per_request * shape.num_reqs
-        return max(self.weight_seconds, cost.arithmetic_seconds(computed) / self.matmul_rate)
+        return max(self.weight_seconds(shape.num_tokens), cost.arithmetic_seconds(computed) / self.matmul_rate)
 
     def attention_seconds(self, shape: StepShape) -> float:
         """Keys read and written, scores too where they are stored; or four operations a pair and head dimension."""

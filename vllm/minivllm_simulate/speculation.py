@@ -146,6 +146,8 @@ def head_cost(target: ModelConfig, gpu: Hardware, parameters: int) -> LeverCost:
     roofline = replace(
         whole.roofline,
         weight_bytes=2 * parameters,
+        vision_bytes=0.0,
+        expert_bytes=0.0,
         kv_bytes_per_token=whole.roofline.kv_bytes_per_token // layers,
         flops_per_token=2.0 * parameters,
         flops_per_request=0.0,
@@ -289,10 +291,11 @@ class Speculation:
         verified = shape._replace(
             num_reqs=shape.num_tokens
         )  # each position goes through the head, as a request's last does
+        weights = cost.weight_seconds(shape.num_tokens)
         return StepParts(
             overhead=cost.roofline.step_overhead,
-            weights=cost.weight_seconds,
-            compute=cost.linear_seconds(verified) - cost.weight_seconds,
+            weights=weights,
+            compute=cost.linear_seconds(verified) - weights,
             attention=cost.attention_seconds(shape),
         )
 

@@ -174,6 +174,8 @@ def _add_flag(group: Any, name: str, hint: Any, default: Any, words: str) -> Non
     if kinds == {bool}:
         del options["metavar"]
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
+    elif kinds == {bool, str}:
+        group.add_argument(*flags, nargs="?", const=True, **options)
     elif name.startswith("allowed_") or name.endswith("_config"):
         group.add_argument(*flags, type=json_of, **options)
     elif kinds == {list[str]}:

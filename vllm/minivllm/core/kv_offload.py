@@ -96,7 +96,8 @@ class CPUOffloadingManager:
     def prepare_store(self, keys: Iterable[BlockHash]) -> PrepareStoreOutput | None:
         """Takes a block for each of a request's keys that is not there, as far as there are any; others are left out.
 
-        Those that are there stay. None: not one block can be had, since all are pinned.
+        Those that are there stay, and count as used just now, as in vLLM's `CPUOffloadingManager`: the block of an
+        offered key was just read, or is about to leave the cache. None: not one block can be had, since all are pinned.
         """
         found = {key: self.lookup(key) for key in keys}
         missing = [key for key, result in found.items() if result is LookupResult.MISS]

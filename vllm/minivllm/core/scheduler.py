@@ -115,6 +115,14 @@ class Scheduler:
         self._finish(ended, status)
         return [request.request_id for request in ended]
 
+    def unsent(self, request_ids: Iterable[str]) -> set[str]:
+        """Return those of these ids that no worker has, since they wait; none where a KV connector must hear of all."""
+        if self.remote is not None:
+            return set()
+        known = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        waiting = {request.request_id for request in known if request.status is not RequestStatus.RUNNING}
+        return waiting - self.finished_req_ids  # an id may be that of an earlier request, which a worker still has
+
     def has_unfinished_requests(self) -> bool:
         """Whether any request is unfinished, or a KV connector needs another step."""
         if self.requests or self.remote is None:

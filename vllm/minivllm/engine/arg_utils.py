@@ -40,10 +40,11 @@ ATTENTION_BACKENDS = (None, "naive")
 LOAD_FORMATS = ("auto", "dummy")
 DATA_PARALLEL_BACKENDS = ("mp", "ray")
 NOT_FLAGS = ("parts",)
-IGNORED = (
-    "compilation_config", "disable_custom_all_reduce", "download_dir", "enable_log_requests", "hf_token",
-    "tokenizer_mode", "trust_remote_code",
-)  # fmt: skip
+IGNORED = {
+    "compilation_config": "", "disable_custom_all_reduce": "", "download_dir": "set HF_HOME", "enable_log_requests": "",
+    "hf_token": "set HF_TOKEN", "tokenizer_mode": "", "trust_remote_code": "",
+}  # fmt: skip
+"""Arguments that are taken and change nothing, and what has their effect here."""
 FLAG_GROUPS = {
     "ModelConfig": (
         "model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "seed", "max_model_len", "enforce_eager",
@@ -68,7 +69,7 @@ FLAG_GROUPS = {
         "device", "kv_transfer_config", "speculative_config", "spec_method", "spec_model", "spec_tokens",
         "profiler_config", "multiprocess", "disable_log_stats",
     ),
-    "Ignored": IGNORED,
+    "Ignored": tuple(IGNORED),
 }  # fmt: skip
 """The groups of flags, by the names of vLLM's."""
 
@@ -130,7 +131,8 @@ class EngineArgs:
     - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
 
-    Scripts for vLLM often pass those of `IGNORED`. They change nothing here; one line of the log names those given.
+    Scripts for vLLM often pass those of `IGNORED`. They change nothing here; one line of the log names those given,
+    and what works in their place: the environment's HF_TOKEN for `hf_token`, HF_HOME for `download_dir`.
     """
 
     model: str | Path = EMBEDDED_MODEL
@@ -185,7 +187,7 @@ class EngineArgs:
     disable_custom_all_reduce: bool | None = None
     download_dir: str | None = None
     enable_log_requests: bool | None = None
-    hf_token: Any = None
+    hf_token: bool | str | None = None
     tokenizer_mode: str | None = None
     trust_remote_code: bool | None = None
 
@@ -214,7 +216,7 @@ class EngineArgs:
         self._check_kv_transfer()
 
     def _forget_ignored(self) -> None:
-        given = [name for name in IGNORED if getattr(self, name)]
+        given = [f"{name} ({instead})" if instead else name for name, instead in IGNORED.items() if getattr(self, name)]
         if given:
             logger.info("Arguments of the engine that change nothing here: %s", ", ".join(given))
         for name in IGNORED:
@@ -491,5 +493,6 @@ def add_engine_flags(
     """Add a flag for each engine argument; see `add_flags`."""
     further = {**words_of(CacheConfig), **words_of(SchedulerConfig)}
     further["scheduling_policy"] = further["policy"]
-    further |= dict.fromkeys(IGNORED, "taken for scripts written for vLLM; changes nothing here")
+    for name, instead in IGNORED.items():
+        further[name] = f"taken for scripts written for vLLM; changes nothing here{instead and f': {instead}'}"
     add_flags(parser, EngineArgs, FLAG_GROUPS, left_out, with_defaults, further)

@@ -34,13 +34,14 @@ class AsyncMPClient(MPClient):
         """Returns the outputs of the next step of a core, whenever there is one.
 
         Raises:
-            EngineDeadError: a core has died, or said why it must end.
+            EngineDeadError: a core has died, or said why it must end. The others are told to leave.
         """
         while True:
             try:
                 outputs = self._unpacked(*await self._next_message())
             except Exception as error:
                 self._stop_listening(error)
+                self.cores.tell_to_leave()
                 raise
             answer = outputs.utility_output
             if answer is None:

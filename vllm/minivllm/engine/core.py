@@ -131,10 +131,12 @@ class EngineCore:
         """Ends requests, waiting or running; unknown ids are ignored."""
         ids = set(request_ids)
         with self._all_or_nothing(ids):
+            unsent = self.scheduler.unsent(ids)
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
             self.loras.forget_unused()
             self._observe()
+            self.scheduler.finished_req_ids -= unsent  # no step need come to tell of them
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything for a step to do or return."""

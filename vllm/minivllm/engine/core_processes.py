@@ -84,9 +84,14 @@ class CoreProcesses:
         """Lets the processes go, kills those that stay, and gives all else back. A second call does nothing."""
         if os.getpid() != self._owner:
             return  # a fork
-        self._tell_to_leave()
+        self.tell_to_leave()
         wait_or_kill(self.processes, SECONDS_TO_LEAVE)
         self._give_back()
+
+    def tell_to_leave(self) -> None:
+        """Lets the processes go without waiting for them. Those that are computing end after their step."""
+        while self._inputs:
+            self._inputs.pop().close()
 
     def _start_cores(self) -> None:
         environments = [_environment(self._args, rank) for rank in range(self._args.data_parallel_size)]
@@ -96,10 +101,6 @@ class CoreProcesses:
     def _num_neighbours(self, rank: int) -> int:
         """How many cores share the machine of this one, itself included."""
         return len(self.processes)
-
-    def _tell_to_leave(self) -> None:
-        while self._inputs:
-            self._inputs.pop().close()
 
     def _close_lifelines(self) -> None:
         while self.lifelines:

@@ -42,6 +42,10 @@ class RayCores(CoreProcesses):
         """See `CoreProcesses`."""
         return ["a Ray actor"] * self._args.data_parallel_size
 
+    def tell_to_leave(self) -> None:
+        """Closes the lifelines, whose end the actors notice."""
+        self._close_lifelines()
+
     def _start_cores(self) -> None:
         for rank in range(self._args.data_parallel_size):
             connection, process = self._actors.start(f"core {rank}", rank, CoreActor, self._server.for_cores, rank)
@@ -50,9 +54,6 @@ class RayCores(CoreProcesses):
 
     def _num_neighbours(self, rank: int) -> int:
         return self._actors.num_on_the_machine_of(rank)
-
-    def _tell_to_leave(self) -> None:
-        self._close_lifelines()
 
     def _give_back(self) -> None:
         super()._give_back()

@@ -113,7 +113,7 @@ class LLM:
         """
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
         with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
-            return self._complete(items, sampling_params, priority, advance, interrupts, lora_request)
+            return _answers(self._complete(items, sampling_params, priority, advance, interrupts, lora_request))
 
     def chat(
         self,
@@ -435,7 +435,7 @@ class LLM:
                 mine = self._enqueued if output.request_id in self._enqueued else finished
                 mine[output.request_id] = output
                 advance(sum(len(completion.token_ids) for completion in output.outputs))
-        return _answers([finished[request_id] for request_id in request_ids])
+        return [finished[request_id] for request_id in request_ids]
 
 
 def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:

@@ -31,8 +31,8 @@ def offset_type(cache: torch.Tensor) -> tl.dtype:
     return tl.int32 if cache.shape[0] * cache.stride(0) < 2**31 else tl.int64
 
 
-def splits_for(programs: int, keys: int, device: torch.device, per_multiprocessor: int = 2) -> int:
-    """How many programs share a sequence's keys, if nobody has said: see `automatic_splits`."""
+def splits_for(programs: int, keys: int, device: torch.device, per_multiprocessor: int = 1) -> int:
+    """Choose how many programs share a sequence's keys: about `per_multiprocessor` on each, see `automatic_splits`."""
     return 1 if INTERPRETED else automatic_splits(programs, keys, per_multiprocessor * multiprocessors(device))
 
 

@@ -33,7 +33,7 @@ from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.threads import has_numba
 from minivllm.platforms.triton_utils import tl, triton
 
-CHUNK = 2048  # elements per program: 16 bytes per thread and load
+CHUNK = 1024  # elements per program of four warps: 16 bytes per thread and load
 
 
 @triton.jit
@@ -90,7 +90,14 @@ def add_rms_norm(
         out = torch.empty_like(x)
         if len(x):
             add_rms_norm_kernel[(len(x),)](
-                out, residual, x, weight, eps, WIDTH=width, PADDED_WIDTH=triton.next_power_of_2(width)
+                out,
+                residual,
+                x,
+                weight,
+                eps,
+                WIDTH=width,
+                PADDED_WIDTH=triton.next_power_of_2(width),
+                num_warps=8 if width >= 4096 else 4,
             )
         return out
     if has_numba() and _cpu().can_run(width, x, residual, weight):

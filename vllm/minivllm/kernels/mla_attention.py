@@ -347,7 +347,7 @@ def _choose_and_launch(
 
     def launch(configuration: Configuration) -> None:
         programs = max(sequences, tokens) * triton.cdiv(heads, MOST_HEADS)
-        launch_triton(out, arguments, num_kv_splits or splits_for(programs, keys, q.device), configuration)
+        launch_triton(out, arguments, num_kv_splits or splits_for(programs, keys, q.device, 2), configuration)
 
     if INTERPRETED:
         launch(Configuration(16, 32, 4, 1))

@@ -19,7 +19,8 @@ Grid (query blocks, kv_heads, splits). Every head of a group reads the same keys
 and all heads of one group: BLOCK_M = rows of a matrix product, row = position × group + head. There are
 tokens // BLOCK_Q + sequences query blocks, at least as many as needed whatever the lengths are, so the host need not
 know them; a program finds its sequence by binary search in query_start_loc, and those left over return at once. The
-heaviest programs (late positions) start first.
+heaviest programs (late positions) start first. Where the host knows that no sequence has more than one query, as in a
+step of decodes, program i takes sequence i: the search is some ten loads that wait for each other.
 
 A program walks the keys in tiles of TILE, looks each key's block up in the table, and keeps the online softmax's
 running (peak, total, weighted sum) in fp32. Scores are in units of log2, so that exp is the hardware's exp2. Tiles that
@@ -53,7 +54,6 @@ from minivllm.kernels.attention_configurations import (
     Configuration,
     architecture,
     configurations,
-    is_decode,
 )
 from minivllm.kernels.attention_launch import dot_type, offset_type, padded, partials_for, splits_for
 from minivllm.kernels.cpu.attention_calls import unified_attention_cpu
@@ -205,15 +205,22 @@ def unified_attention_kernel(
     SOFT_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
+    SINGLE: tl.constexpr,  # no sequence has more than one query: the grid is (sequences, kv_heads, splits)
 ):
     """Grid (tokens // BLOCK_Q + sequences, kv_heads, splits)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence = find_sequence(query_start_loc, index, num_seqs, BLOCK_Q)
+    if SINGLE:
+        sequence = index
+    else:
+        sequence = find_sequence(query_start_loc, index, num_seqs, BLOCK_Q)
     start = tl.load(query_start_loc + sequence)
     query_len = tl.load(query_start_loc + sequence + 1) - start
-    first_query = (index - start // BLOCK_Q - sequence) * BLOCK_Q
+    if SINGLE:
+        first_query = 0
+    else:
+        first_query = (index - start // BLOCK_Q - sequence) * BLOCK_Q
     if first_query >= query_len:
         return
     context = tl.load(seq_lens + sequence) - query_len
@@ -341,6 +348,7 @@ def unified_attention(
     soft_cap: float | None = None,
     num_kv_splits: int | None = None,
     max_seq_len: int | None = None,
+    max_query_len: int | None = None,
     backend: str | None = None,
     checked: bool = False,
 ) -> torch.Tensor:
@@ -356,6 +364,8 @@ def unified_attention(
         num_kv_splits: programs that share a sequence's keys; None chooses. Ignored on the CPU.
         max_seq_len: the longest sequence, if the host knows; else the block table's width bounds it. It only helps to
             choose the number of splits: a wrong value costs time, never correctness.
+        max_query_len: the most queries of a sequence, if the host knows. 1 saves the search for each program's sequence;
+            it must be true.
         backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's interpreter. "naive"
             is a baseline: PyTorch, one sequence at a time, with its keys and values gathered and the full score matrix
             materialized.
@@ -383,12 +393,12 @@ def unified_attention(
     elif choose_backend(backend, q) == "cpu":
         unified_attention_cpu(out, arguments)
     else:
-        _choose_and_launch(out, arguments, num_kv_splits, max_seq_len)
+        _choose_and_launch(out, arguments, num_kv_splits, max_seq_len, max_query_len == 1)
     return out
 
 
 def _choose_and_launch(
-    out: torch.Tensor, arguments: AttentionArguments, num_kv_splits: int | None, max_seq_len: int | None
+    out: torch.Tensor, arguments: AttentionArguments, num_kv_splits: int | None, max_seq_len: int | None, single: bool
 ) -> None:
     """Launch the kernel with the fastest configuration for this class of steps."""
     q, k_cache, block_table, window = arguments.q, arguments.k_cache, arguments.block_table, arguments.sliding_window
@@ -403,8 +413,9 @@ def _choose_and_launch(
 
     def launch(configuration: Configuration) -> None:
         programs = max(sequences, tokens * group // configuration.block_m) * kv_heads
-        splits = num_kv_splits or splits_for(programs, keys, q.device, 2 if is_decode(rows, group) else 1)
-        launch_triton(out, arguments, splits, configuration)
+        # A one-byte cache costs arithmetic as well as memory: a multiprocessor is only busy with two programs.
+        splits = num_kv_splits or splits_for(programs, keys, q.device, 1 if k_cache.itemsize > 1 else 2)
+        launch_triton(out, arguments, splits, configuration, single)
 
     if INTERPRETED:
         launch(Configuration(min(max(16, triton.next_power_of_2(max(rows, group))), 64), 32, 4, 1))
@@ -413,22 +424,29 @@ def _choose_and_launch(
     choices = configurations(architecture(q.device), rows, group, padded(head_dim), *sizes)
     shape_class = (
         q.device, q.dtype, k_cache.dtype, heads, group, head_dim, k_cache.shape[1], window,
-        arguments.soft_cap is None, num_kv_splits, sequences.bit_length(), tokens.bit_length(), keys.bit_length(),
+        arguments.soft_cap is None, single, num_kv_splits, sequences.bit_length(), tokens.bit_length(), keys.bit_length(),
     )  # fmt: skip
     launch(fastest(choices, shape_class, launch))
 
 
 def launch_triton(
-    out: torch.Tensor, arguments: AttentionArguments, num_splits: int, configuration: Configuration
+    out: torch.Tensor,
+    arguments: AttentionArguments,
+    num_splits: int,
+    configuration: Configuration,
+    single: bool = False,
 ) -> None:
-    """One launch with the given configuration, two if `num_splits` > 1. A token's heads in q must be contiguous."""
+    """Launch once with the given configuration, twice if `num_splits` > 1. A token's heads in q must be contiguous.
+
+    `single`: no sequence has more than one query.
+    """
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group, sequences = heads // kv_heads, len(seq_lens)
     padded_dim = padded(head_dim)
     partials = partials_for(q, out, num_splits, padded_dim)
-    query_blocks = tokens // (configuration.block_m // group) + sequences
+    query_blocks = sequences if single else tokens // (configuration.block_m // group) + sequences
     unified_attention_kernel[(query_blocks, kv_heads, num_splits)](
         out,
         q,
@@ -462,6 +480,7 @@ def launch_triton(
         SOFT_CAP=soft_cap is not None,
         SPLIT=num_splits > 1,
         SCALED=k_scales is not None,
+        SINGLE=single,
         num_warps=configuration.num_warps,
         num_stages=configuration.num_stages,
     )

@@ -9,10 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from minivllm.config.checks import is_count, is_number, require
-
-WITHOUT_EFFECT = ("blocks_per_chunk", "block_size", "spec_name")
-"""Keys of vLLM's that are not read: a block of the tier is a block of the cache, with all of its layers."""
+from minivllm.config.checks import is_count, is_number, refuse_unknown, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +37,9 @@ class OffloadSettings:
         Raises:
             MinivllmError: an unknown key, or a value that cannot be.
         """
-        known = [one.name for one in fields(cls)]
-        for name in extra_config:
-            require(
-                name in known or name in WITHOUT_EFFECT,
-                f"kv_connector_extra_config has no key {name!r} for offloading; there are: {', '.join(known)}",
-            )
-        return cls(**{name: extra_config[name] for name in known if name in extra_config})
+        known = [field.name for field in fields(cls)]
+        refuse_unknown("the host tier's kv_connector_extra_config has no key", extra_config, known)
+        return cls(**extra_config)
 
     def __post_init__(self) -> None:
         size = self.cpu_bytes_to_use

@@ -136,8 +136,9 @@ class PEFTHelper:
         for pattern in self.alpha_pattern:
             if not PATTERN.fullmatch(pattern):
                 raise MinivllmError(
-                    f"the alpha_pattern {pattern[:60]!r} {where} must be a module's name, or the end of one: "
-                    "write each name out, or merge the adapter into the model (merge_and_unload of PEFT)"
+                    f"the alpha_pattern {pattern[:60]!r} {where} is a regular expression, which is not evaluated, "
+                    "since a hostile one can take for ever: write out each module's name, or the end of one, or merge "
+                    "the adapter into the model (merge_and_unload of PEFT)"
                 )
         self._check_targets(where)
 

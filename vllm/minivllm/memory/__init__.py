@@ -10,7 +10,13 @@ from minivllm.memory.bytes_per_token import (
 from minivllm.memory.devices import Device, get_device
 from minivllm.memory.kv_layers import KVGroups, kv_groups
 from minivllm.memory.ledger import LedgerRow, MemoryLedger, estimated_activation_peak, memory_ledger
-from minivllm.memory.parameters import num_parameters, parameter_groups, rotary_table_bytes, weight_bytes
+from minivllm.memory.parameters import (
+    num_parameters,
+    parameter_groups,
+    rotary_table_bytes,
+    routed_parameters,
+    weight_bytes,
+)
 
 __all__ = [
     "Device",
@@ -28,6 +34,7 @@ __all__ = [
     "num_parameters",
     "parameter_groups",
     "rotary_table_bytes",
+    "routed_parameters",
     "serving_dtype",
     "weight_bytes",
 ]

@@ -44,6 +44,12 @@ def num_parameters(model: Model) -> int:
     return sum(parameter_groups(as_config(model)).values())
 
 
+def routed_parameters(model: Model, tp: int = 1) -> int:
+    """Return the parameters of the experts that routers choose from, in all layers; shared experts are not counted."""
+    config = as_config(model)
+    return _sparse_layers(config) * config.num_experts * _expert(config, tp)
+
+
 def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
     """Return the bytes of the weights on one of `tp` GPUs, with every parameter in `dtype`.
 
@@ -102,7 +108,7 @@ def _bytes_in_fp8_blocks(config: ModelConfig, tp: int) -> int:
     """
     groups = parameter_groups(config, tp)
     latent_norms = (config.q_lora_rank or 0) + (config.kv_lora_rank or 0)
-    routers = (config.num_hidden_layers - config.num_dense_layers) * _router(config)
+    routers = _sparse_layers(config) * _router(config)
     wide = groups["embedding"] + groups["norm"] + groups["head"] + config.num_hidden_layers * latent_norms + routers
     narrow = sum(groups.values()) - wide
     return narrow + narrow // 128**2 * 4 + wide * 2
@@ -151,10 +157,20 @@ def _mlp_layers(config: ModelConfig, tp: int) -> dict[str, int]:
     dense += (2 * _share(config.intermediate_size, tp) + hidden) * config.mlp_bias
     if not experts:
         return {"mlp": config.num_hidden_layers * dense}
-    expert = 3 * hidden * _share(config.moe_intermediate_size, tp)
-    sparse = (experts + config.num_shared_experts) * expert + _router(config)
-    dense_layers = config.num_dense_layers
-    return {"mlp": dense_layers * dense, "experts": (config.num_hidden_layers - dense_layers) * sparse}
+    sparse = (experts + config.num_shared_experts) * _expert(config, tp) + _router(config)
+    return {"mlp": config.num_dense_layers * dense, "experts": _sparse_layers(config) * sparse}
+
+
+def _expert(config: ModelConfig, tp: int) -> int:
+    mlp = _share(config.moe_intermediate_size, tp)
+    biases = 2 * mlp + config.hidden_size if config.model_type == "gpt_oss" else 0
+    return 3 * config.hidden_size * mlp + biases
+
+
+def _sparse_layers(config: ModelConfig) -> int:
+    if config.model_type == "llama4_text":
+        return config.num_hidden_layers // (config.hf_text_config.get("interleave_moe_layer_step") or 1)
+    return config.num_hidden_layers - config.num_dense_layers
 
 
 def _router(config: ModelConfig) -> int:
@@ -182,9 +198,6 @@ def _gpt_oss(config: ModelConfig, tp: int) -> dict[str, int]:
     """gpt-oss: biases everywhere, also in experts and routers, and a sink for each head."""
     groups, layers = _gated_decoder(config, tp), config.num_hidden_layers
     groups["attention"] += layers * (config.num_attention_heads // tp)
-    groups["experts"] += (
-        layers * config.num_experts * (2 * _share(config.moe_intermediate_size, tp) + config.hidden_size)
-    )
     return groups
 
 
@@ -208,11 +221,13 @@ def _gated_delta(config: ModelConfig, tp: int) -> dict[str, int]:
 
 def _llama4(config: ModelConfig, tp: int) -> dict[str, int]:
     """Llama 4: every n-th layer has experts and a shared one; the others have an MLP of another width."""
-    hf, layers = config.hf_text_config, config.num_hidden_layers
-    sparse = layers // (hf.get("interleave_moe_layer_step") or 1)
-    groups, shared = _gated_decoder(config, tp), 3 * config.hidden_size * _share(config.moe_intermediate_size, tp)
-    dense = (layers - sparse) * 3 * config.hidden_size * _share(hf.get("intermediate_size_mlp") or 0, tp)
-    return {**groups, "mlp": dense, "experts": sparse * (groups["experts"] // layers + shared)}
+    width, sparse = config.hf_text_config.get("intermediate_size_mlp") or 0, _sparse_layers(config)
+    groups, dense = _gated_decoder(config, tp), 3 * config.hidden_size * _share(width, tp)
+    return {
+        **groups,
+        "mlp": (config.num_hidden_layers - sparse) * dense,
+        "experts": groups["experts"] + sparse * _expert(config, tp),
+    }
 
 
 def _opt(config: ModelConfig, tp: int) -> dict[str, int]:

@@ -34,8 +34,12 @@ from minivllm.worker.paged_attention import PagedAttention
 from minivllm.worker.step_buffers import PADDING_SLOT, StepBuffers
 
 MOST_ROWS = 512
-TUNING_KEYS = 2048
-"""Context length of each request in the step that tunes the kernels' configurations before capture."""
+TUNING_KEYS = 512
+"""Context length of each request in the step that tunes the kernels' configurations before capture.
+
+Short, as most contexts of large batches are: tuned at 2,048 keys, attention took 143 µs a layer in steps of 256
+requests with 290 keys each, where the fastest configuration takes 78 (H200).
+"""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 

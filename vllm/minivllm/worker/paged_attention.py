@@ -105,6 +105,7 @@ class PagedAttention:
             v_scales=value_scales,
             sliding_window=self.sliding_window,
             max_seq_len=metadata.max_seq_len,
+            max_query_len=metadata.max_query_len,
             backend=self.backend,
             checked=checked,
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, cast
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -19,9 +19,10 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivllm.config.checks import encodable, require
+from minivllm.config.checks import encodable
 from minivllm.config.model import hub_file, local_path, read_json_object
 from minivllm.entrypoints.openai.chat_messages import ContentFormat, detect_content_format, normalize
+from minivllm.entrypoints.openai.settings import check_content_format
 from minivllm.errors import MinivllmError
 
 FILENAME, TOKENIZER_CONFIG, DEFAULT = "chat_template.jinja", "tokenizer_config.json", "default"
@@ -36,15 +37,13 @@ PLAIN = (
 def read_template(given: str | None, model: str | Path) -> str | None:
     """Return the template of the flag, else the model's own; None if it has none, or several and no default.
 
-    The flag has the name of one of the model's templates, or a file's, or the template itself.
+    The flag has the template itself, or the name of a file, or of one of the model's templates. The model's own are
+    read for nothing but that name, so that a flag can replace one that is malformed.
 
     Raises:
         MinivllmError: the file does not exist, or the template is not valid.
     """
-    templates = _templates_of(model)
-    template = templates.get(given or DEFAULT)
-    if template is None and given is not None:
-        template = _of_flag(given)
+    template = _of_flag(given, model) if given else _templates_of(model).get(DEFAULT)
     if template is not None:
         _compiled(template)
     return template
@@ -72,19 +71,28 @@ def special_tokens(model: str | Path) -> dict[str, str]:
     return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
-def _of_flag(given: str) -> str:
+def _of_flag(given: str, model: str | Path) -> str:
     if "{" in given or "\n" in given:
         return given
+    path = Path(given)
+    if path.is_dir() or not path.exists():
+        named = _templates_of(model)
+        if given in named:
+            return named[given]
+    return _text_of(path)
+
+
+def _text_of(path: Path) -> str:
     try:
-        return Path(given).read_text()
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise MinivllmError(f"the chat template {given} cannot be read: {error}") from None
+        raise MinivllmError(f"the chat template {path} cannot be read: {error}") from None
 
 
 def _templates_of(model: str | Path) -> dict[str, str]:
     """Return the model's own templates by name; where there is only one, that is the default."""
     if (path := _file_of(model, FILENAME)) is not None:
-        return {DEFAULT: path.read_text()}
+        return {DEFAULT: _text_of(path)}
     if (path := _file_of(model, TOKENIZER_CONFIG)) is None:
         return {}
     written = read_json_object(path).get("chat_template") or []
@@ -112,7 +120,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     further: Mapping[str, Any],
     goes_on: bool,
-    content_format: ContentFormat | Literal["auto"] = "auto",
+    content_format: str = "auto",
 ) -> str:
     """Return the prompt.
 
@@ -126,18 +134,16 @@ def render(
     Raises:
         MinivllmError: there are no messages, or the template rejects them.
     """
-    require(
-        isinstance(content_format, str) and content_format in ("auto", "string", "openai"),
-        f'chat_template_content_format is {content_format!r}; it must be "auto", "string" or "openai"',
-    )
+    check_content_format(content_format)
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise MinivllmError(f"a conversation is {type(messages).__name__}; it must be a list of messages")
     if not messages:
         raise MinivllmError("there are no messages; a conversation needs at least one")
     if goes_on and further.get("add_generation_prompt"):
         raise MinivllmError("continue_final_message needs `add_generation_prompt: false`")
-    detected = _content_format(template) if content_format == "auto" else content_format
-    conversation = normalize(messages, detected)
+    conversation = normalize(
+        messages, _content_format(template) if content_format == "auto" else cast(ContentFormat, content_format)
+    )
     try:
         text = _compiled(template).render(messages=conversation, **further)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:

@@ -289,7 +289,8 @@ class OpenAIServing:
             **further,
             **{name: value for name, value in given.items() if name not in ("messages", "chat_template")},
         }
-        return render(template, request.messages, seen, request.continue_final_message)
+        form = self.settings.chat_template_content_format
+        return render(template, request.messages, seen, request.continue_final_message, form)
 
     def _check_logprobs(self, name: str, asked: int | None) -> None:
         most = self.vocab_size if self.settings.max_logprobs == -1 else self.settings.max_logprobs

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from minivllm.config.checks import is_count, is_number, require
 
+CONTENT_FORMATS = ("auto", "string", "openai")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -40,6 +41,8 @@ class FrontendArgs(HttpArgs):
     - `served_model_name`: the model's names in the API; default: its path or name.
     - `chat_template`: a file, the template itself, or the name of one of the model's. `trust_request_chat_template`:
       requests may bring a template of their own.
+    - `chat_template_content_format`: a message's content is "string" or (parts) "openai"; "auto": as the template
+      expects it.
     - `response_role`: who speaks in chat replies.
     - `max_logprobs`: the most log probabilities a position that a request may ask for; -1: the whole vocabulary.
     - `max_num_queued_reqs`, `max_num_queued_tokens`: with more unfinished requests or tokens of prompts than this, new
@@ -65,6 +68,7 @@ class FrontendArgs(HttpArgs):
     api_key: list[str] = field(default_factory=list)
     served_model_name: list[str] = field(default_factory=list)
     chat_template: str | None = None
+    chat_template_content_format: str = "auto"
     trust_request_chat_template: bool = False
     response_role: str = "assistant"
     max_logprobs: int = 20
@@ -88,6 +92,7 @@ class FrontendArgs(HttpArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_content_format(self.chat_template_content_format)
         require(
             is_count(self.max_logprobs, -1),
             f"max_logprobs is {self.max_logprobs!r}; it must be 0 or more, or -1 for the whole vocabulary",
@@ -103,3 +108,11 @@ class FrontendArgs(HttpArgs):
                 isinstance(value, list) and all(isinstance(one, str) for one in value),
                 f'{name} is {value!r}; it must be a list of texts in JSON, such as ["*"]',
             )
+
+
+def check_content_format(value: object) -> None:
+    """Raise unless the value is one of `CONTENT_FORMATS`."""
+    require(
+        isinstance(value, str) and value in CONTENT_FORMATS,
+        f'chat_template_content_format is {value!r}; it must be "auto", "string" or "openai"',
+    )

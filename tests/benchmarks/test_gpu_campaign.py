@@ -1,0 +1,79 @@
+"""The programme for a GPU: stages in order of worth, each with a limit, and a record that is complete at any time."""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minivllm.errors import MinivllmError
+
+
+@pytest.fixture(scope="module")
+def bench(load_benchmark):
+    return load_benchmark("gpu_campaign")
+
+
+def stage(bench, name, code, seconds=60):
+    return bench.Stage(name, ("-c", code), seconds)
+
+
+def ended(into):
+    return {row["stage"]: row["ended"] for row in json.loads((into / "campaign.json").read_text())["figures"]["stages"]}
+
+
+def test_what_hangs_or_fails_is_said_and_what_follows_runs(bench, tmp_path):
+    stages = [
+        stage(bench, "hangs", "print('so far', flush=True); import time; time.sleep(60)", seconds=3),
+        stage(bench, "fails", "raise SystemExit(3)"),
+        stage(bench, "works", "import minivllm; print(minivllm.__name__)"),
+    ]
+    bench.run_all(stages, tmp_path, minutes=5)
+    assert ended(tmp_path) == {"hangs": "stopped after 3 s", "fails": "exit code 3", "works": "passed"}
+    assert (tmp_path / "logs" / "hangs.txt").read_text() == "so far\n"
+    assert (tmp_path / "logs" / "works.txt").read_text() == "minivllm\n"
+
+
+def test_the_record_of_a_stage_is_there_before_the_next_one_starts(bench, tmp_path):
+    later = f"import json; print(len(json.load(open({str(tmp_path / 'campaign.json')!r}))['figures']['stages']))"
+    bench.run_all([stage(bench, "first", "pass"), stage(bench, "second", later)], tmp_path, minutes=5)
+    assert (tmp_path / "logs" / "second.txt").read_text() == "1\n"
+
+
+def test_no_stage_starts_when_the_time_is_over(bench, tmp_path):
+    bench.run_all([stage(bench, "late", "pass")], tmp_path, minutes=(bench.LEAST_SECONDS - 1) / 60)
+    assert ended(tmp_path) == {"late": "not started: no time left"}
+
+
+def test_tests_and_kernels_come_first_and_every_lesson_is_there(bench, tmp_path):
+    names = [one.name for one in bench.stages_of("cuda", "a-gpu", False, tmp_path)]
+    assert names[:3] == ["tests", "kernels", "engine-8b"]
+    assert [name for name in names if name.startswith("lesson-")] == [f"lesson-{n:02}" for n in range(1, 13)]
+
+
+def test_a_stage_that_is_not_there_is_refused_by_name(bench, tmp_path):
+    with pytest.raises(MinivllmError, match="no stage 'kernel': the stages are tests, kernels, "):
+        bench.chosen(bench.stages_of("cuda", "a-gpu", False, tmp_path), ["tests", "kernel"])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_benchmarks_know_the_flags_of_their_stages(bench, load_benchmark, tmp_path, device):
+    for one in bench.stages_of(device, "a-gpu", device == "cpu", tmp_path):
+        script = Path(one.arguments[0])
+        if script.parent == bench.BENCHMARKS:
+            found = load_benchmark(script.stem).parser().parse_args(one.arguments[1:])
+            assert isinstance(found, argparse.Namespace)
+            assert found.device == device
+            assert re.fullmatch(r"\w+\.a-gpu\.json", Path(found.json).name)
+
+
+def test_a_trial_on_the_processor(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_campaign.py"])
+    flags = ["--device", "cpu", "--quick", "--into", str(tmp_path), "--only", "lesson-01"]
+    bench.main(bench.parser().parse_args(flags))
+    assert ended(tmp_path) == {"lesson-01": "passed"}
+    found = json.loads((tmp_path / "01_kv_cache.cpu.json").read_text())
+    assert found["machine"]["versions"]["torch"].startswith(torch.__version__.split("+")[0])

@@ -1,0 +1,37 @@
+"""A file of results holds what its script writes, and nothing that went with an older one."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+import widgets
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
+SCRIPTS = {
+    path: script
+    for path in RESULTS
+    for script in (ROOT / folder / f"{path.name.split('.')[0]}.py" for folder in ("benchmarks", "vllm"))
+    if script.exists()
+}
+
+
+def rows_of(name: str, load_benchmark) -> Collection[str]:
+    """The keys of a table whose rows are named elsewhere than in the script's text."""
+    rows = {
+        "ablation": lambda: [work.name for work in load_benchmark("levers").works(quick=True, seed=0)],
+        "same_tokens": lambda: load_benchmark("speculation").WAYS,
+        "widget_latency": widgets.names,
+    }
+    return rows[name]() if name in rows else ()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_each_figure_is_one_that_the_script_writes(path, load_benchmark):
+    text, rows = SCRIPTS[path].read_text(), rows_of(SCRIPTS[path].stem, load_benchmark)
+    figures = json.loads(path.read_text())["figures"]
+    unknown = [key for key in figures if not (key.isdigit() or key in rows or f'"{key}"' in text or f"{key}=" in text)]
+    assert not unknown, f"{SCRIPTS[path].name} writes none of these"
+    assert len(SCRIPTS) > 35
