@@ -9,13 +9,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError, UnsupportedModelError
-<<<<<<< HEAD
-from minivllm.memory import memory_ledger, num_parameters, parameter_groups, weight_bytes
-from minivllm_simulate.known_models import HYBRIDS, known_model
-=======
 from minivllm.memory import memory_ledger, num_parameters, parameter_groups, routed_parameters, weight_bytes
-from minivllm.simulate.known_models import HYBRIDS, known_model
->>>>>>> s42-a
+from minivllm_simulate.known_models import HYBRIDS, known_model
 
 TEXT = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 8, "num_attention_heads": 4,

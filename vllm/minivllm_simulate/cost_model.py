@@ -17,14 +17,9 @@ from typing import NamedTuple, Protocol
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
 from minivllm.errors import MinivllmError
-<<<<<<< HEAD:vllm/minivllm_simulate/cost_model.py
-from minivllm.memory import kv_bytes_per_token, num_parameters, serving_dtype, weight_bytes
-from minivllm_simulate.hardware import Hardware
-=======
 from minivllm.memory import kv_bytes_per_token, parameter_groups, routed_parameters, serving_dtype, weight_bytes
 from minivllm.memory.bytes_per_token import bytes_of_dtype
-from minivllm.simulate.hardware import Hardware
->>>>>>> s42-a:vllm/minivllm/simulate/cost_model.py
+from minivllm_simulate.hardware import Hardware
 
 MEMORY_EFFICIENCY = 0.9
 """Share of the data sheet's bandwidth that a decode step reaches, beside `STEP_OVERHEAD`. The two put Llama-3.1-8B on
