@@ -34,11 +34,11 @@ import vllm_cli
 from serving import Serving
 
 from minivllm.errors import MinivllmError
+from minivllm_lab.chunked_prefill.report import show_servers
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.http_load import Answer, Ask, load_beside
 from minivllm_lab.progress import track
-from minivllm_lab.reports.chunked_prefill import show_servers
 from minivllm_lab.results import record, write_record
 from minivllm_lab.tables import console
 from minivllm_simulate.virtual_clock import percentile

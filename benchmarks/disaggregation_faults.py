@@ -33,10 +33,10 @@ from faulty_wire import Front, Wire
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.kv_connector.tcp_secret import SECRET_VARIABLE
 from minivllm_lab.cli import Parser, run
+from minivllm_lab.disaggregation.server_pair import MinivllmProcess, free_ports
 from minivllm_lab.http_load import post
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, write_record
-from minivllm_lab.server_pair import MinivllmProcess, free_ports
 from minivllm_lab.tables import table
 
 PREFILL, DECODE, PROXY = "prefill", "decode", "proxy"

@@ -4,7 +4,8 @@
 
 Engines in this process take steps in turns, one each, so what else the machine does falls on all of them alike. Each
 step has the same requests in all engines. The median of a step's ratios to the base's step beside it is what counts.
-On one thread, in its processor time. Adapters are random ones of all seven linears (`minivllm_lab.adapters`).
+On one thread, in its processor time. Adapters are random ones of all seven linears
+(`minivllm_lab.multi_lora.adapters`).
 
     base      an engine without `enable_lora`
     none      with slots, and no request that names an adapter
@@ -30,8 +31,8 @@ from minivllm.core.messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.sampling_params import SamplingParams
-from minivllm_lab.adapters import write_random_adapters
 from minivllm_lab.cli import Parser, positive_int, run
+from minivllm_lab.multi_lora.adapters import write_random_adapters
 from minivllm_lab.results import record, write_json
 from minivllm_lab.tables import table
 

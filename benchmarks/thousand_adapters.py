@@ -41,9 +41,9 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.memory.adapters import adapter_bytes
-from minivllm_lab.adapters import write_random_adapters
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.disturbance import Control
+from minivllm_lab.multi_lora.adapters import write_random_adapters
 from minivllm_lab.progress import track, working
 from minivllm_lab.results import read_record, record, write_record
 from minivllm_lab.tables import console, table

@@ -33,6 +33,6 @@ def forgotten(items: Iterable[pytest.Item]) -> pytest.Item | None:
 
 def package_missing_for(path: Path) -> str:
     """A package that the script of this file of tests needs and that is not installed; empty if there is none."""
-    from minivllm_lab.server_pair import missing_package
+    from minivllm_lab.disaggregation.server_pair import missing_package
 
     return missing_package() if path in [ROOT / name for name in SCRIPTS_WITH_SERVERS] else ""

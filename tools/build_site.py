@@ -51,7 +51,7 @@ class Embedded:
         package, _, name = module.rpartition(".")
         if (package, function) == ("widgets", "show") and name in self.specs:
             return self.widget(name, arguments)
-        if (package, function) == ("minivllm_lab.opening", "frames"):
+        if package.startswith("minivllm_lab.") and (name, function) == ("opening", "frames"):
             return f'<div class="steps">{site_pages.one_line(import_module(module).frames(**arguments).html())}</div>'
         return ""
 

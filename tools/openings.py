@@ -1,9 +1,9 @@
-"""Draw the lessons' opening figures from `vllm/minivllm_lab/opening`, where a function `frames()` makes each.
+"""Draw the lessons' opening figures: `frames()` in `NAME/opening.py`, below `vllm/minivllm_lab`, makes each.
 
     uv run python tools/openings.py --write        # all of them, or those named: --write paged_attention
     uv run python tools/openings.py --check        # fails when a drawing is stale
 
-`opening/NAME.py` belongs to `lessons/NN_NAME.md` and is drawn into `lessons/figures/NN_opening.svg`; one without a
+`NAME/opening.py` belongs to `lessons/NN_NAME.md` and is drawn into `lessons/figures/NN_opening.svg`; one without a
 lesson, such as README's `request`, into `lessons/figures/NAME.svg`.
 """
 
@@ -19,13 +19,13 @@ from minivllm_lab.cli import Parser, run
 from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[1]
-OPENINGS = ROOT / "vllm" / "minivllm_lab" / "opening"
+LAB = ROOT / "vllm" / "minivllm_lab"
 MEND = "uv run python tools/openings.py --write"
 
 
 def names() -> list[str]:
-    """The modules of `minivllm_lab/opening`."""
-    return sorted(path.stem for path in OPENINGS.glob("[!_]*.py"))
+    """The folders of `minivllm_lab` that have an opening."""
+    return sorted(path.parent.name for path in LAB.glob("*/opening.py"))
 
 
 def figure_path(name: str) -> Path:
@@ -43,9 +43,9 @@ def drawing(name: str) -> str:
     """
     if name not in names():
         raise MinivllmError(f"there is no opening figure {name!r} (there are: {', '.join(names()) or 'none'})")
-    module: ModuleType = import_module(f"minivllm_lab.opening.{name}")
+    module: ModuleType = import_module(f"minivllm_lab.{name}.opening")
     if not hasattr(module, "frames"):
-        raise MinivllmError(f"minivllm_lab/opening/{name}.py has no function frames()")
+        raise MinivllmError(f"minivllm_lab/{name}/opening.py has no function frames()")
     return module.frames().animated()
 
 
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     action = flags.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="draw the figures")
     action.add_argument("--check", action="store_true", help="fail when a figure is stale")
-    flags.add_argument("names", nargs="*", metavar="NAME", help="modules of minivllm_lab/opening (default: all)")
+    flags.add_argument("names", nargs="*", metavar="NAME", help="folders of minivllm_lab (default: all)")
     return flags
 
 

@@ -29,11 +29,11 @@ from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.device_rates import measure_device
 from minivllm_lab.disturbance import Control
+from minivllm_lab.kv_cache import report
+from minivllm_lab.kv_cache.roofline import measure_share, ridge, share_table
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.progress import track, working
 from minivllm_lab.proof import furthest, prove, show_errors
-from minivllm_lab.reports import kv_cache as report
-from minivllm_lab.roofline import measure_share, ridge, share_table
 from minivllm_lab.tables import console, heading
 from minivllm_lab.timing import median_seconds
 from minivllm_simulate.known_models import CONFIGS, known_model

@@ -24,15 +24,21 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm_lab.allocators import replay_workloads, reservations
-from minivllm_lab.beam_search import measure_sharing
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
-from minivllm_lab.paged_cache import PagedCache, engine_decode, gather_decode, random_case, time_by_block_size
+from minivllm_lab.paged_attention import report
+from minivllm_lab.paged_attention.allocators import replay_workloads, reservations
+from minivllm_lab.paged_attention.beam_search import measure_sharing
+from minivllm_lab.paged_attention.paged_cache import (
+    PagedCache,
+    engine_decode,
+    gather_decode,
+    random_case,
+    time_by_block_size,
+)
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, refusal, show_errors
-from minivllm_lab.reports import paged_attention as report
 from minivllm_lab.tables import heading
 from minivllm_simulate.memory_replay import TablesOnDemand
 from minivllm_simulate.workloads import WORKLOADS

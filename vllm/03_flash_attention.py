@@ -24,15 +24,15 @@ from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED, tl, triton
-from minivllm_lab.attention_in_model import KEYS_A_TILE, attend_in_model
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
+from minivllm_lab.flash_attention import report
+from minivllm_lab.flash_attention.attention_in_model import KEYS_A_TILE, attend_in_model
+from minivllm_lab.flash_attention.other_attention import compare_with_pool, stored_attention, time_attention
+from minivllm_lab.flash_attention.slow_memory import count_trips
 from minivllm_lab.lesson import begin, keep
-from minivllm_lab.other_attention import compare_with_pool, stored_attention, time_attention
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, show_errors
-from minivllm_lab.reports import flash_attention as report
-from minivllm_lab.slow_memory import count_trips
 from minivllm_lab.tables import heading
 from minivllm_simulate.attention_traffic import flash_traffic, naive_traffic
 

@@ -25,13 +25,13 @@ from minivllm.config import CacheConfig, ModelConfig
 from minivllm.memory import memory_ledger
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
+from minivllm_lab.continuous_batching import report
 from minivllm_lab.disturbance import Control
 from minivllm_lab.key_walk import attend_keys
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, refusal, show_errors
 from minivllm_lab.recording import bare_engine
-from minivllm_lab.reports import continuous_batching as report
 from minivllm_lab.tables import console, heading
 from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.hardware import get_hardware

@@ -26,10 +26,10 @@ from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
+from minivllm_lab.optimization_catalog import report
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, show_errors
 from minivllm_lab.quality import held_out_tokens
-from minivllm_lab.reports import optimization_catalog as report
 from minivllm_lab.tables import heading
 
 # %% 1. Prefix caching: a block's name stands for everything before it

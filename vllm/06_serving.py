@@ -34,12 +34,12 @@ from minivllm.outputs import RequestOutput
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.cli import run
-from minivllm_lab.core_places import CoreInLoop, CoreInThread, delta_of
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
-from minivllm_lab.plain_http import HEAD, event, read_request
 from minivllm_lab.proof import prove
-from minivllm_lab.reports import serving as report
+from minivllm_lab.serving import report
+from minivllm_lab.serving.core_places import CoreInLoop, CoreInThread, delta_of
+from minivllm_lab.serving.plain_http import HEAD, event, read_request
 from minivllm_lab.tables import heading
 
 # %% 1. The naive server: the engine steps inside the event loop, and the loop writes to every client

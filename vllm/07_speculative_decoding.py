@@ -20,12 +20,12 @@ from torch import Tensor
 
 from minivllm.core.stats import SpecDecodingStats
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm_lab.cached_model import CachedModel
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.proof import prove
-from minivllm_lab.reports import speculative_decoding as report
+from minivllm_lab.speculative_decoding import report
+from minivllm_lab.speculative_decoding.cached_model import CachedModel
 from minivllm_lab.tables import heading
 
 # %% 1. The pain: a pass reads all weights, and gives each request one token

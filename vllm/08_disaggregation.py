@@ -26,13 +26,13 @@ from minivllm.core.request import Request, RequestStatus
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.block_tables import BlockTables
 from minivllm_lab.cli import run
+from minivllm_lab.disaggregation import report
+from minivllm_lab.disaggregation.transfer_worker import Listening, Worker, until_finished
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.paged_model import PagedModel
 from minivllm_lab.proof import prove
-from minivllm_lab.reports import disaggregation as report
 from minivllm_lab.tables import heading
-from minivllm_lab.transfer_worker import Listening, Worker, until_finished
 
 # %% 1. The pain needs no code of ours: the engine's own steps, chats that run, and a long prompt that comes
 # %% 2. The idea: one engine computes the prompt, another one the answer. Which tokens come from where?

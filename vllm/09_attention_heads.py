@@ -21,11 +21,11 @@ from torch import Tensor
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.platforms.triton_utils import tl, triton
+from minivllm_lab.attention_heads import report
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.proof import prove
-from minivllm_lab.reports import attention_heads as report
 from minivllm_lab.tables import heading
 
 # %% 1. The pain: every token stays in memory, and every step reads all of them

@@ -18,12 +18,12 @@ from functools import partial
 from torch import Tensor
 
 from minivllm.platforms.triton_utils import tl, triton
+from minivllm_lab.chunked_prefill import report
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.key_walk import attend_blocks
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.proof import prove
-from minivllm_lab.reports import chunked_prefill as report
 from minivllm_lab.tables import heading
 
 # %% 1. The pain: whole prompts in steps of their own, as vLLM V0 had them

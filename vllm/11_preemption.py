@@ -26,8 +26,8 @@ from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.paged_model import PagedModel
+from minivllm_lab.preemption import report
 from minivllm_lab.proof import prove
-from minivllm_lab.reports import preemption as report
 from minivllm_lab.tables import heading
 
 # %% 1. The pain: answers grow, and nobody knows how far

@@ -24,8 +24,8 @@ from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
+from minivllm_lab.multi_lora import report
 from minivllm_lab.proof import prove
-from minivllm_lab.reports import multi_lora as report
 from minivllm_lab.tables import heading
 
 # %% 1. The pain: a model for every customer

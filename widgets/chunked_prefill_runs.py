@@ -17,7 +17,12 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.memory import memory_ledger
-from minivllm_lab.capping_scheduler import AdmittedTokens, ChunkLimit, RunningTokens, scheduler_that_caps
+from minivllm_lab.chunked_prefill.capping_scheduler import (
+    AdmittedTokens,
+    ChunkLimit,
+    RunningTokens,
+    scheduler_that_caps,
+)
 from minivllm_simulate.cost_model import Cost, StepShape
 from minivllm_simulate.disaggregation import chunk_seconds
 from minivllm_simulate.hardware import Hardware, get_hardware

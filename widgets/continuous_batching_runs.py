@@ -19,8 +19,8 @@ from itertools import groupby
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm_lab.asking_scheduler import Schedule, scheduler_that_asks
 from minivllm_lab.bounded import bounded
+from minivllm_lab.continuous_batching.asking_scheduler import Schedule, scheduler_that_asks
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model

@@ -18,7 +18,7 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.memory import MemoryLedger, memory_ledger, rotary_table_bytes, weight_bytes
-from minivllm_lab.gating_scheduler import Admit, scheduler_that_gates
+from minivllm_lab.multi_lora.gating_scheduler import Admit, scheduler_that_gates
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model

@@ -16,7 +16,7 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, memory_ledger
-from minivllm_lab.victim_scheduler import Victim, scheduler_with_victims
+from minivllm_lab.preemption.victim_scheduler import Victim, scheduler_with_victims
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from minivllm_lab.chunked_prefill import report
 from minivllm_lab.http_load import Answer
-from minivllm_lab.reports import chunked_prefill as report
 
 
 @pytest.fixture(scope="module")

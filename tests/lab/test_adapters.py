@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig
-from minivllm_lab.adapters import (
+from minivllm_lab.multi_lora.adapters import (
     CONFIG_FILE,
     merge_adapter,
     peft_key,

@@ -4,7 +4,6 @@ import pytest
 from lessons.harness import script_path
 
 from minivllm_lab import capstone
-from minivllm_lab.asking_connector import CAME
 from minivllm_lab.capstone import (
     NUMBERS,
     PAIR,
@@ -15,6 +14,7 @@ from minivllm_lab.capstone import (
     serve_all,
     serve_pair,
 )
+from minivllm_lab.disaggregation.asking_connector import CAME
 from minivllm_lab.exercise import load
 from minivllm_lab.over_http import Answer, Load
 

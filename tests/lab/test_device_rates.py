@@ -7,7 +7,7 @@ import torch
 
 from minivllm.errors import MinivllmError
 from minivllm_lab import device_rates
-from minivllm_lab.roofline import ridge
+from minivllm_lab.kv_cache.roofline import ridge
 from minivllm_simulate.hardware import Hardware
 
 

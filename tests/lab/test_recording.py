@@ -5,8 +5,8 @@ import torch
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm_lab.given_drafts import answers_with_errors, drafted_engine, serve_with_drafts
 from minivllm_lab.recording import bare_engine, foretell, record_run
+from minivllm_lab.speculative_decoding.given_drafts import answers_with_errors, drafted_engine, serve_with_drafts
 from minivllm_lab.timing import Stopwatch
 from minivllm_simulate.cost_model import FittedCost
 

@@ -5,7 +5,9 @@ import json
 import pytest
 from lessons.harness import REPOSITORY
 
-from minivllm_lab.reports import continuous_batching, kv_cache, optimization_catalog
+from minivllm_lab.continuous_batching import report as continuous_batching
+from minivllm_lab.kv_cache import report as kv_cache
+from minivllm_lab.optimization_catalog import report as optimization_catalog
 
 CLOSINGS = {
     "01_kv_cache": (lambda found, disturbance: kv_cache.close(found, disturbance), 1),

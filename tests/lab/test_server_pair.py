@@ -9,8 +9,7 @@ import pytest
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
-from minivllm_lab import server_pair
-from minivllm_lab.reports import disaggregation as report
+from minivllm_lab.disaggregation import report, server_pair
 
 BINDS = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to cores here")
 

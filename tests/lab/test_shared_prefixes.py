@@ -5,7 +5,7 @@ import pytest
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
-from minivllm_lab.shared_prefixes import ANSWER_TOKENS, WORK, serve
+from minivllm_lab.optimization_catalog.shared_prefixes import ANSWER_TOKENS, WORK, serve
 
 USERS, BLOCK = 2, 16
 TEXT = [(17 * place * place + 5 * place) % 4000 + 1 for place in range(4000)]

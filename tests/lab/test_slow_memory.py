@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minivllm_lab.slow_memory import SlowArray, in_slow_memory
+from minivllm_lab.flash_attention.slow_memory import SlowArray, in_slow_memory
 
 
 def test_slices_count_and_come_as_plain_arrays():

@@ -20,13 +20,13 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
-from minivllm_lab.allocators import Buddy, FirstFit
-from minivllm_lab.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples, share
 from minivllm_lab.exercise import exercise_path, load, plug_of
-from minivllm_lab.opening import paged_attention as opening
-from minivllm_lab.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
+from minivllm_lab.paged_attention import opening
+from minivllm_lab.paged_attention.allocators import Buddy, FirstFit
+from minivllm_lab.paged_attention.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples, share
+from minivllm_lab.paged_attention.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
+from minivllm_lab.paged_attention.report import PAPER, PROMPT
 from minivllm_lab.plugged import compare
-from minivllm_lab.reports.paged_attention import PAPER, PROMPT
 from minivllm_simulate.memory_replay import Running, TablesOnDemand, replay
 from minivllm_simulate.workloads import RequestLengths, workload
 

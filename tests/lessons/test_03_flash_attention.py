@@ -21,12 +21,11 @@ from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import INTERPRETED, triton
 from minivllm_lab.aot import SHARED_MEMORY, compile_for
-from minivllm_lab.attention_in_model import attend_in_model
 from minivllm_lab.exercise import exercise_path, load, run_plugged
+from minivllm_lab.flash_attention import opening, report
+from minivllm_lab.flash_attention.attention_in_model import attend_in_model
+from minivllm_lab.flash_attention.slow_memory import count_trips
 from minivllm_lab.followed import PROMPT
-from minivllm_lab.opening import flash_attention as opening
-from minivllm_lab.reports import flash_attention as report
-from minivllm_lab.slow_memory import count_trips
 from minivllm_simulate import attention_traffic
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model

@@ -12,11 +12,11 @@ from minivllm.config import EMBEDDED_MODEL, NO_PARTS, CacheConfig, ModelConfig, 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.loader import random_model
+from minivllm_lab.continuous_batching import report
 from minivllm_lab.exercise import checks_of, load, plug_of
 from minivllm_lab.mutants import load_mutant
 from minivllm_lab.plugged import rows_of, serve
 from minivllm_lab.recording import bare_engine, foretell, record_run
-from minivllm_lab.reports import continuous_batching as report
 from minivllm_simulate.cost_model import FittedCost
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 

@@ -20,9 +20,8 @@ from minivllm.models.loader import load_model
 from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
 from minivllm_lab.followed import PROMPT, followed
 from minivllm_lab.mutants import load_mutant
-from minivllm_lab.opening import optimization_catalog as opening
+from minivllm_lab.optimization_catalog import opening, report
 from minivllm_lab.plugged import Plugged, serve
-from minivllm_lab.reports import optimization_catalog as report
 from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("05"))

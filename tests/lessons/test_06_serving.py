@@ -16,12 +16,12 @@ from warm_processes import WarmSubprocess
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS
 from minivllm.outputs import CompletionOutput, RequestOutput
-from minivllm_lab.core_places import CoreInLoop
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.followed import PROMPT, followed
 from minivllm_lab.http_load import Answer
-from minivllm_lab.reports import serving as report
-from minivllm_lab.request_trace import HOPS
+from minivllm_lab.serving import report
+from minivllm_lab.serving.core_places import CoreInLoop
+from minivllm_lab.serving.request_trace import HOPS
 
 lesson = load(script_path("06"))
 TEXT = (REPOSITORY / "lessons" / "06_serving.md").read_text()

@@ -16,13 +16,12 @@ from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.models.loader import load_model
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
-from minivllm_lab.asking_rejection import rejection_that_asks
-from minivllm_lab.cached_model import CachedModel
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.opening import speculative_decoding as opening
 from minivllm_lab.plugged import serve
-from minivllm_lab.reports import speculative_decoding as report
+from minivllm_lab.speculative_decoding import opening, report
+from minivllm_lab.speculative_decoding.asking_rejection import rejection_that_asks
+from minivllm_lab.speculative_decoding.cached_model import CachedModel
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.speculation import RECORDED, draft_model, eagle_head

@@ -16,12 +16,12 @@ from minivllm.config import EMBEDDED_MODEL, NO_PARTS
 from minivllm.core.request import RequestStatus
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
 from minivllm.memory import kv_bytes_per_token
-from minivllm_lab.asking_connector import CAME
+from minivllm_lab.disaggregation import report
+from minivllm_lab.disaggregation.asking_connector import CAME
+from minivllm_lab.disaggregation.transfer_worker import until_finished
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.paged_model import PagedModel
-from minivllm_lab.reports import disaggregation as report
-from minivllm_lab.transfer_worker import until_finished
 from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("08"))

@@ -18,12 +18,11 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm.models.latent_attention import UpProjection, plain_attention
 from minivllm.models.loader import load_model
 from minivllm.models.parallel import GroupCoordinator, kv_part
+from minivllm_lab.attention_heads import opening, report
+from minivllm_lab.attention_heads.pooled_heads import pooled_checkpoint
 from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
 from minivllm_lab.marks import put_between_marks
-from minivllm_lab.opening import attention_heads as opening
 from minivllm_lab.plugged import serve
-from minivllm_lab.pooled_heads import pooled_checkpoint
-from minivllm_lab.reports import attention_heads as report
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import CONFIGS, known_model
 

@@ -17,8 +17,8 @@ from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_bl
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import rows_of, serve
-from minivllm_lab.preempting_scheduler import scheduler_that_preempts
-from minivllm_lab.reports import preemption as report
+from minivllm_lab.preemption import report
+from minivllm_lab.preemption.preempting_scheduler import scheduler_that_preempts
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.preemption import (

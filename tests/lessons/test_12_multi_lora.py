@@ -16,9 +16,9 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.memory.adapters import adapter_parameters, linear_shapes
 from minivllm_lab.exercise import checks_of, load, plug_of
-from minivllm_lab.gating_scheduler import scheduler_that_gates
+from minivllm_lab.multi_lora import report
+from minivllm_lab.multi_lora.gating_scheduler import scheduler_that_gates
 from minivllm_lab.plugged import rows_of, serve
-from minivllm_lab.reports import multi_lora as report
 from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("12"))

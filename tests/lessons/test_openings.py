@@ -1,4 +1,4 @@
-"""The opening figures are what `minivllm_lab/opening` draws, and can be read on any page."""
+"""The opening figures are what `minivllm_lab/*/opening.py` draw, and can be read on any page."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -9,7 +9,7 @@ import pytest
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 from minivllm_lab.frames import Frames, svg, text
-from minivllm_lab.opening import paged_attention
+from minivllm_lab.paged_attention import opening
 
 ROOT = Path(__file__).resolve().parents[2]
 openings = load(ROOT / "tools" / "openings.py")
@@ -73,7 +73,7 @@ def test_an_unknown_figure_is_refused():
 
 
 def test_every_block_that_a_caption_of_lesson_02_names_is_drawn():
-    frames = paged_attention.frames()
+    frames = opening.frames()
     named = re.compile(r"(?:[Bb]locks?|table is|begins with) (\d+(?:, \d+)*)")
     for still, caption in zip(frames.stills, frames.captions, strict=True):
         blocks = [number for numbers in named.findall(caption) for number in numbers.split(", ")]

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from minivllm.config import EMBEDDED_MODEL, EMBEDDED_SIBLINGS, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.memory.adapters import ATTENTION_LINEARS, adapter_bytes, adapter_parameters, linear_shapes
-from minivllm_lab.adapters import WEIGHTS_FILE, write_random_adapters
+from minivllm_lab.multi_lora.adapters import WEIGHTS_FILE, write_random_adapters
 from minivllm_simulate.known_models import known_model
 
 

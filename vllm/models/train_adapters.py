@@ -41,8 +41,8 @@ from train import HERE, cross_entropy, learning_rate_factor, load_model, load_to
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.memory.adapters import ALL_LINEARS, ATTENTION_LINEARS
 from minivllm.platforms.allocator import keep_freed_memory
-from minivllm_lab.adapters import WEIGHTS_FILE, merge_adapter, peft_key, read_adapter, write_adapter
 from minivllm_lab.corpus import corpus_files, held_out_texts, is_held_out, read_texts
+from minivllm_lab.multi_lora.adapters import WEIGHTS_FILE, merge_adapter, peft_key, read_adapter, write_adapter
 from minivllm_lab.results import write_json
 from minivllm_lab.tables import markdown_table
 

@@ -13,7 +13,7 @@ from minivllm.config import CacheConfig, Parts, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm_lab.asking_scheduler import CountedPool, scheduler_that_asks
+from minivllm_lab.continuous_batching.asking_scheduler import CountedPool, scheduler_that_asks
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
 from minivllm.platforms.triton_utils import tl, triton

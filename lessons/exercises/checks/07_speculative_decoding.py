@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from minivllm.config import Parts, SpeculativeConfig
-from minivllm_lab.asking_proposer import proposer_that_asks
-from minivllm_lab.asking_rejection import rejection_that_asks
+from minivllm_lab.speculative_decoding.asking_proposer import proposer_that_asks
+from minivllm_lab.speculative_decoding.asking_rejection import rejection_that_asks
 from minivllm_lab.inside import core_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged

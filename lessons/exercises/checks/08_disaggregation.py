@@ -6,7 +6,7 @@ import torch
 
 from minivllm.config import Parts
 from minivllm.core.request import Request, RequestStatus
-from minivllm_lab.asking_connector import connector_that_asks, serve_through_both
+from minivllm_lab.disaggregation.asking_connector import connector_that_asks, serve_through_both
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
 

@@ -13,7 +13,7 @@ from minivllm.config import CacheConfig, Parts, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm_lab.capping_scheduler import scheduler_that_caps
+from minivllm_lab.chunked_prefill.capping_scheduler import scheduler_that_caps
 from minivllm_lab.exercise import load
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged

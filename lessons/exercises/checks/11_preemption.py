@@ -19,7 +19,7 @@ from minivllm_lab.exercise import load
 from minivllm_lab.inside import core_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
-from minivllm_lab.preempting_scheduler import scheduler_that_preempts
+from minivllm_lab.preemption.preempting_scheduler import scheduler_that_preempts
 from minivllm.platforms.triton_utils import tl, triton
 
 CONFORMANCE = Path(__file__).parents[3] / "tests" / "conformance"

@@ -12,7 +12,7 @@ from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm_lab.gating_scheduler import scheduler_that_gates
+from minivllm_lab.multi_lora.gating_scheduler import scheduler_that_gates
 from minivllm_lab.inside import runner_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.numbers_made import numbers_made

@@ -4,7 +4,7 @@ Nothing is forked. A sequence's request finds the full blocks of its parent in t
 one block of tokens.
 
 In vLLM v0.33.0: `vllm/entrypoints/generate/beam_search/offline.py` (`BeamSearchOfflineMixin.beam_search`). The
-mechanism on block tables of its own is in lesson 02, `minivllm_lab.beam_search`.
+mechanism on block tables of its own is in lesson 02, `minivllm_lab.paged_attention.beam_search`.
 """
 
 from collections.abc import Callable, Sequence

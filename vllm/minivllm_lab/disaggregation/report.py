@@ -25,6 +25,9 @@ from minivllm.engine.core import EngineCore
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.device_rates import copy_bandwidth
+from minivllm_lab.disaggregation.server_pair import NAME as SERVED_NAME
+from minivllm_lab.disaggregation.server_pair import missing_package, server_pair
+from minivllm_lab.disaggregation.transfer_worker import until_finished
 from minivllm_lab.disturbed_chats import disturb, random_prompt
 from minivllm_lab.figures import named_bars, panels
 from minivllm_lab.http_load import Answer, Ask, load_beside
@@ -32,11 +35,8 @@ from minivllm_lab.paged_model import PagedModel, decoder_of
 from minivllm_lab.paged_model import load as load
 from minivllm_lab.progress import track
 from minivllm_lab.recording import bare_engine
-from minivllm_lab.server_pair import NAME as SERVED_NAME
-from minivllm_lab.server_pair import missing_package, server_pair
 from minivllm_lab.tables import Timed, closing, console, ms, table
 from minivllm_lab.timing import median_seconds
-from minivllm_lab.transfer_worker import until_finished
 from minivllm_simulate.disaggregation import Colocated, Disaggregated, Objective, System, Work, goodput
 from minivllm_simulate.disaggregation_checks import (
     ARITHMETIC_SLOWER,

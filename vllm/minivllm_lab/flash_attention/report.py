@@ -18,9 +18,9 @@ from minivllm.platforms.device import device_name
 from minivllm.platforms.triton_utils import HAS_TRITON
 from minivllm_lab import palette
 from minivllm_lab.aot import SHARED_MEMORY, compile_for
-from minivllm_lab.attention_in_model import KEYS_A_TILE, ModelRun
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.figures import panels
+from minivllm_lab.flash_attention.attention_in_model import KEYS_A_TILE, ModelRun
 from minivllm_lab.lesson import wrote
 from minivllm_lab.progress import track
 from minivllm_lab.results import ensure_writable, write_json

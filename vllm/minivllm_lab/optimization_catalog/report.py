@@ -26,10 +26,10 @@ from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.drawing import QUIET, line, rect, svg, text, tint
 from minivllm_lab.figures import curves, named_bars, panels
+from minivllm_lab.optimization_catalog.shared_prefixes import WORK, serve
 from minivllm_lab.progress import track
 from minivllm_lab.quality import RoundedCache, decoder_loss, read, rounded_weights
 from minivllm_lab.recording import bare_engine, record_run
-from minivllm_lab.shared_prefixes import WORK, serve
 from minivllm_lab.tables import Timed, closing, console, table
 from minivllm_lab.timing import median_seconds
 from minivllm_simulate.known_models import known_model

@@ -26,8 +26,8 @@ from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.figures import curves, named_bars, panels
 from minivllm_lab.http_load import Answer, Ask, answers_of, load, start_load
 from minivllm_lab.progress import track
-from minivllm_lab.request_trace import Trace
-from minivllm_lab.stage import RealServer, Stage
+from minivllm_lab.serving.request_trace import Trace
+from minivllm_lab.serving.stage import RealServer, Stage
 from minivllm_lab.tables import Timed, closing, console, ms, table
 from minivllm_simulate.deployments import Deployment, bubble, bytes_sent, find_knee, serve
 from minivllm_simulate.hardware import get_hardware

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
-from minivllm_lab.other_attention import stored_attention
+from minivllm_lab.flash_attention.other_attention import stored_attention
 from minivllm_lab.proof import furthest
 
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -31,12 +31,12 @@ from minivllm.memory.adapters import linear_shapes
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab import palette
-from minivllm_lab.adapters import write_random_adapters
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.figures import panels
 from minivllm_lab.followed import without_info as quiet
 from minivllm_lab.inside import runner_of
 from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
+from minivllm_lab.multi_lora.adapters import write_random_adapters
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, show_errors
 from minivllm_lab.tables import Timed, closing, console, table

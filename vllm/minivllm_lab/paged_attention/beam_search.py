@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm_lab.paged_cache import BlockTable, PagedCache, blocks_held
+from minivllm_lab.paged_attention.paged_cache import BlockTable, PagedCache, blocks_held
 from minivllm_lab.progress import track
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths
 

@@ -28,6 +28,7 @@ from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import INTERPRETED
 from minivllm_lab import palette
+from minivllm_lab.attention_heads.pooled_heads import Pool, pooled_checkpoint
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.corpus import first_passages, held_out_texts
 from minivllm_lab.device_rates import copy_bandwidth
@@ -35,7 +36,6 @@ from minivllm_lab.figures import panels
 from minivllm_lab.followed import without_info
 from minivllm_lab.inside import core_of
 from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
-from minivllm_lab.pooled_heads import Pool, pooled_checkpoint
 from minivllm_lab.progress import track, working
 from minivllm_lab.proof import furthest, show_errors
 from minivllm_lab.quality import decoder_loss

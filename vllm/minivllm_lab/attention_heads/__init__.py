@@ -1,0 +1,1 @@
+"""What lesson 09 alone uses."""

@@ -1,0 +1,1 @@
+"""What lesson 03 alone uses."""

@@ -1,1 +1,0 @@
-"""The lessons' opening figures: each module draws one mechanism on the followed request, step by step."""

@@ -1,0 +1,1 @@
+"""What lesson 05 alone uses."""

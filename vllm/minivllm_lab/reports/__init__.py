@@ -1,1 +1,0 @@
-"""Output, figures and command lines of the lesson scripts: one module per lesson."""

@@ -1,0 +1,1 @@
+"""What lesson 07 alone uses."""
