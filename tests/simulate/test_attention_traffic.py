@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
 from minivllm_lab import aot
-from minivllm_simulate.attention_traffic import (
+from minivllm_lab.flash_attention.attention_traffic import (
     CHIPS,
     OTHER_REGISTERS,
     REGISTER_FILE,
