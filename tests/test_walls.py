@@ -51,6 +51,7 @@ WITHOUT_TORCH = (
     "structured_output",
 )
 MODELS_OF_A_LESSON = (
+    "attention_heads/siblings",
     "chunked_prefill/prefill_first",
     "continuous_batching/scenes",
     "continuous_batching/slots",
@@ -59,11 +60,20 @@ MODELS_OF_A_LESSON = (
     "disaggregation/pools",
     "disaggregation/tuning",
     "flash_attention/attention_traffic",
+    "flash_attention/online_softmax",
     "multi_lora/costs",
+    "optimization_catalog/prefix_reuse",
+    "optimization_catalog/sharing",
+    "paged_attention/block_size_costs",
     "paged_attention/memory_replay",
+    "paged_attention/paged_traffic",
+    "paged_attention/played_pool",
+    "paged_attention/pool_audit",
     "preemption/costs",
     "preemption/published_waste",
     "preemption/victims",
+    "speculative_decoding/model_checks",
+    "speculative_decoding/speculation",
 )
 HEAVY = {"torch", "triton", "transformers", "numba"}
 

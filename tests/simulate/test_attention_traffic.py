@@ -25,8 +25,8 @@ from minivllm_lab.flash_attention.attention_traffic import (
     register_bytes,
     shared_memory_bytes,
 )
+from minivllm_lab.flash_attention.online_softmax import online_softmax
 from minivllm_simulate.hardware import HARDWARE
-from minivllm_simulate.online_softmax import online_softmax
 
 sizes = st.integers(1, 300)
 
