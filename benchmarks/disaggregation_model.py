@@ -19,14 +19,14 @@ from typing import Any
 
 from minivllm_lab import palette
 from minivllm_lab.cli import Parser, run
+from minivllm_lab.disaggregation.goodput import Colocated, Disaggregated, Objective, Work, goodput
+from minivllm_lab.disaggregation.model_checks import disaggregation_checks, disaggregation_error
+from minivllm_lab.disaggregation.tuning import best_budget, best_split, break_even, winning_budgets
 from minivllm_lab.figures import panels
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, write_json
 from minivllm_lab.tables import table
 from minivllm_simulate.cost_model import ARITHMETIC_EFFICIENCY, MATMUL_EFFICIENCY
-from minivllm_simulate.disaggregation import Colocated, Disaggregated, Objective, Work, goodput
-from minivllm_simulate.disaggregation_checks import disaggregation_checks, disaggregation_error
-from minivllm_simulate.disaggregation_tuning import best_budget, best_split, break_even, winning_budgets
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import LINKS, Transfer, get_link

@@ -4,8 +4,8 @@
     uv run python benchmarks/preemption.py --quick
 
 - waste: the engine's scheduler alone, no model: 300 requests at once, the pools and shares that vllm#54644 has
-  published, its lengths guessed (`minivllm_simulate/preemption_checks.py`); who is the victim, and what must fit for a
-  request to be admitted.
+  published, its lengths guessed (`minivllm_lab/preemption/published_waste.py`); who is the victim, and what must fit
+  for a request to be admitted.
 - cliff: `minivllm serve` with the embedded model, fp32, and an open load of real clients at a share
   of what the server can do; a server for each `--num-gpu-blocks-override`, the same requests at the same
   moments. Preemptions and tokens computed again are the server's `/metrics`; so is how full the pool is, asked a few
@@ -33,11 +33,11 @@ from serving import NAME, Serving, at_rate, random_asks
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.http_load import Ask
+from minivllm_lab.preemption.published_waste import AT_ONCE, PUBLISHED, REQUESTS, SEED, STEP, waste
+from minivllm_lab.preemption.victims import RULES
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, write_record
 from minivllm_lab.tables import console, table
-from minivllm_simulate.preemption_checks import AT_ONCE, PUBLISHED, REQUESTS, SEED, STEP, waste
-from minivllm_simulate.victims import RULES
 
 MAX_MODEL_LEN, BLOCK_SIZE = 512, 16
 POOLS = (768, 384, 256, 192, 128, 80)

@@ -50,6 +50,31 @@ WITHOUT_TORCH = (
     "core",
     "structured_output",
 )
+MODELS_OF_A_LESSON = (
+    "attention_heads/siblings",
+    "chunked_prefill/prefill_first",
+    "continuous_batching/scenes",
+    "continuous_batching/slots",
+    "disaggregation/goodput",
+    "disaggregation/model_checks",
+    "disaggregation/pools",
+    "disaggregation/tuning",
+    "flash_attention/attention_traffic",
+    "flash_attention/online_softmax",
+    "multi_lora/costs",
+    "optimization_catalog/prefix_reuse",
+    "optimization_catalog/sharing",
+    "paged_attention/block_size_costs",
+    "paged_attention/memory_replay",
+    "paged_attention/paged_traffic",
+    "paged_attention/played_pool",
+    "paged_attention/pool_audit",
+    "preemption/costs",
+    "preemption/published_waste",
+    "preemption/victims",
+    "speculative_decoding/model_checks",
+    "speculative_decoding/speculation",
+)
 HEAVY = {"torch", "triton", "transformers", "numba"}
 
 
@@ -113,14 +138,21 @@ def test_a_widget_imports_what_all_widgets_share_and_its_own_parts(path):
             assert fits, f"{path.name} imports {module}"
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [*(ENGINE / floor for floor in WITHOUT_TORCH), CODE / "minivllm_simulate", ROOT / "widgets"],
-    ids=lambda folder: folder.name,
-)
-def test_no_torch(folder):
-    base = folder
-    files = sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]
+def places_without_torch() -> list[Path]:
+    """Folders and files."""
+    lab = CODE / "minivllm_lab"
+    places = [ENGINE / floor for floor in WITHOUT_TORCH] + [lab / model for model in MODELS_OF_A_LESSON]
+    return [
+        CODE / "minivllm_simulate",
+        ROOT / "widgets",
+        *(place if place.is_dir() else place.with_suffix(".py") for place in places),
+    ]
+
+
+@pytest.mark.parametrize("place", places_without_torch(), ids=lambda place: str(place.relative_to(ROOT)))
+def test_no_torch(place):
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    assert files
     for path in files:
         heavy = {module for module in imported_modules(path) if module.split(".")[0] in HEAVY}
         assert not heavy, f"{path} imports {heavy}"

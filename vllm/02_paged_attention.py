@@ -30,6 +30,7 @@ from minivllm_lab.lesson import begin, keep
 from minivllm_lab.paged_attention import report
 from minivllm_lab.paged_attention.allocators import replay_workloads, reservations
 from minivllm_lab.paged_attention.beam_search import measure_sharing
+from minivllm_lab.paged_attention.memory_replay import TablesOnDemand
 from minivllm_lab.paged_attention.paged_cache import (
     PagedCache,
     engine_decode,
@@ -40,7 +41,6 @@ from minivllm_lab.paged_attention.paged_cache import (
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, refusal, show_errors
 from minivllm_lab.tables import heading
-from minivllm_simulate.memory_replay import TablesOnDemand
 from minivllm_simulate.workloads import WORKLOADS
 
 # %% 1. The pain: one contiguous region for each request

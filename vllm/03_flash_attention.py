@@ -28,13 +28,13 @@ from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.flash_attention import report
 from minivllm_lab.flash_attention.attention_in_model import KEYS_A_TILE, attend_in_model
+from minivllm_lab.flash_attention.attention_traffic import flash_traffic, naive_traffic
 from minivllm_lab.flash_attention.other_attention import compare_with_pool, stored_attention, time_attention
 from minivllm_lab.flash_attention.slow_memory import count_trips
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, show_errors
 from minivllm_lab.tables import heading
-from minivllm_simulate.attention_traffic import flash_traffic, naive_traffic
 
 # %% 1. The pain: a matrix of T × T
 

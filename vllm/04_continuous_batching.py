@@ -26,6 +26,7 @@ from minivllm.memory import memory_ledger
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.continuous_batching import report
+from minivllm_lab.continuous_batching.slots import seat
 from minivllm_lab.disturbance import Control
 from minivllm_lab.key_walk import attend_keys
 from minivllm_lab.lesson import begin, keep
@@ -36,7 +37,6 @@ from minivllm_lab.tables import console, heading
 from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.slots import seat
 from minivllm_simulate.workloads import WORKLOADS
 
 # %% 1. The pain: a batch that ends together waits for its longest request

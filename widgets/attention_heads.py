@@ -1,7 +1,7 @@
 """Lesson 09's widget: what shared keys save, and how many GPUs a model's KV heads can be divided over.
 
 Memory is counted by `minivllm.memory`, as vLLM would at its start, also for models whose heads are shared otherwise;
-rates are those of `minivllm_simulate.attention_heads`. How well such a model would answer is not shown: it need not
+rates are those of `minivllm_lab.attention_heads.siblings`. How well such a model would answer is not shown: it need not
 exist.
 
 The picture in the lesson's text: `uv run python -P -m widgets attention_heads lessons/figures/09_ranks.svg`

@@ -9,14 +9,14 @@ from typing import Any
 
 from minivllm.config.checks import is_count, require
 from minivllm.errors import MinivllmError
-from minivllm_lab.bounded import bounded
-from minivllm_simulate.attention_heads import (
+from minivllm_lab.attention_heads.siblings import (
     ModelShare,
     decode_intensity,
     kv_heads_of_rank,
     with_kv_heads,
     with_latent,
 )
+from minivllm_lab.bounded import bounded
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.lever_checks import known_error

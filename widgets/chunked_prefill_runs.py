@@ -23,14 +23,13 @@ from minivllm_lab.chunked_prefill.capping_scheduler import (
     RunningTokens,
     scheduler_that_caps,
 )
-from minivllm_simulate.cost_model import Cost, StepShape
-from minivllm_simulate.disaggregation import chunk_seconds
+from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
+from minivllm_simulate.cost_model import Cost, StepShape, chunk_seconds
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.layouts import Layout, PlacedModel
 from minivllm_simulate.load_sweep import Runs, share_within, within
 from minivllm_simulate.open_load import OpenEngine, OpenLoad
-from minivllm_simulate.prefill_first import PrefillFirst
 from minivllm_simulate.workloads import RequestLengths, gamma_arrivals
 from widgets.swept import patient
 

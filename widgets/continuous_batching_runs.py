@@ -21,11 +21,11 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm_lab.bounded import bounded
 from minivllm_lab.continuous_batching.asking_scheduler import Schedule, scheduler_that_asks
+from minivllm_lab.continuous_batching.slots import seat
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.load_sweep import Runs, share_within, within
-from minivllm_simulate.slots import seat
 from minivllm_simulate.virtual_clock import SimulatedRequest, Simulation, StepRecord, simulate, simulate_in_parts
 from minivllm_simulate.workloads import RequestLengths, Workload, gamma_arrivals
 

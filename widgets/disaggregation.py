@@ -14,7 +14,7 @@ import math
 import shlex
 from typing import Any
 
-from minivllm_simulate.disaggregation import PREFILL_BUDGET, SHARE
+from minivllm_lab.disaggregation.goodput import PREFILL_BUDGET, SHARE
 from minivllm_simulate.known_models import CONFIGS
 from minivllm_simulate.kv_links import LINKS
 from widgets.disaggregation_figure import cause_words, figure

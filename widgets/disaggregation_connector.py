@@ -15,8 +15,8 @@ from minivllm.core.kv_connector import KVConnectorMetadata, KVConnectorOutput, K
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.errors import MinivllmError
+from minivllm_lab.disaggregation.pools import SimulatedConnector
 from minivllm_simulate.layouts import BLOCK_SIZE
-from minivllm_simulate.pools import SimulatedConnector
 
 ConnectorScheduler = Callable[..., Any]
 """Called with block size, address, lease and clock, as in exercise 08."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from minivllm_lab.disaggregation.goodput import SHARE
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
-from minivllm_simulate.disaggregation import SHARE
 from widgets.disaggregation_state import LADDER, RATES, TUNED, Side, State
 from widgets.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, seconds, tokens
 from widgets.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar

@@ -10,8 +10,8 @@ from functools import cached_property, lru_cache, partial
 
 from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
-from minivllm_simulate.disaggregation import SHARE, Colocated, Disaggregated, Objective, Served, Work
-from minivllm_simulate.disaggregation_tuning import likely_first
+from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Disaggregated, Objective, Served, Work
+from minivllm_lab.disaggregation.tuning import likely_first
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import LINKS, Transfer, get_link

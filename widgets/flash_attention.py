@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm_simulate.attention_traffic import CHIPS, KIB, REGISTER_FILE
+from minivllm_lab.flash_attention.attention_traffic import CHIPS, KIB, REGISTER_FILE
 from widgets.flash_attention_challenges import CHALLENGES
 from widgets.flash_attention_figure import figure
 from widgets.flash_attention_row import Step

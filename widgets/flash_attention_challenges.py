@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minivllm_simulate.attention_traffic import KIB, register_bytes
+from minivllm_lab.flash_attention.attention_traffic import KIB, register_bytes
 from widgets.spec import Challenge, Progress
 
 if TYPE_CHECKING:

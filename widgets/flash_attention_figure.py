@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minivllm_lab.drawing import QUIET, text_width
+from minivllm_lab.flash_attention.attention_traffic import KIB, REGISTER_FILE
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION
-from minivllm_simulate.attention_traffic import KIB, REGISTER_FILE
 from widgets.flash_attention_walk import captions, draw_row, draw_tiles, size
 from widgets.plot import Axes, Scale, tokens
 from widgets.svg import SMALL, Box, Drawing, Segment, stacked_bar

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.bounded import bounded
-from minivllm_simulate.online_softmax import RunningSoftmax, online_softmax
+from minivllm_lab.flash_attention.online_softmax import RunningSoftmax, online_softmax
 
 ROW = Path(__file__).with_name("attention_row.json")
 PATIENCE = 1.0

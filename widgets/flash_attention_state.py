@@ -1,8 +1,8 @@
 """What lesson 03's widget shows: bytes moved by tiles of each size, what fits on a chip, and one row, walked.
 
-The bytes come from the loop counters of `minivllm_simulate.attention_traffic`, which the lesson's script holds against
-loops that count their own trips; what fits on a chip from the same module, which is held against a compiler. The row of
-scores is one that the embedded model computed: `vllm/03_flash_attention.py --row` wrote it.
+The bytes come from the loop counters of `minivllm_lab.flash_attention.attention_traffic`, which the lesson's script
+holds against loops that count their own trips; what fits on a chip from the same module, which is held against a
+compiler. The row of scores is one that the embedded model computed: `vllm/03_flash_attention.py --row` wrote it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import inf
 from typing import Any
 
 from minivllm.config.checks import require
-from minivllm_simulate.attention_traffic import (
+from minivllm_lab.flash_attention.attention_traffic import (
     CHIPS,
     OTHER_REGISTERS,
     SMALLEST_TILE,

@@ -1,7 +1,7 @@
 """Lesson 12's widget: a thousand adapters, and how many of them the GPU has a slot for.
 
 The engine's own scheduler and slot table decide every step, on a virtual clock; a step's time is that of
-`minivllm_simulate.layouts` with what `minivllm_simulate.multi_lora` adds for adapters. What is left out: reading
+`minivllm_simulate.layouts` with what `minivllm_lab.multi_lora.costs` adds for adapters. What is left out: reading
 adapters from disk, for all of them lie in host memory.
 
 The picture in the lesson's text: `uv run python -P -m widgets multi_lora lessons/figures/12_slots.svg`

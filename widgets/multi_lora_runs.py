@@ -1,7 +1,7 @@
 """The runs behind lesson 12's widget: requests for many adapters, through the engine's scheduler and slot table.
 
 The same requests for the same adapters come at the same moments whatever the number of slots is, so that all
-differences are the slots'. A step's time is modelled (`minivllm_simulate.layouts`, `minivllm_simulate.multi_lora`).
+differences are the slots'. A step's time is modelled (`minivllm_simulate.layouts`, `minivllm_lab.multi_lora.costs`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.memory import MemoryLedger, memory_ledger, rotary_table_bytes, weight_bytes
-from minivllm_lab.multi_lora.gating_scheduler import Admit, scheduler_that_gates
-from minivllm_simulate.cost_model import StepShape
-from minivllm_simulate.hardware import Hardware, get_hardware
-from minivllm_simulate.known_models import known_model
-from minivllm_simulate.layouts import Layout, PlacedModel, Steady
-from minivllm_simulate.load_sweep import Runs
-from minivllm_simulate.multi_lora import (
+from minivllm_lab.multi_lora.costs import (
     AdapterCost,
     distinct_adapters,
     lru_hit_rate,
@@ -32,6 +26,12 @@ from minivllm_simulate.multi_lora import (
     zipf_adapters,
     zipf_shares,
 )
+from minivllm_lab.multi_lora.gating_scheduler import Admit, scheduler_that_gates
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.hardware import Hardware, get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.layouts import Layout, PlacedModel, Steady
+from minivllm_simulate.load_sweep import Runs
 from minivllm_simulate.offline import Stretch
 from minivllm_simulate.open_load import OpenEngine, OpenLoad
 from minivllm_simulate.virtual_clock import SimulatedRequest

@@ -8,10 +8,10 @@ from typing import Any
 
 from minivllm.config.checks import require
 from minivllm.memory import weight_bytes
+from minivllm_lab.multi_lora.costs import distinct_adapters
 from minivllm_lab.multi_lora.gating_scheduler import Admit
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import Span, spans, within
-from minivllm_simulate.multi_lora import distinct_adapters
 from widgets.multi_lora_runs import ANSWER, PROMPT, Experiment, Own, Point, Serving, Slots, experiment
 from widgets.spec import require_numbers
 from widgets.swept import Sweep, SweptState

@@ -8,8 +8,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm_lab.drawing import text_width
+from minivllm_lab.paged_attention.played_pool import Frame, HeldTable, Play
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION, YELLOW
-from minivllm_simulate.played_pool import Frame, HeldTable, Play
 from widgets.plot import LEAST_ROOM, MARGIN, WIDE, Axes, Scale
 from widgets.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Segment, legend
 from widgets.theme import CARD

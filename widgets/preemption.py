@@ -1,7 +1,7 @@
 """Lesson 11's widget: a pool that is too small, who loses its blocks, and what becomes of those.
 
 The engine's own scheduler decides every step, on a virtual clock; a step's time is that of `minivllm_simulate.layouts`,
-and a copy's that of `minivllm_simulate.preemption`. What is left out: tokenizer, event loop, sockets, and the prefix
+and a copy's that of `minivllm_lab.preemption.costs`. What is left out: tokenizer, event loop, sockets, and the prefix
 cache.
 
 The picture in the lesson's text: `uv run python -P -m widgets preemption lessons/figures/11_cliff.svg`

@@ -16,7 +16,9 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, memory_ledger
+from minivllm_lab.preemption.costs import LARGE, SMALL, Crossover, Pieces, effective_bandwidth
 from minivllm_lab.preemption.victim_scheduler import Victim, scheduler_with_victims
+from minivllm_lab.preemption.victims import VictimScheduler, scheduler_with
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
@@ -25,8 +27,6 @@ from minivllm_simulate.layouts import Cost, Layout, PlacedModel, Steady
 from minivllm_simulate.load_sweep import Runs, within
 from minivllm_simulate.offline import Stretch
 from minivllm_simulate.open_load import OpenEngine, OpenLoad
-from minivllm_simulate.preemption import LARGE, SMALL, Crossover, Pieces, effective_bandwidth
-from minivllm_simulate.victims import VictimScheduler, scheduler_with
 from minivllm_simulate.virtual_clock import SimulatedRequest
 from minivllm_simulate.workloads import RequestLengths, gamma_arrivals
 from widgets.swept import patient

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm_simulate.prefix_reuse import BLOCK_SIZE, CONFIG
+from minivllm_lab.optimization_catalog.prefix_reuse import BLOCK_SIZE, CONFIG
 from widgets.knobs import choice, steps
 from widgets.plot import tokens
 from widgets.prefix_caching_figure import figure

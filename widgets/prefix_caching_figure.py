@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from minivllm_lab.drawing import QUIET, RULE, number, text_width
+from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
-from minivllm_simulate.prefix_reuse import SHARED, Reuse
 from widgets.plot import Axes, Scale, tokens
 from widgets.prefix_caching_state import POOLS, USERS, State, milliseconds
 from widgets.svg import HEADING, SMALL, Box, Drawing, Segment, legend

@@ -15,11 +15,11 @@ from functools import cache, lru_cache
 from minivllm.config.checks import require
 from minivllm.core.block_hash import HashBlockTokens
 from minivllm_lab.bounded import bounded
+from minivllm_lab.optimization_catalog.prefix_reuse import BLOCK_SIZE, Load, Reuse, reuse
+from minivllm_lab.optimization_catalog.sharing import Sharing, sharing
 from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.prefix_reuse import BLOCK_SIZE, Load, Reuse, reuse
-from minivllm_simulate.sharing import Sharing, sharing
 from widgets.spec import require_numbers
 
 MODEL, GPU = "Llama-3.1-8B", "H100"
@@ -123,7 +123,7 @@ def sweep(
     """Serve the sessions, first for these users and this pool, then for all others of the map.
 
     Args:
-        kind: who shares what, of `minivllm_simulate.sharing`.
+        kind: who shares what, of `minivllm_lab.optimization_catalog.sharing`.
         users: sessions, one of `USERS`.
         turns: requests of each session.
         prefix: tokens of the shared beginning.

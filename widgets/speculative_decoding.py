@@ -1,7 +1,7 @@
 """Lesson 07's widget: when guessing tokens pays, over the batch; and one step of a request, draft by draft.
 
-A step's time is that of `minivllm_simulate.speculation`, modelled. What is left out: prompts, the search for n-grams on
-the host, drafts that no n-gram could be found for.
+A step's time is that of `minivllm_lab.speculative_decoding.speculation`, modelled. What is left out: prompts, the
+search for n-grams on the host, drafts that no n-gram could be found for.
 
 The picture in the lesson's text: `uv run python -P -m widgets speculative_decoding lessons/figures/07_speedup.svg`
 """
@@ -12,10 +12,10 @@ import json
 import shlex
 from typing import Any
 
+from minivllm_lab.speculative_decoding.speculation import Drafter
 from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.known_models import CONFIGS
 from minivllm_simulate.levers import LARGEST_GRAPH
-from minivllm_simulate.speculation import Drafter
 from widgets.knobs import choice, slider, steps
 from widgets.plot import tokens
 from widgets.shell import LessonWidget

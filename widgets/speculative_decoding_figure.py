@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
-from minivllm_simulate.speculation import Cause, StepParts
+from minivllm_lab.speculative_decoding.speculation import Cause, StepParts
 from widgets.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, tokens
 from widgets.speculative_decoding_state import BATCHES, MOST_BATCH, MOST_K, State, sibling
 from widgets.speculative_decoding_step import VOCABULARY, Place

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from minivllm.config.checks import require
-from minivllm_simulate.hardware import get_hardware
-from minivllm_simulate.known_models import known_model
-from minivllm_simulate.speculation import (
+from minivllm_lab.speculative_decoding.model_checks import speculation_error
+from minivllm_lab.speculative_decoding.speculation import (
     NGRAM,
     RECORDED,
     Drafter,
@@ -17,7 +16,8 @@ from minivllm_simulate.speculation import (
     draft_model,
     eagle_head,
 )
-from minivllm_simulate.speculation_checks import speculation_error
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
 from widgets.spec import require_numbers
 from widgets.speculative_decoding_step import Accept, Measured, VerifyStep, measured, verify_step
 

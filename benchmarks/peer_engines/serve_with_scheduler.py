@@ -1,7 +1,8 @@
 """`minivllm serve` with another scheduler: `python -P serve_with_scheduler.py first|own serve MODEL --port N ...`.
 
-`first` is `minivllm_simulate.prefill_first.PrefillFirst`, the scheduler of vLLM V0; `own` the engine's. Either way it
-is a part, so the core is a thread of the server and not a process: compare these two with each other only.
+`first` is `minivllm_lab.chunked_prefill.prefill_first.PrefillFirst`, the scheduler of vLLM V0; `own` the engine's.
+Either way it is a part, so the core is a thread of the server and not a process: compare these two with each other
+only.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.entrypoints.openai.chat_template import PLAIN
 from minivllm.entrypoints.openai.launcher import serve
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm_simulate.prefill_first import PrefillFirst
+from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
 
 SCHEDULERS = {"first": PrefillFirst, "own": Scheduler}
 

@@ -12,7 +12,7 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import memory_ledger
-from minivllm_simulate.attention_heads import with_kv_heads, with_latent
+from minivllm_lab.attention_heads.siblings import with_kv_heads, with_latent
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from widgets import attention_heads as widget

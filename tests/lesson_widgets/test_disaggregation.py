@@ -11,9 +11,9 @@ import pytest
 from lessons.harness import script_path
 
 from minivllm.errors import MinivllmError
+from minivllm_lab.disaggregation.goodput import Disaggregated
 from minivllm_lab.exercise import load
 from minivllm_lab.mutants import load_mutant
-from minivllm_simulate.disaggregation import Disaggregated
 from minivllm_simulate.kv_links import LINKS
 from widgets import disaggregation as widget
 from widgets.disaggregation_state import LADDER, RATES, experiment

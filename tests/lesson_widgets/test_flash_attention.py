@@ -16,7 +16,7 @@ from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
-from minivllm_simulate import attention_traffic
+from minivllm_lab.flash_attention import attention_traffic
 from minivllm_simulate.hardware import HARDWARE
 from widgets import flash_attention, flash_attention_row
 from widgets.flash_attention import SPEC, figure, sweep, verdict

@@ -11,8 +11,8 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
+from minivllm_lab.preemption.victims import VictimScheduler
 from minivllm_simulate.cost_model import StepShape
-from minivllm_simulate.victims import VictimScheduler
 from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate
 from widgets import preemption as widget
 from widgets import preemption_runs as runs

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from minivllm.config import CacheConfig
 from minivllm.core.block_hash import hash_block_tokens
 from minivllm.errors import MinivllmError
-from minivllm_simulate.prefix_reuse import CONFIG
-from minivllm_simulate.sharing import SHARING, sessions
+from minivllm_lab.optimization_catalog.prefix_reuse import CONFIG
+from minivllm_lab.optimization_catalog.sharing import SHARING, sessions
 from minivllm_simulate.virtual_clock import percentile, simulate
 from widgets import prefix_caching as widget
 from widgets import prefix_caching_state as states

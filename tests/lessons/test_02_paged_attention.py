@@ -24,10 +24,10 @@ from minivllm_lab.exercise import exercise_path, load, plug_of
 from minivllm_lab.paged_attention import opening
 from minivllm_lab.paged_attention.allocators import Buddy, FirstFit
 from minivllm_lab.paged_attention.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples, share
+from minivllm_lab.paged_attention.memory_replay import Running, TablesOnDemand, replay
 from minivllm_lab.paged_attention.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
 from minivllm_lab.paged_attention.report import PAPER, PROMPT
 from minivllm_lab.plugged import compare
-from minivllm_simulate.memory_replay import Running, TablesOnDemand, replay
 from minivllm_simulate.workloads import RequestLengths, workload
 
 lesson = load(script_path("02"))

@@ -22,14 +22,13 @@ from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import INTERPRETED, triton
 from minivllm_lab.aot import SHARED_MEMORY, compile_for
 from minivllm_lab.exercise import exercise_path, load, run_plugged
-from minivllm_lab.flash_attention import opening, report
+from minivllm_lab.flash_attention import attention_traffic, opening, report
 from minivllm_lab.flash_attention.attention_in_model import attend_in_model
+from minivllm_lab.flash_attention.online_softmax import online_softmax
 from minivllm_lab.flash_attention.slow_memory import count_trips
 from minivllm_lab.followed import PROMPT
-from minivllm_simulate import attention_traffic
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.online_softmax import online_softmax
 
 lesson = load(script_path("03"))
 ROW = REPOSITORY / "widgets" / "attention_row.json"

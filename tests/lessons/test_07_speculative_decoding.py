@@ -22,9 +22,9 @@ from minivllm_lab.plugged import serve
 from minivllm_lab.speculative_decoding import opening, report
 from minivllm_lab.speculative_decoding.asking_rejection import rejection_that_asks
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
+from minivllm_lab.speculative_decoding.speculation import RECORDED, draft_model, eagle_head
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.speculation import RECORDED, draft_model, eagle_head
 
 lesson = load(script_path("07"))
 TEXT = (REPOSITORY / "lessons" / "07_speculative_decoding.md").read_text()

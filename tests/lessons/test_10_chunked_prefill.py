@@ -20,12 +20,12 @@ from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import kv_bytes_per_token, num_parameters
 from minivllm_lab.chunked_prefill import report
 from minivllm_lab.chunked_prefill.capping_scheduler import scheduler_that_caps
+from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import rows_of, serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.prefill_first import PrefillFirst
 
 lesson = load(script_path("10"))
 TEXT = (REPOSITORY / "lessons" / "10_chunked_prefill.md").read_text()

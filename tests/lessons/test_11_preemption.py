@@ -18,15 +18,15 @@ from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import rows_of, serve
 from minivllm_lab.preemption import report
-from minivllm_lab.preemption.preempting_scheduler import scheduler_that_preempts
-from minivllm_simulate.hardware import get_hardware
-from minivllm_simulate.known_models import known_model
-from minivllm_simulate.preemption import (
+from minivllm_lab.preemption.costs import (
     SHARE_OF_PEAK,
     break_even_bandwidth,
     effective_bandwidth,
     recompute_seconds,
 )
+from minivllm_lab.preemption.preempting_scheduler import scheduler_that_preempts
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("11"))
 TEXT = (REPOSITORY / "lessons" / "11_preemption.md").read_text()

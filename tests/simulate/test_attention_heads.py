@@ -4,7 +4,7 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, num_parameters
-from minivllm_simulate.attention_heads import (
+from minivllm_lab.attention_heads.siblings import (
     ModelShare,
     decode_intensity,
     kv_heads_of_rank,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
 from minivllm_lab import aot
-from minivllm_simulate.attention_traffic import (
+from minivllm_lab.flash_attention.attention_traffic import (
     CHIPS,
     OTHER_REGISTERS,
     REGISTER_FILE,
@@ -25,8 +25,8 @@ from minivllm_simulate.attention_traffic import (
     register_bytes,
     shared_memory_bytes,
 )
+from minivllm_lab.flash_attention.online_softmax import online_softmax
 from minivllm_simulate.hardware import HARDWARE
-from minivllm_simulate.online_softmax import online_softmax
 
 sizes = st.integers(1, 300)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm_simulate.block_size_costs import Moment, fetched_in_vain, held, moments
-from minivllm_simulate.paged_traffic import paged_traffic
+from minivllm_lab.paged_attention.block_size_costs import Moment, fetched_in_vain, held, moments
+from minivllm_lab.paged_attention.paged_traffic import paged_traffic
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths
 
 LEFT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "02_paged_attention.cpu.json"

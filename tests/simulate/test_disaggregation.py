@@ -9,17 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
-from minivllm_simulate import pools as pools_module
-from minivllm_simulate.disaggregation import (
+from minivllm_lab.disaggregation import pools as pools_module
+from minivllm_lab.disaggregation.goodput import (
     Colocated,
     Disaggregated,
     Objective,
     Work,
-    chunk_seconds,
     goodput,
     prefill_seconds,
 )
-from minivllm_simulate.disaggregation_checks import (
+from minivllm_lab.disaggregation.model_checks import (
     ARITHMETIC_SLOWER,
     MEMORY_SLOWER,
     NEVER,
@@ -30,11 +29,12 @@ from minivllm_simulate.disaggregation_checks import (
     slower,
     splitwise_checks,
 )
+from minivllm_lab.disaggregation.pools import PARTS, Journey, PoolLoad, Pools, run_pools
+from minivllm_simulate.cost_model import chunk_seconds
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import LINKS, Link, Transfer, get_link, layer_wise_end, least_bandwidth
 from minivllm_simulate.open_load import finished
-from minivllm_simulate.pools import PARTS, Journey, PoolLoad, Pools, run_pools
 
 LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
 SHORT = Work(256, 16, counted=40)

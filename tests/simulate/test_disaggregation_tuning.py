@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from minivllm_simulate.cost_model import StepShape
-from minivllm_simulate.disaggregation import (
+from minivllm_lab.disaggregation.goodput import (
     Client,
     Colocated,
     Disaggregated,
@@ -17,7 +16,7 @@ from minivllm_simulate.disaggregation import (
     Work,
     goodput,
 )
-from minivllm_simulate.disaggregation_tuning import (
+from minivllm_lab.disaggregation.tuning import (
     BUDGETS,
     MixingCost,
     best_budget,
@@ -27,6 +26,7 @@ from minivllm_simulate.disaggregation_tuning import (
     likely_first,
     winning_budgets,
 )
+from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import get_link

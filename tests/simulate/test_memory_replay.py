@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm_simulate.memory_replay import Occupancy, Running, replay
+from minivllm_lab.paged_attention.memory_replay import Occupancy, Running, replay
 from minivllm_simulate.workloads import RequestLengths
 
 

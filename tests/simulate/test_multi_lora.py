@@ -6,10 +6,7 @@ import pytest
 
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
-from minivllm_simulate.cost_model import StepShape
-from minivllm_simulate.hardware import get_hardware
-from minivllm_simulate.known_models import known_model
-from minivllm_simulate.multi_lora import (
+from minivllm_lab.multi_lora.costs import (
     LAUNCH_SECONDS,
     AdapterCost,
     distinct_adapters,
@@ -18,6 +15,9 @@ from minivllm_simulate.multi_lora import (
     zipf_adapters,
     zipf_shares,
 )
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
 
 
 def test_shares_fall_as_zipf_says_and_draws_follow_them():

@@ -3,7 +3,7 @@
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm_simulate.paged_traffic import ENTRY, LINE, SECTOR, paged_traffic
+from minivllm_lab.paged_attention.paged_traffic import ENTRY, LINE, SECTOR, paged_traffic
 
 
 def walked(length: int, block_size: int, row: int, piece: int, per_token: bool) -> tuple[int, int]:

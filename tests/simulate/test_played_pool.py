@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from minivllm.core.block_pool import BlockPool
 from minivllm.errors import MinivllmError
-from minivllm_simulate.played_pool import MOST_FRAMES, play_pool
+from minivllm_lab.paged_attention.played_pool import MOST_FRAMES, play_pool
 from minivllm_simulate.workloads import RequestLengths
 
 LENGTHS = [RequestLengths(5 + 7 * number % 40, 3 + 11 * number % 60) for number in range(9)]

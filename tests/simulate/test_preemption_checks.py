@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from minivllm_simulate.preemption_checks import PUBLISHED, REQUESTS, waste, workload
+from minivllm_lab.preemption.published_waste import PUBLISHED, REQUESTS, waste, workload
 
 by_first_chunk = cache(lambda blocks: waste(blocks, whole=False))
 

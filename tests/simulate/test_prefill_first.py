@@ -4,8 +4,8 @@ import pytest
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
+from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
 from minivllm_simulate.cost_model import FittedCost
-from minivllm_simulate.prefill_first import PrefillFirst
 from minivllm_simulate.virtual_clock import SimulatedRequest, StepRecord, simulate
 
 COST = FittedCost(1.0, 0.0, 0.0, 0.0)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from minivllm.config import CacheConfig
 from minivllm.core.block_hash import hash_block_tokens
 from minivllm.errors import MinivllmError
+from minivllm_lab.optimization_catalog.prefix_reuse import BLOCK_SIZE, CONFIG, SHARED, Load, reuse
+from minivllm_lab.optimization_catalog.sharing import SHARING, sessions, sharing
 from minivllm_simulate.cost_model import FittedCost
-from minivllm_simulate.prefix_reuse import BLOCK_SIZE, CONFIG, SHARED, Load, reuse
-from minivllm_simulate.sharing import SHARING, sessions, sharing
 from minivllm_simulate.virtual_clock import simulate
 
 COST = FittedCost(per_step=6e-3, per_request=0.0, per_token=1e-5, per_pair=0.0)

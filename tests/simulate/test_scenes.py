@@ -3,8 +3,8 @@
 import pytest
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm_lab.continuous_batching.scenes import arrivals_at, capacity, long_prompt
 from minivllm_simulate.cost_model import FittedCost
-from minivllm_simulate.scenes import arrivals_at, capacity, long_prompt
 from minivllm_simulate.workloads import RequestLengths
 
 CACHE = CacheConfig(num_gpu_blocks=4096, enable_prefix_caching=False)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
+from minivllm_lab.optimization_catalog.sharing import SHARING, sessions, sharing
 from minivllm_simulate.cost_model import FittedCost
-from minivllm_simulate.sharing import SHARING, sessions, sharing
 from minivllm_simulate.virtual_clock import GENERATED, simulate
 
 COST = FittedCost(per_step=6e-3, per_request=0.0, per_token=1e-5, per_pair=0.0)

@@ -8,12 +8,14 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, num_parameters
-from minivllm_simulate.cost_model import StepShape
-from minivllm_simulate.hardware import get_hardware
-from minivllm_simulate.known_models import known_model
-from minivllm_simulate.layouts import SERVING
-from minivllm_simulate.levers import LeverCost
-from minivllm_simulate.speculation import (
+from minivllm_lab.speculative_decoding.model_checks import (
+    EAGLE3_SERIES,
+    PLAIN_TPOT,
+    eagle1_head,
+    speculation_checks,
+    speculation_error,
+)
+from minivllm_lab.speculative_decoding.speculation import (
     NGRAM,
     RECORDED,
     Drafter,
@@ -23,13 +25,11 @@ from minivllm_simulate.speculation import (
     eagle_head,
     expected_tokens,
 )
-from minivllm_simulate.speculation_checks import (
-    EAGLE3_SERIES,
-    PLAIN_TPOT,
-    eagle1_head,
-    speculation_checks,
-    speculation_error,
-)
+from minivllm_simulate.cost_model import StepShape
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from minivllm_simulate.layouts import SERVING
+from minivllm_simulate.levers import LeverCost
 
 MODEL, SMALL, H100 = known_model("Llama-3.1-8B"), known_model("Llama-3.2-1B"), get_hardware("H100")
 HEAD = eagle_head(MODEL, H100)

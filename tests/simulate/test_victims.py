@@ -9,7 +9,7 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.errors import MinivllmError
-from minivllm_simulate.victims import RULES, VictimScheduler, scheduler_with
+from minivllm_lab.preemption.victims import RULES, VictimScheduler, scheduler_with
 
 BLOCK = 4
 

@@ -303,3 +303,9 @@ def model_error(cost: Cost, steps: Sequence[MeasuredStep]) -> ModelError:
     measured = [step.seconds for step in steps]
     off = [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]
     return ModelError(statistics.median(off), sum(predicted) / sum(measured) - 1)
+
+
+def chunk_seconds(cost: Cost, prompt: int, budget: int) -> float:
+    """Seconds of a prompt alone, in chunks of `budget` tokens."""
+    starts = range(0, prompt, budget)
+    return sum(cost.seconds(StepShape.of([(min(budget, prompt - start), start)])) for start in starts)

@@ -11,7 +11,7 @@ from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
 from minivllm_lab.flash_attention.slow_memory import SlowArray, in_slow_memory
-from minivllm_simulate.attention_traffic import flash_traffic
+from minivllm_lab.flash_attention.attention_traffic import flash_traffic
 
 
 def _rows(rows, keys, head_dim=8, seed=0, spread=1.0):

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
+from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import MAX_TOKENS, NAME, Followed, Step, followed
 from minivllm_lab.frames import Frames
 from minivllm_lab.palette import BLUE, INK, ORANGE
-from minivllm_simulate.prefill_first import PrefillFirst
 
 WIDTH, HEIGHT = 860, 330
 LEFT, CELL, TALL = 92, 28.5, 30

@@ -30,6 +30,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import num_parameters
 from minivllm_lab import palette
+from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.disturbed_chats import LONG, disturb
 from minivllm_lab.figures import panels
@@ -43,7 +44,6 @@ from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.lever_checks import SARATHI, SARATHI_DECODES, SARATHI_STEP, sarathi_step
-from minivllm_simulate.prefill_first import PrefillFirst
 from minivllm_simulate.virtual_clock import percentile
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 2048

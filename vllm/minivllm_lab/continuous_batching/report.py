@@ -13,11 +13,11 @@ import torch
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
+from minivllm_lab.continuous_batching import scenes
 from minivllm_lab.figures import curves, panels
 from minivllm_lab.progress import track
 from minivllm_lab.recording import bare_engine, foretell, record_run
 from minivllm_lab.tables import Timed, closing, console, table
-from minivllm_simulate import scenes
 from minivllm_simulate.cost_model import FittedCost, RooflineCost, StepShape, model_error
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model

@@ -25,9 +25,19 @@ from minivllm.engine.core import EngineCore
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.device_rates import copy_bandwidth
+from minivllm_lab.disaggregation.goodput import Colocated, Disaggregated, Objective, System, Work, goodput
+from minivllm_lab.disaggregation.model_checks import (
+    ARITHMETIC_SLOWER,
+    MEMORY_SLOWER,
+    link_checks,
+    slower,
+    two_to_one,
+)
 from minivllm_lab.disaggregation.server_pair import NAME as SERVED_NAME
 from minivllm_lab.disaggregation.server_pair import missing_package, server_pair
 from minivllm_lab.disaggregation.transfer_worker import until_finished
+from minivllm_lab.disaggregation.tuning import BUDGETS as LADDER
+from minivllm_lab.disaggregation.tuning import ROUNDS, best_budget, winning_budgets
 from minivllm_lab.disturbed_chats import disturb, random_prompt
 from minivllm_lab.figures import named_bars, panels
 from minivllm_lab.http_load import Answer, Ask, load_beside
@@ -37,16 +47,6 @@ from minivllm_lab.progress import track
 from minivllm_lab.recording import bare_engine
 from minivllm_lab.tables import Timed, closing, console, ms, table
 from minivllm_lab.timing import median_seconds
-from minivllm_simulate.disaggregation import Colocated, Disaggregated, Objective, System, Work, goodput
-from minivllm_simulate.disaggregation_checks import (
-    ARITHMETIC_SLOWER,
-    MEMORY_SLOWER,
-    link_checks,
-    slower,
-    two_to_one,
-)
-from minivllm_simulate.disaggregation_tuning import BUDGETS as LADDER
-from minivllm_simulate.disaggregation_tuning import ROUNDS, best_budget, winning_budgets
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Transfer, get_link

@@ -21,11 +21,7 @@ from minivllm_lab.aot import SHARED_MEMORY, compile_for
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.figures import panels
 from minivllm_lab.flash_attention.attention_in_model import KEYS_A_TILE, ModelRun
-from minivllm_lab.lesson import wrote
-from minivllm_lab.progress import track
-from minivllm_lab.results import ensure_writable, write_json
-from minivllm_lab.tables import Timed, closing, console, table
-from minivllm_simulate.attention_traffic import (
+from minivllm_lab.flash_attention.attention_traffic import (
     exponent,
     flash_traffic,
     largest_block_q,
@@ -33,6 +29,10 @@ from minivllm_simulate.attention_traffic import (
     longest_naive,
     naive_traffic,
 )
+from minivllm_lab.lesson import wrote
+from minivllm_lab.progress import track
+from minivllm_lab.results import ensure_writable, write_json
+from minivllm_lab.tables import Timed, closing, console, table
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+from minivllm_lab.paged_attention.memory_replay import Memory, Occupancy, Running, replay
 from minivllm_lab.progress import track
-from minivllm_simulate.memory_replay import Memory, Occupancy, Running, replay
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths
 
 Region = Callable[[RequestLengths], int]
@@ -17,7 +17,7 @@ Region = Callable[[RequestLengths], int]
 class FirstFit:
     """Contiguous regions of any length, each in the first hole that is long enough.
 
-    A `minivllm_simulate.memory_replay.Memory`.
+    A `minivllm_lab.paged_attention.memory_replay.Memory`.
     """
 
     def __init__(self, slots: int, region: Region) -> None:
@@ -52,8 +52,8 @@ class Buddy:
     """A buddy allocator: every region is a power of two long and lies at a multiple of its length.
 
     Memory is halved until a piece just fits; the other half is its buddy. A freed piece is merged with its buddy, if
-    that is free too. A `minivllm_simulate.memory_replay.Memory`; the paper assumes such an allocator for Orca (Kwon et
-    al. 2023, section 6.1).
+    that is free too. A `minivllm_lab.paged_attention.memory_replay.Memory`; the paper assumes such an allocator for
+    Orca (Kwon et al. 2023, section 6.1).
     """
 
     def __init__(self, slots: int, region: Region) -> None:

@@ -14,8 +14,8 @@ from minivllm.errors import MinivllmError
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.figures import curves, panels
+from minivllm_lab.paged_attention.memory_replay import Occupancy
 from minivllm_lab.tables import closing, console, table
-from minivllm_simulate.memory_replay import Occupancy
 from minivllm_simulate.workloads import WORKLOADS
 
 if TYPE_CHECKING:

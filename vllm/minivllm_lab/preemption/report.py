@@ -30,6 +30,8 @@ from minivllm_lab.figures import panels
 from minivllm_lab.inside import core_of
 from minivllm_lab.paged_model import PagedModel, decoder_of
 from minivllm_lab.paged_model import load as load
+from minivllm_lab.preemption.costs import COPY_SECONDS, LARGE, SHARE_OF_PEAK, SMALL, Crossover
+from minivllm_lab.preemption.published_waste import AT_ONCE, PUBLISHED, REQUESTS, waste, workload
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, refusal, show_errors
 from minivllm_lab.tables import Timed, closing, console, table
@@ -38,8 +40,6 @@ from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import get_link
-from minivllm_simulate.preemption import COPY_SECONDS, LARGE, SHARE_OF_PEAK, SMALL, Crossover
-from minivllm_simulate.preemption_checks import AT_ONCE, PUBLISHED, REQUESTS, waste, workload
 from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate
 
 BLOCK_SIZE, AMPLE = 4, 200

@@ -17,8 +17,8 @@ from minivllm.core.block_hash import BlockHash, HashBlockTokens, hash_block_toke
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.scheduler import Scheduler
+from minivllm_lab.optimization_catalog.sharing import Sharing, sessions
 from minivllm_simulate.cost_model import Cost
-from minivllm_simulate.sharing import Sharing, sessions
 from minivllm_simulate.virtual_clock import percentile, simulate
 
 BLOCK_SIZE = 16

@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm_simulate.victims import scheduler_with
+from minivllm_lab.preemption.victims import scheduler_with
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 
@@ -84,7 +84,7 @@ def waste(
     Args:
         blocks: of 16 tokens.
         whole: a request is admitted if all its tokens so far fit, as in vLLM now; else if its first chunk does.
-        victim: a rule of `minivllm_simulate.victims`; empty: the last one in.
+        victim: a rule of `minivllm_lab.preemption.victims`; empty: the last one in.
         caching: with the prefix cache, in which a victim may find its own blocks again.
         at_once: requests that run at once, at most.
         seed: of the lengths.

@@ -5,7 +5,7 @@
 
 Goodput is the highest rate at which 90 % of the requests have both their first token and the following ones in time. It
 is found by bisection: every rate that is tried is served by the real schedulers (`pools`, `open_load`), with a step's
-cost from `layouts`. Everything is *modelled*; `disaggregation_checks` says how far it is off published figures.
+cost from `layouts`. Everything is *modelled*; `model_checks` says how far it is off published figures.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Protocol
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.config.checks import require
 from minivllm.memory import kv_bytes_per_token
-from minivllm_simulate.cost_model import Cost, StepShape
+from minivllm_lab.disaggregation.pools import PARTS, PoolLoad, Pools, SimulatedConnector, run_pools
+from minivllm_simulate.cost_model import Cost, StepShape, chunk_seconds
 from minivllm_simulate.deployments import find_knee
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.kv_links import Link
 from minivllm_simulate.layouts import BLOCK_SIZE, PLACES, Layout, PlacedModel
 from minivllm_simulate.open_load import OpenLoad, finished, run_open
-from minivllm_simulate.pools import PARTS, PoolLoad, Pools, SimulatedConnector, run_pools
 from minivllm_simulate.workloads import RequestLengths, Workload, gamma_arrivals
 
 SHARE = 0.9
@@ -378,12 +378,6 @@ def prefill_seconds(cost: Cost, prompt: float, budget: int) -> float:
     if length >= budget:
         return chunk_seconds(cost, length, budget)
     return min(cost.seconds(StepShape.of([(length, 0)] * many)) / many for many in range(1, budget // length + 1))
-
-
-def chunk_seconds(cost: Cost, prompt: int, budget: int) -> float:
-    """Seconds of a prompt alone, in chunks of `budget` tokens."""
-    starts = range(0, prompt, budget)
-    return sum(cost.seconds(StepShape.of([(min(budget, prompt - start), start)])) for start in starts)
 
 
 def arrivals(work: Work, rate: float, turns: int = 1) -> list[float]:

@@ -1,4 +1,4 @@
-"""Simulated scenarios shared by several lessons: overload, and one long prompt among chats."""
+"""Simulated scenarios: overload, and one long prompt among chats."""
 
 import statistics
 from collections.abc import Sequence

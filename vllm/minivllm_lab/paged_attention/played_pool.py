@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.errors import MinivllmError
-from minivllm_simulate.pool_audit import Fault, HeldTable, Pool, audit, counted_blocks, named
+from minivllm_lab.paged_attention.pool_audit import Fault, HeldTable, Pool, audit, counted_blocks, named
 from minivllm_simulate.workloads import RequestLengths
 
 MOST_FRAMES = 26

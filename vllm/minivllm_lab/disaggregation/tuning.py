@@ -16,8 +16,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from minivllm_simulate.cost_model import Cost, StepShape
-from minivllm_simulate.disaggregation import (
+from minivllm_lab.disaggregation.goodput import (
     SHARE,
     Colocated,
     Disaggregated,
@@ -26,6 +25,7 @@ from minivllm_simulate.disaggregation import (
     System,
     Work,
 )
+from minivllm_simulate.cost_model import Cost, StepShape
 from minivllm_simulate.open_load import finished
 
 BUDGETS = (*range(64, 513, 64), 640, 768, 896, 1024, 1536, 2048, 4096, 8192)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from minivllm.config.checks import require
-from minivllm_simulate.paged_traffic import SECTOR, counted, paged_traffic
+from minivllm_lab.paged_attention.paged_traffic import SECTOR, counted, paged_traffic
 from minivllm_simulate.workloads import RequestLengths
 
 GOLDEN = 0.618

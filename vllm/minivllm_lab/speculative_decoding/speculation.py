@@ -34,7 +34,7 @@ PASS_OVERHEAD, VERIFY_OVERHEAD = 2.2e-4, 6.5e-4
 """Seconds beyond reading and arithmetic: of each of the drafter's passes (launch, sampling, the next inputs), and
 of a step with drafts over one without (rejection sampling). vllm-project/vllm#20780: Llama-3.1-8B with an EAGLE-1 head,
 one request, MT-bench: acceptance length times TPOT is 7.72 ms + 0.73 ms a draft, for 2 to 7 drafts; and 7.07 ms without
-any, which is an H100's. `minivllm_simulate.speculation_checks` says how far the model is off on others."""
+any, which is an H100's. `minivllm_lab.speculative_decoding.model_checks` says how far the model is off on others."""
 HEAD_VOCABULARY = 32_000
 """Of an EAGLE-3 head: published heads draft from the most frequent tokens only."""
 MOST_BATCH = 1024

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from minivllm.memory import kv_bytes_per_token
+from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Disaggregated, Objective, System, Work
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.deployments import find_knee
-from minivllm_simulate.disaggregation import SHARE, Colocated, Disaggregated, Objective, System, Work
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Link, get_link, least_bandwidth
