@@ -1,9 +1,9 @@
 """Test what the host tier stores and loads, with a scheduler, slow copies and no model."""
 
+import json
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 from core.connector_double import config_double
 from core.invariants import check_scheduler
@@ -19,11 +19,10 @@ from minivllm.core.kv_connector import KVConnectorRole
 from minivllm.core.kv_offload import LookupResult
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.step_events import KeyLine, StepLine, StepRecorder
+from minivllm.engine.step_recorder import StepRecorder
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.offload_scheduler import OffloadScheduler
 from minivllm.kv_connector.simple_cpu_offload_connector import SimpleCPUOffloadConnector
-from minivllm_lab.step_recording import ReplayedState
 
 SIZE = 4
 
@@ -314,16 +313,13 @@ def test_the_steps_tell_of_the_tier() -> None:
     """Also when a store ends in step 3, in which a request decodes and nothing else happens."""
     run = OffloadRun(connector_of(), most_steps=5, rng=Random(7))
     recorder = StepRecorder(run.scheduler)
-    state = ReplayedState.of(msgspec.json.decode(recorder.take()[0], type=KeyLine))
     run.add("r", prompt_of(0, 12), 4)
     seen = []
     while run.scheduler.has_unfinished_requests():
         output = run.schedule()
-        recorder.observe(output, run.scheduler.update_from_output(*run.in_flight.pop(0)))
-        for line in recorder.take():
-            state.apply(msgspec.json.decode(line, type=StepLine))
-        assert state.tier == list(run.tier.state().values())
-        seen.append(state.tier)
+        outputs = run.scheduler.update_from_output(*run.in_flight.pop(0))
+        seen.append(json.loads(recorder.snapshot(output, outputs))["tier"])
+        assert seen[-1] == list(run.tier.state().values())
     assert seen == [[30, 0, 0, 3]] * 2 + [[30, 3, 0, 0]] * 3
 
 

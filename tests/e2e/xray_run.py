@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -12,15 +12,16 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from patience import eventually
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.step_events import FORMAT, HeaderLine, StepRecorder
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.step_recorder import StepRecorder
 from minivllm.entrypoints.openai.middleware import AuthenticationMiddleware
-from minivllm.entrypoints.xray.recorder import StepRing
-from minivllm.entrypoints.xray.routes import add_xray
+from minivllm.entrypoints.xray.routes import StepFeed, add_xray
 
 DRAFTS = 3
 
@@ -43,8 +44,8 @@ class BusyScheduler:
         self.prefixes = [[self.rng.randrange(4000) for _ in range(160)] for _ in range(4)]
         self.added = 0
 
-    def lines(self) -> list[bytes]:
-        """The lines of one more step."""
+    def line(self) -> str:
+        """The snapshot of one more step."""
         while len(self.scheduler.waiting) < 4 and self.rng.random() < 0.35:
             self._add()
         output = self.scheduler.schedule()
@@ -52,8 +53,7 @@ class BusyScheduler:
         self.scheduler.update_draft_token_ids(
             {name: [7] * DRAFTS for name in output.num_scheduled_tokens if name.endswith(("3", "7", "9"))}
         )
-        self.recorder.observe(output, outputs)
-        return self.recorder.take()
+        return self.recorder.snapshot(output, outputs)
 
     def _add(self) -> None:
         shared = self.rng.choice(self.prefixes) if self.rng.random() < 0.6 else []
@@ -71,23 +71,36 @@ class BusyScheduler:
 
 
 class Alive:
-    """An engine that has not ended."""
+    """An engine of which the feed knows only this."""
 
-    errored = False
+    def __init__(self, cores: int) -> None:
+        self.errored = False
+        self.engine_args = EngineArgs(data_parallel_size=cores, multiprocess=cores > 1)
+        self.step_watchers: list[Callable[[int, str], None]] = []
+        self.pages = 0
+
+    async def start_step_events(self) -> None:
+        self.pages += 1
+
+    async def stop_step_events(self) -> None:
+        self.pages = 0
 
 
 @dataclass
 class Served:
-    """A running server; `rings` are what it shows of each core."""
+    """A running server, and the feed of what it shows."""
 
     url: str
-    rings: Sequence[StepRing]
-    loop_thread: threading.Thread
+    engine: Alive
+    feed: StepFeed
     server: uvicorn.Server
 
-    def put(self, lines: Sequence[bytes], core: int = 0) -> None:
-        """Shows more lines; from any thread."""
-        self.server.config.app.state.loop.call_soon_threadsafe(self.rings[core].put, lines)  # type: ignore[union-attr]
+    def put(self, lines: Sequence[str], core: int = 0) -> None:
+        """Shows more lines once a page is open; from any thread."""
+        assert eventually(lambda: self.engine.pages > 0)
+        loop = self.server.config.app.state.loop  # type: ignore[union-attr]
+        for line in lines:
+            loop.call_soon_threadsafe(self.feed.put, core, line)
 
 
 @contextmanager
@@ -95,9 +108,9 @@ def served(keys: Sequence[str] = (), cores: int = 1) -> Iterator[Served]:
     app = FastAPI()
     if keys:
         app.add_middleware(AuthenticationMiddleware, keys=keys)
-    rings, engine = [StepRing() for _ in range(cores)], Alive()
-    headers = [HeaderLine(xray=FORMAT, model="tiny-python", core=core, cores=cores) for core in range(cores)]
-    add_xray(app, rings, headers, engine)
+    engine: Any = Alive(cores)
+    feed = StepFeed(engine, "tiny-python")
+    add_xray(app, feed, cores)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=1))
 
     async def run() -> None:
@@ -117,7 +130,7 @@ def served(keys: Sequence[str] = (), cores: int = 1) -> Iterator[Served]:
         time.sleep(0.01)
     port: Any = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Served(f"http://127.0.0.1:{port}", rings, thread, server)
+        yield Served(f"http://127.0.0.1:{port}", engine, feed, server)
     finally:
         engine.errored = True
         server.should_exit = True

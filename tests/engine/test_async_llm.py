@@ -1,6 +1,7 @@
 """The engine for an event loop: the same answers, deltas that add up, readers that leave, a core that dies."""
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -147,21 +148,26 @@ def test_what_is_refused_is_refused_where_the_caller_is_and_the_rest_goes_on(on_
     on_engine(work)
 
 
-def test_whoever_has_a_calls_answer_has_been_told_what_it_has_changed(on_engine):
+def test_a_change_that_no_step_tells_is_told_before_the_answer(on_engine):
     async def work(engine):
         lines = []
-        watcher = (0, lines.extend)
-        engine.step_watchers.append(watcher)
+
+        def watch(core, line):
+            lines.append(json.loads(line))
+
+        engine.step_watchers.append(watch)
         await engine.start_step_events()
         await collected(engine, PROMPTS[1], params(RequestOutputKind.FINAL_ONLY), "watched")
-        lines.clear()
+        cached = lines[-1]["cached"]
         assert await engine.reset_prefix_cache()
-        told = b"".join(lines)
-        await engine.end_step_events()
-        engine.step_watchers.remove(watcher)
-        return told
+        last = lines[-1]
+        await engine.stop_step_events()
+        engine.step_watchers.remove(watch)
+        return cached, last["cached"]
 
-    assert b'"removed":[' in on_engine(work)
+    cached, afterwards = on_engine(work)
+    assert cached
+    assert afterwards == []
 
 
 def test_a_killed_core_is_told_to_all_readers_at_once():

@@ -1,26 +1,24 @@
 """The core in a thread of the server's process, which `Parts` of the core need; quicker to start than a process."""
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
-import msgspec
 import pytest
 
 from minivllm import SamplingParams
 from minivllm.config import EMBEDDED_MODEL, Parts
-from minivllm.core import step_events
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.step_events import KeyLine, StepLine
 from minivllm.engine import async_llm
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.async_thread_client import AsyncThreadClient
+from minivllm.engine.step_recorder import StepRecorder
 from minivllm.entrypoints.openai.stream import until_disconnected
-from minivllm.entrypoints.xray.recorder import is_key
-from minivllm.errors import EngineDeadError, WorkerDiedError
+from minivllm.errors import EngineDeadError
 from minivllm.sampling_params import RequestOutputKind
 from minivllm_lab.exercise import checks_of, module_from, run_checks
-from minivllm_lab.step_recording import ReplayedState
 
 SETTINGS = {"model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
 
@@ -84,86 +82,44 @@ def test_parts_of_the_core_run_and_the_end_is_told():
     assert len(with_engine(work, parts=Parts(scheduler=Own))) == 2
 
 
-def test_steps_are_told_from_the_first_one_on_and_also_what_no_step_tells():
-    async def work(engine):
-        lines = await watched(engine)
-        reading = engine.generate("def f", params(200), "a")
-        await anext(reading)
-        await reading.aclose()
-        await engine.reset_prefix_cache()
-        while engine.stats.num_running_reqs or b'"abort"' not in b"".join(lines):
-            await asyncio.sleep(0.01)
-        return lines
-
-    lines = with_engine(work)
-    assert b'"key"' in lines[0]
-    assert b'"abort"' in b"".join(lines), "the abort, after which no step comes"
-
-
 async def watched(engine):
-    """The lines of the steps from now on, as they are told."""
+    """The snapshots of the steps from now on, as they are told."""
     lines = []
-    engine.step_watchers.append((0, lines.extend))
+    engine.step_watchers.append(lambda core, line: lines.append(json.loads(line)))
     await engine.start_step_events()
     return lines
 
 
-def replayed(lines):
-    """The state that the lines end with."""
-    state = None
-    for line in lines:
-        if is_key(line):
-            state = ReplayedState.of(msgspec.json.decode(line, type=KeyLine))
-        else:
-            state.apply(msgspec.json.decode(line, type=StepLine))
-    return state
-
-
-def test_the_last_steps_are_told_when_the_server_stops(monkeypatch):
-    """Those too that were kept back; and requests under way have ended."""
-    monkeypatch.setattr(step_events, "SECONDS_KEPT_BACK", 1000)
-
+def test_the_state_is_told_at_once_then_each_step_and_an_abort_after_which_no_step_comes():
     async def work(engine):
         lines = await watched(engine)
+        assert [(line["step"], line["running"]) for line in lines] == [(0, [])]
         reading = engine.generate("def f", params(200), "a")
-        for _ in range(5):
-            await anext(reading)
-        assert len(lines) < 4
-        engine.end_requests()
-        await engine.end_step_events()
-        return replayed(lines)
+        await anext(reading)
+        await reading.aclose()
+        await engine.reset_prefix_cache()
+        await engine.stop_step_events()
+        return lines
 
-    last = with_engine(work)
-    assert last.step >= 5
-    assert last.requests == {}
+    lines = with_engine(work)
+    assert any(line["running"] for line in lines)
+    steps = [line["step"] for line in lines]
+    assert {later - earlier for earlier, later in pairwise(steps)} <= {0, 1}, "a step is missing"
+    assert (lines[-1]["running"], lines[-1]["cached"]) == ([], [])
 
 
-def test_the_last_steps_are_told_when_the_core_dies(monkeypatch):
-    monkeypatch.setattr(step_events, "SECONDS_KEPT_BACK", 1000)
+def test_a_recorder_that_fails_costs_no_request_its_answer(monkeypatch):
+    def fails(*_):
+        raise ZeroDivisionError
 
     async def work(engine):
-        lines = await watched(engine)
-        executor = engine.engine_core.engine_core.executor
-        executor.execute_model = dies_after(20, executor.execute_model)
-        with pytest.raises(EngineDeadError):
-            [_ async for _ in engine.generate("def f", params(200), "a")]
-        await engine.end_step_events()
-        return replayed(lines)
+        await watched(engine)
+        monkeypatch.setattr(StepRecorder, "snapshot", fails)
+        outputs = [one async for one in engine.generate("x", params(3), "a")]
+        assert engine.engine_core.engine_core.step_recorder is None
+        return sum(len(one.outputs[0].token_ids) for one in outputs)
 
-    last = with_engine(work)
-    assert last.step == 20
-    assert [one.running for one in last.requests.values()] == [True]
-
-
-def dies_after(number, execute):
-    steps = iter(range(number))
-
-    def dies(*arguments, **options):
-        if next(steps, None) is None:
-            raise WorkerDiedError("a rank is gone")
-        return execute(*arguments, **options)
-
-    return dies
+    assert with_engine(work) == 3
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -182,20 +138,9 @@ def test_a_step_that_fails_is_told_though_nobody_is_left(ahead):
         executor.execute_model = fails_once
         *_, last = [one async for one in reading]
         assert last.finished
-        assert replayed(lines).requests == {}
+        assert (lines[-1]["running"], lines[-1]["num_waiting"]) == ([], 0)
 
     with_engine(work, async_scheduling=ahead)
-
-
-def test_whoever_has_a_calls_answer_has_been_told_what_it_has_changed():
-    async def work(engine):
-        lines = await watched(engine)
-        [_ async for _ in engine.generate("def f", params(20), "a")]
-        lines.clear()
-        assert await engine.reset_prefix_cache()
-        return b"".join(lines)
-
-    assert b'"removed":[' in with_engine(work)
 
 
 def test_whoever_leaves_before_a_calls_answer_breaks_nothing():

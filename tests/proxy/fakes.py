@@ -13,7 +13,7 @@ from patience import PATIENCE
 from server.serving import free_port
 
 from minivllm.entrypoints.openai.http_server import bind, make_server
-from minivllm.entrypoints.proxy.proxy import Proxy
+from minivllm.entrypoints.proxy.proxy import Proxy, Upstream
 from minivllm.entrypoints.proxy.serve import build_app
 from minivllm.entrypoints.proxy.settings import ProxyArgs
 
@@ -155,15 +155,12 @@ class Setting:
         async with self.client.post(self.url + path, json=body, headers=headers) as reply:
             return reply.status, await reply.read()
 
-    async def counted(self, server: "Fake", outcome: str) -> bool:
-        """Whether one request on this server has ended so; it is counted after its last byte was sent."""
-        role = "prefill" if server in self.prefill else "decode"
-        labels = {"role": role, "upstream": server.url, "outcome": outcome}
-        await eventually(lambda: self.metric("requests_total", **labels) > 0)
-        return self.metric("requests_total", **labels) == 1
+    def upstream(self, server: "Fake") -> Upstream:
+        """How the proxy knows this server."""
+        return next(one for one in self.proxy.servers if one.url == server.url)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.proxy.metrics.registry.get_sample_value(f"minivllm:proxy_{name}", labels) or 0.0
+        return self.proxy.registry.get_sample_value(f"minivllm:proxy_{name}", labels) or 0.0
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from server.serving import CHAT_TEMPLATE, Server, running
@@ -20,17 +19,11 @@ def base(template: Template | None) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file in which the second server records its steps."""
-    return tmp_path_factory.mktemp("recording") / "run.jsonl"
-
-
-@pytest.fixture(scope="session")
-def chat(recording: Path, template: Template | None) -> Iterator[Server]:
+def chat(template: Template | None) -> Iterator[Server]:
     flags = ("--chat-template", str(CHAT_TEMPLATE), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     with ExitStack() as until_the_end:
         with forked(template):
             keys = ("--api-key", *KEYS)
-            server = until_the_end.enter_context(running(*flags, *keys, "--xray", "--record", str(recording)))
+            server = until_the_end.enter_context(running(*flags, *keys, "--xray"))
         server.client.headers["Authorization"] = f"Bearer {KEYS[1]}"
         yield server

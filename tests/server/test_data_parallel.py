@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import httpx
 import psutil
@@ -16,8 +15,6 @@ from patience import eventually
 from server.serving import Server, running
 from server.test_clients import is_idle, raw_request
 from server.test_lora import ADAPTERS, LOAD, PROMPT, UNLOAD
-
-from minivllm_lab.step_recording import read_lines
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -36,13 +33,8 @@ def pair_of_cores(folder, *flags: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def recording(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("recording") / "run.jsonl"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory, recording) -> Iterator[Server]:
-    with pair_of_cores(tmp_path_factory.mktemp("sockets"), "--record", str(recording)) as server:
+def pair(tmp_path_factory) -> Iterator[Server]:
+    with pair_of_cores(tmp_path_factory.mktemp("sockets"), "--xray") as server:
         yield server
 
 
@@ -88,18 +80,20 @@ def test_requests_and_their_aborts_go_to_both_cores(pair: Server):
 
 
 @pytest.mark.parametrize("core", [0, 1])
-def test_a_cores_recording_has_each_of_its_steps(pair: Server, recording: Path, core: int):
-    for _ in range(4):
-        body, rank = {"prompt": [5] * 40, "max_tokens": 3}, {"X-data-parallel-rank": str(core)}
-        httpx.post(f"{pair.url}/v1/completions", json=body, headers=rank, timeout=60)
-    assert eventually(lambda: is_idle(pair))
-    header, *lines = map(json.loads, read_lines(recording.with_name("run.core1.jsonl") if core else recording))
-    assert (header.get("core", 0), header["cores"]) == (core, 2)
-    steps = [line.get("step", line.get("key")) for line in lines]
-    begins = [at for at, line in enumerate(lines) if "key" in line]
-    for begin, end in zip(begins, [*begins[1:], len(steps)], strict=True):
-        assert {later - earlier for earlier, later in pairwise(steps[begin:end])} <= {0, 1}, "a step is missing"
-    assert steps[-1] >= 12
+def test_a_page_sees_each_step_of_its_core(pair: Server, core: int):
+    lines = []
+    with pair.client.stream("GET", f"/xray/events?core={core}") as stream:
+        events = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: "))
+        header = next(events)
+        lines.append(next(events))
+        assert (header["core"], header["cores"]) == (core, 2)
+        for rank in (str(core), str(1 - core)) * 2:
+            body, headers = {"prompt": [5] * 40, "max_tokens": 3}, {"X-data-parallel-rank": rank}
+            httpx.post(f"{pair.url}/v1/completions", json=body, headers=headers, timeout=60)
+        while lines[-1]["step"] < 6 or lines[-1]["running"]:
+            lines.append(next(events))
+    assert lines[-1]["step"] <= 8, "the other core's steps are not among them"
+    assert {later["step"] - earlier["step"] for earlier, later in pairwise(lines)} <= {0, 1}, "a step is missing"
 
 
 def test_a_reset_reaches_all_caches(pair: Server):

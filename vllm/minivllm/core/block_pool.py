@@ -3,12 +3,10 @@
 All bookkeeping is on the host. A block is `block_size` token slots in every layer's cache tensor; its id is its index.
 
 In vLLM v0.33.0: `vllm/v1/core/block_pool.py` (`BlockPool`, `BlockHashToBlockMap`) and
-`vllm/v1/core/kv_cache_utils.py` (`KVCacheBlock`, `FreeKVCacheBlockQueue`); `vllm/distributed/kv_events.py`
-(`BlockStored`, `BlockRemoved`), whose events here have ids and no hashes.
+`vllm/v1/core/kv_cache_utils.py` (`KVCacheBlock`, `FreeKVCacheBlockQueue`).
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from minivllm.core.block_hash import BlockHash
 from minivllm.errors import MinivllmError
@@ -17,18 +15,6 @@ from minivllm.platforms.collector import at_rest
 
 class BlockPoolError(MinivllmError):
     """A request that would corrupt the pool, such as freeing a block twice or taking more blocks than are free."""
-
-
-class BlockStored(NamedTuple):
-    """These blocks were published: they can be found by their hashes."""
-
-    block_ids: list[int]
-
-
-class BlockRemoved(NamedTuple):
-    """These blocks have lost their hashes; None: all of them have (in vLLM: `AllBlocksCleared`)."""
-
-    block_ids: list[int] | None
 
 
 class KVCacheBlock:
@@ -188,8 +174,6 @@ class BlockPool:
             self.null_block = self.blocks[0]
             self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
         self.cached_block_hash_to_block = BlockHashToBlockMap()
-        self.kv_event_queue: list[BlockStored | BlockRemoved] | None = None
-        """What happens to hashes, where somebody watches; None: nobody does."""
 
     @property
     def num_usable_blocks(self) -> int:
@@ -257,8 +241,6 @@ class BlockPool:
                 raise BlockPoolError(f"block {block.block_id} is already published under another hash")
             block.block_hash = block_hash
             self.cached_block_hash_to_block.insert(block_hash, block)
-        if self.kv_event_queue is not None:
-            self.kv_event_queue.append(BlockStored([block.block_id for block in blocks[num_cached:num_full]]))
 
     def evict_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Removes the hashes of blocks, so that they can no longer be found; reference counts do not change."""
@@ -272,13 +254,9 @@ class BlockPool:
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         for block in self.blocks:
             block.block_hash = None
-        if self.kv_event_queue is not None:
-            self.kv_event_queue.append(BlockRemoved(None))
         return True
 
     def _withdraw_hash(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:
             self.cached_block_hash_to_block.pop(block.block_hash, block.block_id)
             block.block_hash = None
-            if self.kv_event_queue is not None:
-                self.kv_event_queue.append(BlockRemoved([block.block_id]))

@@ -122,8 +122,8 @@ class EngineCoreOutputs:
     timestamp: float = 0.0
     engine_index: int = 0
     num_received: int = 0
-    step_events: list[bytes] = field(default_factory=list)
-    """Lines of `core.step_events`, where somebody watches."""
+    step_snapshot: str = ""
+    """A line of `engine.step_recorder`, where somebody watches."""
     kv_connector_stats: dict[str, Any] | None = None
     """What the KV connector has counted in this step."""
 

@@ -68,8 +68,6 @@ class RemoteKV:
         self.releasing: dict[str, Request] = {}
         """Requests that have ended, and whose blocks are still needed."""
         self.connector_prefix_cache_stats = PrefixCacheStats()
-        self.num_truncations = 0
-        """In how many steps requests that run have lost what was computed with invalid blocks."""
         self._to_start: set[str] = set()  # requests that bring word of keys and values elsewhere
         self._being_sent: set[str] = set()
         self._being_received: set[str] = set()  # of those in `releasing`
@@ -298,7 +296,6 @@ class RemoteKV:
         running = [request for request in requests.values() if request.status is RequestStatus.RUNNING]
         before = {one.request_id: one.num_cached_tokens for one in running}
         affected = self._failures.truncate(running, invalid_block_ids, self.manager, self._given_back.values())
-        self.num_truncations += bool(affected)
         for request in affected:
             name = request.request_id
             num_lost = before[name] - request.num_cached_tokens

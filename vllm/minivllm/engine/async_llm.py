@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from minivllm.engine.async_thread_client import AsyncThreadClient
 
 logger = init_logger(__name__)
-SECONDS_FOR_LAST_STEPS = 2.0
 OUTPUTS_AT_ONCE = 128
 """Outputs that are processed before the event loop's other tasks get a turn."""
 
@@ -267,15 +266,13 @@ class AsyncLLM(FrontEnd):
         return await self._utility("pin_lora", lora_id)
 
     async def start_step_events(self) -> None:
-        """From now on the engine's steps are told to `step_watchers`, as lines of `core.step_events`."""
+        """From now on `step_watchers` get a snapshot of each step, see `engine.step_recorder`; the first is of now."""
         await self._utility("start_step_events")
 
-    async def end_step_events(self) -> None:
-        """Tells `step_watchers` of the last steps, for which it waits a little. A dead core has told what it could."""
-        if self.errored and not isinstance(self.dead_error, EngineStoppedError):
-            return
-        with suppress(EngineDeadError, RuntimeError, TimeoutError):
-            await asyncio.wait_for(self.engine_core.call_utility_async("stop_step_events"), SECONDS_FOR_LAST_STEPS)
+    async def stop_step_events(self) -> None:
+        """Describe no more steps."""
+        with suppress(EngineDeadError, RuntimeError):
+            await self._utility("stop_step_events")
 
     async def check_health(self) -> None:
         """Raises `EngineDeadError` if the engine has ended."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.busy_loop import Act, abort_requests, run_busy_loop, tell_step_events
+from minivllm.engine.busy_loop import Act, abort_requests, run_busy_loop, tell_watchers
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES, EngineCoreClient
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
@@ -74,7 +74,7 @@ class AsyncThreadClient(EngineCoreClient):
             except Exception as error:
                 failure = RuntimeError(f"{method} failed in the engine's core: {type(error).__name__}: {error}")
                 settle = partial(answer.set_exception, failure)
-            tell_step_events(self.engine_core, self._send)
+            tell_watchers(self.engine_core, self._send)
             loop.call_soon_threadsafe(lambda: answer.done() or settle())  # whoever asked may have left
 
         self._to_do.put(call)

@@ -19,24 +19,19 @@ Put = Callable[[EngineCoreOutputs], object]
 def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | None]", put: Put) -> None:
     """Steps while requests are unfinished, else waits for what there is to do. None is the end.
 
-    However it ends, the lines about its last steps are sent first.
-
     Raises:
         WorkerDiedError: a rank has died, which the engine cannot survive.
         Exception: whatever exception is found in the queue.
     """
-    try:
-        while True:
-            while not to_do.empty() or not core.has_unfinished_requests():
-                act = to_do.get()
-                if act is None:
-                    return
-                if isinstance(act, Exception):
-                    raise act
-                _guarded(act)
-            _guarded(lambda: put(core.step()))
-    finally:
-        tell_step_events(core, put)
+    while True:
+        while not to_do.empty() or not core.has_unfinished_requests():
+            act = to_do.get()
+            if act is None:
+                return
+            if isinstance(act, Exception):
+                raise act
+            _guarded(act)
+        _guarded(lambda: put(core.step()))
 
 
 def abort_requests(core: EngineCore, request_ids: Sequence[str], put: Put) -> None:
@@ -46,10 +41,10 @@ def abort_requests(core: EngineCore, request_ids: Sequence[str], put: Put) -> No
         put(core.state())
 
 
-def tell_step_events(core: EngineCore, put: Put) -> None:
-    """Sends the lines that no step has delivered, where somebody watches."""
-    if (state := core.state()).step_events:
-        put(state)
+def tell_watchers(core: EngineCore, put: Put) -> None:
+    """Send the state after a change that no step tells of, where somebody watches."""
+    if core.step_recorder is not None:
+        put(core.state())
 
 
 def _guarded(act: Act) -> None:

@@ -11,12 +11,12 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.step`, `_initialize_kv_ca
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.generation_config import GenerationConfig
 from minivllm.engine.lora_registry import AdapterRefused, LoRARegistry
+from minivllm.engine.step_recorder import StepRecorder
 from minivllm.errors import AdapterError, MinivllmError, NonFiniteLogitsError, WorkerDiedError
 from minivllm.executor.abstract import make_executor
 from minivllm.kv_connector.factory import create_connector
@@ -46,9 +47,6 @@ from minivllm.platforms.out_of_memory import explain_out_of_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.structured_output.manager import StructuredOutputManager
 from minivllm.worker.memory_profiling import check_override, profile_memory
-
-if TYPE_CHECKING:
-    from minivllm.core.step_events import StepRecorder
 
 logger = init_logger(__name__)
 SECONDS_BETWEEN_EMPTY_STEPS = 0.001
@@ -105,7 +103,6 @@ class EngineCore:
         self.batch_queue: deque[_Batch] | None = deque() if ahead else None
         self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
         self.step_recorder: StepRecorder | None = None
-        self._last_step_events: list[bytes] = []
         self._log_memory(device)
 
     @property
@@ -135,7 +132,6 @@ class EngineCore:
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
             self.loras.forget_unused()
-            self._observe()
             self.scheduler.finished_req_ids -= unsent  # no step need come to tell of them
 
     def has_unfinished_requests(self) -> bool:
@@ -179,7 +175,7 @@ class EngineCore:
                     break  # nobody can go on before the outputs in flight have arrived
             concerned = ()
             if not queue:
-                return self._delivered([], [], time.monotonic())
+                return self._delivered([], [], time.monotonic(), self._snapshot())
             batch = queue.popleft()
             scheduled = batch.scheduler_output.num_scheduled_tokens
             concerned = [request_id for request_id in scheduled if request_id in self.scheduler.requests]
@@ -226,23 +222,25 @@ class EngineCore:
             if self._takes_drafts:
                 self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
             admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
-            self._observe((scheduler_output, outputs))
+            snapshot = self._snapshot(scheduler_output, outputs)
         if not scheduler_output.num_scheduled_tokens and self.scheduler.remote is not None:
             time.sleep(SECONDS_BETWEEN_EMPTY_STEPS)
-        delivered = self._delivered(outputs, admitted, timestamp)
+        delivered = self._delivered(outputs, admitted, timestamp, snapshot)
         if self.scheduler.remote is not None:
             told = model_runner_output.kv_connector_output
             counted = (told and told.kv_connector_stats, self.scheduler.remote.connector.take_stats())
             delivered.kv_connector_stats = joined_stats(counted)
         return delivered
 
-    def _delivered(self, outputs: list[EngineCoreOutput], admitted: list[str], timestamp: float) -> EngineCoreOutputs:
+    def _delivered(
+        self, outputs: list[EngineCoreOutput], admitted: list[str], timestamp: float, snapshot: str
+    ) -> EngineCoreOutputs:
         delivered = EngineCoreOutputs(
             [*self._undelivered, *outputs],
             self.scheduler.make_stats(),
             scheduled_req_ids=admitted,
             timestamp=timestamp,
-            step_events=[] if self.step_recorder is None else self.step_recorder.take(all_of_them=False),
+            step_snapshot=snapshot,
         )
         self._undelivered = []
         return delivered
@@ -255,9 +253,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
         with self._all_or_nothing(()):
-            done = self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
-            self._observe()
-            return done
+            return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def add_lora(self, lora_request: LoRARequest | dict[str, Any]) -> bool:
         """Reads an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
@@ -273,9 +269,7 @@ class EngineCore:
     def remove_lora(self, lora_id: int) -> bool:
         """Forgets an adapter, once the requests that use it have ended; returns whether it was there."""
         with self._unless_refused():
-            removed = self.loras.remove(lora_id)
-            self._observe()
-            return removed
+            return self.loras.remove(lora_id)
 
     def list_loras(self) -> list[int]:
         """Returns the ids of the adapters in host memory."""
@@ -290,35 +284,20 @@ class EngineCore:
         """
         with self._unless_refused():
             self.loras.pin(lora_id)
-            self._observe()
             return True
 
     def start_step_events(self) -> None:
-        """From now on the outputs of each step have the lines of `core.step_events`; the first has the whole state."""
-        from minivllm.core.step_events import StepRecorder  # msgspec is needed only here and between processes
+        """From now on describe each step, and each change between steps, in the outputs' `step_snapshot`."""
+        self.step_recorder = self.step_recorder or StepRecorder(self.scheduler)
 
-        self.stop_step_events()
-        self._last_step_events = []
-        queue = () if self.batch_queue is None else self.batch_queue
-        self.step_recorder = StepRecorder(self.scheduler, lambda: [batch.scheduler_output for batch in queue])
-
-    def stop_step_events(self) -> None:
-        """No more of them. Those that no step has delivered can still be taken, once."""
-        if self.step_recorder is not None:
-            self._last_step_events = self.step_recorder.take()
-            self.step_recorder.stop()
-        self.step_recorder = None
-
-    def take_step_events(self) -> list[bytes]:
-        """Returns the lines that no step has delivered, such as those of what happened while there were no requests."""
-        if self.step_recorder is not None:
-            return self.step_recorder.take()
-        lines, self._last_step_events = self._last_step_events, []
-        return lines
+    def stop_step_events(self) -> str:
+        """Describe no more steps; return the state as it is now."""
+        snapshot, self.step_recorder = self._snapshot(), None
+        return snapshot
 
     def state(self) -> EngineCoreOutputs:
-        """Returns what the front end is told where no step tells it."""
-        return EngineCoreOutputs([], self.scheduler.make_stats(), step_events=self.take_step_events())
+        """Return what the front end is told where no step tells it."""
+        return EngineCoreOutputs([], self.scheduler.make_stats(), step_snapshot=self._snapshot())
 
     def reset_running_requests(self) -> bool:
         """Forgets all cached blocks, those of running requests too, which wait again and are recomputed."""
@@ -337,25 +316,16 @@ class EngineCore:
             if self.scheduler.remote is not None:
                 self.scheduler.remote.connector.shutdown()
 
-    def _observe(
-        self, step: tuple[SchedulerOutput, list[EngineCoreOutput]] | None = None, started_over: bool = False
-    ) -> None:
-        """Writes down a step, or that all has started over, or what happened while nothing ran.
-
-        Whatever fails here costs no request its answer.
-        """
-        steps_will_tell = step is None and not started_over and self.has_unfinished_requests()
-        if self.step_recorder is None or steps_will_tell:
-            return
+    def _snapshot(self, step: SchedulerOutput | None = None, outputs: Sequence[EngineCoreOutput] = ()) -> str:
+        """Describe the state, if anybody watches. Whatever fails here costs no request its answer."""
+        if self.step_recorder is None:
+            return ""
         try:
-            if step is None:
-                self.step_recorder.observe_idle()
-            else:
-                self.step_recorder.observe(*step)
+            return self.step_recorder.snapshot(step, outputs)
         except Exception:
-            logger.exception("The steps are not told any more")
-            self.step_recorder.stop()
+            logger.exception("Step recording failed; recorder disabled")
             self.step_recorder = None
+            return ""
 
     @contextmanager
     def _all_or_nothing(self, request_ids: Collection[str]) -> Iterator[None]:
@@ -404,7 +374,6 @@ class EngineCore:
         if self.batch_queue is not None:
             self.batch_queue.clear()
         self.scheduler.start_over(lost)
-        self._observe(started_over=True)
         self.executor.collective_rpc("reset")
 
     def _log_step(self, output: SchedulerOutput) -> None:

@@ -17,7 +17,7 @@ from minivllm.core.messages import EngineCoreOutputs, EngineCoreReady, EngineCor
 
 UTILITIES = (
     "reset_prefix_cache", "reset_prefix_cache_and_connector", "reset_running_requests", "start_step_events",
-    "stop_step_events", "take_step_events", "add_lora", "remove_lora", "list_loras", "pin_lora",
+    "stop_step_events", "add_lora", "remove_lora", "list_loras", "pin_lora",
 )  # fmt: skip
 """Methods of `EngineCore` that a front end may call by name."""
 

@@ -17,7 +17,7 @@ import zmq
 
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.busy_loop import Act, abort_requests, run_busy_loop, tell_step_events
+from minivllm.engine.busy_loop import Act, abort_requests, run_busy_loop, tell_watchers
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES
 from minivllm.engine.core_sockets import CoreSockets
@@ -94,7 +94,7 @@ class EngineCoreProc:
         elif kind == Kind.UTILITY:
             call_id, method, arguments = decode(payload, tuple[int, str, list[Any]])
             answer = _answer_of(core, call_id, method, arguments)
-            tell_step_events(core, self._put)  # whoever has the answer has them too
+            tell_watchers(core, self._put)  # whoever has the answer has them too
             self._put(EngineCoreOutputs([], utility_output=answer))
 
     def _put(self, outputs: EngineCoreOutputs) -> None:

@@ -71,8 +71,8 @@ class FrontEnd:
         self._throughput_log = ThroughputLog()
         self.stat_logger: StatLogger | None = None
         """Who else wants to know what was measured, after each step."""
-        self.step_watchers: list[tuple[int, Callable[[list[bytes]], None]]] = []
-        """Who gets the lines of `core.step_events` of which core; cores write them after `start_step_events`."""
+        self.step_watchers: list[Callable[[int, str], None]] = []
+        """Called with a core's index and a line of `engine.step_recorder`, after `start_step_events`."""
 
     @property
     def stats(self) -> SchedulerStats:
@@ -143,9 +143,9 @@ class FrontEnd:
         for output in shown:
             if output.finished:
                 self._children.pop(output.request_id, None)
-        for rank, watcher in self.step_watchers:
-            if outputs.step_events and outputs.engine_index == rank:
-                watcher(outputs.step_events)
+        if outputs.step_snapshot:
+            for watcher in self.step_watchers:
+                watcher(outputs.engine_index, outputs.step_snapshot)
         if outputs.scheduler_stats is not None:
             self._take_stats(outputs.scheduler_stats, outputs.engine_index)
         if outputs.kv_connector_stats and self.stat_logger is not None:

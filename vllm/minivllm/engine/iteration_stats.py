@@ -25,6 +25,11 @@ class FinishedRequestStats:
     decode_time: float
 
     @property
+    def num_computed_tokens(self) -> int:
+        """Tokens of the prompt that were not cached."""
+        return max(0, self.num_prompt_tokens - self.num_cached_tokens)
+
+    @property
     def inference_time(self) -> float:
         """From first scheduled to the last token."""
         return self.prefill_time + self.decode_time
@@ -50,3 +55,23 @@ class IterationStats:
     inter_token_latencies: list[float] = field(default_factory=list)
     finished_requests: list[FinishedRequestStats] = field(default_factory=list)
     finished_parents: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, of prompts and generated."""
+        return self.num_prompt_tokens + self.num_generation_tokens
+
+    @property
+    def num_local_tokens(self) -> int:
+        """Tokens of prompts that were in this engine's cache."""
+        return max(0, min(self.num_cached_prompt_tokens, self.num_prompt_tokens) - self.num_external_prompt_tokens)
+
+    @property
+    def num_remote_tokens(self) -> int:
+        """Tokens of prompts that were in other caches and need not be computed."""
+        return min(self.num_cached_prompt_tokens, self.num_prompt_tokens) - self.num_local_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens of prompts from nowhere else. The last one of a prompt that came whole counts as external."""
+        return max(0, self.num_prompt_tokens - self.num_local_tokens - self.num_external_prompt_tokens)

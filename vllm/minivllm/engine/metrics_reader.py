@@ -3,11 +3,13 @@
 In vLLM v0.33.0: `vllm/v1/metrics/reader.py` (`get_metrics_snapshot`).
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric as PrometheusMetric
+from prometheus_client.samples import Sample
 
 PREFIX = "vllm:"
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -58,39 +60,22 @@ def get_metrics_snapshot(registry: CollectorRegistry) -> list[Metric]:
 
 
 def _values(family: PrometheusMetric) -> Iterator[Metric]:
+    by_labels = defaultdict[tuple, list[Sample]](list)
+    for sample in family.samples:
+        if not sample.name.endswith("_created"):
+            labels = tuple((name, value) for name, value in sample.labels.items() if name not in ("le", "position"))
+            by_labels[labels].append(sample)
+    return (_value(family, dict(labels), samples) for labels, samples in by_labels.items())
+
+
+def _value(family: PrometheusMetric, labels: dict[str, str], samples: list[Sample]) -> Metric:
     if family.type == "gauge":
-        yield from (Gauge(family.name, sample.labels, sample.value) for sample in family.samples)
-    elif family.type == "histogram":
-        yield from _histograms(family)
-    elif family.name == PER_POSITION:
-        yield from _vectors(family)
-    elif family.type == "counter":
-        counts = (sample for sample in family.samples if sample.name == f"{family.name}_total")
-        yield from (Counter(family.name, sample.labels, int(sample.value)) for sample in counts)
-
-
-def _histograms(family: PrometheusMetric) -> Iterator[Histogram]:
-    found: dict[tuple, Histogram] = {}
-    for sample in family.samples:
-        labels = {name: value for name, value in sample.labels.items() if name != "le"}
-        one = found.setdefault(tuple(labels.items()), Histogram(family.name, labels, 0, 0.0, {}))
-        if sample.name.endswith("_bucket"):
-            one.buckets[sample.labels["le"]] = int(sample.value)
-        elif sample.name.endswith("_count"):
-            one.count = int(sample.value)
-        elif sample.name.endswith("_sum"):
-            one.sum = sample.value
-    yield from found.values()
-
-
-def _vectors(family: PrometheusMetric) -> Iterator[Vector]:
-    found: dict[tuple, Vector] = {}
-    for sample in family.samples:
-        if not sample.name.endswith("_total"):
-            continue
-        labels = {name: value for name, value in sample.labels.items() if name != "position"}
-        one = found.setdefault(tuple(labels.items()), Vector(family.name, labels, []))
-        position = int(sample.labels["position"])
-        one.values += [0] * (position + 1 - len(one.values))
-        one.values[position] = int(sample.value)
-    yield from found.values()
+        return Gauge(family.name, labels, samples[0].value)
+    if family.name == PER_POSITION:
+        in_order = sorted(samples, key=lambda sample: int(sample.labels["position"]))
+        return Vector(family.name, labels, [int(sample.value) for sample in in_order])
+    if family.type == "counter":
+        return Counter(family.name, labels, int(samples[0].value))
+    buckets = {sample.labels["le"]: int(sample.value) for sample in samples if "le" in sample.labels}
+    totals = {sample.name.removeprefix(family.name): sample.value for sample in samples}
+    return Histogram(family.name, labels, int(totals["_count"]), totals["_sum"], buckets)

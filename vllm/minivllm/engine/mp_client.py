@@ -177,15 +177,7 @@ class SyncMPClient(MPClient):
                 self._early.append(message)
             elif answer.call_id == call_id:  # other replies belong to interrupted calls
                 answers[message.engine_index] = answer
-        result = self._joined(method, [answers[rank] for rank in sorted(answers)])
-        return [*self._early_step_events(), *result] if method == "take_step_events" else result
-
-    def _early_step_events(self) -> list[bytes]:
-        """The first core's lines that no `get_output` has fetched; they are not left for the next recording."""
-        lines = [line for outputs in self._early if not outputs.engine_index for line in outputs.step_events]
-        for outputs in self._early:
-            outputs.step_events = []
-        return lines
+        return self._joined(method, [answers[rank] for rank in sorted(answers)])
 
     def _receive(self) -> EngineCoreOutputs:
         self._wait(self._output)

@@ -6,7 +6,7 @@ In vLLM v0.33.0: `vllm/entrypoints/launchers/`.
 """
 
 import socket
-from collections.abc import Sequence
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -26,8 +26,7 @@ from minivllm.entrypoints.openai.http_server import (
 from minivllm.entrypoints.openai.lora_modules import check_lora_settings, lora_modules_of
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.entrypoints.xray.recorder import RecordingFile
-from minivllm.entrypoints.xray.routes import open_recordings, watch_steps
+from minivllm.entrypoints.xray.routes import StepFeed, add_xray
 
 
 def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int:
@@ -40,38 +39,28 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
     check_lora_settings(args, settings)
     listening = bind(settings)
     engine: AsyncLLM | None = None
-    recordings: list[RecordingFile] = []
     try:
-        recordings = open_recordings(settings, args)
         template = read_template(settings.chat_template, args.model) or template
         allow_many_connections()
         with signals_end_the_start():
             engine = AsyncLLM(args)
-        return run_loop(_serve(engine, listening, args, settings, template, recordings))
+        return run_loop(_serve(engine, listening, args, settings, template))
     finally:
         listening.close()
-        for recording in recordings:
-            recording.close()
         if engine is not None:
             engine.shutdown()
 
 
 async def _serve(
-    engine: AsyncLLM,
-    listening: socket.socket,
-    args: EngineArgs,
-    settings: FrontendArgs,
-    template: str | None,
-    recordings: Sequence[RecordingFile],
+    engine: AsyncLLM, listening: socket.socket, args: EngineArgs, settings: FrontendArgs, template: str | None
 ) -> int:
     app = make_app(engine, args, settings, template)
     await app.state.models.init_static_loras(lora_modules_of(settings.lora_modules))
-    await watch_steps(app, engine, settings, recordings)
+    if settings.xray:
+        name = (settings.served_model_name or [Path(args.model).name])[0]
+        add_xray(app, StepFeed(engine, name), args.data_parallel_size)
     server = make_server(app, settings)
-    code = await until_the_end(server, engine, listening, settings, app.state.server)
-    if recordings:
-        await engine.end_step_events()
-    return code
+    return await until_the_end(server, engine, listening, settings, app.state.server)
 
 
 def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, template: str | None) -> FastAPI:

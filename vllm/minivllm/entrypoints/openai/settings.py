@@ -59,8 +59,7 @@ class FrontendArgs(HttpArgs):
     - `lora_modules`: adapters, each name=path, or {"name": …, "path": …, "base_model_name": …} in JSON; requests name
       them as their model. `runtime_lora_path`: folders below which POST /v1/load_lora_adapter may load others; without
       any there is no such route. In vLLM: `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and then any path.
-    - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Where there are
-      several cores, the page's reader chooses one, and each has a file of its own. Not in vLLM.
+    - `xray`: the page /xray shows each step of the engine. Not in vLLM.
     - `allow_credentials`: browsers may send cookies (CORS). `allowed_origins`, `allowed_methods`, `allowed_headers`:
       what browsers may send (CORS), a list in JSON.
     """
@@ -84,7 +83,6 @@ class FrontendArgs(HttpArgs):
     lora_modules: list[str] = field(default_factory=list)
     runtime_lora_path: list[str] = field(default_factory=list)
     xray: bool = False
-    record: str | None = None
     allow_credentials: bool = False
     allowed_origins: list[str] = field(default_factory=lambda: ["*"])
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])

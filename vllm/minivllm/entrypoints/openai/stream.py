@@ -23,7 +23,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None], parts: Parts = NO_PARTS) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None] | AsyncGenerator[bytes, None],
+        close: Callable[[], None],
+        parts: Parts = NO_PARTS,
+    ) -> None:
         self._events = events
         self._close = close
         self._parts = parts
@@ -38,14 +43,20 @@ class EventStream(Response):
             self._close()
             await self._events.aclose()
 
-    def events(self) -> AsyncGenerator[str, None]:
+    def events(self) -> AsyncGenerator[str, None] | AsyncGenerator[bytes, None]:
         """The events, for whoever reads them without a connection."""
         return self._events
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self._events:
-            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": event.encode() if isinstance(event, str) else event,
+                    "more_body": True,
+                }
+            )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

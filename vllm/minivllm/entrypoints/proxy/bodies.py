@@ -7,23 +7,37 @@ In vLLM v0.33.0: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` (`
 `docs/features/nixl_connector_usage.md`.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from minivllm.entrypoints.openai.errors import bad_gateway
 from minivllm.errors import MinivllmError
 
 Body = dict[str, Any]
-ASK_TO_KEEP = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+UNKNOWN_YET = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+ASK_TO_KEEP = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(UNKNOWN_YET)}
 NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens")
-CHARACTERS_PER_TOKEN = 4
-"""Roughly, and it does not matter: loads are only compared."""
+
+
+def parse(content: bytes) -> Body:
+    """Return a client's request; its fields are the servers' to check, but for those that are the proxy's own.
+
+    Raises:
+        MinivllmError: it is no JSON object, or brings `kv_transfer_params`.
+    """
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        raise MinivllmError("the body is not JSON") from None
+    if not isinstance(body, dict):
+        raise MinivllmError('the body must be a JSON object, such as {"prompt": "def add(a, b):"}')
+    if body.get("kv_transfer_params"):
+        raise MinivllmError(
+            "kv_transfer_params are what the proxy tells the decode server; leave them out, or ask a server itself",
+            "kv_transfer_params",
+        )
+    return body
 
 
 def prefill_body(body: Mapping[str, Any]) -> Body:
@@ -32,7 +46,7 @@ def prefill_body(body: Mapping[str, Any]) -> Body:
     kept |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK_TO_KEEP)}
     if "max_completion_tokens" in kept:
         kept["max_completion_tokens"] = 1
-    if _several_completions(kept):
+    if isinstance(kept.get("n"), int) and kept["n"] > 1:
         kept["n"] = 1  # each would keep the prompt's blocks, and only one of them is ever read
     return kept
 
@@ -43,20 +57,19 @@ def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] |
     return {**body, **told}
 
 
-def check(body: Any) -> Body:
-    """Return a client's request; its fields are the servers' to check, but for those that are the proxy's own.
+def kept_params(content: bytes) -> Body | None:
+    """Return what a prefill server's reply says: where the keys and values are, if it keeps them.
 
     Raises:
-        MinivllmError: it is no object, or brings `kv_transfer_params`.
+        RequestError: it says nothing of the kind.
     """
-    if not isinstance(body, dict):
-        raise MinivllmError('the body must be a JSON object, such as {"prompt": "def add(a, b):"}')
-    if body.get("kv_transfer_params"):
-        raise MinivllmError(
-            "kv_transfer_params are what the proxy tells the decode server; leave them out, or ask a server itself",
-            "kv_transfer_params",
-        )
-    return body
+    try:
+        params = json.loads(content).get("kv_transfer_params")
+    except (ValueError, AttributeError):
+        params = content
+    if params is not None and not isinstance(params, dict):
+        raise bad_gateway("the prefill server's answer is no completion, or its kv_transfer_params are no object")
+    return params
 
 
 def why_decode_alone(body: Mapping[str, Any]) -> str | None:
@@ -71,30 +84,3 @@ def why_decode_alone(body: Mapping[str, Any]) -> str | None:
     if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
         return "prompt_logprobs"
     return None
-
-
-def estimated_tokens(body: Mapping[str, Any]) -> int:
-    """Return about how many tokens the prompt has, from its length; at least 1."""
-    prompt = body.get("prompt", body.get("messages"))
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return len(prompt)
-    return max(1, _characters(prompt) // CHARACTERS_PER_TOKEN)
-
-
-def _characters(value: Any) -> int:
-    """The length of all texts within; token ids count as texts of theirs."""
-    pending, total = [value], 0
-    while pending:
-        one = pending.pop()
-        if isinstance(one, str):
-            total += len(one)
-        elif isinstance(one, int):
-            total += CHARACTERS_PER_TOKEN
-        elif isinstance(one, dict | list):
-            pending.extend(one.values() if isinstance(one, dict) else one)
-    return total
-
-
-def _several_completions(body: Mapping[str, Any]) -> bool:
-    n = body.get("n")
-    return isinstance(n, int) and n > 1

@@ -7,19 +7,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from minivllm.entrypoints.openai.errors import register_exception_handlers
-from minivllm.entrypoints.openai.http_server import (
-    allow_many_connections,
-    bind,
-    make_server,
-    run_loop,
-    until_the_end,
-)
+from minivllm.entrypoints.openai.http_server import allow_many_connections, bind, make_server, run_loop, until_the_end
 from minivllm.entrypoints.openai.middleware import JSON_ONLY, BodySizeMiddleware, OpenRequestsMiddleware
 from minivllm.entrypoints.openai.stream import with_cancellation
 from minivllm.entrypoints.proxy.proxy import Proxy
 from minivllm.entrypoints.proxy.settings import ProxyArgs
-
-PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 def serve(settings: ProxyArgs) -> int:
@@ -40,8 +32,7 @@ async def _serve(listening: socket.socket, settings: ProxyArgs) -> int:
     proxy = Proxy(settings)
     await proxy.start()
     try:
-        server = make_server(build_app(proxy), settings)
-        return await until_the_end(server, proxy, listening, settings, proxy.state)
+        return await until_the_end(make_server(build_app(proxy), settings), proxy, listening, settings, proxy.state)
     finally:
         await proxy.close()
 
@@ -52,8 +43,12 @@ def build_app(proxy: Proxy) -> FastAPI:
     register_exception_handlers(app)
     app.add_middleware(BodySizeMiddleware)
     app.add_middleware(OpenRequestsMiddleware, state=proxy.state)
-    for path in PATHS:
-        app.post(path, dependencies=JSON_ONLY)(_passed_on_to(proxy, path))
+
+    @app.post("/v1/completions", dependencies=JSON_ONLY)
+    @app.post("/v1/chat/completions", dependencies=JSON_ONLY)
+    async def create(request: Request) -> Response:
+        content = await request.body()
+        return await with_cancellation(proxy.answer(request.url.path, content, request.headers), request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -65,14 +60,6 @@ def build_app(proxy: Proxy) -> FastAPI:
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
-        return Response(generate_latest(proxy.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(proxy.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     return app
-
-
-def _passed_on_to(proxy: Proxy, path: str):
-    async def create(request: Request) -> Response:
-        content = await request.body()
-        return await with_cancellation(proxy.answer(path, content, request.headers), request)
-
-    return create

@@ -9,25 +9,24 @@ HERE = Path(__file__).parent
 
 
 def theme_script() -> str:
-    """What tells a dark page from a light one; the widgets' front end has it too."""
+    """Return what tells a dark page from a light one; the widgets' front end has it too."""
     return (HERE / "theme.js").read_text()
 
 
 def script() -> str:
-    """The view, an ES module that fetches nothing by itself."""
+    """Return the view, an ES module that fetches nothing by itself."""
     return (HERE / "view.js").read_text() + theme_script()
 
 
 def style() -> str:
-    """Its style."""
+    """Return the view's style sheet."""
     return (HERE / "view.css").read_text()
 
 
 @cache
 def page() -> tuple[str, str]:
-    """The page of a server, with all that it needs inside, and its Content-Security-Policy."""
-    start = '\nstart(document.getElementById("xray"));\n'
-    code = f"{script()}{start}"
+    """Return the page of a server, with all that it needs inside, and its Content-Security-Policy."""
+    code = f'{script()}\nstart(document.getElementById("xray"));\n'
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "

@@ -1,0 +1,117 @@
+"""A snapshot is the scheduler's state, whatever has happened before; and the scheduler does the same unwatched."""
+
+import json
+from random import Random
+from typing import Any
+
+from conformance.workloads import random_workload
+from core.test_random_workloads import SEEDS, Run, random_request
+from hypothesis import given, settings
+
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.step_recorder import WAITING_SHOWN, StepRecorder
+
+
+class WatchedRun(Run):
+    """A random workload of which each step is described and compared; or the same without a recorder."""
+
+    def __init__(self, scheduler: Scheduler, rng: Random, watch: bool) -> None:
+        super().__init__(scheduler, rng)
+        self.steps: list[dict[str, int]] = []
+        self.recorder = StepRecorder(scheduler) if watch else None
+
+    def step(self, aborts_under_way: list[str]) -> None:
+        output = self.scheduler.schedule()
+        self.steps.append(dict(output.num_scheduled_tokens))
+        sampled = self.worker.execute(output)
+        self.abort(aborts_under_way)
+        outputs = self.scheduler.update_from_output(output, sampled)
+        for one in outputs:
+            self.receive(one)
+        self.scheduler.update_draft_token_ids(self.drafts(list(sampled.sampled_token_ids)))
+        if self.recorder is None:
+            return
+        told = json.loads(self.recorder.snapshot(output, outputs))
+        check_state(self.scheduler, told)
+        assert [row[1] for row in told["batch"]] == list(output.num_scheduled_tokens.values())
+        assert len(told["preempted"]) == len(output.preempted_req_ids)
+        assert sum(row[3] for row in told["batch"]) == sum(len(one.new_token_ids) for one in outputs)
+        admitted = {new.num_computed_tokens for new in output.scheduled_new_reqs}
+        assert {row[4] for row in told["batch"]} - {-1} == admitted
+        assert told["step"] == len(self.steps)
+
+
+def check_state(scheduler: Scheduler, told: dict[str, Any]) -> None:
+    """Compare a snapshot with the scheduler it describes."""
+    manager = scheduler.kv_cache_manager
+    blocks = manager.block_pool.blocks
+
+    def facts(one: Request) -> tuple[Any, ...]:
+        lengths = (one.num_prompt_tokens, one.num_tokens, one.num_computed_tokens, one.max_tokens, one.num_preemptions)
+        return one.request_id, lengths, manager.get_block_ids(one.request_id)
+
+    def told_facts(one: dict[str, Any]) -> tuple[Any, ...]:
+        lengths = tuple(one[name] for name in ("prompt", "tokens", "computed", "max", "preemptions"))
+        return one["id"], lengths, one["blocks"]
+
+    assert list(map(told_facts, told["running"])) == list(map(facts, scheduler.running))
+    assert list(map(told_facts, told["waiting"])) == list(map(facts, scheduler.waiting))[:WAITING_SHOWN]
+    assert told["num_waiting"] == len(scheduler.waiting)
+    assert told["cached"] == [block.block_id for block in blocks if block.block_hash is not None]
+    numbers = [one["number"] for one in (*told["running"], *told["waiting"])]
+    assert len(set(numbers)) == len(numbers)
+
+
+def run(seed: int, watch: bool) -> WatchedRun:
+    rng = Random(seed)
+    workload = random_workload(rng)
+    config, drafts = workload["config"], rng.choice([0, 0, 2])
+    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold", "policy")
+    scheduler = Scheduler(
+        SchedulerConfig(
+            **{name: config[name] for name in names},
+            enable_chunked_prefill=config["enable_chunked_prefill"],
+            drafting=DraftingConfig(num_speculative_tokens=drafts),
+        ),
+        CacheConfig(
+            num_gpu_blocks=config["num_blocks"] + 2 * drafts,
+            block_size=config["block_size"],
+            enable_prefix_caching=config["enable_prefix_caching"],
+        ),
+    )
+    under_way, entries, step = WatchedRun(scheduler, rng, watch), workload["requests"], 0
+    while step <= max(one["arrival_step"] for one in entries) or scheduler.has_unfinished_requests():
+        for entry in entries:
+            if entry["arrival_step"] == step:
+                under_way.add(random_request(entry, scheduler.config, rng))
+        under_way.step(workload["aborts"].get(str(step), []))
+        step += 1
+    return under_way
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=SEEDS)
+def test_a_snapshot_is_the_state_and_watching_changes_nothing(seed: int) -> None:
+    watched, alone = run(seed, True), run(seed, False)
+    assert watched.steps == alone.steps
+    assert watched.received == alone.received
+    assert watched.reasons == alone.reasons
+
+
+def test_a_request_keeps_its_number_and_a_change_between_steps_is_no_step() -> None:
+    scheduler = Scheduler(
+        SchedulerConfig(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64),
+        CacheConfig(num_gpu_blocks=9, block_size=4),
+    )
+    recorder = StepRecorder(scheduler)
+    for name in "ab":
+        scheduler.add_request(Request(name, [1, 2, 3, 4], max_tokens=2))
+    first = json.loads(recorder.snapshot())
+    assert (first["step"], [one["number"] for one in first["waiting"]]) == (0, [1, 2])
+    step = scheduler.schedule()
+    second = json.loads(recorder.snapshot(step))
+    assert (second["step"], [row[0] for row in second["batch"]]) == (1, [1, 2])
+    third = json.loads(recorder.snapshot())
+    assert (third["step"], third["batch"], third["running"]) == (1, [], second["running"])
