@@ -34,12 +34,12 @@ from minivllm.config.kv_transfer import KVTransferConfig
 from minivllm.core.kv_connector import KVConnectorConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
-from minivllm.kv_connector.checksums import CHECKSUMS, Payload, own_checksums
 from minivllm.kv_connector.pull_params import RemotePrefill
-from minivllm.kv_connector.tcp_peer import Load
-from minivllm.kv_connector.tcp_scheduler import TCPConnectorMetadata
-from minivllm.kv_connector.tcp_settings import TCPSettings
-from minivllm.kv_connector.tcp_worker import TCPConnectorWorker
+from minivllm.kv_connector.tcp.checksums import CHECKSUMS, Payload, own_checksums
+from minivllm.kv_connector.tcp.peer import Load
+from minivllm.kv_connector.tcp.scheduler import TCPConnectorMetadata
+from minivllm.kv_connector.tcp.settings import TCPSettings
+from minivllm.kv_connector.tcp.worker import TCPConnectorWorker
 from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.progress import track
 from minivllm.lab.results import ensure_writable, record, write_json

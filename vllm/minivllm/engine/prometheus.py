@@ -17,7 +17,7 @@ from minivllm.core.stats import KVFetchStats, SchedulerStats, SpecDecodingStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.iteration_stats import FinishedRequestStats, IterationStats
 from minivllm.kv_connector import metrics as kv_connector_metrics
-from minivllm.kv_connector.offload_settings import OffloadSettings
+from minivllm.kv_connector.offload.settings import OffloadSettings
 
 Metric = TypeVar("Metric", bound=MetricWrapperBase)
 FIRST_TOKEN_SECONDS = (
