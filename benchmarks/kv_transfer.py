@@ -34,9 +34,9 @@ from minivllm.config.kv_transfer import KVTransferConfig
 from minivllm.core.kv_connector import KVConnectorConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
-from minivllm.kv_connector.checksums import CHECKSUMS, Payload, own_checksums
 from minivllm.kv_connector.pull_params import RemotePrefill
-from minivllm.kv_connector.tcp_peer import Load
+from minivllm.kv_connector.tcp.checksums import CHECKSUMS, Payload, own_checksums
+from minivllm.kv_connector.tcp.peer import Load
 from minivllm.kv_connector.tcp_scheduler import TCPConnectorMetadata
 from minivllm.kv_connector.tcp_settings import TCPSettings
 from minivllm.kv_connector.tcp_worker import TCPConnectorWorker

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl_agent import NixlAgent, Region
+from minivllm.kv_connector.nixl.agent import NixlAgent, Region
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.progress import track
 from minivllm_lab.results import ensure_writable, record, write_json

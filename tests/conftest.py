@@ -193,7 +193,7 @@ def missing_here() -> dict[str, str]:
     """Marker -> what its tests need and this machine has not."""
     import torch
 
-    from minivllm.kv_connector.nixl_agent import is_nixl_installed
+    from minivllm.kv_connector.nixl.agent import is_nixl_installed
     from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 
     reasons = {}

@@ -5,7 +5,7 @@ from collections import Counter
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.kv_connector.offload_scheduler import OffloadScheduler
+from minivllm.kv_connector.offload.scheduler import OffloadScheduler
 
 
 def check_pool(pool: BlockPool, holders: Counter[int]) -> None:

@@ -8,7 +8,7 @@ from core.worker_double import NextToken, WorkerDouble
 
 from minivllm.core.kv_connector import KVConnectorOutput
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
-from minivllm.kv_connector.offload_metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from minivllm.kv_connector.offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 
 Block = list[int | None]
 

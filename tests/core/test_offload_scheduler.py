@@ -21,8 +21,8 @@ from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.step_recorder import StepRecorder
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.offload_scheduler import OffloadScheduler
-from minivllm.kv_connector.simple_cpu_offload_connector import SimpleCPUOffloadConnector
+from minivllm.kv_connector.offload.connector import SimpleCPUOffloadConnector
+from minivllm.kv_connector.offload.scheduler import OffloadScheduler
 
 SIZE = 4
 

@@ -9,7 +9,7 @@ import torch
 
 from minivllm.config.kv_transfer import KVTransferConfig
 from minivllm.core.kv_connector import KVConnectorConfig
-from minivllm.kv_connector.nixl_agent import Region, State, TransferTimes
+from minivllm.kv_connector.nixl.agent import Region, State, TransferTimes
 
 CONFIG = KVConnectorConfig(
     kv_transfer_config=KVTransferConfig(kv_connector="NixlConnector", engine_id="an engine"),

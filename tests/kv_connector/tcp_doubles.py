@@ -7,9 +7,9 @@ from kv_connector.pull_doubles import Block, PullEngine
 from patience import PATIENCE
 
 from minivllm.core.request import Request
-from minivllm.kv_connector.tcp_scheduler import TCPConnectorScheduler
-from minivllm.kv_connector.tcp_settings import TCPSettings
-from minivllm.kv_connector.tcp_worker import TCPConnectorWorker
+from minivllm.kv_connector.tcp.scheduler import TCPConnectorScheduler
+from minivllm.kv_connector.tcp.settings import TCPSettings
+from minivllm.kv_connector.tcp.worker import TCPConnectorWorker
 
 SECRET = "known to both of them"
 

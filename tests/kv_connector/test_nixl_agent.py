@@ -3,8 +3,8 @@
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector import nixl_agent
-from minivllm.kv_connector.nixl_agent import NixlAgent
+from minivllm.kv_connector.nixl import agent as nixl_agent
+from minivllm.kv_connector.nixl.agent import NixlAgent
 
 
 @pytest.fixture

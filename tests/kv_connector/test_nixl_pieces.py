@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.kv_connector.nixl_pieces import piece_indices, regions_in_pieces, tokens_of_a_piece
+from minivllm.kv_connector.nixl.pieces import piece_indices, regions_in_pieces, tokens_of_a_piece
 
 
 @given(st.data())

@@ -10,7 +10,7 @@ from kv_connector.nixl_doubles import CONFIG, config_of
 from patience import PATIENCE
 
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl_side_channel import (
+from minivllm.kv_connector.nixl.side_channel import (
     NixlAgentMetadata,
     NixlHandshakePayload,
     NixlSideChannel,

@@ -13,8 +13,8 @@ from minivllm.core.kv_connector import KVConnectorConfig
 from minivllm.core.request import Request, RequestStatus
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector import pull_scheduler
-from minivllm.kv_connector.nixl_scheduler import NixlConnectorScheduler, side_channel_address
-from minivllm.kv_connector.nixl_worker import NixlConnectorWorker
+from minivllm.kv_connector.nixl.scheduler import NixlConnectorScheduler, side_channel_address
+from minivllm.kv_connector.nixl.worker import NixlConnectorWorker
 from minivllm.kv_connector.pull_params import digest
 
 

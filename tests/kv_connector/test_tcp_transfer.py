@@ -15,17 +15,17 @@ from minivllm.errors import MinivllmError
 from minivllm.kv_connector import pull_scheduler
 from minivllm.kv_connector.factory import create_connector
 from minivllm.kv_connector.pull_params import RemotePrefill, digest
-from minivllm.kv_connector.tcp_connector import TCPConnector
-from minivllm.kv_connector.tcp_kept import KeptBlocks
-from minivllm.kv_connector.tcp_peer import Load
-from minivllm.kv_connector.tcp_transport import Connection, PieceSent, RefusedError, Release, TransferError
-from minivllm.kv_connector.tcp_worker import MOST_ENGINES
+from minivllm.kv_connector.tcp.connector import TCPConnector
+from minivllm.kv_connector.tcp.kept import KeptBlocks
+from minivllm.kv_connector.tcp.peer import Load
+from minivllm.kv_connector.tcp.transport import Connection, PieceSent, RefusedError, Release, TransferError
+from minivllm.kv_connector.tcp.worker import MOST_ENGINES
 
 
 @pytest.fixture
 def a_frame_for_each_layer(monkeypatch):
     """Pieces of four blocks of a layer at most, so that small caches have several."""
-    monkeypatch.setattr("minivllm.kv_connector.staging.BlockStaging.__init__.__defaults__", (2048,))
+    monkeypatch.setattr("minivllm.kv_connector.tcp.staging.BlockStaging.__init__.__defaults__", (2048,))
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_only_what_the_prefix_cache_lacks_is_read(engine):
 
 def test_many_pieces_of_many_requests_at_once(engine, monkeypatch):
     """Pieces of one or two blocks, so that a transfer has many frames, and its last piece fewer blocks."""
-    monkeypatch.setattr("minivllm.kv_connector.staging.BlockStaging.__init__.__defaults__", (1100,))
+    monkeypatch.setattr("minivllm.kv_connector.tcp.staging.BlockStaging.__init__.__defaults__", (1100,))
     p, d = engine("P"), engine("D")
     orders = {f"r{index}": (list(range(1, 1 + index)), list(range(15, 15 - index, -1))) for index in range(1, 6)}
     for name, (there, here) in orders.items():

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
 
-from minivllm.kv_connector import tcp_transport
-from minivllm.kv_connector.checksums import CHECKSUMS, Payload, common_checksum, crc32, xxh64
-from minivllm.kv_connector.tcp_transport import (
+from minivllm.kv_connector.tcp import transport
+from minivllm.kv_connector.tcp.checksums import CHECKSUMS, Payload, common_checksum, crc32, xxh64
+from minivllm.kv_connector.tcp.transport import (
     HEADER,
     MAGIC,
     Challenge,
@@ -262,7 +262,7 @@ def test_a_server_that_does_not_know_the_secret_is_left():
 @pytest.mark.parametrize("first", [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, frame(b"\xff" * 513), frame(b"\xc0")])
 def test_strangers_do_not_hold_up_others(first, monkeypatch):
     """What they send is dropped, or what they do not send is not waited for; meanwhile others are served."""
-    monkeypatch.setattr(tcp_transport, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(transport, "HANDSHAKE_SECONDS", 0.3)
     with server() as to:
         strangers = [raw(to) for _ in range(10)]
         for sock in strangers:
@@ -273,7 +273,7 @@ def test_strangers_do_not_hold_up_others(first, monkeypatch):
 
 
 def test_connections_are_bounded(monkeypatch):
-    monkeypatch.setattr(tcp_transport, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(transport, "MOST_CONNECTIONS", 3)
     before = threading.active_count()
     with server() as to:
         first = [raw(to) for _ in range(3)]

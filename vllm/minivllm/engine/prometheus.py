@@ -18,7 +18,7 @@ from minivllm.core.stats import KVFetchStats, PrefixCacheStats, SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.iteration_stats import IterationStats
 from minivllm.kv_connector import metrics as kv_metrics
-from minivllm.kv_connector.offload_settings import OffloadSettings
+from minivllm.kv_connector.offload.settings import OffloadSettings
 
 FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,

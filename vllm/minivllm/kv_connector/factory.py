@@ -10,11 +10,11 @@ from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorConfig, KV
 from minivllm.errors import MinivllmError
 
 CONNECTORS = {
-    "ExampleConnector": "minivllm.kv_connector.example_connector",
-    "NixlConnector": "minivllm.kv_connector.nixl_connector",
-    "OffloadingConnector": "minivllm.kv_connector.simple_cpu_offload_connector",
-    "SimpleCPUOffloadConnector": "minivllm.kv_connector.simple_cpu_offload_connector",
-    "TCPConnector": "minivllm.kv_connector.tcp_connector",
+    "ExampleConnector": "minivllm.kv_connector.example.connector",
+    "NixlConnector": "minivllm.kv_connector.nixl.connector",
+    "OffloadingConnector": "minivllm.kv_connector.offload.connector",
+    "SimpleCPUOffloadConnector": "minivllm.kv_connector.offload.connector",
+    "TCPConnector": "minivllm.kv_connector.tcp.connector",
 }
 """The module of each connector, which is imported only when it is used."""
 

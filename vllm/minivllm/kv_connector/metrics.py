@@ -4,7 +4,7 @@ NIXL's and those of offloading are vLLM's (`vllm/distributed/kv_transfer/kv_conn
 TCP the same things as NIXL's have the same names but for their beginning.
 """
 
-from minivllm.kv_connector import nixl_stats
+from minivllm.kv_connector.nixl import stats as nixl_stats
 
 TCP_HISTOGRAMS = {
     "tcp_xfer_time_seconds": ("Time of a transfer over TCP.", nixl_stats.SECONDS),

@@ -7,7 +7,7 @@ In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py` (`
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minivllm.kv_connector.nixl_agent import TransferTimes
+    from minivllm.kv_connector.nixl.agent import TransferTimes
 
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 HISTOGRAMS = {

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl_agent import TransferAgent
-from minivllm.kv_connector.nixl_pieces import regions_in_pieces, tokens_of_a_piece
-from minivllm.kv_connector.nixl_side_channel import NixlAgentMetadata, fetch_metadata
+from minivllm.kv_connector.nixl.agent import TransferAgent
+from minivllm.kv_connector.nixl.pieces import regions_in_pieces, tokens_of_a_piece
+from minivllm.kv_connector.nixl.side_channel import NixlAgentMetadata, fetch_metadata
 from minivllm.kv_connector.pull_params import GENERATIONS_JOINED_BY, RemotePrefill
 
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ import torch
 from minivllm.core.kv_connector import KVCaches
 from minivllm.kernels.copy_blocks import BlockRegions
 from minivllm.kv_connector.host_copies import HostCopies, host_buffer
-from minivllm.kv_connector.offload_metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from minivllm.kv_connector.offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 
 SECONDS_WITHOUT_TOKENS = 0.005
 """How long a step in which nobody computes waits for a copy to end."""

@@ -22,8 +22,8 @@ from minivllm.core.block_hash import BlockHash
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorOutput
 from minivllm.core.kv_offload import CPUOffloadingManager, LookupResult
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.offload_metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
-from minivllm.kv_connector.offload_settings import OffloadSettings
+from minivllm.kv_connector.offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from minivllm.kv_connector.offload.settings import OffloadSettings
 from minivllm.logger import init_logger
 from minivllm.platforms.device_memory import available_memory
 

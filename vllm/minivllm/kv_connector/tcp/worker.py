@@ -9,15 +9,15 @@ from typing import Any
 
 from minivllm.core.kv_connector import KVCaches, KVConnectorConfig
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.checksums import Payload, own_checksums, xxh64
 from minivllm.kv_connector.pull_params import RemotePrefill
 from minivllm.kv_connector.pull_scheduler import ReadOrder
-from minivllm.kv_connector.staging import BlockStaging, StagingBuffer
-from minivllm.kv_connector.tcp_kept import KeptBlocks
-from minivllm.kv_connector.tcp_peer import Load, RemoteEngine
-from minivllm.kv_connector.tcp_scheduler import TCPConnectorMetadata
-from minivllm.kv_connector.tcp_settings import TCPSettings
-from minivllm.kv_connector.tcp_transport import (
+from minivllm.kv_connector.tcp.checksums import Payload, own_checksums, xxh64
+from minivllm.kv_connector.tcp.kept import KeptBlocks
+from minivllm.kv_connector.tcp.peer import Load, RemoteEngine
+from minivllm.kv_connector.tcp.scheduler import TCPConnectorMetadata
+from minivllm.kv_connector.tcp.settings import TCPSettings
+from minivllm.kv_connector.tcp.staging import BlockStaging, StagingBuffer
+from minivllm.kv_connector.tcp.transport import (
     Connection,
     Done,
     EngineLayout,

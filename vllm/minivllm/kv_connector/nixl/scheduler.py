@@ -11,7 +11,7 @@ import msgspec
 
 from minivllm.core.kv_connector import KVConnectorConfig
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl_side_channel import NixlAgentMetadata, NixlHandshakePayload, NixlSideChannel
+from minivllm.kv_connector.nixl.side_channel import NixlAgentMetadata, NixlHandshakePayload, NixlSideChannel
 from minivllm.kv_connector.pull_params import GENERATIONS_JOINED_BY
 from minivllm.kv_connector.pull_scheduler import PullConnectorScheduler
 

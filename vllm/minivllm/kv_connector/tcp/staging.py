@@ -20,7 +20,7 @@ import torch
 from minivllm.core.kv_connector import KVCaches
 from minivllm.errors import MinivllmError
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
-from minivllm.kv_connector.checksums import Payload
+from minivllm.kv_connector.tcp.checksums import Payload
 
 PIECE_BYTES = 512 * 1024
 

@@ -2,7 +2,7 @@
 
 Pull mode: the decode engine reads. Prefill and decode engine need not know each other before a proxy brings them a
 request: `kv_transfer_params` says where the blocks are (`pull_params`), the side channel how to reach them
-(`nixl_side_channel`), leases how long they are kept (`pull_leases`).
+(`nixl.side_channel`), leases how long they are kept (`pull_leases`).
 
 In vLLM v0.33.0: `NixlConnector` in `vllm/distributed/kv_transfer/kv_connector/v1/nixl/connector.py`. Not here: push
 mode, pulls of a prefill engine from a decode engine (`bidirectional_kv_xfer` with its `kv_recompute_threshold`),
@@ -12,7 +12,7 @@ engines that are divided otherwise than their peers, a host buffer.
 from minivllm.config.checks import positive_seconds, refuse_unknown
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl_scheduler import NixlConnectorScheduler
+from minivllm.kv_connector.nixl.scheduler import NixlConnectorScheduler
 from minivllm.kv_connector.pull_connector import PullConnector
 
 SECONDS = {"kv_lease_duration": 30.0, "handshake_timeout": 5.0, "read_timeout": 60.0}
@@ -29,8 +29,8 @@ class NixlConnector(PullConnector):
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler_side = NixlConnectorScheduler(config, settings["kv_lease_duration"])
             return
-        from minivllm.kv_connector.nixl_agent import NixlAgent  # torch
-        from minivllm.kv_connector.nixl_worker import NixlConnectorWorker
+        from minivllm.kv_connector.nixl.agent import NixlAgent  # torch
+        from minivllm.kv_connector.nixl.worker import NixlConnectorWorker
 
         backends = config.kv_transfer_config.get_from_extra_config("backends", ["UCX"])
         self.worker_side = NixlConnectorWorker(

@@ -1,8 +1,8 @@
 """Keys and values from another engine over plain TCP, for where NIXL is not installed.
 
 The protocol between proxy and engines is NIXL's (`kv_transfer_params`, leases, heartbeats, release when read), so both
-schedulers decide alike. What differs is how bytes move: the prefill engine's ranks answer in threads (`tcp_worker`),
-frames are authenticated and checked (`tcp_transport`), blocks are gathered and scattered by a kernel (`staging`).
+schedulers decide alike. What differs is how bytes move: the prefill engine's ranks answer in threads (`tcp.worker`),
+frames are authenticated and checked (`tcp.transport`), blocks are gathered and scattered by a kernel (`tcp.staging`).
 
 With `kv_connector_extra_config` {"layerwise": true} a decode engine admits a request at once and loads within the
 step: each layer's attention waits only for its own layer. By default requests wait outside of the batch, and nobody
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.kv_connector.pull_connector import PullConnector
-from minivllm.kv_connector.tcp_scheduler import TCPConnectorScheduler
-from minivllm.kv_connector.tcp_settings import TCPSettings
+from minivllm.kv_connector.tcp.scheduler import TCPConnectorScheduler
+from minivllm.kv_connector.tcp.settings import TCPSettings
 
 if TYPE_CHECKING:
-    from minivllm.kv_connector.tcp_worker import TCPConnectorWorker
+    from minivllm.kv_connector.tcp.worker import TCPConnectorWorker
 
 
 class TCPConnector(PullConnector):
@@ -34,7 +34,7 @@ class TCPConnector(PullConnector):
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler_side = TCPConnectorScheduler(config, settings)
             return
-        from minivllm.kv_connector.tcp_worker import TCPConnectorWorker  # torch
+        from minivllm.kv_connector.tcp.worker import TCPConnectorWorker  # torch
 
         self.worker_side = TCPConnectorWorker(config, settings)
 

@@ -33,8 +33,8 @@ from typing import Any
 import msgspec
 
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.checksums import CHECKSUMS, NOTHING, Payload, common_checksum, own_checksums
-from minivllm.kv_connector.tcp_secret import SECRET_VARIABLE
+from minivllm.kv_connector.tcp.checksums import CHECKSUMS, NOTHING, Payload, common_checksum, own_checksums
+from minivllm.kv_connector.tcp.secret import SECRET_VARIABLE
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -89,7 +89,7 @@ def _in_words(cache: tuple) -> str:
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The client's first words; `checksums`: those that it can compute."""
+    """The client's first words; `tcp.checksums`: those that it can compute."""
 
     nonce: bytes
     checksums: list[str]

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from minivllm.kv_connector.staging import BlockStaging, Piece, StagingBuffer
-from minivllm.kv_connector.tcp_transport import (
+from minivllm.kv_connector.tcp.staging import BlockStaging, Piece, StagingBuffer
+from minivllm.kv_connector.tcp.transport import (
     Connection,
     Done,
     Heartbeat,

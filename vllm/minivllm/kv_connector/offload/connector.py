@@ -2,7 +2,7 @@
 
 It extends the prefix cache. What the first tier has computed is copied out, and a request whose prefix the first tier
 does not have any more gets it back by a copy, while others run. See `core.kv_offload` for the books,
-`offload_scheduler` for what is copied when, `offload_worker` for how.
+`offload.scheduler` for what is copied when, `offload.worker` for how.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/simple_cpu_offload_connector.py`
 (`SimpleCPUOffloadConnector`). Its `OffloadingConnector` is the same here: options of both are taken.
@@ -20,9 +20,9 @@ from minivllm.core.kv_connector import (
     KVConnectorRole,
     KVTransferParams,
 )
-from minivllm.kv_connector.offload_metadata import OffloadMetadata, OffloadWorkerMetadata
-from minivllm.kv_connector.offload_scheduler import OffloadScheduler
-from minivllm.kv_connector.offload_settings import OffloadSettings
+from minivllm.kv_connector.offload.metadata import OffloadMetadata, OffloadWorkerMetadata
+from minivllm.kv_connector.offload.scheduler import OffloadScheduler
+from minivllm.kv_connector.offload.settings import OffloadSettings
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from minivllm.core.block_pool import BlockPool, KVCacheBlock
     from minivllm.core.output import SchedulerOutput
     from minivllm.core.request import Request
-    from minivllm.kv_connector.offload_worker import OffloadWorker
+    from minivllm.kv_connector.offload.worker import OffloadWorker
 
 
 class SimpleCPUOffloadConnector(KVConnectorBase_V1):
@@ -50,7 +50,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler_side = OffloadScheduler(config, settings)
             return
-        from minivllm.kv_connector.offload_worker import OffloadWorker  # torch
+        from minivllm.kv_connector.offload.worker import OffloadWorker  # torch
 
         self.worker_side = OffloadWorker()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorOutput, KVTransferParams
 from minivllm.core.request import Request
 from minivllm.kv_connector.pull_scheduler import PullConnectorMetadata, PullConnectorScheduler, ReadOrder
-from minivllm.kv_connector.tcp_settings import TCPSettings
+from minivllm.kv_connector.tcp.settings import TCPSettings
 
 if TYPE_CHECKING:
     from minivllm.core.block_pool import KVCacheBlock

@@ -23,16 +23,16 @@ import torch
 
 from minivllm.core.kv_connector import KVCaches, KVConnectorConfig
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl_agent import Transfer, TransferAgent
-from minivllm.kv_connector.nixl_peers import LAYOUT_WITH_SCALES, PLAIN_LAYOUT, Peer, Peers, in_thread
-from minivllm.kv_connector.nixl_pieces import piece_indices
-from minivllm.kv_connector.nixl_side_channel import (
+from minivllm.kv_connector.nixl.agent import Transfer, TransferAgent
+from minivllm.kv_connector.nixl.peers import LAYOUT_WITH_SCALES, PLAIN_LAYOUT, Peer, Peers, in_thread
+from minivllm.kv_connector.nixl.pieces import piece_indices
+from minivllm.kv_connector.nixl.side_channel import (
     NixlAgentMetadata,
     NixlHandshakePayload,
     ask_is_held,
     compute_nixl_compatibility_hash,
 )
-from minivllm.kv_connector.nixl_stats import NixlKVConnectorStats
+from minivllm.kv_connector.nixl.stats import NixlKVConnectorStats
 from minivllm.kv_connector.pull_leases import Leases, consumed_message, heartbeat_message
 from minivllm.kv_connector.pull_params import RemotePrefill
 from minivllm.kv_connector.pull_scheduler import PullConnectorMetadata, ReadOrder

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minivllm.kv_connector.nixl_agent import Region
+from minivllm.kv_connector.nixl.agent import Region
 
 
 def tokens_of_a_piece(block_size: int, other_block_size: int) -> int:

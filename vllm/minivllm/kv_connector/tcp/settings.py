@@ -8,7 +8,7 @@ from typing import Any
 from minivllm.config.checks import positive_seconds
 from minivllm.core.kv_connector import KVConnectorConfig
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.tcp_secret import secret_of
+from minivllm.kv_connector.tcp.secret import secret_of
 
 NAMES = ("host", "port", "secret", "kv_lease_duration", "timeout", "layerwise")
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from minivllm.kv_connector.pull_leases import Leases, consumed_message, heartbeat_message
-from minivllm.kv_connector.tcp_transport import RefusedError
+from minivllm.kv_connector.tcp.transport import RefusedError
 
 SECONDS_TO_WAIT = 2.0
 """How long a read waits for the lease: the client hears of a request's end before the ranks do, in the next step."""
