@@ -122,6 +122,7 @@ lint: setup ## style, types, spelling, links, names of vLLM, and that what is bu
 	@$(UV_RUN) python tools/links.py
 	@$(UV_RUN) python tools/vllm_names.py
 	@$(UV_RUN) python tools/address.py --check
+	@$(UV_RUN) python tools/engine_tree.py --check
 	@$(UV_RUN) python tools/glossary.py --check
 	@$(UV_RUN) python tools/claims.py --check
 	@$(UV_RUN) python tools/notebooks.py --check

@@ -1,0 +1,1 @@
+"""Where users come in: `LLM`, the OpenAI server, the proxy, the command line."""

@@ -1,0 +1,1 @@
+"""Where ranks run: in this process, a process each, or as actors of Ray."""

@@ -1,0 +1,1 @@
+"""What differs between machines: devices, threads, memory, Triton or its interpreter."""

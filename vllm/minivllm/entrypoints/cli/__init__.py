@@ -1,0 +1,1 @@
+"""The commands `minivllm serve`, `minivllm proxy` and their flags."""

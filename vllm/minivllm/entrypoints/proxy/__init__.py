@@ -1,0 +1,1 @@
+"""A proxy before servers that compute prompts and servers that generate."""

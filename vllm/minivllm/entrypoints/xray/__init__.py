@@ -1,0 +1,1 @@
+"""The page that shows each step of a running server."""

@@ -1,0 +1,1 @@
+"""CPU forms of the kernels: loops that numba compiles, or torch, whichever is faster."""

@@ -1,0 +1,1 @@
+"""The simplest connector, to be read first: blocks as files in a folder."""

@@ -1,0 +1,1 @@
+"""The second tier of the KV cache, in host memory: blocks that were evicted are copied back."""

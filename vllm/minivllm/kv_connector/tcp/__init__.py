@@ -1,0 +1,1 @@
+"""The TCP connector: a decode engine reads blocks from a prefill engine over a socket."""

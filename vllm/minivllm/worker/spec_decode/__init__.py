@@ -1,0 +1,1 @@
+"""Speculative decoding on the worker: who proposes drafts, and how they are verified."""
