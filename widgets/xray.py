@@ -25,7 +25,7 @@ from minivllm.entrypoints.xray.page import script, style
 from minivllm_lab.drawing import QUIET, RULE, ink_on
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_lab.step_recording import ReplayedState, read_lines, replay
-from widgets.svg import Box, Drawing
+from widgets.shell.svg import Box, Drawing
 
 HUES = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, YELLOW)
 """Colours of requests, in the order of `view.js`."""
