@@ -37,11 +37,11 @@ from e2e.jupyter import jupyterlab  # noqa: E402
 
 WIDGETS = widgets.names()
 CONTROL = """\
-from widgets.knobs import slider
-from widgets.shell import LessonWidget
-from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
-from widgets.plot import Axes, Scale
-from widgets.svg import Box, Drawing
+from widgets.shell.knobs import slider
+from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
+from widgets.shell.plot import Axes, Scale
+from widgets.shell.svg import Box, Drawing
 
 def picture(size, width, pinned):
     drawing = Drawing(width, 300, f"size {size}")

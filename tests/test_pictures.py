@@ -7,7 +7,7 @@ import pytest
 from pictures import contents, contents_differ, differences
 
 from minivllm_lab.figures import panels
-from widgets.svg import Box, Drawing
+from widgets.shell.svg import Box, Drawing
 
 
 def picture(x: float = 10, words: str = "14 slots, 3.62 GiB", colour: str = "#0072B2", more: bool = False) -> str:

@@ -13,6 +13,7 @@ import widgets
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ROOT / "vllm"
 ENGINE = CODE / "minivllm"
+WIDGETS = ROOT / "widgets"
 
 # From the ground up: a floor imports itself and what stands before it.
 ENGINE_FLOORS = (
@@ -38,7 +39,7 @@ ENGINE_FLOORS = (
 )
 BESIDE_THE_ENGINE = ("minivllm_simulate", "minivllm_lab")
 FLOORS = (*ENGINE_FLOORS, *BESIDE_THE_ENGINE)
-SHARED_BY_WIDGETS = ("theme", "svg", "plot", "knobs", "spec", "swept", "session", "plain", "shell")
+SHARED_BY_WIDGETS = ("theme", "svg", "plot", "knobs", "spec", "swept", "session", "plain", "lesson_widget")
 WITHOUT_TORCH = (
     "errors",
     "logger",
@@ -126,16 +127,22 @@ def test_no_floor_imports_one_above_it(path):
         assert module.split(".")[0] != "widgets", f"{path.name} imports {module}, which stands on it"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "widgets").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(WIDGETS.rglob("*.py")), ids=lambda path: str(path.relative_to(WIDGETS)))
 def test_a_widget_imports_what_all_widgets_share_and_its_own_parts(path):
-    own = next((name for name in (*widgets.names(), "xray") if path.stem.startswith(name)), "")
-    below = SHARED_BY_WIDGETS[: SHARED_BY_WIDGETS.index(path.stem)] if path.stem in SHARED_BY_WIDGETS else ()
-    assert own or below or path.stem in ("theme", "__init__", "__main__"), "a module that no floor is known of"
+    folder = path.parent.name
+    assert folder in (*widgets.names(), "shell") or path.parent == WIDGETS, "a folder that no widget is known of"
     for module in imported_modules(path):
-        parts = module.split(".")
-        if parts[0] == "widgets" and len(parts) > 1:
-            fits = parts[1] in SHARED_BY_WIDGETS or parts[1].startswith(own) if own else parts[1] in below
-            assert fits, f"{path.name} imports {module}"
+        top, _, own = module.partition(".")
+        if top == "widgets" and own and not own.startswith(f"{folder}."):
+            assert own.startswith("shell."), f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("path", sorted((WIDGETS / "shell").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_what_all_widgets_share_imports_what_stands_below_it(path):
+    below = SHARED_BY_WIDGETS[: SHARED_BY_WIDGETS.index(path.stem)]
+    for module in imported_modules(path):
+        if module.startswith("widgets."):
+            assert module.split(".")[2] in below, f"{path.name} imports {module}"
 
 
 def places_without_torch() -> list[Path]:
@@ -144,7 +151,7 @@ def places_without_torch() -> list[Path]:
     places = [ENGINE / floor for floor in WITHOUT_TORCH] + [lab / model for model in MODELS_OF_A_LESSON]
     return [
         CODE / "minivllm_simulate",
-        ROOT / "widgets",
+        WIDGETS,
         *(place if place.is_dir() else place.with_suffix(".py") for place in places),
     ]
 

@@ -27,9 +27,9 @@ from sphinx.application import Sphinx
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.cli import Parser, run
-from widgets.shell import script as shell_script
-from widgets.shell import style as shell_style
-from widgets.spec import Spec
+from widgets.shell.lesson_widget import script as shell_script
+from widgets.shell.lesson_widget import style as shell_style
+from widgets.shell.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
 

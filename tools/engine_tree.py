@@ -27,7 +27,8 @@ PACKAGES = (
 )  # fmt: skip
 HEAD = """# minivllm
 
-The twelve mechanisms of the lessons in one small engine, with vLLM's names. [ARCHITECTURE.md](../../ARCHITECTURE.md) shows
+The twelve mechanisms of the lessons in one small engine, with vLLM's names.
+[ARCHITECTURE.md](../../ARCHITECTURE.md) shows
 how a request goes through it and what to read first: the files in **bold**, a weekend's reading.
 [FROM_VLLM.md](FROM_VLLM.md) is for those who have scripts for vLLM. Each gloss is the head of the file itself
 (`tools/engine_tree.py`).

@@ -16,9 +16,9 @@ from typing import Any
 
 import widgets
 from minivllm.errors import MinivllmError
-from widgets.knobs import Knob, Value
-from widgets.session import Session
-from widgets.spec import Spec
+from widgets.shell.knobs import Knob, Value
+from widgets.shell.session import Session
+from widgets.shell.spec import Spec
 
 MOST_VIEWS = 120
 MOST_SWEPT = 40

@@ -4,5 +4,6 @@ from pathlib import Path
 
 
 def names() -> list[str]:
-    """Every widget, by its module: those that define a `SPEC`."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if "\nSPEC = Spec(" in path.read_text())
+    """Every widget, by its package: those that define a `SPEC`."""
+    packages = Path(__file__).parent.glob("*/__init__.py")
+    return sorted(path.parent.name for path in packages if "\nSPEC = Spec(" in path.read_text())

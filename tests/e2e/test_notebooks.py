@@ -13,7 +13,7 @@ from e2e.notebook_again import assert_it_takes_a_solution
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-NOTHING_AHEAD = "from widgets import shell; shell.REST = 3600"
+NOTHING_AHEAD = "from widgets.shell import lesson_widget; lesson_widget.REST = 3600"
 """In all notebooks but the first, whose kernel draws ahead while nobody turns anything; nobody looks at that here."""
 pytestmark = pytest.mark.browser
 

@@ -11,7 +11,7 @@ from lesson_widgets.test_every_widget import NAMES
 from patience import PATIENCE
 from playwright.sync_api import Browser, Page, ViewportSize
 
-from widgets.spec import Spec
+from widgets.shell.spec import Spec
 
 pytestmark = pytest.mark.browser
 OUT = Path(__file__).resolve().parents[2] / "out" / "widgets"

@@ -14,9 +14,9 @@ from e2e.browser import Seen, emptied_page
 from playwright.sync_api import Browser, Locator, Page, Route
 
 from minivllm.errors import MinivllmError
-from widgets.session import Session
-from widgets.shell import script, style
-from widgets.spec import Spec
+from widgets.shell.lesson_widget import script, style
+from widgets.shell.session import Session
+from widgets.shell.spec import Spec
 
 ADDRESS = "http://127.0.0.1:1/"
 """Nothing listens there: every request is answered by the test."""

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from minivllm.errors import MinivllmError
-from widgets.knobs import choice, entry, slider, steps, switch
-from widgets.plot import Axes, Scale
-from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
-from widgets.svg import Box, Drawing
+from widgets.shell.knobs import choice, entry, slider, steps, switch
+from widgets.shell.plot import Axes, Scale
+from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
+from widgets.shell.svg import Box, Drawing
 
 
 @dataclass(frozen=True)

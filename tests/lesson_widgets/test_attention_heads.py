@@ -16,7 +16,7 @@ from minivllm_lab.attention_heads.siblings import with_kv_heads, with_latent
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from widgets import attention_heads as widget
-from widgets.attention_heads_state import BESIDE_LATENT, MODELS, TPS
+from widgets.attention_heads.state import BESIDE_LATENT, MODELS, TPS
 
 
 def here(**knobs) -> widget.State:
@@ -289,6 +289,6 @@ def endless(*_) -> list[int]:
     ],
 )
 def test_a_rule_that_gives_no_heads_is_refused(rule, about: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("widgets.attention_heads_state.PATIENCE", 0.2)
+    monkeypatch.setattr("widgets.attention_heads.state.PATIENCE", 0.2)
     with pytest.raises(MinivllmError, match=about):
         here(kv_heads_of_rank=rule)

@@ -14,8 +14,8 @@ from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import spans
 from minivllm_simulate.virtual_clock import SimulatedRequest, StepRecord, percentile, simulate
 from widgets import chunked_prefill as widget
-from widgets import chunked_prefill_runs as runs
-from widgets.chunked_prefill_state import BUDGETS
+from widgets.chunked_prefill import runs
+from widgets.chunked_prefill.state import BUDGETS
 
 
 @pytest.fixture
@@ -354,6 +354,6 @@ def endless(*_) -> int:
 @pytest.mark.parametrize(("own", "about"), [(lambda *_: 0, "your chunk_limit says 0"), (endless, "never end")])
 def test_caps_that_cannot_be_carried_out_are_refused(own, about: str, monkeypatch: pytest.MonkeyPatch):
     if about == "never end":
-        monkeypatch.setattr("widgets.swept.PATIENCE", 0.3)
+        monkeypatch.setattr("widgets.shell.swept.PATIENCE", 0.3)
     with pytest.raises(MinivllmError, match=about):
         here(chunk_limit=own)

@@ -18,11 +18,10 @@ from pace import quiet_seconds
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load as load_lesson
 from widgets import continuous_batching as widget
-from widgets import continuous_batching_curves as curves
-from widgets import continuous_batching_runs as runs
-from widgets.continuous_batching_curves import LOADS, SERVICE, Curve
-from widgets.session import Session
-from widgets.theme import COLOURS
+from widgets.continuous_batching import curves, runs
+from widgets.continuous_batching.curves import LOADS, SERVICE, Curve
+from widgets.shell.session import Session
+from widgets.shell.theme import COLOURS
 
 complete = widget.SPEC.complete
 SLOTS = [value for _, value in widget.SPEC.flat()["slots"].options]

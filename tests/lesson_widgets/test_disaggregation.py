@@ -16,7 +16,7 @@ from minivllm_lab.exercise import load
 from minivllm_lab.mutants import load_mutant
 from minivllm_simulate.kv_links import LINKS
 from widgets import disaggregation as widget
-from widgets.disaggregation_state import LADDER, RATES, experiment
+from widgets.disaggregation.state import LADDER, RATES, experiment
 
 
 def here(**knobs) -> widget.State:
@@ -43,7 +43,7 @@ SETTINGS = [
 
 def test_no_verdict_contradicts_the_capacities(monkeypatch: pytest.MonkeyPatch):
     """Of 216 settings: twice the least capacity is broken, by what has it; a sixth of all, alone in time, is not."""
-    monkeypatch.setattr("widgets.disaggregation_state.COUNTED", 24)
+    monkeypatch.setattr("widgets.disaggregation.state.COUNTED", 24)
     said = Counter()
     assert len(SETTINGS) >= 200
     for knobs in SETTINGS:
@@ -215,7 +215,7 @@ def lesson():
 
 def test_the_lessons_own_connector_gives_the_same_points(lesson, monkeypatch: pytest.MonkeyPatch):
     """Also where engines are short of blocks, and requests are preempted."""
-    monkeypatch.setattr("widgets.disaggregation_state.COUNTED", 24)
+    monkeypatch.setattr("widgets.disaggregation.state.COUNTED", 24)
     tight = {"model": "Qwen3-32B", "prompt": 256, "output": 256, "rate": 160.0, "prefill": 3, "decode": 1}
     for knobs in ({}, {"layer_wise": True, "rate": 80.0}, tight):
         yours, ours = (here(**knobs, **own) for own in ({"connector": lesson.ConnectorScheduler}, {}))
@@ -240,7 +240,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_connector_that_would_lose_a_transfer_is_told_so(name: str, monkeypatch: pytest.MonkeyPatch):
     if name == "never ends":
-        monkeypatch.setattr("widgets.swept.PATIENCE", 0.5)
+        monkeypatch.setattr("widgets.shell.swept.PATIENCE", 0.5)
     (function, old, new), about = WRONG[name]
     module = load_mutant(script_path("08"), (f"ConnectorScheduler.{function}", old, new))
     with pytest.raises(MinivllmError, match=re.escape(about)):

@@ -22,11 +22,11 @@ from pictures import differences
 import widgets
 from minivllm.errors import MinivllmError
 from widgets.__main__ import FIGURES, IN_LESSONS, main
-from widgets.disaggregation_state import experiment
-from widgets.knobs import Knob
-from widgets.session import Session
-from widgets.spec import Spec
-from widgets.theme import COLOURS
+from widgets.disaggregation.state import experiment
+from widgets.shell.knobs import Knob
+from widgets.shell.session import Session
+from widgets.shell.spec import Spec
+from widgets.shell.theme import COLOURS
 
 NAMES = widgets.names()
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
@@ -191,8 +191,8 @@ def test_a_move_is_drawn_at_once(name: str):
 
 
 SERVED = {
-    "chunked_prefill_runs": "COUNTED", "continuous_batching_runs": "REQUESTS", "disaggregation_state": "COUNTED",
-    "multi_lora_runs": "COUNTED", "preemption_runs": "COUNTED", "serving_runs": "COUNTED",
+    "chunked_prefill.runs": "COUNTED", "continuous_batching.runs": "REQUESTS", "disaggregation.state": "COUNTED",
+    "multi_lora.runs": "COUNTED", "preemption.runs": "COUNTED", "serving.runs": "COUNTED",
 }  # fmt: skip
 """What says how many requests a widget serves; few of them import as much as many."""
 IMPORTS = f"""

@@ -18,12 +18,13 @@ from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 from minivllm_lab.flash_attention import attention_traffic
 from minivllm_simulate.hardware import HARDWARE
-from widgets import flash_attention, flash_attention_row
+from widgets import flash_attention
 from widgets.flash_attention import SPEC, figure, sweep, verdict
-from widgets.flash_attention_walk import captions
-from widgets.session import Session
-from widgets.svg import SMALL
-from widgets.theme import COLOURS
+from widgets.flash_attention import row as flash_attention_row
+from widgets.flash_attention.walk import captions
+from widgets.shell.session import Session
+from widgets.shell.svg import SMALL
+from widgets.shell.theme import COLOURS
 
 SOLVED = (
     {"block_q": 128},
@@ -195,7 +196,7 @@ def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
     ],
 )
 def test_broken_code_is_said_in_one_line(broken, words, monkeypatch):
-    monkeypatch.setattr("widgets.flash_attention_row.PATIENCE", 0.2)
+    monkeypatch.setattr("widgets.flash_attention.row.PATIENCE", 0.2)
     view = Session(SPEC, softmax_step=broken).settle()
     assert view["tone"] == "broken"
     assert words in view["words"]

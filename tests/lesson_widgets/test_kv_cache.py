@@ -20,9 +20,9 @@ from minivllm_simulate.hardware import HARDWARE
 from minivllm_simulate.known_models import CONFIGS, known_model
 from minivllm_simulate.workloads import WORKLOADS
 from widgets import kv_cache
-from widgets.kv_cache_figure import percent
-from widgets.session import Session
-from widgets.theme import COLOURS
+from widgets.kv_cache.figure import percent
+from widgets.shell.session import Session
+from widgets.shell.theme import COLOURS
 
 ONE_TOO_LONG = {"max_model_len": 2**15}
 TOO_BIG = {"model": "deepseek-ai/DeepSeek-V3", "gpu": "T4", "tp": 8}
@@ -247,7 +247,7 @@ def test_what_is_no_number_of_bytes_is_said(own, words):
 
 
 def test_a_function_that_does_not_end_or_fails_is_given_up(monkeypatch):
-    monkeypatch.setattr("widgets.kv_cache_state.PATIENCE", 0.2)
+    monkeypatch.setattr("widgets.kv_cache.state.PATIENCE", 0.2)
 
     def endless(config, size):
         while True:

@@ -16,8 +16,8 @@ from minivllm.memory import memory_ledger
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.known_models import known_model
 from widgets import multi_lora as widget
-from widgets import multi_lora_runs as runs
-from widgets.multi_lora_state import SLOTS
+from widgets.multi_lora import runs
+from widgets.multi_lora.state import SLOTS
 
 
 @pytest.fixture
@@ -358,6 +358,6 @@ def endless(*_) -> list[int]:
 )  # fmt: skip
 def test_parts_that_cannot_be_carried_out_are_refused(own: dict, about: str, monkeypatch: pytest.MonkeyPatch):
     if about == "never end":
-        monkeypatch.setattr("widgets.swept.PATIENCE", 0.3)
+        monkeypatch.setattr("widgets.shell.swept.PATIENCE", 0.3)
     with pytest.raises(MinivllmError, match=about):
         here(**own)

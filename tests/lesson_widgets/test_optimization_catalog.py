@@ -19,10 +19,10 @@ from minivllm_simulate.known_models import known_model
 from minivllm_simulate.lever_checks import known_error
 from minivllm_simulate.levers import LADDER, LeverResult, Levers, ladder, throughput
 from widgets import optimization_catalog as widget
-from widgets import optimization_catalog_runs as runs
-from widgets.optimization_catalog_figure import breaks
-from widgets.session import Session
-from widgets.theme import COLOURS
+from widgets.optimization_catalog import runs
+from widgets.optimization_catalog.figure import breaks
+from widgets.shell.session import Session
+from widgets.shell.theme import COLOURS
 
 ALL_OFF = dict.fromkeys(runs.FIELDS, False)
 ALL_ON = dict.fromkeys(runs.FIELDS, True)

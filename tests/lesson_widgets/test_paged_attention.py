@@ -16,9 +16,9 @@ from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 from minivllm_simulate.workloads import WORKLOADS
 from widgets import paged_attention as widget
-from widgets import paged_attention_figure as drawn
-from widgets.session import Session
-from widgets.theme import COLOURS
+from widgets.paged_attention.figure import percent, times
+from widgets.shell.session import Session
+from widgets.shell.theme import COLOURS
 
 ROOT = Path(__file__).resolve().parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -161,9 +161,9 @@ def broken_sizes(state) -> set[int]:
 
 
 def test_two_figures_that_differ_are_never_said_alike():
-    assert drawn.percent(0.05004, 0.05) == "5.004 %"
-    assert drawn.percent(0.05, 0.05) == "5 %"
-    assert drawn.times(1.02000001, 1.02) == "1.02000001 ×"
+    assert percent(0.05004, 0.05) == "5.004 %"
+    assert percent(0.05, 0.05) == "5 %"
+    assert times(1.02000001, 1.02) == "1.02000001 ×"
 
 
 def test_the_measured_ratios_are_the_lessons_and_say_what_they_are():

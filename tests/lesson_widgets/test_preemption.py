@@ -15,9 +15,9 @@ from minivllm_lab.preemption.victims import VictimScheduler
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate
 from widgets import preemption as widget
-from widgets import preemption_runs as runs
-from widgets import preemption_state
-from widgets.preemption_state import POOLS
+from widgets.preemption import runs
+from widgets.preemption import state as preemption_state
+from widgets.preemption.state import POOLS
 
 
 @pytest.fixture
@@ -369,6 +369,6 @@ def endless(*_):
 @pytest.mark.parametrize(("own", "about"), [(lambda *_: None, "your victim says None"), (endless, "never end")])
 def test_a_choice_that_cannot_be_carried_out_is_refused(own, about: str, monkeypatch: pytest.MonkeyPatch):
     if about == "never end":
-        monkeypatch.setattr("widgets.swept.PATIENCE", 0.3)
+        monkeypatch.setattr("widgets.shell.swept.PATIENCE", 0.3)
     with pytest.raises(MinivllmError, match=about):
         here(victim=own)

@@ -18,11 +18,11 @@ from minivllm_lab.optimization_catalog.prefix_reuse import CONFIG
 from minivllm_lab.optimization_catalog.sharing import SHARING, sessions
 from minivllm_simulate.virtual_clock import percentile, simulate
 from widgets import prefix_caching as widget
-from widgets import prefix_caching_state as states
-from widgets.prefix_caching_figure import COLUMNS, ROWS
-from widgets.session import Session
-from widgets.spec import Progress
-from widgets.theme import COLOURS
+from widgets.prefix_caching import state as states
+from widgets.prefix_caching.figure import COLUMNS, ROWS
+from widgets.shell.session import Session
+from widgets.shell.spec import Progress
+from widgets.shell.theme import COLOURS
 
 LESSON = Path(__file__).resolve().parents[2] / "vllm" / "05_optimization_catalog.py"
 START = widget.START

@@ -18,10 +18,10 @@ from minivllm_lab.drawing import text_width
 from minivllm_lab.exercise import load as load_lesson
 from minivllm_simulate.layouts import Layout
 from widgets import serving as widget
-from widgets import serving_runs as runs
-from widgets.serving_reader import PAUSES, read_answer
-from widgets.serving_state import Served, State, layouts
-from widgets.session import Session
+from widgets.serving import runs
+from widgets.serving.reader import PAUSES, read_answer
+from widgets.serving.state import Served, State, layouts
+from widgets.shell.session import Session
 
 complete = widget.SPEC.complete
 H100 = {"model": "Llama-3.1-8B", "gpu": "H100"}

@@ -6,7 +6,7 @@ import pytest
 from lesson_widgets.sizes import SPEC
 
 from minivllm.errors import MinivllmError
-from widgets.session import LEAST_WIDTH, MOST_WIDTH, Session
+from widgets.shell.session import LEAST_WIDTH, MOST_WIDTH, Session
 
 
 def test_a_knob_changes_picture_verdict_and_command():

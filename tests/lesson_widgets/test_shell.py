@@ -10,9 +10,9 @@ from IPython.utils.capture import capture_output
 from lesson_widgets.sizes import SPEC
 
 from minivllm.errors import MinivllmError
-from widgets.plain import plain
-from widgets.shell import LessonWidget, style
-from widgets.theme import DARK
+from widgets.shell.lesson_widget import LessonWidget, style
+from widgets.shell.plain import plain
+from widgets.shell.theme import DARK
 
 
 def heard(*messages: dict) -> LessonWidget:

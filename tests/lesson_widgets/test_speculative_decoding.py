@@ -17,9 +17,9 @@ from pace import quiet_seconds
 from minivllm.errors import MinivllmError
 from minivllm_lab.drawing import text_width
 from widgets import speculative_decoding as widget
-from widgets.session import Session
-from widgets.speculative_decoding_state import BATCHES, DRAFTERS, GPUS, MOST_K, SIBLINGS
-from widgets.speculative_decoding_step import VOCABULARY, measured, verify_step
+from widgets.shell.session import Session
+from widgets.speculative_decoding.state import BATCHES, DRAFTERS, GPUS, MOST_K, SIBLINGS
+from widgets.speculative_decoding.step import VOCABULARY, measured, verify_step
 
 
 def here(**knobs) -> widget.State:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from minivllm_lab.drawing import QUIET, ink_on, luminance, text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SERIES, SKY, VERMILLION
-from widgets import theme
-from widgets.plot import Axes, Scale, short, tokens
-from widgets.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
-from widgets.theme import BROKEN, CARD, DARK, DARK_LINES, NOT_OURS, WORDS
+from widgets.shell import theme
+from widgets.shell.plot import Axes, Scale, short, tokens
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
+from widgets.shell.theme import BROKEN, CARD, DARK, DARK_LINES, NOT_OURS, WORDS
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROOM = Box(10, 10, 100, 20)

@@ -4,7 +4,6 @@ import doctest
 import json
 import math
 from functools import partial, reduce
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 
 lesson = load(script_path("03"))
-ROW = REPOSITORY / "widgets" / "attention_row.json"
+ROW = REPOSITORY / "widgets" / "flash_attention" / "attention_row.json"
 
 
 # ---- the loops in NumPy ----------------------------------------------------------------------------------------------
@@ -248,7 +247,7 @@ def test_the_widgets_row_is_the_embedded_models():
     kernel = partial(lesson.flash_attention, **lesson.SMALL_TILES) if INTERPRETED else None
     row = attend_in_model(model, tokenizer, report.TEXT, kernel, lesson.LIMITS["float16"]).row
     stored = json.loads(ROW.read_text())["figures"]
-    how = f"run vllm/03_flash_attention.py --quick --row {Path('widgets') / ROW.name}"
+    how = f"run vllm/03_flash_attention.py --quick --row {ROW.relative_to(REPOSITORY)}"
     assert {name: stored[name] for name in ("layer", "head", "tokens")} == {
         n: row[n] for n in ("layer", "head", "tokens")
     }, how

@@ -11,10 +11,10 @@ from playwright.sync_api import Browser
 pytestmark = pytest.mark.browser
 
 WIDGET = """\
-from widgets.knobs import slider
-from widgets.shell import LessonWidget
-from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
-from widgets.svg import Drawing
+from widgets.shell.knobs import slider
+from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
+from widgets.shell.svg import Drawing
 
 def figure(state, width=640, pinned=None):
     drawing = Drawing(width, 80, f"size {state}")

@@ -17,8 +17,8 @@ from playwright.sync_api import Browser, Page
 from sphinx.deprecation import RemovedInSphinx11Warning
 
 from minivllm_lab.exercise import load
-from widgets.knobs import Value
-from widgets.spec import Spec
+from widgets.shell.knobs import Value
+from widgets.shell.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))  # its programs import each other

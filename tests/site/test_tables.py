@@ -9,9 +9,9 @@ import site_widgets
 import widgets
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
-from widgets.knobs import choice, entry, slider, steps, switch
-from widgets.session import Session
-from widgets.spec import Verdict
+from widgets.shell.knobs import choice, entry, slider, steps, switch
+from widgets.shell.session import Session
+from widgets.shell.spec import Verdict
 
 SPEC = load(Path(__file__).with_name("tiny.py")).SPEC
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from widgets.knobs import choice, entry, slider, switch
-from widgets.plot import Axes, Scale
-from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
-from widgets.svg import Box, Drawing
+from widgets.shell.knobs import choice, entry, slider, switch
+from widgets.shell.plot import Axes, Scale
+from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
+from widgets.shell.svg import Box, Drawing
 
 LOADS = [index / 10 for index in range(1, 16, 2)]
 

@@ -4,7 +4,7 @@ While a batch only decodes and no request can join, consecutive steps are alike,
 gets a token, and the block pool allocates what the single steps would have taken. The scheduler is asked for the step
 in which requests end. The resulting steps equal those of `virtual_clock.simulate`
 (tests/simulate/test_offline.py), in half to nine tenths of the time where no drafts are verified: half for few requests
-with long answers. The sweeps of `widgets/optimization_catalog.py` run on it.
+with long answers. The sweeps of `widgets/optimization_catalog` run on it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,306 @@
+"""The picture of lesson 09's widget: requests that fit over the GPUs, what each GPU keeps, and real models beside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from minivllm_lab.drawing import text_width
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
+from widgets.attention_heads.state import TPS, Kind, Place, State
+from widgets.shell.plot import LEAST_ROOM, MARGIN, WIDE, Axes, Key, Scale, draw_keys, short, three_boxes, tokens
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing
+from widgets.shell.theme import CARD, IDLE, MID, MISSED
+
+HALF = math.sqrt(2)
+GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
+"""A number of GPUs has the piece of the axis that is nearest to it."""
+STYLES = {"MHA": (ORANGE, "8 4"), "MQA": (PURPLE, "2 4"), "late": (SKY, "9 3 2 3"), "GQA,": (GREY, "5 3")}
+"""Colour and dashes of a kind that stands beside, by how its name begins."""
+ACROSS, RANK_ROW = 16, 27
+"""GPUs in a row, and pixels from row to row."""
+LEAST_NUMBER = 8
+"""Pixels of a KV head that has its number in it."""
+MODEL_NAMES, MODEL_BYTES, MODEL_ROW = 112, 44, 15
+"""Pixels of a model's name, of its bytes and of its row."""
+KIB = 1024
+
+
+def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
+    """Requests that fit over the GPUs; beside it bytes and rates; below, the GPUs one by one, and real models."""
+    drawing = Drawing(width, 0, "What fits on ever more GPUs", f"{state.model}, {state.mine.name}, over the GPUs")
+    y = drawing.heading((MARGIN, 23), "Requests that fit")
+    note = (
+        f"{state.model} with {state.query_heads} query heads on {state.hardware.name}, requests of "
+        f"{tokens(state.context)} tokens; memory as vLLM would count it, rates modelled, {state.error}"
+    )
+    y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
+    main, upper, lower = three_boxes(width, y + 26, 146, large=0.54)
+    _draw_fits(Axes(drawing, main, GPUS, _scale(state)), state, pinned)
+    _draw_bytes(drawing, upper, state)
+    _draw_rates(drawing, lower, state)
+    y = max(main.bottom, lower.bottom) + 58
+    if width >= WIDE:
+        left = Box(MARGIN, y, round(width * 0.42) - MARGIN, 0)
+        right = Box(left.right + 24, y, width - left.right - 24 - MARGIN, 0)
+        drawing.height = max(_draw_ranks(drawing, left, state), _draw_models(drawing, right, state)) + 10
+    else:
+        whole = Box(MARGIN, y, width - 2 * MARGIN, 0)
+        y = _draw_ranks(drawing, whole, state) + 30
+        drawing.height = _draw_models(drawing, Box(MARGIN, y, width - 2 * MARGIN, 0), state) + 10
+    return drawing.render()
+
+
+def kib(size: float) -> str:
+    """Bytes in KiB."""
+    return f"{size / KIB:,.1f}".removesuffix(".0")
+
+
+def style(kind: Kind) -> tuple[str, str]:
+    """Colour and dashes of a kind that stands beside the reader's."""
+    return STYLES[kind.name[:4]] if kind.name[:4] in STYLES else STYLES[kind.name[:3]]
+
+
+def _keys(state: State) -> list[Key]:
+    beside = [(kind.name, *style(kind), 1.8) for kind in state.others]
+    return [(state.mine.name, BLUE, "", 2.5), *beside, (f"asked: {state.wanted}", GREEN, "4 3", 1.5)]
+
+
+# ---- requests that fit
+
+
+def _scale(state: State) -> Scale:
+    """From less than one request to well above all that fit anywhere: there, words stand over no curve."""
+    most = max([state.wanted, *(place.fits for kind in (state.mine, *state.others) for place in kind.places)])
+    return Scale(0.5, 10 ** (math.ceil(3 * math.log10(5 * most)) / 3), log=True)
+
+
+def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
+    axes.frame(
+        "GPUs that share the model (tensor parallel)",
+        "requests",
+        x_ticks=TPS,
+        x_format="{:g}".format,
+        y_ticks=axes.y.powers(),
+        y_format=short,
+    )
+    with axes.drawing.answer():
+        _draw_broken(axes, state)
+    if pinned:
+        axes.pinned(*_curve(pinned.mine, _fits))
+    axes.mark_y(state.wanted, "", GREEN)
+    with axes.drawing.answer():
+        for kind in state.others:
+            colour, dash = style(kind)
+            axes.line(*_curve(kind, _fits), colour, width=1.8, dash=dash)
+        axes.line(*_curve(state.mine, _fits), BLUE)
+        axes.points(*_curve(state.mine, lambda place: place.fits * (place.fits >= axes.y.low)), BLUE, radius=3.5)
+    axes.here(state.tp, "tensor_parallel_size", f"{state.tp} GPU{'s' * (state.tp > 1)}")
+    with axes.drawing.answer():
+        for place in state.mine.places:
+            axes.drawing.rect(_cell(axes, place.tp), "transparent", tip=_fits_tip(state, place))
+
+
+def _fits(place: Place) -> float:
+    return place.fits
+
+
+def _curve(kind: Kind, value: Callable[[Place], float]) -> tuple[list[float], list[float]]:
+    """GPUs and values, where there are any."""
+    found = [(float(place.tp), value(place)) for place in kind.places if value(place) > 0]
+    return [tp for tp, _ in found], [one for _, one in found]
+
+
+def _cell(axes: Axes, tp: int) -> Box:
+    """The piece of the plot that is nearest to a number of GPUs."""
+    left, right = (axes.at(edge, axes.y.low)[0] for edge in (tp / HALF, tp * HALF))
+    return Box(left, axes.box.y, right - left, axes.box.height)
+
+
+def _fits_tip(state: State, place: Place) -> str:
+    if place.refused:
+        return f"{place.tp} GPUs: {cause_words(state, place.tp)}"
+    gain = state.mine.gain(place.tp)
+    times = f", {gain:.2f} times those of half as many GPUs" if 0 < gain < math.inf else ""
+    return f"{place.tp} GPUs: {place.fits:,.1f} requests fit{times}; {place.copies} keep the same keys and values"
+
+
+def _draw_broken(axes: Axes, state: State) -> None:
+    """Where too few fit, and where more GPUs bring only copies."""
+    regions = []
+    for words, group in groupby(TPS, key=lambda tp: _kind_of(state.cause(tp))):
+        many = list(group)
+        if words:
+            low = None if many[0] == TPS[0] else many[0] / HALF
+            high = None if many[-1] == TPS[-1] else many[-1] * HALF
+            nearest = state.tp if low is None and high is None else many[0] if high is None else many[-1]
+            regions.append((low, high, cause_words(state, nearest)))
+    for low, high, words in regions:
+        axes.shade(low, high, words)
+        if low and high:
+            axes.mark_x(low, VERMILLION, dash="")
+    for low, high, words in regions:
+        left, right = (axes.at(edge, axes.y.low)[0] for edge in (low or axes.x.low, high or axes.x.high))
+        inside = right - left >= LEAST_ROOM or low is None  # where it is narrow, they may stand over its other edge
+        axes.write(words, left + 6 if inside else right - 6, max(right - left, LEAST_ROOM) - 10, after=inside)
+
+
+def _kind_of(cause: str) -> str:
+    """Causes that share a region: too few fit, for whatever reason; or no more than before."""
+    return {"": "", "long": "long", "weights": "few", "few": "few", "copies": "more", "heads": "more"}[cause]
+
+
+def cause_words(state: State, tp: int) -> str:
+    """What is wrong on so many GPUs."""
+    place = state.mine.at(tp)
+    return {
+        "long": f"{state.model} was made for {state.longest:,} tokens at most",
+        "heads": f"{state.query_heads} query heads cannot be divided over {tp}",
+        "weights": f"not even the weights fit on {tp} GPU{'s' * (tp > 1)}",
+        "few": f"{int(place.fits)} of {state.wanted} requests fit on {tp}",
+        "copies": f"only copies: {state.mine.gain(tp):.2f} times the requests of {tp // 2}",
+        "": "",
+    }[state.cause(tp)]
+
+
+# ---- bytes and rates
+
+
+def _draw_bytes(drawing: Drawing, box: Box, state: State) -> None:
+    """What a token takes on each GPU, and on all of them together."""
+    each = _curve(state.mine, lambda place: place.kv_bytes / KIB)
+    whole = _curve(state.mine, lambda place: place.kv_bytes * place.tp / KIB)
+    axes = Axes(drawing, box, GPUS, _span(each[1] + whole[1]))
+    axes.frame("", "KiB a token; dashed: on all", x_ticks=(), y_ticks=axes.y.powers(), y_format=short)
+    axes.line(*whole, BLUE, width=1.8, dash="5 3")
+    axes.line(*each, BLUE)
+    axes.also_here(state.tp)
+    for place in state.mine.places:
+        if place.kv_bytes:
+            said = f"{place.tp} GPUs: a token takes {kib(place.kv_bytes)} KiB on each, "
+            said += f"{kib(place.kv_bytes * place.tp)} KiB in all"
+            drawing.rect(_cell(axes, place.tp), "transparent", tip=said)
+
+
+def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
+    """Tokens a second of all GPUs, when as many requests decode as are wanted, or fit."""
+    kinds = (state.mine, *state.others)
+    curves = [_curve(kind, lambda place: place.tokens_per_second) for kind in kinds]
+    axes = Axes(drawing, box, GPUS, _span([rate for _, rates in curves for rate in rates]))
+    label = f"tokens a second, {state.wanted} or what fits"
+    axes.frame("GPUs", label, x_ticks=TPS, x_format="{:g}".format, y_ticks=axes.y.powers(), y_format=short)
+    for kind, curve in zip(state.others, curves[1:], strict=True):
+        colour, dash = style(kind)
+        axes.line(*curve, colour, width=1.5, dash=dash)
+    axes.line(*curves[0], BLUE)
+    axes.also_here(state.tp)
+    for place in state.mine.places:
+        batch = min(state.wanted, int(place.fits))
+        said = f"{place.tp} GPUs: {place.tokens_per_second:,.0f} tokens a second, {batch} at once"
+        drawing.rect(_cell(axes, place.tp), "transparent", tip=said)
+
+
+def _span(values: Sequence[float]) -> Scale:
+    return Scale.around(0.8 * min(values, default=1), 1.25 * max(values, default=10))
+
+
+# ---- the GPUs one by one
+
+
+def _draw_ranks(drawing: Drawing, box: Box, state: State) -> float:
+    """Each GPU with what it keeps of every token, copies hatched; returns the y below."""
+    drawing.text((box.x, box.y), "GPU by GPU", size=14.5, bold=True)
+    y = drawing.paragraph((box.x, box.y + 19), rank_words(state), box.width)
+    if not state.here.divisible:
+        return y
+    across = min(state.tp, ACROSS)
+    room, seen = box.width / across, set[int]()
+    for rank, heads in enumerate(state.ranks):
+        row, column = divmod(rank, across)
+        place = Box(box.x + column * room, y + 9 + row * RANK_ROW, room - 3, RANK_ROW - 5)
+        drawing.rect(place, IDLE, tip=_rank_tip(state, rank))
+        _draw_heads(drawing, place, state, rank, seen)
+        seen |= set(heads)
+    return y + 9 + RANK_ROW * -(-state.tp // across)
+
+
+def _draw_heads(drawing: Drawing, place: Box, state: State, rank: int, seen: set[int]) -> None:
+    """The KV heads of a GPU; those that another one keeps already are hatched."""
+    heads = state.ranks[rank]
+    wide = (place.width - 2) / len(heads)
+    for index, head in enumerate(heads):
+        part = Box(place.x + 1 + index * wide, place.y + 2, max(wide - (1 if wide > 3 else 0), 0.8), place.height - 4)
+        copy = head in seen
+        drawing.rect(part, MISSED if copy else BLUE)
+        if copy:
+            drawing.hatch(part, MID, gap=6)
+        words = "latent" if state.latent else str(head)
+        if text_width(words, SMALL) + 2 <= part.width and part.width >= LEAST_NUMBER:
+            colour = INK if copy else CARD
+            where = (part.x + part.width / 2, part.y + part.height / 2 + 4)
+            drawing.text(where, words, size=SMALL, colour=colour, anchor="middle")
+    drawing.rect(place, "transparent", tip=_rank_tip(state, rank))
+
+
+def _rank_tip(state: State, rank: int) -> str:
+    many = state.query_heads // state.tp
+    asks = f"query heads {rank * many} to {rank * many + many - 1}" if many > 1 else f"query head {rank}"
+    heads = state.ranks[rank]
+    keeps = "the latent" if state.latent else f"KV head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}"
+    copies = state.here.copies
+    alike = f"; {copies} GPUs keep the same" if copies > 1 else ""
+    return f"GPU {rank}: {asks}, {keeps}{alike}"
+
+
+def rank_words(state: State) -> str:
+    """What each GPU keeps, and how often it is there."""
+    place = state.here
+    if not place.divisible:
+        return f"{state.query_heads} query heads cannot be divided over {state.tp} GPUs."
+    kept = max(map(len, state.ranks))
+    what = f"{kept} of {state.kv_heads} KV heads" if state.kv_heads > 1 else "the only KV head"
+    what = "the whole latent" if state.latent else what
+    alike = f" ({place.copies} keep the same)" if place.copies > 1 else ""
+    who = "Each GPU" if state.tp > 1 else "The GPU"
+    return f"{who} keeps {what}{alike}: {kib(place.kv_bytes)} KiB a token."
+
+
+# ---- real models
+
+
+def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
+    """Operations a byte and bytes of a token, of the reader's kind and of published models; returns the y below."""
+    ridge = state.hardware.ridge()
+    drawing.text((box.x, box.y), "Operations a byte", size=14.5, bold=True)
+    drawing.text((box.right, box.y), "KiB a token", size=SMALL, colour=QUIET, anchor="end")
+    bars = Box(box.x + MODEL_NAMES, box.y + 9, box.width - MODEL_NAMES - MODEL_BYTES, MODEL_ROW * (1 + len(state.real)))
+    across = Scale(0.7, 4 * max(ridge, *(operations for _, _, operations in state.real)), log=True)
+    rows = [(name.removeprefix("Meta-").removesuffix("-hf"), size, one, GREY) for name, size, one in state.real]
+    if state.here.kv_bytes:
+        rows.insert(0, ("here, on all", state.here.kv_bytes * state.tp, state.here.intensity, BLUE))
+    x = bars.x + across.share(ridge) * bars.width
+    for row, one in enumerate(rows):
+        _draw_model(drawing, box, bars, across, row, one, x)
+    drawing.line((x, bars.y), (x, bars.bottom), colour=GREEN, dash="4 3", width=1.5)
+    words = f"ridge {ridge:.0f}"
+    end = min(x + text_width(words, SMALL) / 2, box.right - text_width("KiB a token", SMALL) - 10)
+    drawing.text((end, box.y), words, size=SMALL, colour=GREEN, anchor="end")
+    return bars.bottom
+
+
+def _draw_model(
+    drawing: Drawing, box: Box, bars: Box, across: Scale, row: int, model: tuple[str, int, float, str], ridge: float
+) -> None:
+    """A row; its number does not stand on the line at `ridge`."""
+    name, size, operations, colour = model
+    y, mine = bars.y + row * MODEL_ROW, colour == BLUE
+    tip = f"{name}: {operations:.3g} operations for each byte; {kib(size)} KiB a token"
+    wide = max(across.share(operations), 0.02) * bars.width
+    drawing.text((box.x, y + 12), name, size=SMALL, bold=mine)
+    drawing.rect(Box(bars.x, y + 3, wide, MODEL_ROW - 5), BLUE if mine else MID)
+    words, at = f"{operations:.3g}", bars.x + wide + 5
+    at = ridge + 5 if at - 4 < ridge < at + text_width(words, SMALL) + 4 else at
+    drawing.text((at, y + 12), words, size=SMALL, bold=mine, halo=True)
+    drawing.text((box.right, y + 12), kib(size), size=SMALL, bold=mine, anchor="end")
+    drawing.rect(Box(box.x, y, box.width, MODEL_ROW), "transparent", tip=tip)

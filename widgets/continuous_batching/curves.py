@@ -1,0 +1,192 @@
+"""Curves over the load, one for each policy, and the state of lesson 04's widget that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from minivllm.config.checks import require
+from minivllm_lab.continuous_batching.asking_scheduler import Schedule
+from minivllm_simulate.load_sweep import crossing
+from minivllm_simulate.workloads import workload
+from widgets.continuous_batching.runs import POLICIES, SATURATED, Experiment, Point, Stretch, experiment
+from widgets.shell.spec import require_numbers
+
+LOADS = tuple(round(0.1 * tenths, 1) for tenths in range(1, 16))
+SERVICE = 0.95
+"""The share of requests that must have their first token in time."""
+MOST = {"load": 100.0, "spread": 10.0, "slots": 256, "burstiness": 100.0, "limit": 1000.0}
+START = {"load": 0.7, "slots": 8, "limit": 0.5, "spread": 1.0, "burstiness": 1.0, "file": ""}
+
+
+@dataclass(frozen=True)
+class Knee:
+    """The load from which a policy is broken, and whether by its queue or by the service level alone."""
+
+    load: float
+    queue_grows: bool
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One policy at every load that has been run so far."""
+
+    name: str
+    """"static", "continuous", or "yours"."""
+    points: dict[float, Point]
+    ceiling: float | None
+    """The load that it can carry without end, as its full batches show; None until they have run."""
+    stretch: Stretch
+    """The first seconds at the load where the reader stands."""
+    limit: float
+
+    @property
+    def loads(self) -> list[float]:
+        """The loads that have been run."""
+        return sorted(self.points)
+
+    def ttfts(self, share: float) -> list[float]:
+        """At each load, the seconds within which this share of the requests has its first token."""
+        return [self.points[load].ttft(share) for load in self.loads]
+
+    def queue_grows(self, load: float) -> bool:
+        """Whether more arrives than the policy serves with all that it has."""
+        return self.ceiling is not None and load >= self.ceiling
+
+    def late(self, load: float) -> bool:
+        """Whether the service level is missed at a load that has been run."""
+        return self.points[load].goodput(self.limit) < SERVICE
+
+    def broken(self, load: float) -> bool:
+        """Whether the queue grows without end, or the service level is missed."""
+        return self.queue_grows(load) or self.late(load)
+
+    @property
+    def knee(self) -> Knee | None:
+        """Where it breaks: between two loads that were run, where the line between them crosses the service level."""
+        if self.ceiling is None:
+            return None
+        late = crossing(self.loads, self.ttfts(SERVICE), self.limit)
+        return Knee(late, False) if late < self.ceiling else Knee(self.ceiling, True)
+
+
+@dataclass(frozen=True)
+class State:
+    """Both policies on the same arrivals, as far as they have been run."""
+
+    load: float
+    slots: int
+    limit: float
+    """Seconds within which 95 % of the requests must have their first token: the service level."""
+    burstiness: float
+    curves: tuple[Curve, Curve]
+    arrivals: tuple[float, ...]
+    """Seconds at which requests come, in the stretch that is drawn slot by slot."""
+    window: float
+    rate: float
+    """Requests per second."""
+    formula: float
+    """What static batching uses of its slots: mean length / mean longest of a batch."""
+    spread: float
+    """Of the lengths: asked for, or counted in a file."""
+    note: str
+    """What was done to lengths from a file."""
+
+    @property
+    def known(self) -> bool:
+        """Whether both policies have been run at this load, and their ceilings are known."""
+        return all(curve.ceiling is not None and self.load in curve.points for curve in self.curves)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every run is done."""
+        return self.known and all(set(LOADS) <= set(curve.points) for curve in self.curves)
+
+
+def sweep(
+    load: float = START["load"],
+    slots: int = START["slots"],
+    limit: float = START["limit"],
+    spread: float = START["spread"],
+    burstiness: float = START["burstiness"],
+    file: str = START["file"],
+    schedule: Schedule | None = None,
+) -> Iterator[State]:
+    """Serve 400 requests at each load from 0.1 to 1.5 under both policies; each state knows more of the curves.
+
+    Args:
+        load: arrivals, as a share of what the slots could serve if all were always in use: where the reader stands.
+        slots: requests that may run at once.
+        limit: seconds within which 95 % of the requests must have their first token.
+        spread: standard deviation of output lengths over their mean; 0 is all alike, 1 exponential.
+        burstiness: of the arrivals; 1 is a Poisson process, less comes in bursts.
+        file: a workload's name or the path of a file with lengths, which then replace those of `spread`.
+        schedule: the reader's own, as in exercise 04, in place of continuous batching.
+
+    Raises:
+        MinivllmError: a value makes no sense.
+    """
+    require_numbers(MOST, load=load, slots=slots, limit=limit, spread=spread, burstiness=burstiness)
+    sensible = load > 0 and spread >= 0 and slots >= 1 and limit > 0 and burstiness > 0
+    require(sensible, f"load, slots, limit and burstiness are above 0, and spread at least 0; load is {load}, slots "
+            f"{slots}, limit {limit}, burstiness {burstiness}, spread {spread}")  # fmt: skip
+    require(isinstance(file, str), f"file is a path or the name of a workload, not {file!r}")
+    work = workload(file.strip()) if file.strip() else None
+    by_policy = {  # the reader's schedule leaves static batching as it is
+        policy: experiment(slots, spread, burstiness, work, None if policy == "static" else schedule)
+        for policy in POLICIES
+    }
+    return _states(by_policy, load, limit, burstiness, spread)
+
+
+def _states(
+    by_policy: dict[str, Experiment], load: float, limit: float, burstiness: float, spread: float
+) -> Iterator[State]:
+    runs = by_policy["continuous"]
+    arrivals = tuple(at for at in runs.arrivals(load) if at < runs.window)
+    stretches = [own.stretch(policy, load) for policy, own in by_policy.items()]
+    names = ("static", "yours" if runs.schedule else "continuous")
+
+    def now() -> State:
+        curves = [
+            Curve(name, own.at_loads(policy, (*LOADS, load)), own.ceiling(policy), stretch, limit)
+            for (policy, own), name, stretch in zip(by_policy.items(), names, stretches, strict=True)
+        ]
+        return State(
+            load=load,
+            slots=runs.slots,
+            limit=limit,
+            burstiness=burstiness,
+            curves=(curves[0], curves[1]),
+            arrivals=arrivals,
+            window=runs.window,
+            rate=runs.rate(load),
+            formula=runs.formula,
+            spread=runs.spread if runs.note else spread,
+            note=runs.note,
+        )
+
+    state = now()
+    yield state
+    for wanted in (load, SATURATED, *sorted(LOADS, key=lambda other: abs(other - load))):
+        for policy, own in by_policy.items():
+            for _ in own.run(policy, wanted):
+                yield state
+        if not state.complete:
+            state = now()
+            yield state
+
+
+def share(value: float) -> str:
+    """A share in per cent with all its digits: shares are counted in 400ths, and none is rounded to a goal."""
+    return f"{value * 100:.5g} %"
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that people would say."""
+    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
+
+
+def title(curve: Curve) -> str:
+    """A policy in words."""
+    return "your schedule" if curve.name == "yours" else f"{curve.name} batching"

@@ -1,0 +1,236 @@
+"""What lesson 03's widget shows: bytes moved by tiles of each size, what fits on a chip, and one row, walked.
+
+The bytes come from the loop counters of `minivllm_lab.flash_attention.attention_traffic`, which the lesson's script
+holds against loops that count their own trips; what fits on a chip from the same module, which is held against a
+compiler. The row of scores is one that the embedded model computed: `vllm/03_flash_attention.py --row` wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+from minivllm.config.checks import require
+from minivllm_lab.flash_attention.attention_traffic import (
+    CHIPS,
+    OTHER_REGISTERS,
+    SMALLEST_TILE,
+    Chip,
+    Traffic,
+    flash_programs,
+    flash_traffic,
+    least_traffic,
+    longest_naive,
+    most_queries_kept,
+    most_queries_launched,
+    naive_traffic,
+    register_bytes,
+    shared_memory_bytes,
+)
+from minivllm_simulate.hardware import Hardware, get_hardware
+from minivllm_simulate.load_sweep import crossing
+from widgets.flash_attention.row import Row, Step, scaled_row, walked
+from widgets.shell.spec import require_numbers
+
+QUERIES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+"""Queries of a tile: the swept axis."""
+KEYS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
+LENGTHS = tuple(2**power for power in range(10, 18))  # 1K to 128K tokens
+HEADS = 32
+"""Query heads whose scores would be stored together: Llama-3.1-8B's."""
+MOST_BANDS = 6
+"""Bands of programs in the map of tiles; more programs than that are drawn together."""
+MOST = {
+    "length": 2**17,
+    "head_dim": 1024,
+    "block_q": 1024,
+    "block_k": 1024,
+    "stages": 16,
+    "keys_a_tile": 1024,
+    "times": 1e6,
+}
+
+
+@dataclass(frozen=True)
+class Band:
+    """Programs that are drawn together in the map of tiles."""
+
+    programs: int
+    """Programs up to the end of this band, those before it too."""
+    queries: int
+    """Queries up to its end."""
+    read: int
+    """Bytes loaded once it is through, by the programs before it too."""
+
+
+@dataclass(frozen=True)
+class State:
+    """One configuration and its results. Bytes are of one head unless all heads are named."""
+
+    length: int
+    head_dim: int
+    hardware: Hardware
+    chip: Chip
+    block_q: int
+    block_k: int
+    stages: int
+    naive: Traffic
+    tiled: Traffic
+    least: int
+    queries: tuple[int, ...]
+    by_queries: tuple[Traffic, ...]
+    """Of the tiles, at each of `queries`."""
+    lengths: tuple[int, ...]
+    naive_by_length: tuple[int, ...]
+    """Bytes moved at each of `lengths`."""
+    tiled_by_length: tuple[int, ...]
+    few: float
+    """Tiles of fewer queries than this move more bytes than T × T stored."""
+    kept: int
+    """Most queries of a tile whose O and scores stay in registers."""
+    launched: int
+    """Most queries of a tile that fit into shared memory."""
+    longest: int
+    """Most tokens whose scores and weights, of all heads, fit into the GPU's memory."""
+    programs: int
+    bands: tuple[Band, ...]
+    row: Row
+    steps: tuple[Step, ...]
+    own: bool
+    """The row was walked by the reader's code."""
+
+    @property
+    def less(self) -> float:
+        """How many times fewer bytes the tiles move."""
+        return self.naive.moved / self.tiled.moved
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """Bytes of shared memory, by what they hold."""
+        return shared_memory_bytes(self.block_q, self.block_k, self.head_dim, self.stages)
+
+    @property
+    def registers(self) -> dict[str, int]:
+        """Bytes of registers, by what they hold."""
+        parts = register_bytes(self.block_q, self.block_k, self.head_dim, q_in_registers=self.chip.q_in_registers)
+        return parts | {"others": OTHER_REGISTERS}
+
+    @property
+    def launches(self) -> bool:
+        """Does the tile fit into shared memory?"""
+        return self.block_q <= self.launched
+
+    @property
+    def spills(self) -> bool:
+        """Do O and the scores need more registers than there are?"""
+        return self.block_q > self.kept
+
+    @property
+    def ridge(self) -> float:
+        """Operations that the GPU can do in the time that its memory takes for one byte."""
+        return self.hardware.ridge("float16")
+
+    @property
+    def wrong(self) -> Step | None:
+        """The first step of the reader's code that is not right."""
+        return next((step for step in self.steps if step.wrong), None)
+
+    def launched_at(self, queries: int) -> int:
+        """Bytes of shared memory that a tile of so many queries asks for."""
+        return sum(shared_memory_bytes(queries, self.block_k, self.head_dim, self.stages).values())
+
+
+def sweep(
+    length: int = 8192,
+    head_dim: int = 128,
+    gpu: str = "H100",
+    block_q: int = 32,
+    block_k: int = 64,
+    stages: int = 2,
+    keys_a_tile: int = 4,
+    times: float = 1,
+    softmax_step: Callable[..., Any] | None = None,
+) -> State:
+    """Count the bytes of one configuration and of the swept axis, and take the row of scores tile by tile.
+
+    Args:
+        length: tokens of the sequence.
+        head_dim: width of a head, 16 bits an element.
+        gpu: one of `CHIPS`.
+        block_q, block_k: queries and keys of a tile.
+        stages: tiles of keys and values that are in shared memory at a time.
+        keys_a_tile: tile of the row that is stepped through.
+        times: what the row's scores are multiplied by.
+        softmax_step: the reader's own, from exercise 03.
+
+    Raises:
+        MinivllmError: a value makes no sense, or the reader's code gives no state.
+    """
+    require_numbers(MOST, length=length, head_dim=head_dim, block_q=block_q, block_k=block_k, stages=stages)
+    require_numbers(MOST, keys_a_tile=keys_a_tile, times=times)
+    require(gpu in CHIPS, f"gpu must be one of {', '.join(CHIPS)}, not {gpu!r}")
+    require(times > 0, f"times must be above 0, not {times}")
+    require(block_q >= SMALLEST_TILE, f"block_q must be at least {SMALLEST_TILE}, not {block_q}")
+    chip, hardware, naive = CHIPS[gpu], get_hardware(gpu), naive_traffic(length, head_dim)
+    by_queries = _by_queries(length, head_dim, block_k)
+    row = scaled_row(times)
+    return State(
+        length=length,
+        head_dim=head_dim,
+        hardware=hardware,
+        chip=chip,
+        block_q=block_q,
+        block_k=block_k,
+        stages=stages,
+        naive=naive,
+        tiled=_moved(length, head_dim, block_q, block_k),
+        least=least_traffic(length, head_dim),
+        queries=QUERIES,
+        by_queries=by_queries,
+        lengths=LENGTHS,
+        naive_by_length=tuple(naive_traffic(long, head_dim).moved for long in LENGTHS),
+        tiled_by_length=tuple(_moved(long, head_dim, block_q, block_k).moved for long in LENGTHS),
+        few=_few(by_queries, naive),
+        kept=most_queries_kept(chip, block_k, head_dim),
+        launched=most_queries_launched(chip, block_k, head_dim, stages),
+        longest=longest_naive(hardware.memory_bytes, HEADS),
+        programs=-(-length // block_q),
+        bands=_bands(length, head_dim, block_q, block_k),
+        row=row,
+        steps=walked(row, keys_a_tile, softmax_step),
+        own=softmax_step is not None,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _moved(length: int, head_dim: int, block_q: int, block_k: int) -> Traffic:
+    return flash_traffic(length, head_dim, block_q, block_k)
+
+
+@lru_cache(maxsize=256)
+def _by_queries(length: int, head_dim: int, block_k: int) -> tuple[Traffic, ...]:
+    return tuple(_moved(length, head_dim, block_q, block_k) for block_q in QUERIES)
+
+
+def _few(by_queries: Sequence[Traffic], naive: Traffic) -> float:
+    """The number of queries below which tiles move more than the naive way; the fewest where they never do."""
+    few = crossing(QUERIES[::-1], [one.moved for one in by_queries[::-1]], naive.moved, log=True)
+    return min(few, QUERIES[-1]) if few < inf else QUERIES[0]
+
+
+@lru_cache(maxsize=256)
+def _bands(length: int, head_dim: int, block_q: int, block_k: int) -> tuple[Band, ...]:
+    """All programs, in bands of about as many each."""
+    programs, row = list(flash_programs(length, block_q, block_k)), 2 * head_dim
+    count = min(len(programs), MOST_BANDS)
+    ends = [len(programs) * (index + 1) // count for index in range(count)]
+    bands, read, queries = [], 0, 0
+    for first, end in pairwise([0, *ends]):
+        read += sum((rows + 2 * seen) * row for rows, seen in programs[first:end])
+        queries += sum(rows for rows, _ in programs[first:end])
+        bands.append(Band(end, queries, read))
+    return tuple(bands)

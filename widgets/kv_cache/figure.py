@@ -1,0 +1,308 @@
+"""The picture of lesson 01's widget: the memory as a bar, the KV cache slot by slot, and where no request fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from minivllm.config.units import GIB
+from minivllm_lab.drawing import text_width
+from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, tokens
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
+from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT
+
+if TYPE_CHECKING:
+    from widgets.kv_cache.state import Pool, State
+
+BEFORE_CACHE = (("weights", BLUE), ("activations", PURPLE), ("outside torch", GREY), ("CUDA graphs", ORANGE))
+"""How the picture names and colours what the ledger lists before the KV cache."""
+WIDE_HEIGHT = 468
+PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 128, 176
+STRIP = 12
+"""A slot is drawn about this many times as wide as high."""
+BELOW_ONE = 38
+"""Pixels below the line of one request: two rows of names."""
+NEAR, AWAY = 26, 18
+"""Pixels: curves that end so near each other are named together; so far may names be moved to make room."""
+
+
+def percent(share: float) -> str:
+    """A share in words; less than all is never "100 %", and more than nothing never "0 %"."""
+    if 0 < share < 1:
+        share = min(max(share, 0.0001), 0.9999)
+    digits = 2 if 0 < share < 0.01 or 0.99 < share < 1 else 1
+    return f"{share * 100:.{digits}f} %"
+
+
+def draw(state: State, width: float, pinned: State | None, words: str) -> str:
+    """The picture as SVG; `words` describe it to those who cannot see it."""
+    drawing = Drawing(width, WIDE_HEIGHT, f"The KV cache of {state.model} on {state.hardware.name}", words)
+    bar = _draw_memory(drawing, state)
+    panel = Box(MARGIN, bar.bottom + 16, width - 2 * MARGIN, PANEL_HEIGHT if width >= WIDE else NARROW_PANEL_HEIGHT)
+    if state.ledger and not state.beyond_model:
+        _draw_magnifier(drawing, state, bar, panel)
+    drawing.rect(panel, TINT)
+    inside = Box(panel.x + 12, panel.y, panel.width - 24, panel.height)
+    if state.beyond_model:
+        _draw_refused(drawing, state, inside)
+    elif state.ledger is None:
+        _draw_nothing_left(drawing, state, inside)
+    elif state.fits:
+        inside = _draw_slots(drawing, state, inside)
+    else:
+        _draw_shortage(drawing, state, inside)
+    top = _draw_plot_heading(drawing, state, max(panel.bottom, inside.bottom + 8) + 22)
+    drawing.height = max(WIDE_HEIGHT, top + 190) if width < WIDE else WIDE_HEIGHT
+    _draw_plot(drawing, state, pinned, Box(MARGIN + 30, top, width - 2 * MARGIN - 38, drawing.height - 44 - top))
+    return drawing.render()
+
+
+def _draw_memory(drawing: Drawing, state: State) -> Box:
+    """The bar of the whole card; returns where it stands."""
+    card, needed, width = state.hardware.memory_bytes, state.needed, drawing.width - 2 * MARGIN
+    which = f"one {state.hardware.name}" if state.tp == 1 else f"each of {state.tp} GPUs ({state.hardware.name})"
+    drawing.heading((MARGIN, 20), f"Memory of {which}: {card / GIB:.1f} GiB")
+    segments = [
+        Segment(f"{name} {size / GIB:,.1f}", size, colour, tip=f"{whole_name}: {size / GIB:,.2f} GiB")
+        for (whole_name, size), (name, colour) in zip(state.needs, BEFORE_CACHE, strict=True)
+    ]
+    if state.ledger:
+        cache, rest = int(card * state.utilization) - needed, card - int(card * state.utilization)
+        words = f"KV cache: {cache / GIB:.2f} GiB, {state.tokens:,} tokens of {state.bytes_per_token:,.0f} bytes"
+        segments.append(Segment(f"KV cache {cache / GIB:.1f}", cache, SKY, tip=words))
+        tip = f"Not ours to use: {rest / GIB:.2f} GiB, the share that gpu_memory_utilization leaves to others"
+        segments.append(Segment(f"not ours {rest / GIB:.0f}", rest, NOT_OURS, tip=tip, hatched=True))
+    total = max(card, needed)
+    small = [part for part in segments if text_width(part.label, SMALL) + 12 > part.value / total * width]
+    bottom = legend(drawing, (MARGIN, 42), small, width)
+    bar = Box(MARGIN, bottom - 10, width, 24)
+    stacked_bar(drawing, bar, segments, total)
+    if needed > card:
+        edge = bar.x + card / needed * width
+        drawing.line((edge, bar.y - 5), (edge, bar.bottom + 5), colour=VERMILLION, width=2.5)
+    return bar
+
+
+def _draw_magnifier(drawing: Drawing, state: State, bar: Box, panel: Box) -> None:
+    """Beams from the KV cache's part of the bar to the panel that shows it."""
+    card, budget = state.hardware.memory_bytes, int(state.hardware.memory_bytes * state.utilization)
+    left, right = (bar.x + part / card * bar.width for part in (state.needed, budget))
+    drawing.polygon([(left, bar.bottom), (right, bar.bottom), (panel.right, panel.y), (panel.x, panel.y)], TINT)
+
+
+def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
+    """A strip for each slot: what its request ever holds, and what it only reserves. Returns where they stand."""
+    drawn = max(len(state.lengths), min(state.slots, 1))
+    note = f"{state.slots:,} slot{'s' * (state.slots > 1)} of {state.max_model_len:,} tokens"
+    note += f" (the first {drawn} are drawn)" if drawn < state.slots else ""
+    y = drawing.heading((box.x, box.y + 19), "The KV cache when it is full", note)
+    keys = [
+        Segment(f"ever holds a token {percent(state.held)}", 0, HELD),
+        Segment(f"never used {percent(state.reserved - state.held)}", 0, RESERVED),
+        Segment(f"less than a slot {percent(1 - state.reserved)}", 0, CARD, outlined=True),
+    ]
+    top = legend(drawing, (box.x, y + 21), keys, box.width) - 9
+    pool = Box(box.x, top, box.width, max(box.bottom - 8 - top, 60))
+    columns = max(1, round((drawn * pool.width / pool.height / STRIP) ** 0.5))
+    wide, high = pool.width / columns, min(pool.height / -(-(drawn + 1) // columns), 34.0)
+    gap = min(3.0, high / 5)
+    for index in range(drawn + 1):
+        slot = Box(pool.x + index % columns * wide, pool.y + index // columns * high, wide - gap - 1, high - gap)
+        if index < drawn:
+            length = state.lengths[index] if state.lengths else 0
+            with drawing.layer(tip=f"Slot {index + 1}: its request holds {length:,} of {state.max_model_len:,} tokens"):
+                drawing.rect(slot, RESERVED)
+                drawing.rect(replace(slot, width=length / state.max_model_len * slot.width), HELD)
+        elif drawn == state.slots:
+            rest = state.tokens - state.slots * state.max_model_len
+            part = replace(slot, width=rest / state.max_model_len * slot.width)
+            drawing.rect(part, CARD, stroke=MID, tip=f"{rest:,} tokens: less than a slot, so no request can use them")
+    return pool
+
+
+def _draw_shortage(drawing: Drawing, state: State, box: Box) -> None:
+    """One request of the greatest length, and the part of it that there is room for."""
+    note = f"it holds {state.tokens:,} tokens"
+    y = drawing.heading((box.x, box.y + 19), "The KV cache is too small", note)
+    words = f"One request of {state.max_model_len:,} tokens"
+    drawing.text((box.x, y + 28), words, colour=VERMILLION)
+    request = Box(box.x, y + 36, box.width, 36)
+    room = replace(request, width=request.width * min(1.0, state.tokens / state.max_model_len))
+    drawing.rect(request, CARD, stroke=VERMILLION, dash="5 3", tip=words)
+    drawing.hatch(request, MISSED)
+    drawing.rect(room, SKY, tip=f"There is room for {state.tokens:,} tokens of it")
+    if room.width > 130:
+        drawing.text((request.x + 10, request.y + 23), "room for this much")
+
+
+def _draw_nothing_left(drawing: Drawing, state: State, box: Box) -> None:
+    short = state.needed - int(state.hardware.memory_bytes * state.utilization)
+    note = f"{short / GIB:,.1f} GiB too little for the rest alone" if short > 0 else "less is left than one block takes"
+    y = drawing.heading((box.x, box.y + 19), "No KV cache at all", note)
+    if state.needed > state.hardware.memory_bytes:
+        words = "The upright line in the bar marks where the memory ends."
+        drawing.paragraph((box.x, y + 28), words, box.width, colour=VERMILLION, size=13)
+
+
+def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
+    """What the model reads at most, against what is asked of it."""
+    y = drawing.heading((box.x, box.y + 19), "Refused before any memory is taken")
+    words = f"max_model_len asks for {state.max_model_len:,} tokens; {state.model} was made for {state.model_limit:,}"
+    y = drawing.paragraph((box.x, y + 24), words, box.width, colour=VERMILLION, size=13)
+    asked = Box(box.x, y + 12, box.width, 30)
+    drawing.rect(asked, CARD, stroke=VERMILLION, dash="5 3", tip="What max_model_len asks for")
+    drawing.hatch(asked, MISSED)
+    known = replace(asked, width=max(2.0, asked.width * state.model_limit / state.max_model_len))
+    drawing.rect(known, SKY, tip=f"{state.model} was made for {state.model_limit:,} tokens")
+
+
+def _draw_plot_heading(drawing: Drawing, state: State, y: float) -> float:
+    """The plot's title and the keys of its curves; returns where the plot begins."""
+    drawing.heading((MARGIN, y), "Requests at once", "by the tokens that each reserves")
+    bold = Segment(f"{state.hardware.name}, reserved", 0, BLUE)
+    keys = [bold, Segment("if each held only its own tokens", 0, GREEN), Segment("other GPUs", 0, MID)]
+    if not state.right_bytes:
+        keys.append(Segment("the engine's count", 0, ORANGE))
+    return legend(drawing, (MARGIN, y + 20), keys, drawing.width - 2 * MARGIN) - 6
+
+
+def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -> None:
+    """Curves of all GPUs over the reserved length, the line of one request, and what is refused."""
+    most = 2.2 * max(100.0, state.at_own_length, *(pool.tokens / state.contexts[0] for pool in state.pools))
+    y = Scale(most ** (-BELOW_ONE / (box.height - BELOW_ONE)), most, log=True)
+    axes = Axes(drawing, box, Scale(state.contexts[0], state.contexts[-1], log=True), y)
+    ticks = [10.0**power for power in range(7) if 10**power <= y.high]
+    axes.frame(
+        "max_model_len: tokens that each request reserves", "",
+        x_format=tokens, x_ticks=axes.x.doublings(int(box.width // 45)), y_ticks=ticks,
+    )  # fmt: skip
+    with drawing.answer():
+        _draw_broken(axes, state)
+    axes.mark_y(1, "", VERMILLION)
+    drawing.text((box.x + 4, axes.at(1, 1)[1] + 14), "one request", size=SMALL, colour=VERMILLION, halo=True)
+    axes.here(state.max_model_len, "max_model_len")  # before the curves, or their tips are out of reach
+    if pinned:
+        axes.pinned(pinned.contexts, pinned.concurrency)
+    _draw_curves(axes, state)
+    with drawing.answer():
+        _name_the_ends(axes, state)
+    _draw_here(axes, state)
+
+
+def _draw_broken(axes: Axes, state: State) -> None:
+    """Lengths at which vLLM refuses to start: memory first, then the model's own limit."""
+    limit, last = state.model_limit or 2 * state.contexts[-1], state.contexts[-1]
+    edges: list[tuple[float, str, str]] = []
+    if state.longest < min(limit, last):
+        cause = "one request no longer fits" if state.ledger else "no KV cache is left"
+        edges.append((state.longest, f"{cause}: vLLM refuses to start", cause))
+    if limit < last:
+        edges.append((limit, "longer than the model was made for: refused", "over the model's limit"))
+    for edge, words, _ in edges:
+        axes.shade(edge, None, words)
+    for edge, words, few in edges:
+        axes.edge(edge, None, words if axes.drawing.width >= WIDE else few)
+
+
+def _draw_curves(axes: Axes, state: State) -> None:
+    """Those of other GPUs, thin; then this one's, of which the part beyond `max_model_len` answers the question."""
+    drawing, ends = axes.drawing, state.contexts[::4]
+    with drawing.answer():
+        for pool in state.pools:
+            if pool.tokens and pool.gpu != state.hardware.name:
+                counts = [pool.tokens / context for context in ends]
+                axes.line(ends, counts, MID, width=1.3, tips=_tips(pool, ends), group=pool.gpu)
+        if not state.right_bytes:
+            ratio = state.bytes_per_token / state.counted_bytes
+            counted = [count * ratio for count in state.concurrency]
+            axes.line(state.contexts, counted, ORANGE, width=2, dash="6 4")
+        means = [(context, mean) for context, mean in zip(state.contexts, state.mean_lengths, strict=True) if mean]
+        means = [(context, mean) for context, mean in means if context <= min(state.longest, _limit(state))]
+        means = [*means[:-1:2], *means[-1:]]
+        if state.tokens and means:
+            xs, ys = [context for context, _ in means], [state.tokens / mean for _, mean in means]
+            axes.line(xs, ys, GREEN, width=2, dash="2 4", tips=[_own_tip(state, *pair) for pair in means], group="own")
+    if state.tokens:
+        pool = state.pool
+        known = [context for context in state.contexts if context <= state.max_model_len]
+        with drawing.answer():
+            axes.line(state.contexts, state.concurrency, BLUE, tips=_tips(pool, state.contexts), group=pool.gpu)
+        axes.line(known, state.concurrency[: len(known)], BLUE, group=pool.gpu)
+
+
+def _limit(state: State) -> int:
+    return state.model_limit or state.contexts[-1]
+
+
+def _tips(pool: Pool, contexts: Sequence[int]) -> list[str]:
+    """What is said of a GPU's pool where each request reserves each of these lengths."""
+    said = []
+    for context in contexts:
+        count = pool.tokens / context
+        what = (
+            f"{int(count):,} requests of {context:,} tokens" if count >= 1 else f"not one request of {context:,} tokens"
+        )
+        said.append(f"{pool.gpu}: {what}; its cache holds {pool.tokens:,}")
+    return said
+
+
+def _own_tip(state: State, context: int, mean: float) -> str:
+    return (
+        f"Requests of at most {context:,} tokens have {mean:,.0f} on average: {state.tokens / mean:,.0f} would fit if "
+        "each held only its own tokens"
+    )
+
+
+def _name_the_ends(axes: Axes, state: State) -> None:
+    """A dot where each GPU's curve meets the line of one request, and the GPUs' names in two rows below."""
+    drawing, right = axes.drawing, axes.box.right
+    clusters: list[tuple[float, list[str]]] = []
+    for pool in sorted(state.pools, key=lambda pool: pool.longest):
+        if pool.longest < axes.x.low:
+            continue
+        x, y = axes.at(min(pool.longest, axes.x.high), 1)
+        own = pool.gpu == state.hardware.name
+        if x < right:
+            tip = f"{pool.gpu}: the longest request that fits has {pool.longest:,} tokens"
+            drawing.circle((x, y), 5.5 if own else 3.5, BLUE if own else GREY, tip=tip, group=pool.gpu)
+        if clusters and x - clusters[-1][0] < NEAR:
+            clusters[-1][1].append(pool.gpu)
+        else:
+            clusters.append((x, [pool.gpu]))
+    taken = [axes.box.x + text_width("one request", SMALL) + 8, axes.box.x]
+    for x, gpus in clusters:
+        words = ", ".join(gpus) + (" →" if x >= right - NEAR else "")
+        half = text_width(words, SMALL) / 2
+        middle = min(max(x, axes.box.x + half), right - half)
+        rows = [row for row in (0, 1) if taken[row] + half <= min(middle + AWAY, right - half)]
+        if not rows:
+            continue  # the dots' tips name them
+        row = rows[0]
+        middle = max(middle, taken[row] + half)
+        taken[row] = middle + half + 4
+        place = (middle, axes.at(1, 1)[1] + 16 + 14 * row)
+        drawing.text(place, words, size=SMALL, anchor="middle", halo=True)
+
+
+def _draw_here(axes: Axes, state: State) -> None:
+    """The dots on the curves where `max_model_len` stands, with their counts."""
+    if not state.tokens:
+        return
+    drawing, count = axes.drawing, state.tokens / state.max_model_len
+    colour = BLUE if state.starts else VERMILLION
+    x, y = axes.at(min(state.max_model_len, axes.x.high), max(count, axes.y.low))
+    drawing.circle((x, y), 6, colour, tip=_tips(state.pool, [state.max_model_len])[0])
+    words = f"{state.slots:,}" if state.starts else "refused"
+    left = x + 60 > axes.box.right
+    below = (left or state.starts) and y + 18 < axes.box.bottom  # else it would lie on the axis
+    place = (x - 10 if left else x + 10, y + 14 if below else y - 6)
+    drawing.text(place, words, colour=colour, bold=True, halo=True, anchor="end" if left else "start")
+    if state.at_own_length:
+        with drawing.answer():
+            own = axes.at(min(state.max_model_len, axes.x.high), min(state.at_own_length, axes.y.high))
+            drawing.circle(own, 4.5, GREEN, tip=_own_tip(state, state.max_model_len, state.mean_length))
+            place = (own[0] - 10 if left else own[0] + 10, own[1] - 5)
+            words = f"{state.at_own_length:,.0f}"
+            drawing.text(place, words, colour=GREEN, bold=True, halo=True, anchor="end" if left else "start")

@@ -1,0 +1,311 @@
+"""What lesson 01's widget sweeps: a GPU's memory shared out, and its KV cache filled with requests."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from itertools import accumulate, cycle, islice, takewhile
+from typing import Any
+
+from minivllm import memory
+from minivllm.config import ModelConfig
+from minivllm.config.checks import is_number, require
+from minivllm.memory import KVGroups, MemoryLedger, max_concurrency, memory_ledger
+from minivllm.memory.bytes_per_token import DTYPE_BYTES
+from minivllm.memory.kv_layers import FullLayer
+from minivllm_lab.bounded import bounded
+from minivllm_lab.calculator import find_model
+from minivllm_simulate.hardware import HARDWARE, Hardware, get_hardware
+from minivllm_simulate.known_models import CONFIGS, HYBRIDS
+from minivllm_simulate.workloads import FileWorkload, Workload, workload
+from widgets.shell.spec import require_numbers
+
+CONTEXTS = tuple(sorted([*(2**power for power in range(8, 21)), *(3 * 2**power for power in range(7, 19))]))
+"""256 to 1M tokens, two to a doubling."""
+SAMPLED_REQUESTS, MOST_ROWS = 4000, 20_000
+MOST_SLOTS_DRAWN = 100
+MOST = {"tp": 1024, "utilization": 100.0, "max_model_len": 2**28}
+PATIENCE = 1.0
+"""Seconds of the processor that a reader's function may take."""
+START = {
+    "model": "meta-llama/Llama-3.1-8B",
+    "other_model": "",
+    "gpu": "L4",
+    "tp": 1,
+    "kv_dtype": "auto",
+    "utilization": 0.92,
+    "max_model_len": 2048,
+    "requests": "sharegpt",
+    "file": "",
+}
+CountsBytes = Callable[..., Any]
+"""`kv_bytes_per_token(config, bytes_per_element) -> int`, as in the exercise."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The KV cache of one GPU, or of a group of them that share a model."""
+
+    gpu: str
+    tokens: int
+    """Tokens that it holds; 0 where the model leaves no room for it."""
+    longest: int
+    """The longest request that it can hold."""
+
+
+@dataclass(frozen=True)
+class State:
+    """One configuration and its results. Bytes are of one GPU; tokens and requests of the whole group."""
+
+    name: str
+    """The model as it is given to vLLM."""
+    hardware: Hardware
+    tp: int
+    kv_dtype: str
+    utilization: float
+    max_model_len: int
+    model_limit: int
+    """The longest context that the model was made for; 0 where its config does not say."""
+    parameters: int
+    workload_title: str
+    needs: tuple[tuple[str, int], ...]
+    """(name, bytes) of all that must be there before there is a KV cache."""
+    ledger: MemoryLedger | None
+    """None where `needs` alone are more than the engine may use."""
+    bytes_per_token: float
+    """Of one GPU, and if layers differ in what they keep, on average over a request of `max_model_len` tokens; by the
+    reader's function if there is one."""
+    counted_bytes: int
+    """The same by the engine's own count."""
+    slots: int
+    """Requests that fit when each reserves `max_model_len` tokens; 0 where vLLM refuses to start."""
+    lengths: tuple[int, ...]
+    """Tokens that the first requests in those slots hold at their end; at most MOST_SLOTS_DRAWN of them."""
+    too_long: float
+    """Share of the requests that are longer than `max_model_len`: they are refused."""
+    mean_length: float
+    """Mean tokens of the others; 0 where there are none."""
+    contexts: tuple[int, ...]
+    concurrency: tuple[float, ...]
+    """Requests that would fit if each reserved as much as at each of `contexts`."""
+    mean_lengths: tuple[float, ...]
+    """Mean tokens of the requests that are no longer than each of `contexts`; 0 where there are none."""
+    pools: tuple[Pool, ...]
+    """Of each GPU in the hardware table, in the place of this one."""
+
+    @property
+    def model(self) -> str:
+        """The model's name without its owner."""
+        return self.name.rstrip("/").split("/")[-1]
+
+    @property
+    def needed(self) -> int:
+        """Bytes that must be there before there is a KV cache."""
+        return sum(size for _, size in self.needs)
+
+    @property
+    def pool(self) -> Pool:
+        """The KV cache of this GPU."""
+        return next(pool for pool in self.pools if pool.gpu == self.hardware.name)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.pool.tokens
+
+    @property
+    def longest(self) -> int:
+        """The longest request that fits at all."""
+        return self.pool.longest
+
+    @property
+    def beyond_model(self) -> bool:
+        """Is a request of `max_model_len` tokens longer than the model was made for? vLLM then refuses to start."""
+        return bool(self.model_limit) and self.max_model_len > self.model_limit
+
+    @property
+    def fits(self) -> bool:
+        """Does one request of `max_model_len` tokens fit into the memory?"""
+        return self.max_model_len <= self.longest
+
+    @property
+    def starts(self) -> bool:
+        """Would vLLM start?"""
+        return self.fits and not self.beyond_model
+
+    @property
+    def right_bytes(self) -> bool:
+        """Does the reader's function count the bytes as the engine does?"""
+        return self.bytes_per_token == self.counted_bytes
+
+    @property
+    def at_own_length(self) -> float:
+        """Requests that would fit if each held only the tokens that it has; 0 where vLLM refuses to start."""
+        return self.tokens / self.mean_length if self.mean_length and self.starts else 0.0
+
+    @property
+    def reserved(self) -> float:
+        """Share of the KV cache that is reserved when no further request fits."""
+        return self.slots * self.max_model_len / self.tokens if self.slots else 0.0
+
+    @property
+    def held(self) -> float:
+        """Share of the KV cache that ever holds a token by then."""
+        return self.slots * self.mean_length / self.tokens if self.slots else 0.0
+
+
+def sweep(
+    model: str = START["model"],
+    other_model: str = "",
+    gpu: str = START["gpu"],
+    tp: int = 1,
+    kv_dtype: str = "auto",
+    utilization: float = START["utilization"],
+    max_model_len: int = START["max_model_len"],
+    requests: str = START["requests"],
+    file: str = "",
+    kv_bytes_per_token: CountsBytes | None = None,
+) -> State:
+    """Share out the memory of one GPU, and fill the KV cache with requests that reserve `max_model_len` each.
+
+    Args:
+        model: a well-known model.
+        other_model: where not empty, taken instead: a local directory, or a model of the Hugging Face hub.
+        gpu: a name in the hardware table.
+        tp: GPUs that share one copy of the model.
+        kv_dtype: of the cache; "auto" is the model's own.
+        utilization: vLLM's `gpu_memory_utilization`.
+        max_model_len: the longest request, in tokens.
+        requests: a workload of `minivllm_simulate.workloads`.
+        file: where not empty, taken instead: a CSV or JSON file of request lengths.
+        kv_bytes_per_token: the reader's own function, which counts in place of ours.
+
+    Raises:
+        MinivllmError: a value makes no sense, or the model's memory cannot be counted.
+    """
+    require_numbers(MOST, tp=tp, utilization=utilization, max_model_len=max_model_len)
+    require(0 < utilization <= 1, f"gpu_memory_utilization is a share above 0 and up to 1, not {utilization!r}")
+    require(max_model_len >= 1, f"max_model_len must be a positive whole number, not {max_model_len!r}")
+    texts = (model, other_model, gpu, kv_dtype, requests, file)
+    require(all(isinstance(text, str) for text in texts), f"names are text, and one of these is not: {texts}")
+    name = _full_name(other_model.strip() or model)
+    config, hardware, kind = _model(name), get_hardware(gpu), workload(file.strip() or requests)
+    needs, shared_out, kv = _shared_out(name, tp, kv_dtype, utilization)
+    ledgers = {which: one and replace(one, max_model_len=max_model_len) for which, one in shared_out.items()}
+    counted = kv.bytes_per_token or round(kv.blocks_per_request(max_model_len) * kv.block_bytes / max_model_len)
+    per_token: float = counted
+    if kv_bytes_per_token:
+        per_token = _own_bytes(kv_bytes_per_token, config, kv_dtype, counted)
+        ledgers = {which: one and _with_bytes(one, per_token) for which, one in ledgers.items()}
+    pools = tuple(
+        Pool(which, one.tokens if one else 0, one.longest_request if one else 0) for which, one in ledgers.items()
+    )
+    ledger = ledgers[hardware.name]
+    state = State(
+        name=name,
+        hardware=hardware,
+        tp=tp,
+        kv_dtype=kv_dtype,
+        utilization=utilization,
+        max_model_len=max_model_len,
+        model_limit=config.max_position_embeddings,
+        parameters=memory.num_parameters(config),
+        workload_title=kind.title,
+        needs=needs,
+        ledger=ledger,
+        bytes_per_token=per_token,
+        counted_bytes=counted,
+        slots=0,
+        lengths=(),
+        too_long=1 - _share_up_to(max_model_len, kind),
+        mean_length=_mean_up_to(max_model_len, kind),
+        contexts=CONTEXTS,
+        concurrency=tuple(ledger.concurrency_of(context) if ledger else 0.0 for context in CONTEXTS),
+        mean_lengths=tuple(_mean_up_to(context, kind) for context in CONTEXTS),
+        pools=pools,
+    )
+    slots = int(max_concurrency(state.tokens, max_model_len)) if state.starts else 0
+    return replace(state, slots=slots, lengths=_first_lengths(slots, max_model_len, kind))
+
+
+def _full_name(name: str) -> str:
+    """With the owner, where it is a well-known model's name without."""
+    known = (*CONFIGS, *HYBRIDS)
+    return next((full for full in known if name.lower() in (full.lower(), full.split("/")[1].lower())), name)
+
+
+@cache
+def _model(name: str) -> ModelConfig:
+    return find_model(name)
+
+
+@lru_cache(maxsize=128)
+def _shared_out(
+    name: str, tp: int, kv_dtype: str, utilization: float
+) -> tuple[tuple[tuple[str, int], ...], dict[str, MemoryLedger | None], KVGroups]:
+    """What must be there before a KV cache, the ledger of each GPU in the table, and the groups of layers.
+
+    A GPU on which nothing is left for a KV cache has no ledger.
+    """
+    config, settings = _model(name), {"max_model_len": 1, "tp": tp, "kv_dtype": kv_dtype, "check": False}
+    roomy = memory_ledger(config, replace(HARDWARE["L4"], memory_bytes=2**60), **settings)
+    before_cache = takewhile(lambda row: row.name != "KV cache", roomy.rows)
+    needs = tuple((row.name, row.bytes) for row in before_cache)
+    least = sum(size for _, size in needs) + roomy.kv.block_bytes
+    ledgers: dict[str, MemoryLedger | None] = dict.fromkeys(HARDWARE)
+    for which, gpu in HARDWARE.items():
+        if least <= int(gpu.memory_bytes * utilization):
+            ledgers[which] = memory_ledger(config, gpu, gpu_memory_utilization=utilization, **settings)
+    return needs, ledgers, roomy.kv
+
+
+def _with_bytes(ledger: MemoryLedger, per_token: float) -> MemoryLedger | None:
+    """The ledger if a token took so many bytes; None where not even one block of them fits."""
+    block_bytes = max(1, round(per_token)) * ledger.block_size
+    changed = replace(ledger, kv=KVGroups((FullLayer(ledger.block_size, block_bytes),), block_bytes))
+    return changed if changed.num_blocks else None
+
+
+def _own_bytes(own: CountsBytes, config: ModelConfig, kv_dtype: str, counted: int) -> float:
+    """Bytes of a token on one GPU by the reader's function; formats with scales and the split over GPUs are ours.
+
+    Raises:
+        MinivllmError: it gives no number above 0, or does not come to an end.
+    """
+    element = DTYPE_BYTES.get(memory.cache_dtype(config, kv_dtype), 2)
+    with bounded(PATIENCE, "your kv_bytes_per_token"):
+        given = own(config, element)
+    fits = is_number(given) and given > 0
+    require(fits, f"your kv_bytes_per_token gave {given!r}, and it is a number of bytes above 0")
+    whole = memory.kv_bytes_per_token(config, {4: "float32", 2: "bfloat16", 1: "fp8"}[element])
+    return counted if given == whole else given * counted / whole
+
+
+@lru_cache(maxsize=16)
+def _sample(kind: Workload) -> tuple[list[int], list[int], list[int]]:
+    """Lengths of requests as they arrive, the same in order, and the running sum of those in order."""
+    own = kind.table if isinstance(kind, FileWorkload) else None
+    count = min(MOST_ROWS, len(own.prompts)) if own else SAMPLED_REQUESTS
+    arriving = [request.total for request in kind.sample(count)]
+    ordered = sorted(arriving)
+    return arriving, ordered, [0, *accumulate(ordered)]
+
+
+def _share_up_to(longest: int, kind: Workload) -> float:
+    _, ordered, _ = _sample(kind)
+    return bisect_right(ordered, longest) / len(ordered)
+
+
+def _mean_up_to(longest: int, kind: Workload) -> float:
+    _, ordered, sums = _sample(kind)
+    count = bisect_right(ordered, longest)
+    return sums[count] / count if count else 0.0
+
+
+@lru_cache(maxsize=64)
+def _first_lengths(slots: int, longest: int, kind: Workload) -> tuple[int, ...]:
+    """Of requests up to this length, the first ones that arrive, one for each slot that is drawn."""
+    fitting = [length for length in _sample(kind)[0] if length <= longest]
+    return tuple(islice(cycle(fitting), min(slots, MOST_SLOTS_DRAWN)))

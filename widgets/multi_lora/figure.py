@@ -1,0 +1,210 @@
+"""The picture of lesson 12's widget: waiting over the slots, what adapters cost and take, and slots one by one."""
+
+from __future__ import annotations
+
+import math
+
+from minivllm.memory import weight_bytes
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
+from minivllm_simulate.load_sweep import Span
+from widgets.multi_lora.runs import ANSWER, PROMPT, Point
+from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
+from widgets.multi_lora.strip import draw_strip
+from widgets.shell.plot import MARGIN, Axes, Scale, counted, seconds, three_boxes
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, stacked_bar
+from widgets.shell.theme import RESERVED
+
+ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
+TICKS = (1, 4, 16, 64, 256)
+NAMES = {"together": "together", "loop": "in a loop", "merged": "merged copies"}
+COLOURS = {"together": BLUE, "loop": ORANGE, "merged": PURPLE}
+DASHES = {"together": "", "loop": "6 3", "merged": "2 4"}
+
+
+def gigabytes(value: float) -> str:
+    """Bytes in MB, GB or TB."""
+    if value < 0.9995e9:
+        return f"{value / 1e6:.3g} MB"
+    return f"{value / 1e12:.3g} TB" if value >= 0.9995e12 else f"{value / 1e9:.3g} GB"
+
+
+def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
+    """Waiting over the slots; beside it what a step costs three ways, and hits; below, memory and slots over time."""
+    serving = state.serving
+    drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting over the slots, {state.slots} here")
+    y = drawing.heading((MARGIN, 23), "What clients wait for")
+    off = f", {state.error}" if state.error else ""
+    note = (
+        f"{serving.name} on one {serving.gpu.name}; {counted(serving.adapters, 'adapter')} of rank "
+        f"{serving.rank}, Zipf {serving.skew:g}; {serving.load:g} requests a second, {PROMPT} tokens in, {ANSWER} out; "
+        f"modelled{off}"
+    )
+    y = _draw_memory(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 8)
+    main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
+    _draw_waits(Axes(drawing, main, ACROSS, _scale(state)), state, pinned)
+    _draw_hits(drawing, upper, state)
+    _draw_rates(drawing, lower, state)
+    drawing.height = draw_strip(drawing, state, max(main.bottom, lower.bottom) + 54) + 8
+    return drawing.render()
+
+
+# ---- memory
+
+
+def _draw_memory(drawing: Drawing, state: State, y: float) -> float:
+    """The GPU's memory: weights, slots, and what is left; returns the y below."""
+    serving, wide = state.serving, drawing.width - 2 * MARGIN
+    weights, slots, whole = weight_bytes(serving.model), state.slots * serving.cost.slot_bytes, serving.gpu.memory_bytes
+    cache = 0.0 if state.refused else serving.ledger(state.slots).kv_bytes
+    parts = [
+        Segment(f"weights {gigabytes(weights)}", weights, RESERVED, tip=f"Weights, once for all: {gigabytes(weights)}"),
+        Segment(
+            f"slots {gigabytes(slots)}", slots, ORANGE,
+            tip=f"{state.slots} slots of {gigabytes(serving.cost.slot_bytes)}, used or not: {gigabytes(slots)}",
+        ),
+        Segment(f"KV cache {gigabytes(cache)}", cache, BLUE, tip=f"Left for the KV cache: {gigabytes(cache)}"),
+    ]  # fmt: skip
+    shown = max(whole, sum(part.value for part in parts))
+    stacked_bar(drawing, Box(MARGIN, y, wide, 18), parts, shown)
+    fits = min(serving.copies_that_fit, serving.adapters)
+    said = f"Slots {gigabytes(slots)}. As merged copies: {gigabytes(state.merged_bytes)}, {fits:,} fit."
+    with drawing.answer():
+        drawing.text((MARGIN, y + 33), said, size=SMALL, colour=QUIET)
+    return y + 36
+
+
+# ---- waiting times over the slots
+
+
+def _scale(state: State) -> Scale:
+    """From a first step's time to beyond the longest wait, in thirds of a decade."""
+    low, high = 0.8 * min(state.ttft, 0.012), 2 * max([state.ttft, 5.0, *(state.first(one) for one in state.run)])
+    return Scale.around(low, high)
+
+
+def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
+    label = f"first token, {CLIENTS:.0%}; dotted: in the long run"
+    axes.frame("slots on the GPU (max_loras)", label, x_ticks=TICKS, y_format=seconds)
+    for span in state.stopped:
+        axes.broken(*span, _refusal_words(state))
+    with axes.drawing.answer():
+        for span in state.late:
+            axes.broken(*span, late_words(state, span))
+    if pinned and pinned.run:
+        axes.pinned(pinned.run, [pinned.first(one) for one in pinned.run])
+    axes.mark_y(state.ttft, "asked", GREEN)
+    with axes.drawing.answer():
+        later = [one for one in state.run if state.long_wait[one] > state.first(one)]
+        axes.line(later, [state.long_wait[one] for one in later], BLUE, width=1.8, dash="2 4")
+        axes.line(state.run, [state.first(one) for one in state.run], BLUE)
+    axes.here(state.slots, "slots", counted(state.slots, "slot"))
+    with axes.drawing.answer():
+        for slots, strip in axes.strips(state.run):
+            axes.drawing.rect(strip, "transparent", tip=_tip(state, slots))
+
+
+def late_words(state: State, span: Span) -> str:
+    """Why clients wait in a region: by what is wrong at the reader's place, if it is inside, or else at its edge."""
+    inside = [one for one in state.run if (span[0] or 0) <= one < (span[1] or math.inf)]
+    if not inside:
+        return ""
+    nearest = state.slots if state.slots in inside else inside[-1] if span[1] is not None else inside[0]
+    return cause_words(state, state.cause(nearest), nearest)
+
+
+def cause_words(state: State, cause: str, slots: int) -> str:
+    """What goes wrong with so many slots."""
+    point = state.points[slots]
+    return {
+        "slots": f"too few slots: the queue grows while {free(point)} of the KV cache is free",
+        "cache": "slots leave too little for the KV cache",
+        "engine": f"{state.serving.load:g} requests a second are too many",
+        "": "",
+    }[cause]
+
+
+def free(point: Point) -> str:
+    """The share of the KV cache that nobody uses, never rounded to all of it."""
+    share = 1 - point.cache_used
+    return "over 99%" if share > 0.995 else f"{share:.0%}"
+
+
+def _refusal_words(state: State) -> str:
+    serving = state.serving
+    if serving.rank > serving.max_lora_rank:
+        return f"does not start: rank {serving.rank} is above max_lora_rank {serving.max_lora_rank}"
+    return "does not start: weights and slots fill the GPU"
+
+
+def _tip(state: State, slots: int) -> str:
+    point = state.points[slots]
+    return (
+        f"{counted(slots, 'slot')}: {CLIENTS:.0%} have their first token within {seconds(state.first(slots))}. "
+        f"{point.distinct:.3g} adapters run on average, {point.waiting:.3g} requests wait, {point.held:.3g} for a "
+        f"slot only; {point.cache_used:.1%} of the KV cache is used; {point.loads} copies into slots for "
+        f"{point.asked} requests."
+    )
+
+
+# ---- tokens a second, and hits
+
+
+def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
+    """Tokens a second of a step, over the adapters in it: applied together, in a loop, and merged."""
+    if not state.serving.at_once:
+        return
+    most = max(2, min(state.batch, state.serving.adapters))
+    counts = sorted({1, *(round(most ** (part / 8)) for part in range(9))})
+    rates = {way: [state.rate(way, one) for one in counts] for way in WAYS}
+    low, high = min(map(min, rates.values())), max(map(max, rates.values()))
+    scale = Scale(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high * 1.2)), log=True)
+    axes = Axes(drawing, box, Scale(1, most, log=True), scale)
+    label = f"adapters in a step of {state.batch} requests"
+    axes.frame(label, "tokens a second", x_ticks=_doublings(most), y_ticks=scale.powers()[::2])
+    with drawing.answer():
+        for way in reversed(WAYS):
+            axes.line(counts, rates[way], COLOURS[way], dash=DASHES[way])
+        _name_ways(axes, rates)
+    axes.also_here(min(max(state.distinct, 1), most))
+    for count, strip in axes.strips(counts):
+        said = ", ".join(f"{NAMES[way]} {state.rate(way, count):,.0f}" for way in WAYS)
+        with drawing.answer():
+            drawing.rect(strip, "transparent", tip=f"{count} adapters in a step of {state.batch}, tokens/s: {said}")
+
+
+def _doublings(most: int) -> list[float]:
+    """Some powers of two up to `most`."""
+    powers = range(most.bit_length())
+    return [2.0**power for power in (powers[::2] if len(powers) > 4 else powers)]
+
+
+def _name_ways(axes: Axes, rates: dict[str, list[float]]) -> None:
+    """The curves' names: two at their right ends, the lowest at the left, where there is room below it."""
+    for way, down in (("together", -5), ("loop", 14)):
+        y = axes.at(axes.x.high, rates[way][-1])[1] + down
+        _name_way(axes, way, (axes.box.right, min(max(y, axes.box.y + 2), axes.box.bottom - 3)), "end")
+    _name_way(axes, "merged", (axes.box.x + 4, axes.box.bottom - 5), "start")
+
+
+def _name_way(axes: Axes, way: str, place: tuple[float, float], anchor: str) -> None:
+    with axes.drawing.on_top():
+        axes.drawing.text(place, NAMES[way], size=SMALL, colour=COLOURS[way], anchor=anchor, halo=True)
+
+
+def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
+    """Share of the requests that find their adapter in a slot: one after another by formula, and as it was here."""
+    axes = Axes(drawing, box, ACROSS, Scale(0, 1))
+    ticks = (0, 0.5, 1)
+    label = "adapter found, by slots"
+    axes.frame("", label, x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
+    axes.line(SLOTS, [state.serving.hit_rate(one) for one in SLOTS], PURPLE, width=1.8, dash="2 4")
+    with drawing.answer():
+        axes.line(state.run, [state.points[one].hit_rate for one in state.run], BLUE)
+    axes.also_here(state.slots)
+    for slots, strip in axes.strips(state.run):
+        said = (
+            f"{slots} slots: {state.points[slots].hit_rate:.0%} of those who got in found their adapter in a slot; one "
+            f"after another it would be {state.serving.hit_rate(slots):.0%}"
+        )
+        with drawing.answer():
+            drawing.rect(strip, "transparent", tip=said)

@@ -1,0 +1,376 @@
+"""How lesson 02's widget is drawn: the costs of a block size with where they break, and the pool as it plays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minivllm_lab.drawing import text_width
+from minivllm_lab.paged_attention.played_pool import Frame, HeldTable, Play
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION, YELLOW
+from widgets.shell.plot import LEAST_ROOM, MARGIN, WIDE, Axes, Scale
+from widgets.shell.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.theme import CARD
+
+if TYPE_CHECKING:
+    from widgets.paged_attention import State
+
+LEAST, MOST = 0.0005, 3.0
+"""Ends of the axis of costs, which is logarithmic: 0.05 % and 300 %."""
+DEFAULT = 16
+"""vLLM's block size, and the least that its kernels take."""
+CELL, ROW = 24, 15
+"""Heights in pixels: of a block, and of a row of the tables."""
+
+
+def percent(share: float, beside: float | None = None) -> str:
+    """9.79 %, 0.391 %; with as many digits as it takes to tell the share from another one `beside` it."""
+    return f"{_told_apart(100 * share, None if beside is None else 100 * beside, 3)} %"
+
+
+def times(factor: float, beside: float | None = None) -> str:
+    """1.004 ×, 3 ×; with as many digits as it takes to tell the factor from another one `beside` it."""
+    return f"{_told_apart(factor, beside, 4)} ×"
+
+
+def _told_apart(value: float, beside: float | None, digits: int) -> str:
+    if beside is not None and value != beside:
+        while digits < 15 and f"{value:.{digits}g}" == f"{beside:.{digits}g}":
+            digits += 1
+    return f"{value:.{digits}g}"
+
+
+def slots(size: int) -> str:
+    """Blocks of 1 slot, blocks of 16."""
+    return f"Blocks of {size}" if size > 1 else "Blocks of 1 slot"
+
+
+def draw(state: State, width: float, pinned: State | None, description: str) -> str:
+    """The picture as SVG, `width` pixels wide."""
+    drawing = Drawing(width, 0, "What a block size costs", description)
+    y = _costs(drawing, state, pinned, width)
+    drawing.height = _pool(drawing, state.play, y + 22, width) + 10
+    drawing.play([frame.caption for frame in state.play.frames], still=True)
+    return drawing.render()
+
+
+def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -> float:
+    """The plot of both costs; returns the y below it."""
+    note = f"{state.title}, {state.samples} answer{'s' if state.samples > 1 else ''} each; both costs in percent"
+    y = drawing.heading((MARGIN, 22), "What a block size costs", note)
+    keys = [
+        Segment("empty share of slots", 0, ORANGE),
+        Segment("fetched in vain (modelled)", 0, BLUE, tip=_modelled(state)),
+        Segment("sum", 0, INK),
+        Segment("others' valleys", 0, GREEN),
+    ]
+    below = legend(drawing, (MARGIN, y + 20), keys, width - 2 * MARGIN)
+    box = Box(MARGIN + 38, below - 6, width - 2 * MARGIN - 48, 140)
+    sizes = [float(size) for size in state.empty]
+    axes = Axes(drawing, box, Scale(sizes[0], sizes[-1], log=True), Scale(LEAST, MOST, log=True))
+    with drawing.answer():
+        _broken(axes, state)
+    axes.frame(
+        "", "", x_ticks=sizes, x_format=lambda value: f"{value:.0f}", y_ticks=(0.001, 0.01, 0.1, 1), y_format=percent
+    )
+    axes.mark_x(DEFAULT)
+    if pinned:
+        axes.pinned([float(size) for size in pinned.cost], [_shown(cost) for cost in pinned.cost.values()])
+    _curves(axes, state, sizes)
+    axes.here(state.block_size, "block_size", f"{state.block_size}: {percent(state.cost[state.block_size])}")
+    drawing.text(
+        (box.x, box.bottom + 31), f"block size in slots; dashed: {DEFAULT}, vLLM's default", size=SMALL, colour=QUIET
+    )
+    return _cpu(drawing, axes, state, width) if state.measured else box.bottom + 31
+
+
+def _modelled(state: State) -> str:
+    return (
+        "Modelled, not measured: bytes that warps fetch in whole pieces of memory, one KV head, no cache assumed. "
+        f"An entry of the table has 4 bytes and brings a whole piece. Waiting for it is not counted. "
+        f"Keys of a token: {state.row_bytes} bytes, values as many."
+    )
+
+
+def _shown(share: float) -> float:
+    """Not below the axis: a cost of nothing has no place on a logarithmic one."""
+    return max(share, LEAST / 2)
+
+
+def _curves(axes: Axes, state: State, sizes: list[float]) -> None:
+    empty, extra, cost = state.empty, state.extra, state.cost
+    tips = [f"Blocks of {size}: {percent(empty[size])} of the held slots are empty." for size in empty]
+    axes.line(sizes, [_shown(share) for share in empty.values()], ORANGE, tips=tips)
+    with axes.drawing.answer():
+        tips = [f"Blocks of {size}: {1 + extra[size]:.5g} × the bytes needed are fetched (modelled)." for size in extra]
+        axes.line(sizes, [_shown(share) for share in extra.values()], BLUE, dash="7 3", tips=tips)
+        tips = [f"Blocks of {size}: {percent(cost[size])}, both costs added, one to one." for size in cost]
+        axes.line(sizes, [_shown(share) for share in cost.values()], INK, width=3, tips=tips)
+        _valleys(axes, state)
+
+
+def _valleys(axes: Axes, state: State) -> None:
+    """The valley of these requests on the curve, those of others as ticks on the lower edge, side by side."""
+    valley, taken = state.valley, dict.fromkeys(state.empty, 0)
+    for other in state.others:
+        x = axes.at(other.block_size, LEAST)[0] + 8 * taken[other.block_size] - 4
+        taken[other.block_size] += 1
+        tip = f"{other.title}: cheapest with blocks of {other.block_size}, {percent(other.cost)}."
+        axes.drawing.rect(Box(x - 2.5, axes.box.bottom - 13, 5, 12), GREEN, tip=tip)
+    tip = f"{valley.title}: cheapest with blocks of {valley.block_size}, {percent(valley.cost)}, both costs added."
+    x, y = axes.at(valley.block_size, valley.cost)
+    axes.drawing.circle((x, y), 6.5, GREEN, tip=tip)
+    axes.drawing.text((x, y + 21), f"valley: {valley.block_size}", size=SMALL, bold=True, anchor="middle", halo=True)
+
+
+def _broken(axes: Axes, state: State) -> None:
+    """Left the kernel, right the memory; each from where its cost passes what is allowed, or no kernel is left."""
+    low = _crossing(state.extra, state.factor_allowed - 1, [state.over(size) for size in state.extra])
+    least = DEFAULT / math.sqrt(2)  # between the last size that no kernel takes and the first that some do
+    over = [share > state.empty_allowed for share in state.empty.values()]
+    flipped = {size: state.empty[size] for size in reversed(list(state.empty))}
+    high = _crossing(flipped, state.empty_allowed, over[::-1])
+    wide = axes.drawing.width >= WIDE
+    most = f"over {state.factor_allowed:g} ×"
+    edges: list[tuple[float | None, float | None, str]] = []
+    if high is not None:
+        missed = f"over {percent(state.empty_allowed)}"
+        words = f"Last blocks stand empty: {missed} of the slots" if wide else f"Empty: {missed}"
+        edges.append((high, None, words))
+    edges.append((None, least, f"No kernel takes fewer than {DEFAULT}"))
+    if low is not None:
+        room = axes.at(low, LEAST)[0] - axes.box.x
+        long = wide and not LEAST_ROOM <= room < 3 * LEAST_ROOM
+        words = f"Too many look-ups: {most} the bytes" if long else f"Look-ups: {most}"
+        edges.append((None, low, words))
+    for edge in edges:
+        axes.shade(*edge)
+    for edge in edges:
+        axes.edge(*edge)
+
+
+def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:
+    """Between what sizes a cost that falls along `costs` comes back to what is allowed; None where it never is over."""
+    sizes = list(costs)
+    last = next((index for index, one in enumerate(over) if not one), len(sizes))
+    if last == 0:
+        return None
+    if last == len(sizes):
+        return float(sizes[-1])
+    above, below = costs[sizes[last - 1]], max(costs[sizes[last]], LEAST / 10)
+    share = math.log(above / allowed) / math.log(above / below)
+    return sizes[last - 1] * (sizes[last] / sizes[last - 1]) ** min(max(share, 0.02), 0.98)
+
+
+def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
+    """What a CPU measured, said under the plot; returns the y below."""
+    least, most = min(state.measured.values()), max(state.measured.values())
+    words = (
+        f"Measured on a CPU ({state.cpu}), whatever the size: {least:.2f} to {most:.2f} × the time of a contiguous "
+        "cache. It cannot show the look-up."
+    )
+    return drawing.paragraph((axes.box.x, axes.box.bottom + 48), words, width - axes.box.x - MARGIN)
+
+
+def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
+    """The blocks, and the tables of the requests; returns the y of what is lowest."""
+    blocks = play.num_blocks - 1
+    note = f"{blocks} blocks of {play.block_size} slot{'s' * (play.block_size > 1)}"
+    note += f", lengths ÷ {play.shortened}" * (play.shortened > 1) + "; framed: just taken"
+    y = drawing.heading((MARGIN, y), "The pool, played", note)
+    keys = [
+        Segment("number: holder; bar: empty slots", 0, BLUE),
+        Segment("free", 0, CARD, outlined=True),
+        Segment("dot: shared", 0, YELLOW),
+    ]
+    side = width >= WIDE
+    room = (width - 2 * MARGIN) * (0.56 if side else 1)
+    below = legend(drawing, (MARGIN, y + 19), keys, room)
+    columns = min(play.num_blocks, 10)
+    wide = int(min(room / columns, 44))
+    rows = -(-play.num_blocks // columns)
+    places = [
+        Box(MARGIN + at % columns * wide, round(below) - 8 + at // columns * CELL, wide - 2, CELL - 2)
+        for at in range(play.num_blocks)
+    ]
+    _blocks(drawing, play, places)
+    table = (MARGIN + room + 14, y + 19) if side else (MARGIN, below + rows * CELL + 10)
+    return max(below + rows * CELL, _tables(drawing, play, table, width - MARGIN - table[0]))
+
+
+def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
+    """Every block: free below, and over it who holds it, for as long as that is so.
+
+    There are hundreds of marks, so what is alike in the same frames is one shape.
+    """
+    drawing.rect(places[0], MID, tip="Block 0, the null block: it fills the ends of tables, and nobody gets it.")
+    for block, place in enumerate(places[1:], 1):
+        drawing.rect(place, CARD, stroke=RULE, tip=f"Block {block}: free.")
+    seen = [_holdings(frame, play.block_size) for frame in play.frames]
+    owned = _layers(seen, play.num_blocks, lambda one: (one.request, one.entry, one.fault))
+    partly = _layers(seen, play.num_blocks, lambda one: not one.full and (one.request, one.entry))
+    shared = _layers(seen, play.num_blocks, lambda one: one.samples > 1 and (one.request, one.samples))
+    drawing.add('<g text-anchor="middle">')
+    for request, marks in _layered(drawing, owned):
+        _draw_owned(drawing, request, marks, places)
+    drawing.add("</g>")
+    for _, marks in _layered(drawing, partly):
+        path = "".join(_bar_below(places[block]) for block, _ in marks)
+        drawing.add(f'<path d="{path}" fill="{CARD}" pointer-events="none"/>')
+    for _, marks in _layered(drawing, shared):
+        path = "".join(f"M{places[block].right - 5:g} {places[block].y + 5:g}h0" for block, _ in marks)
+        style = f'stroke="{YELLOW}" stroke-width="6" stroke-linecap="round" pointer-events="none"'
+        drawing.add(f'<path d="{path}" {style}/>')
+    _new(drawing, seen, places)
+
+
+def _layers(seen: Sequence[Mapping[int, _Holding]], num_blocks: int, told: Callable[[Any], Any]) -> _Layers:
+    """What is `told` of a held block, by request and the first and last frame for which it stays the same."""
+    found: _Layers = {}
+    for block in range(num_blocks):
+        held = [frame.get(block) for frame in seen]
+        for one, first, last in _runs([one and told(one) for one in held]):
+            found.setdefault((one[0], first, last), []).append((block, one))
+    return found
+
+
+def _draw_owned(drawing: Drawing, request: int, marks: Sequence[tuple[int, Any]], places: Sequence[Box]) -> None:
+    for block, (_, entry, fault) in marks:
+        whose = f"request {request}, entry {entry}" if request else "in no table"
+        tip = escape(f"Block {block}: {whose}" + (f". ✕ {fault}" if fault else ""))
+        fill = VERMILLION if fault else BLUE
+        drawing.add(f'<path d="{_outline(places[block])}" fill="{fill}" data-tip="{tip}"/>')
+    drawing.add('<g pointer-events="none">')
+    for block, (_, _, fault) in marks:
+        x, y = places[block].x + places[block].width / 2, places[block].y + 13
+        ink = "#000000" if fault else CARD
+        label = f"{'!' if fault else ''}{request or ''}"
+        drawing.add(f'<text x="{x:g}" y="{y:g}" font-size="{SMALL}" fill="{ink}">{label}</text>')
+    drawing.add("</g>")
+
+
+def _bar_below(place: Box) -> str:
+    return f"M{place.x + 3:g} {place.bottom - 6:g}h{place.width - 6:g}v4h-{place.width - 6:g}z"
+
+
+_Layers = dict[tuple[int, int, int], list[tuple[int, Any]]]
+"""(request, first frame, last frame) -> blocks, and what is drawn of each."""
+
+
+def _layered(drawing: Drawing, layers: _Layers) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
+    for (request, first, last), marks in layers.items():
+        with drawing.layer(group=f"r{request}", at=f"{first} {last}"):
+            yield request, marks
+
+
+def _outline(place: Box) -> str:
+    return f"M{place.x:g} {place.y:g}h{place.width:g}v{place.height:g}h-{place.width:g}z"
+
+
+def _new(drawing: Drawing, seen: Sequence[Mapping[int, _Holding]], places: Sequence[Box]) -> None:
+    """A frame around the blocks that each step took."""
+    for index, (before, after) in enumerate(zip([{}, *seen], seen, strict=False)):
+        new = [places[block] for block in after if block not in before]
+        path = "".join(map(_outline, new))
+        if path:
+            style = f'fill="none" stroke="{INK}" stroke-width="2" pointer-events="none"'
+            with drawing.layer(at=f"{index} {index}"):
+                drawing.add(f'<path d="{path}" {style}/>')
+
+
+class _Holding(NamedTuple):
+    """Who holds a block in one frame."""
+
+    request: int
+    """0 where nobody does, though the pool counts a holder."""
+    samples: int
+    entry: int
+    """Of the table, from 0."""
+    full: bool
+    fault: str
+
+
+def _holdings(frame: Frame, block_size: int) -> dict[int, _Holding]:
+    """Block -> who holds it, in one frame."""
+    faults = {block: fault.words for fault in reversed(frame.faults) for block in fault.blocks}
+    found = {block: _Holding(0, 0, 0, True, words) for block, words in faults.items()}
+    for table in frame.tables:
+        for entry, block in enumerate(table.blocks):
+            full = table.tokens >= (entry + 1) * block_size
+            before = found.get(block)
+            if before and before.request == table.request:
+                found[block] = before._replace(samples=before.samples + 1, full=before.full or full)
+            else:
+                found[block] = _Holding(table.request, 1, entry, full, faults.get(block, ""))
+    return found
+
+
+def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
+    """Stretches of equal values that are there: the value, its first and its last place."""
+    first = 0
+    for index, value in enumerate(values):
+        if index + 1 == len(values) or values[index + 1] != value:
+            if value:
+                yield value, first, index
+            first = index + 1
+
+
+def _tables(drawing: Drawing, play: Play, place: tuple[float, float], room: float) -> float:
+    """A row for each request: its block table, or that it waits or has ended; returns the y of the last one."""
+    (x, y), base = place, place[1]
+    drawing.text((x, y), "Block tables", size=SMALL, bold=True)
+    by_request = [_by_request(frame.tables) for frame in play.frames]
+    for row, request in enumerate(sorted({one for frame in by_request for one in frame}), 1):
+        base = y + 3 + row * ROW
+        with drawing.layer(group=f"r{request}"):
+            drawing.text((x + 8, base), str(request), size=SMALL, bold=True, anchor="end")
+        for words, first, last in _runs(list(_row_words(play.frames, by_request, request))):
+            shown = _cut(words, room - 18)
+            tip = f"Request {request}, block table: {words}" if shown != words else ""
+            with drawing.layer(tip=tip, group=f"r{request}", at=f"{first} {last}"):
+                drawing.text((x + 16, base), shown, size=SMALL, colour=INK if words[0].isdigit() else QUIET)
+    return base
+
+
+def _by_request(tables: Iterable[HeldTable]) -> dict[int, list[HeldTable]]:
+    found: dict[int, list[HeldTable]] = {}
+    for table in tables:
+        found.setdefault(table.request, []).append(table)
+    return found
+
+
+def _row_words(
+    frames: Iterable[Frame], by_request: Iterable[Mapping[int, list[HeldTable]]], request: int
+) -> Iterator[str]:
+    """In each frame: what the samples share, then each one's own entries, or what the request does without a table."""
+    otherwise = "waits"
+    for frame, tables in zip(frames, by_request, strict=True):
+        if request in tables:
+            otherwise = "preempted, waits"
+            yield _table_words([one.blocks for one in tables[request]])
+            continue
+        if f"Request {request} ends" in frame.caption:
+            otherwise = "has ended"
+        yield otherwise
+
+
+def _table_words(tables: Sequence[tuple[int, ...]]) -> str:
+    if len(tables) == 1:
+        return " ".join(map(str, tables[0]))
+    shared = next((at for at, entries in enumerate(zip(*tables, strict=False)) if len(set(entries)) > 1), None)
+    shared = min(map(len, tables)) if shared is None else shared
+    own = " | ".join(" ".join(map(str, table[shared:])) for table in tables)
+    common = " ".join(map(str, tables[0][:shared]))
+    return f"{common} · {own}" if common and own.strip(" |") else common or own
+
+
+def _cut(words: str, room: float) -> str:
+    """As many words as fit, and a sign that there are more."""
+    if text_width(words, SMALL) <= room:
+        return words
+    kept = words.split(" ")
+    while len(kept) > 1 and text_width(" ".join([*kept, "…"]), SMALL) > room:
+        kept.pop()
+    return " ".join([*kept, "…"])

@@ -1,0 +1,391 @@
+"""The picture of lesson 05's prefix cache: the map of hit rates, a cut through it, and whose context is in the pool."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from minivllm_lab.drawing import QUIET, RULE, number, text_width
+from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
+from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
+from widgets.shell.plot import Axes, Scale, tokens
+from widgets.shell.svg import HEADING, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.theme import BROKEN, CARD, MISSED, RAMP, RAMP_WORDS
+
+MARGIN, GUTTER = 16, 40
+ROW, CUT, NARROW_CUT, STRIP = 17, 84, 120, 84
+"""Heights in pixels: of a row of the map, of the cut, of the cut where words need more lines, of the strip."""
+WIDE = 560
+"""Pixels from which on words need few lines."""
+MOST_PIECES = 200
+"""Pieces into which the strip's bars are cut, so that they grow while the drawing plays."""
+
+
+def _edges(values: Sequence[float], below: float, above: float) -> list[float]:
+    """Where one cell ends and the next begins, between two values and beyond the outer ones."""
+    all_values = [below, *values, above]
+    return [math.sqrt(low * high) for low, high in pairwise(all_values)]
+
+
+COLUMNS, ROWS = _edges(POOLS, 1536, 32768), _edges(USERS, 1.5, 24)
+ACROSS, UP = Scale(COLUMNS[0], COLUMNS[-1], log=True), Scale(ROWS[0], ROWS[-1], log=True)
+
+
+def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
+    """The hit rate over users and pool, a cut through it at the present users, and the pool from request to request."""
+    drawing = Drawing(width, 1000, f"Prefix cache: {state.kind.title}", _summary(state))
+    y = _heading(drawing, 22, "Share of prompt tokens found", state.kind.title)
+    y = _map_legend(drawing, state, y + 21)
+    plane = Box(MARGIN + GUTTER, y - 8, width - 2 * MARGIN - GUTTER, ROW * len(USERS))
+    cut = Box(plane.x, plane.bottom + 29, plane.width, CUT if width >= WIDE else NARROW_CUT)
+    whole = Box(plane.x, plane.y, plane.width, cut.bottom - plane.y)
+    # Under the cells, which have tooltips: the plot is dragged wherever the pointer takes hold of it.
+    Axes(drawing, whole, ACROSS, Scale(0, 1)).here(state.pool, "pool")
+    _draw_map(drawing, state, plane)
+    _draw_cut(drawing, state, cut, pinned)
+    drawing.height = _draw_strip(drawing, state, cut.bottom + 61)
+    return drawing.render()
+
+
+def _heading(drawing: Drawing, y: float, content: str, note: str) -> float:
+    """A title with its note at the right end of the line, or below where there is no room; the last baseline."""
+    end = drawing.width - MARGIN
+    drawing.heading((MARGIN, y), content)
+    if MARGIN + 1.2 * text_width(content, HEADING) + text_width(note, SMALL) > end:
+        return drawing.paragraph((MARGIN, y + 18), note, end - MARGIN)
+    drawing.text((end, y), note, size=SMALL, colour=QUIET, anchor="end")
+    return y
+
+
+def _summary(state: State) -> str:
+    cell = _of_cell(state, state.users, state.pool, state.here)
+    return f"A map of hit rates over users and pool sizes, a cut through it, and the pool request by request. {cell}"
+
+
+def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
+    """What a cell's tooltip says."""
+    found = f"{users} users, {tokens(pool)} tokens of KV cache: {cell.hit_rate:.1%} found, {cell.evicted:,} evictions"
+    wrong = f", {sum(cell.wrong) / sum(cell.prompts):.1%} in blocks of another text" if any(cell.wrong) else ""
+    slow = f"; p95 TTFT {milliseconds(state.ttft(cell), state.target)}"
+    return f"{found}{wrong}{slow}{', target missed' * state.missed(cell)}."
+
+
+# ---- the map
+
+
+def _map_legend(drawing: Drawing, state: State, y: float) -> float:
+    hatched = f"p95 TTFT above {state.target * 1e3:g} ms"
+    wide = drawing.width - 2 * MARGIN
+    below = legend(drawing, (MARGIN, y), [Segment(hatched, 0, BROKEN, hatched=True)], wide)
+    if not _has_line(state):
+        return below
+    words = "all contexts together = the pool"
+    x = MARGIN + 18 + text_width(hatched, SMALL) + 22
+    if x + 32 + text_width(words, SMALL) > drawing.width - MARGIN:
+        x, y, below = MARGIN, y + 19, below + 19
+    drawing.line((x, y - 4), (x + 24, y - 4), INK, width=2, dash="5 3")
+    drawing.text((x + 30, y), words, size=SMALL, colour=QUIET)
+    return below
+
+
+def _has_line(state: State) -> bool:
+    """Whether what must be kept for all users grows with them: those who do not pause leave early."""
+    return state.kind.pause > 0 and (state.kind.prefix_of == "user" or state.kind.grows)
+
+
+def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
+    axes = Axes(drawing, plane, ACROSS, UP)
+    drawing.rect(plane, CARD, stroke=RULE)
+    boxes = {place: _cell_box(axes, *place) for place in state.cells}
+    hidden = {place: box for place, box in boxes.items() if place[1] <= state.pool}
+    seen = {place: box for place, box in boxes.items() if place not in hidden}
+    if len(hidden) == len(USERS) * (POOLS.index(state.pool) + 1):
+        _draw_cover(drawing, Box(plane.x, plane.y, max(box.right for box in hidden.values()) - plane.x, 2 * ROW))
+    for draw in (_draw_cell, _draw_rate):
+        for place, box in seen.items():
+            draw(drawing, state, place, box)
+        with drawing.answer():
+            for place, box in hidden.items():
+                draw(drawing, state, place, box)
+        if draw is _draw_cell and _has_line(state):
+            _draw_line(axes, state)
+    with drawing.answer():
+        for start, end in _borders(state, boxes):
+            drawing.line(start, end, VERMILLION, width=2.5)
+    here = boxes[state.users, state.pool]
+    corners = [(here.x, here.y), (here.right, here.y), (here.right, here.bottom), (here.x, here.bottom)]
+    drawing.polyline([*corners, corners[0], corners[1]], INK, width=2.5)
+    for users in USERS:
+        place = (plane.x - 7, _cell_box(axes, users, POOLS[0]).bottom - 4)
+        drawing.text(place, str(users), size=SMALL, colour=QUIET, anchor="end", bold=users == state.users)
+    drawing.text((MARGIN + 4, plane.y + plane.height / 2), "users", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
+
+
+def _draw_cover(drawing: Drawing, box: Box) -> None:
+    """Says why there is nothing; what the guess hides is opaque, and covers it later."""
+    words = "hidden until you guess"
+    if text_width(words, SMALL) < box.width:
+        middle = (box.x + box.width / 2, box.y + box.height / 2 + 4)
+        drawing.text(middle, words, size=SMALL, colour=QUIET, anchor="middle")
+
+
+def _cell_box(axes: Axes, users: int, pool: int) -> Box:
+    row, column = USERS.index(users), POOLS.index(pool)
+    left, bottom = axes.at(COLUMNS[column], ROWS[row])
+    right, top = axes.at(COLUMNS[column + 1], ROWS[row + 1])
+    return Box(left, top, right - left, bottom - top)
+
+
+def _step(state: State, cell: Reuse) -> int:
+    return min(int(cell.hit_rate * len(RAMP)), len(RAMP) - 1)
+
+
+def _fill(state: State, cell: Reuse) -> str:
+    step = _step(state, cell)
+    return BROKEN if step == 0 and state.missed(cell) else RAMP[step]
+
+
+def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
+    cell = state.cells[place]
+    drawing.rect(box, _fill(state, cell), stroke=CARD, tip=_of_cell(state, *place, cell))
+    if state.missed(cell):
+        drawing.hatch(box, MISSED)
+
+
+def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
+    """The cell's per cent, above hatching and lines."""
+    cell = state.cells[place]
+    words = f"{'✕ ' * any(cell.wrong)}{_rounded(cell.hit_rate)}"
+    middle = box.x + box.width / 2
+    wide = text_width(words, SMALL) + 4
+    if state.missed(cell) or _has_line(state):
+        drawing.rect(Box(middle - wide / 2, box.y + 2, wide, box.height - 4), _fill(state, cell))
+    colour = RAMP_WORDS[_step(state, cell)]
+    drawing.text((middle, box.y + box.height / 2 + 4), words, size=SMALL, colour=colour, anchor="middle")
+
+
+def _rounded(share: float) -> str:
+    """A per cent; what is not nothing is not told as nothing, and what is not all not as all."""
+    if 0 < share < 0.01:
+        return "<1%"
+    return ">99%" if 0.99 < share < 1 else f"{share:.0%}"
+
+
+def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[tuple[float, float], ...]]:
+    """Lines between cells that miss the target and their neighbours that do not."""
+    for (users, pool), box in boxes.items():
+        missed = state.missed(state.cells[users, pool])
+        row, column = USERS.index(users), POOLS.index(pool)
+        right = (users, POOLS[column + 1]) if column + 1 < len(POOLS) else None
+        above = (USERS[row + 1], pool) if row + 1 < len(USERS) else None
+        if right in boxes and state.missed(state.cells[right]) != missed:
+            yield (box.right, box.y), (box.right, box.bottom)
+        if above in boxes and state.missed(state.cells[above]) != missed:
+            yield (box.x, box.y), (box.right, box.y)
+
+
+def _draw_line(axes: Axes, state: State) -> None:
+    """Where all that must stay takes the whole pool."""
+    load = state.load
+    users = [ROWS[0] * (ROWS[-1] / ROWS[0]) ** (index / 24) for index in range(25)]
+    kept = [load.kind.kept(1, load.turns, load.prefix), load.kind.kept(2, load.turns, load.prefix)]
+    sizes = [kept[0] + (many - 1) * (kept[1] - kept[0]) for many in users]
+    axes.line(sizes, users, INK, width=2, dash="5 3")
+
+
+# ---- the cut
+
+
+def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) -> None:
+    axes = Axes(drawing, box, ACROSS, Scale(0, 1))
+    row = state.row()
+    missed = [pool for pool, cell in row if state.missed(cell)]
+    if missed:
+        column = POOLS.index(missed[-1]) + 1
+        with drawing.answer():
+            axes.broken(None, COLUMNS[column] if column < len(POOLS) else None, _cause(state))
+    axes.frame(
+        "KV cache, tokens",
+        "",
+        x_format=tokens,
+        y_format=lambda value: f"{value:.0%}",
+        x_ticks=POOLS,
+        y_ticks=(0, 0.5, 1),
+    )
+    note = f"… with {state.users} users; dashed grey: a cache that never evicts"
+    drawing.text((box.x, box.y - 10), note, size=SMALL, colour=QUIET, halo=True)
+    axes.line([ACROSS.low, ACROSS.high], [state.endless_rate] * 2, GREY, width=2, dash="6 4")
+    if pinned:
+        axes.pinned([pool for pool, _ in pinned.row()], [cell.hit_rate for _, cell in pinned.row()])
+    right = [(pool, cell) for pool, cell in row if pool > state.pool]
+    _draw_curve(axes, state, right)
+    with drawing.answer():
+        _draw_curve(axes, state, [(pool, cell) for pool, cell in row if pool not in dict(right[1:])])
+    x, y = axes.at(state.pool, state.hit_rate)
+    drawing.line((x, y), (x, box.bottom), INK, width=2)
+    drawing.circle((x, box.bottom), 7, INK)
+    with drawing.answer():
+        drawing.circle((x, y), 6, BLUE, stroke=INK)
+        # Right below the curve, which never falls towards larger pools; at the bottom left above it.
+        low = y + 18 > box.bottom - 4
+        before = x > box.right - 70 or (low and x > box.x + 70)
+        place = (x - 10 if before else x + 10, y - 8 if low else y + 18)
+        axes.keep_clear(Box(place[0] - 44 * before, place[1] - 12, 44, 16))
+        drawing.text(place, f"{state.hit_rate:.1%}", bold=True, halo=True, anchor="end" if before else "start")
+
+
+def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> None:
+    pools, rates = [pool for pool, _ in row], [cell.hit_rate for _, cell in row]
+    axes.line(pools, rates, BLUE, tips=[_of_cell(state, state.users, pool, cell) for pool, cell in row])
+
+
+def _cause(state: State) -> str:
+    """Why the cells of this row that miss the target do, and what they miss."""
+    missed = f"p95 TTFT above {state.target * 1e3:g} ms"
+    if state.endless is not None and state.missed(state.endless):
+        reason = "nothing is shared" if state.findable == 0 else "even a cache that never evicts is too slow"
+        return f"{reason}; {missed}"
+    if state.kind.pause == 0:
+        return f"the pool holds too few users at once, the others wait; {missed}"
+    whom = "those whose users return late" if state.load.at_random else "each before its user returns"
+    return f"all contexts together exceed the pool: LRU evicts {whom}; {missed}"
+
+
+# ---- the strip
+
+
+def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
+    """A row for each user: when their context was in the pool, and what each request found. Returns the height."""
+    note = "rows: users; columns: requests"
+    y = _heading(drawing, top, "Whose context is in the pool", note)
+    keys = [Segment("in the pool", 0, BLUE), Segment("found (●)", 0, GREEN)]
+    keys += [Segment("computed again (◆)", 0, VERMILLION), Segment("new (■)", 0, GREY)]
+    if any(state.here.wrong):
+        keys.append(Segment("of another text (▲)", 0, PURPLE))
+    y = legend(drawing, (MARGIN, y + 19), keys, drawing.width - 2 * MARGIN)
+    box = Box(MARGIN + GUTTER, y - 10, drawing.width - 2 * MARGIN - GUTTER, STRIP)
+    strip = _Strip(drawing, state, box)
+    drawing.play([strip.caption(index) for index in range(len(state.here.admissions))])
+    _draw_cover(drawing, box)
+    with drawing.answer():
+        strip.draw()
+    return box.bottom + 10
+
+
+class _Strip:
+    """Users as rows, admissions as columns."""
+
+    def __init__(self, drawing: Drawing, state: State, box: Box) -> None:
+        self.drawing, self.state, self.box = drawing, state, box
+        self.could = state.load.findable()
+        self.admissions = state.here.admissions
+        self.rows = [SHARED] * (state.load.shared_blocks > 0) + list(range(state.users))
+        self.high, self.wide = box.height / len(self.rows), box.width / len(self.admissions)
+        self.last = len(self.admissions) - 1
+        self.held = self._held()
+
+    def draw(self) -> None:
+        """All rows; those of one user are a group."""
+        every = math.ceil(13 / self.high)
+        self.drawing.rect(self.box, CARD, stroke=RULE)
+        for index, user in enumerate(self.rows):
+            with self.drawing.layer(group=f"user {user}"):
+                top = self.box.y + index * self.high
+                # All of the row can be pointed at.
+                self.drawing.rect(Box(self.box.x, top, self.box.width, self.high), "transparent")
+                self._bars(user, top)
+            if index % every == 0:
+                name = "all" if user == SHARED else str(user + 1)
+                place = (self.box.x - 7, top + self.high / 2 + 4)
+                self.drawing.text(place, name, size=SMALL, colour=QUIET, anchor="end")
+        self._marks()
+        middle = (MARGIN + 4, self.box.y + self.box.height / 2)
+        self.drawing.text(middle, "user", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
+
+    def caption(self, index: int) -> str:
+        """What happens in a frame."""
+        one = self.admissions[index]
+        user, turn = divmod(one.requests[0], self.state.load.turns)
+        parts = [self._parts(request) for request in one.requests]
+        found, all_tokens = sum(part[0] for part in parts), sum(sum(part[:3]) for part in parts)
+        who = f"User {user + 1}, turn {turn + 1}" if len(parts) == 1 else f"{len(parts)} requests at once"
+        lost = sum(blocks for _, blocks in one.lost)
+        users = [str(user + 1) for user, _ in one.lost if user != SHARED]
+        whose = [f"user{'s' * (len(users) > 1)} {', '.join(users)}"] * bool(users)
+        whose = " and ".join(["all"] * (len(users) < len(one.lost)) + whose)
+        evicts = f"; {lost} block{'s' * (lost > 1)} of {whose} evicted" if lost else ""
+        return f"{who}: {found:,} of {all_tokens:,} found{evicts}."
+
+    def _of_request(self, index: int) -> str:
+        user, turn = divmod(index, self.state.load.turns)
+        found, again, new, wrong = self._parts(index)
+        words = f"User {user + 1}, turn {turn + 1}: {found:,} of {found + again + new:,} tokens found"
+        words += f", {wrong:,} of them another text's" if wrong else ""
+        return f"{words}; {f'{again:,} evicted and computed again, ' if again else ''}{new:,} new."
+
+    def _parts(self, index: int) -> tuple[int, int, int, int]:
+        """Prompt tokens found, evicted and computed again, computed first; and those found wrongly."""
+        found = self.state.here.found[index]
+        again = max(0, self.could[index] - found)
+        return found, again, self.state.here.prompts[index] - found - again, self.state.here.wrong[index]
+
+    def _held(self) -> dict[int, list[float]]:
+        """By user, the share of their context that is in the pool after each admission."""
+        load = self.state.load
+        held, full = Counter[int](), dict.fromkeys(self.rows, 1)
+        shares: dict[int, list[float]] = {user: [] for user in self.rows}
+        for one in self.admissions:
+            for user, blocks in one.lost:
+                held[user] -= blocks
+            for index in one.requests:
+                user, turn = divmod(index, load.turns)
+                full[user] = max(1, load.context_blocks(turn) - load.shared_blocks)
+                held[user] = load.context_blocks(turn) - load.shared_blocks
+                if load.shared_blocks:
+                    held[SHARED] = full[SHARED] = load.shared_blocks
+            for user in self.rows:
+                shares[user].append(max(0, held[user]) / full[user])
+        return shares
+
+    def _bars(self, user: int, top: float) -> None:
+        """Pieces of bars, each seen from its first column on; paler where only a part is left."""
+        most = max(1, math.ceil(len(self.rows) * len(self.admissions) / MOST_PIECES))
+        first, shares = 0, self.held[user]
+        y = number(top + self.high / 2)
+        self.drawing.add(f'<g stroke="{BLUE}" stroke-width="{number(self.high - 2)}" fill="none">')
+        for index in range(1, len(shares) + 1):
+            if index < len(shares) and index - first < most and shares[index] == shares[first]:
+                continue
+            if shares[first] > 0:
+                x, wide = number(self.box.x + first * self.wide), number((index - first) * self.wide)
+                faint = f"{0.15 + 0.4 * shares[first]:.2f}".lstrip("0")
+                shape = f'd="M{x} {y}h{wide}" stroke-opacity="{faint}"'
+                self.drawing.add(f'<path {shape} data-at="{first} {self.last}"/>')
+            first = index
+        self.drawing.add("</g>")
+
+    def _marks(self) -> None:
+        for column, one in enumerate(self.admissions):
+            for index in one.requests:
+                user = index // self.state.load.turns
+                row = self.rows.index(user)
+                middle = (self.box.x + (column + 0.5) * self.wide, self.box.y + (row + 0.5) * self.high)
+                with self.drawing.layer(group=f"user {user}", at=f"{column} {self.last}", tip=self._of_request(index)):
+                    self._mark(index, middle, max(3, min(4.5, self.high / 2 - 0.5)))
+
+    def _mark(self, index: int, middle: tuple[float, float], radius: float) -> None:
+        """Its sign tells what became of the prompt, and so does its colour."""
+        (x, y), (found, again, _, wrong) = middle, self._parts(index)
+        if wrong:
+            corners = [(x - radius, y + radius), (x + radius, y + radius), (x, y - radius)]
+            self.drawing.polygon(corners, PURPLE)
+        elif again:
+            corners = [(x - radius - 1, y), (x, y - radius - 1), (x + radius + 1, y), (x, y + radius + 1)]
+            self.drawing.polygon(corners, VERMILLION)
+        elif found:
+            self.drawing.circle(middle, radius, GREEN, stroke=CARD if radius > 3.5 else "none")
+        else:
+            self.drawing.rect(Box(x - radius, y - radius, 2 * radius, 2 * radius), GREY)

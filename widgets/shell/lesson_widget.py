@@ -1,0 +1,147 @@
+"""The one shell that carries every widget: an anywidget whose front end is `shell.js` and `shell.css`.
+
+The kernel runs the sweep and draws; the page has the controls, tooltips, the player, and the keys. Nothing is fetched,
+and nothing is built. Where no kernel runs, the picture is shown as it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+from IPython.display import display
+
+from minivllm.entrypoints.xray.page import theme_script
+from minivllm.errors import MinivllmError
+from widgets.shell.session import Session
+from widgets.shell.spec import Spec
+from widgets.shell.theme import dark_style
+
+HERE = Path(__file__).parent
+REST = 0.3
+"""Seconds after the last turn of a knob until pictures are drawn ahead."""
+
+
+def script() -> str:
+    """The front end, an ES module."""
+    return (HERE / "shell.js").read_text() + theme_script()
+
+
+def style() -> str:
+    """The style of the front end, with the colours of pictures on a dark page."""
+    return (HERE / "shell.css").read_text() + dark_style(".lw-dark")
+
+
+class LessonWidget(anywidget.AnyWidget):
+    """A widget of a lesson, live: `LessonWidget(SPEC, block_size=64)`.
+
+    Args:
+        spec: the widget.
+        settings: knobs that do not stand as at the start, and the reader's own code for what `spec.own` names.
+
+    Raises:
+        MinivllmError: there is no such knob, or it takes no such value.
+    """
+
+    _esm = script()
+    _css = style()
+    described = traitlets.Dict().tag(sync=True)
+    view = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, spec: Spec, **settings: Any) -> None:
+        self.session = Session(spec, **settings)
+        self._ahead: Iterator[dict[str, Any] | None] = iter(())  # what is still to be drawn; another one ends it
+        self._serial = 0
+        self._still = f"lw-still-{uuid.uuid4().hex[:8]}"
+        described = self.session.described() | {"still": self._still}
+        super().__init__(described=described, view=self.session.settle())
+        self.on_msg(self._heard)
+
+    @property
+    def state(self) -> Any:
+        """What the sweep gave for the knobs as they stand; None where they ask for something that cannot be."""
+        return self.session.state
+
+    def set(self, **values: Any) -> None:
+        """Turn knobs, and draw once the whole sweep has run."""
+        self._ahead = iter(())
+        self._post(self.session.settle(**values))
+
+    def _heard(self, _widget: object, message: Mapping[str, Any], _buffers: object) -> None:
+        """What the page asks for: turn knobs, pin, unpin, load; what is none of these is left alone."""
+        match message:
+            case {"do": "pin"}:
+                self._post(self.session.pin())
+            case {"do": "unpin"}:
+                self._post(self.session.unpin())
+            case {"do": "load", "text": str(text)}:
+                self._load(text)
+            case {"do": "turn", "values": {**values}, "serial": int(serial)}:
+                self._serial = serial
+                self._turn(values, message.get("width"))
+
+    def _load(self, text: str) -> None:
+        try:
+            values = self.session.loaded(text)
+        except MinivllmError as error:
+            self._post({**self.view, "words": f"Not loaded: {error}.", "tone": "broken", "sign": "✕"})
+            return
+        self._turn(values, None)
+
+    def _turn(self, values: Mapping[str, Any], width: float | None) -> None:
+        """The first picture at once; the rest of the sweep between the page's next messages."""
+        self._ahead = self.session.turn(values, width)
+        self._go_on(self._ahead)
+
+    def _go_on(self, ahead: Iterator[dict[str, Any] | None]) -> None:
+        if ahead is not self._ahead:  # knobs were turned meanwhile
+            return
+        try:
+            view = next(ahead)
+        except KeyboardInterrupt:  # it is said in the view; the loop of the kernel would end by it
+            return
+        except StopIteration:
+            self._ahead = self.session.ahead()
+            asyncio.get_running_loop().call_later(REST, self._draw_ahead, self._ahead)
+            return
+        if view and ahead is self._ahead:
+            self._post(view)
+        asyncio.get_running_loop().call_later(0, self._go_on, ahead)
+
+    def _draw_ahead(self, ahead: Iterator[dict[str, Any] | None]) -> None:
+        """While nobody turns anything: the pictures along the swept axis, so that dragging needs no kernel."""
+        if ahead is not self._ahead:
+            return
+        try:
+            view = next(ahead)
+        except (StopIteration, KeyboardInterrupt):
+            return
+        if view is not None:
+            self.send({"ahead": view, "width": self.session.width})
+        asyncio.get_running_loop().call_later(0, self._draw_ahead, ahead)
+
+    def _post(self, view: Mapping[str, Any]) -> None:
+        self.view = {**view, "serial": self._serial}
+
+    def still(self) -> str:
+        """The picture and the verdict as HTML, for where no kernel runs."""
+        view = self.view
+        return f"<figure>{view['svg']}<figcaption>{view['sign']} {escape(view['words'])}</figcaption></figure>"
+
+    def _ipython_display_(self) -> None:
+        """The picture as it stands, then the live widget, which takes the still one away where it comes to life.
+
+        A page made from an executed notebook shows one of an output's forms only, and picks the live one, which is
+        empty there: so the still picture is an output of its own.
+        """
+        html = f'<div class="{self._still}">{self.still()}</div>'
+        display({"text/html": html, "text/plain": self.view["words"]}, raw=True)
+        bundle = super()._repr_mimebundle_()
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, None)
+        display(data, metadata=metadata, raw=True)

@@ -1,0 +1,193 @@
+"""The state of lesson 07's widget: how much faster drafts make a batch, from where on they lose, and one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from minivllm.config.checks import require
+from minivllm_lab.speculative_decoding.model_checks import speculation_error
+from minivllm_lab.speculative_decoding.speculation import (
+    NGRAM,
+    RECORDED,
+    Drafter,
+    Speculation,
+    conditional_rates,
+    draft_model,
+    eagle_head,
+)
+from minivllm_simulate.hardware import get_hardware
+from minivllm_simulate.known_models import known_model
+from widgets.shell.spec import require_numbers
+from widgets.speculative_decoding.step import Accept, Measured, VerifyStep, measured, verify_step
+
+SIBLINGS = {
+    "Llama-3.1-8B": ("Llama-3.2-1B", "Llama-3.2-3B"),
+    "Meta-Llama-3-70B": ("Llama-3.2-1B", "Llama-3.1-8B"),
+    "Qwen3-14B": ("Qwen3-0.6B", "Qwen3-8B"),
+    "Qwen3-32B": ("Qwen3-0.6B", "Qwen3-8B"),
+}
+"""Models, and two smaller ones with the same vocabulary that may draft for each."""
+GPUS = ("L4", "RTX 4090", "A100-80", "H100", "H200", "B200", "MI300X")
+DRAFTERS = ("ngram", "head", "parallel", "small", "large")
+RECORDINGS = ("none", *RECORDED)
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+MOST_BATCH, MOST_K = BATCHES[-1], 8
+CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+STEPS = 12
+MOST = {"batch": MOST_BATCH, "k": MOST_K, "alpha": 0.99, "context": 131072, "step": 999}
+START = {
+    "batch": 16, "k": 4, "alpha": 0.6, "recorded": "none", "drafter": "head", "context": 256, "model": "Llama-3.1-8B",
+    "gpu": "H100", "step": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class State:
+    """A batch with k drafts a request, and the same without."""
+
+    batch: int
+    k: int
+    recorded: str
+    """The method whose counted acceptance this is, of RECORDED; "none": a constant one."""
+    drafter: str
+    """Of DRAFTERS."""
+    model: str
+    gpu: str
+    one: Speculation
+    step: VerifyStep
+    """What became of one request's drafts."""
+    own: Measured | None
+    """What the reader's own `accept` does; None where there is none."""
+    error: float
+    """The model's median error on published measurements."""
+
+    @property
+    def alpha(self) -> float:
+        """The acceptance of the first draft."""
+        return self.one.rates[0]
+
+    @property
+    def context(self) -> int:
+        """Tokens of each request."""
+        return self.one.context
+
+    @cached_property
+    def speedup(self) -> float:
+        """Here, over no drafts."""
+        return self.one.speedup(self.batch, self.k)
+
+    @cached_property
+    def tokens(self) -> float:
+        """That a request has of a step, on average."""
+        return self.one.tokens(self.k)
+
+    @cached_property
+    def longer(self) -> float:
+        """How many times as long as a plain step the one with drafts takes."""
+        return self.one.step(self.batch, self.k).seconds / self.one.plain(self.batch).seconds
+
+    @cached_property
+    def most_batch(self) -> int:
+        """Requests that fit into memory; it may be more than the axis has."""
+        return self.one.most_batch(self.k)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all requests fit."""
+        return self.batch <= self.most_batch
+
+    @cached_property
+    def losing(self) -> list[tuple[int, int]]:
+        """Ranges of batches that lose, of those that fit and stand on the axis."""
+        most = min(self.most_batch, MOST_BATCH)
+        return self.one.losing(self.k, most) if most else []
+
+    @cached_property
+    def break_even(self) -> int | None:
+        """The batch from which on drafts lose, up to where memory or the axis ends."""
+        most = min(self.most_batch, MOST_BATCH)
+        return self.one.break_even(self.k, most) if most else None
+
+    @cached_property
+    def by_k(self) -> list[float]:
+        """Speed-ups at this batch with 1, 2, … drafts."""
+        return [self.one.speedup(self.batch, k) for k in range(1, MOST_K + 1)]
+
+    @property
+    def best_k(self) -> int:
+        """The fastest number of drafts at this batch; 0 where none pays."""
+        return self.one.best_k(self.batch, MOST_K)
+
+
+def sweep(
+    batch: int = START["batch"],
+    k: int = START["k"],
+    alpha: float = START["alpha"],
+    recorded: str = START["recorded"],
+    drafter: str = START["drafter"],
+    context: int = START["context"],
+    model: str = START["model"],
+    gpu: str = START["gpu"],
+    step: int = START["step"],
+    accept: Accept | None = None,
+) -> State:
+    """A batch that decodes with drafts, by the cost model; and one step of one request.
+
+    Args:
+        batch: requests that decode together: where the reader stands.
+        k: drafts for each request in a step.
+        alpha: the chance that a draft is accepted where those before it were.
+        recorded: a method of `RECORDED`, whose counted acceptances replace `alpha`.
+        drafter: one of DRAFTERS.
+        context: tokens that each request has.
+        model, gpu: names of `known_models` and `hardware`.
+        step: which step is played; a seed.
+        accept: the reader's own, as in exercise 07.
+
+    Raises:
+        MinivllmError: a value makes no sense, or the weights do not fit.
+    """
+    require_numbers(MOST, batch=batch, k=k, alpha=alpha, context=context, step=step)
+    sensible = min(batch, k, context, step) >= 1 and alpha >= 0.15
+    require(sensible, f"batch, k, context and step are from 1 on, and alpha from 0.15; batch is {batch}, k {k}, "
+            f"context {context}, step {step}, alpha {alpha}")  # fmt: skip
+    for name, value, allowed in (
+        ("recorded", recorded, RECORDINGS), ("drafter", drafter, DRAFTERS), ("model", model, tuple(SIBLINGS)),
+        ("gpu", gpu, GPUS),
+    ):  # fmt: skip
+        require(isinstance(value, str) and value in allowed, f"{name} is one of {', '.join(allowed)}, not {value!r}")
+    rates = (alpha,) if recorded == "none" else RECORDED[recorded].rates
+    played = conditional_rates(rates, k), drafter == "ngram", step
+    return State(
+        batch=batch,
+        k=k,
+        recorded=recorded,
+        drafter=drafter,
+        model=model,
+        gpu=gpu,
+        one=_speculation(model, gpu, drafter, rates, context),
+        step=verify_step(*played, accept),
+        own=measured(*played, accept) if accept else None,
+        error=speculation_error(),
+    )
+
+
+@lru_cache(maxsize=256)
+def _speculation(model: str, gpu: str, drafter: str, rates: tuple[float, ...], context: int) -> Speculation:
+    return Speculation.of(known_model(model), get_hardware(gpu), _drafter(model, gpu, drafter), rates, context)
+
+
+@lru_cache(maxsize=256)
+def _drafter(model: str, gpu: str, name: str) -> Drafter:
+    hardware = get_hardware(gpu)
+    if name == "ngram":
+        return NGRAM
+    if name in ("head", "parallel"):
+        return eagle_head(known_model(model), hardware, parallel=name == "parallel")
+    return draft_model(known_model(sibling(model, name)), hardware)
+
+
+def sibling(model: str, drafter: str) -> str:
+    """The model that drafts for `model`."""
+    return SIBLINGS[model][drafter == "large"]
