@@ -12,7 +12,8 @@ from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParentRequest, child_requests
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
-from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
+from minivllm.entrypoints.openai.serving_completion import CompletionAnswer, OpenAIServingCompletion
+from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
@@ -134,10 +135,8 @@ class Outputs:
 
 
 def test_a_whole_reply_has_what_the_first_prompts_request_was_told():
-    from minivllm.entrypoints.openai.serving_completion import _Answer, usage_of
-
     found = serving()
-    found.fingerprint, found.usage = "f", lambda prompt, generated, cached=None: usage_of(prompt, generated)  # type: ignore[method-assign]
+    found.fingerprint, found.settings = "f", FrontendArgs()
     prompts = [SimpleNamespace(token_ids=[1]), SimpleNamespace(token_ids=[2])]
-    answer = _Answer(found, CompletionRequest(prompt=["a", "b"]), "cmpl-a", prompts)  # type: ignore[arg-type]
+    answer = CompletionAnswer(found, CompletionRequest(prompt=["a", "b"]), "cmpl-a", prompts)  # type: ignore[arg-type]
     assert asyncio.run(answer.whole(Outputs())).kv_transfer_params == TOLD  # type: ignore[arg-type]

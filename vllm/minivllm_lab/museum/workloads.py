@@ -628,7 +628,7 @@ async def completion_events(llm: AsyncLLM, **asked: Any) -> list[dict[str, Any]]
     models = OpenAIServingModels(["tiny"], "tiny", llm.input_processor.limits.max_model_len)
     serving = OpenAIServingCompletion(llm, models, FrontendArgs(), None)
     request = CompletionRequest(**{"temperature": 0, "max_tokens": 12, "stream": True, "ignore_eos": True, **asked})
-    stream = await serving.create_completion(request, {})
+    stream = await serving.create(request, {})
     assert isinstance(stream, EventStream)
     events = [event.removeprefix("data: ") async for event in stream.events()]
     return [json.loads(event) for event in events if "[DONE]" not in event]

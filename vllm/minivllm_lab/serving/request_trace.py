@@ -18,7 +18,7 @@ from minivllm.engine.async_llm import AsyncLLM, RequestOutputCollector
 from minivllm.engine.async_mp_client import AsyncMPClient
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.entrypoints.openai.middleware import BodySizeMiddleware
-from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
+from minivllm.entrypoints.openai.serving_engine import OpenAIServing
 
 HOPS = (
     "uvicorn has read the request",
@@ -46,7 +46,7 @@ class Trace:
 
     def __enter__(self) -> Self:
         self._replace(BodySizeMiddleware, "__call__", self._at_the_application)
-        self._replace(OpenAIServingCompletion, "create_completion", self._before(HOPS[1]))
+        self._replace(OpenAIServing, "create", self._before(HOPS[1]))
         self._replace(AsyncLLM, "add_request", self._before(HOPS[2]))
         self._replace(AsyncMPClient, "add_request", self._before(HOPS[3]))
         self._replace(OutputProcessor, "note_scheduled", self._at_the_outputs)

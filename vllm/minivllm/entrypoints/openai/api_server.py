@@ -111,13 +111,11 @@ def _add_generation(
 
     @app.post("/v1/completions", dependencies=checks, response_model=CompletionResponse, responses=ERRORS)
     async def create_completion(request: CompletionRequest, raw: Request) -> Response:
-        work = completions.create_completion(request, raw.headers)
-        return await _answered(with_cancellation(work, raw, engine.parts))
+        return await _answered(with_cancellation(completions.create(request, raw.headers), raw, engine.parts))
 
     @app.post("/v1/chat/completions", dependencies=checks, response_model=ChatCompletionResponse, responses=ERRORS)
     async def create_chat_completion(request: ChatCompletionRequest, raw: Request) -> Response:
-        work = chat.create_chat_completion(request, raw.headers)
-        return await _answered(with_cancellation(work, raw, engine.parts))
+        return await _answered(with_cancellation(chat.create(request, raw.headers), raw, engine.parts))
 
 
 async def _answered(work: Any) -> Response:

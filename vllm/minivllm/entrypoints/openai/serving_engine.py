@@ -1,4 +1,4 @@
-"""What completions and chat completions do alike: from a request to the engine's requests, and their outputs.
+"""What completions and chat completions do alike: from a request to the engine's requests.
 
 In vLLM v0.33.0: `vllm/entrypoints/generate/base/serving.py`, `vllm/entrypoints/serve/utils/api_utils.py`.
 """
@@ -6,31 +6,30 @@ In vLLM v0.33.0: `vllm/entrypoints/generate/base/serving.py`, `vllm/entrypoints/
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
 from tokenizers import Tokenizer
 
 from minivllm.config.checks import encodable
-from minivllm.engine.async_llm import AsyncLLM, Collector
+from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.wire import encode
+from minivllm.entrypoints.openai.answer import Answer, EngineRequests, TokenizedPrompt, as_stream
 from minivllm.entrypoints.openai.chat_template import no_template, render, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
-from minivllm.entrypoints.openai.errors import error_response, failed, unavailable
+from minivllm.entrypoints.openai.errors import unavailable
 from minivllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ChatTemplateRequest,
     CompletionRequest,
     GenerationRequest,
-    UsageInfo,
+    WholeReply,
 )
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.entrypoints.openai.stream import EventStream
+from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
-from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import MAX_N, SamplingParams
 from minivllm.structured_output.grammar_text import check_grammar
 
@@ -41,57 +40,15 @@ NOT_SERVED = ("use_beam_search", "logprob_token_ids", "repetition_detection", "t
 """Fields of vLLM's that are not ignored, as unknown ones are: the answer would be another than was asked for."""
 
 
-@dataclass(slots=True)
-class TokenizedPrompt:
-    """A prompt's token ids, and its text if it was one."""
-
-    token_ids: list[int]
-    text: str | None = None
-
-
-class EngineRequests:
-    """The engine's requests behind one request of a client. Whoever has them must `close` them."""
-
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
-        self._collectors: list[Collector] = []
-        self._ready: asyncio.Queue[int] = asyncio.Queue()
-
-    async def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, **settings: Any) -> None:
-        """Adds a request, with the settings that `AsyncLLM.add_request` has; raises as that does."""
-        index = len(self._collectors)
-        self._collectors.append(
-            await self._engine.add_request(
-                request_id, prompt, params, on_ready=lambda: self._ready.put_nowait(index), **settings
-            )
-        )
-
-    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yields (index of the prompt, output) as they come, until all are finished.
-
-        Raises:
-            EngineDeadError: the engine has ended.
-            MinivllmError: one of them asks for what cannot be done; a `RequestError`: the engine could not answer it.
-        """
-        unfinished = len(self._collectors)
-        while unfinished:
-            index = await self._ready.get()
-            output = await self._collectors[index].get()
-            ended = next((one for one in output.outputs if one.error is not None), None)
-            if ended is not None:
-                raise (MinivllmError if ended.invalid_request else failed)(ended.error or "")
-            unfinished -= output.finished
-            yield index, output
-
-    def close(self) -> None:
-        """Ends those that are unfinished."""
-        self._engine.abort_now([collector.request_id for collector in self._collectors])
-
-
 class OpenAIServing:
-    """The engine, the model's names, and the server's settings."""
+    """The engine, the model's names, and the server's settings.
+
+    `create` is the way of every request that generates. Completions and chats differ in how they make prompts of it
+    (`prompts_of`), and in how its answer looks (`renderer`).
+    """
 
     id_prefix = ""
+    renderer: type[Answer]
 
     def __init__(
         self, engine: AsyncLLM, models: OpenAIServingModels, settings: FrontendArgs, template: str | None
@@ -113,6 +70,33 @@ class OpenAIServing:
         if self.engine.tokenizer is None:
             raise MinivllmError("the server runs with skip_tokenizer_init; it serves no texts")
         return self.engine.tokenizer
+
+    async def create(self, request: Any, headers: Mapping[str, str]) -> WholeReply | EventStream:
+        """Answer a request: whole, or as a stream.
+
+        Raises:
+            MinivllmError: the request is invalid.
+            EngineDeadError: the engine has ended.
+        """
+        prompts, asked = await self.prompts_of(request)
+        params = [self.sampling_params(request, asked, prompt) for prompt in prompts]
+        request_id = self.request_id(request, headers)
+        requests = await self.start(request, request_id, prompts, params, headers)
+        answer = self.renderer(self, request, request_id, prompts)
+        if request.stream:
+            return EventStream(as_stream(answer.events(requests), requests), requests.close, self.engine.parts)
+        try:
+            return await answer.whole(requests)
+        finally:
+            requests.close()
+
+    async def prompts_of(self, request: Any) -> tuple[list[TokenizedPrompt], int | None]:
+        """Return the prompts of a request, and how many tokens it asks for; None: as many as fit.
+
+        Raises:
+            MinivllmError: the request asks for something that is not served.
+        """
+        raise NotImplementedError
 
     # From a client's request to the engine's
 
@@ -311,19 +295,6 @@ class OpenAIServing:
                     self.engine.stat_logger.record_rejection(name)
                 raise unavailable(f"the server's queue is full ({name} is {most}); try again later")
 
-    # From the engine's outputs to the reply
-
-    def usage(self, num_prompt_tokens: int, num_generated: int, num_cached: int | None = None) -> UsageInfo:
-        """Return the usage of a whole request, with details if the server shows them."""
-        usage = usage_of(num_prompt_tokens, num_generated)
-        if num_cached is not None and self.settings.enable_prompt_tokens_details:
-            usage.prompt_tokens_details = {"cached_tokens": num_cached}
-        return usage
-
-    def includes_usage(self, request: GenerationRequest) -> bool:
-        """Whether a stream of this request ends with an event of its usage."""
-        return request.include_usage or self.settings.enable_force_include_usage
-
 
 def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:
     """The core that a router in front of this server has chosen, if any."""
@@ -333,26 +304,3 @@ def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:
     if not given.isdecimal() or len(given) > MAX_RANK_DIGITS:
         raise MinivllmError(f"the header X-data-parallel-rank is {given[:20]!r}; it must be a core's number")
     return int(given)
-
-
-def usage_of(num_prompt_tokens: int, num_generated: int) -> UsageInfo:
-    """Return the counts of tokens, and no details."""
-    total = num_prompt_tokens + num_generated
-    return UsageInfo(prompt_tokens=num_prompt_tokens, completion_tokens=num_generated, total_tokens=total)
-
-
-async def as_stream(events: AsyncGenerator[BaseModel, None], requests: EngineRequests) -> AsyncGenerator[str, None]:
-    """Yield server-sent events of these objects, each with the fields that were set.
-
-    What goes wrong in the middle is an event too, since the status is long sent; [DONE] is always the last one.
-    """
-    try:
-        async for event in events:
-            yield f"data: {event.model_dump_json(exclude_unset=True)}\n\n"
-    except (MinivllmError, EngineDeadError) as error:
-        yield f"data: {error_response(error).model_dump_json()}\n\n"
-    except Exception as error:
-        yield f"data: {error_response(error).model_dump_json()}\n\n"
-    finally:
-        requests.close()
-    yield "data: [DONE]\n\n"

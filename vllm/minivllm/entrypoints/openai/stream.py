@@ -24,10 +24,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        events: AsyncGenerator[str, None] | AsyncGenerator[bytes, None],
-        close: Callable[[], None],
-        parts: Parts = NO_PARTS,
+        self, events: AsyncGenerator[str | bytes, None], close: Callable[[], None], parts: Parts = NO_PARTS
     ) -> None:
         self._events = events
         self._close = close
@@ -43,7 +40,7 @@ class EventStream(Response):
             self._close()
             await self._events.aclose()
 
-    def events(self) -> AsyncGenerator[str, None] | AsyncGenerator[bytes, None]:
+    def events(self) -> AsyncGenerator[Any, None]:
         """The events, for whoever reads them without a connection."""
         return self._events
 

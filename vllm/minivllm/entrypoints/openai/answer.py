@@ -1,0 +1,185 @@
+"""From the engine's outputs to a reply: what completions and chats do alike. Each has a renderer, an `Answer`.
+
+In vLLM v0.33.0: `vllm/entrypoints/openai/completion/serving.py` and `.../chat_completion/serving.py`, which do this
+twice (`completion_stream_generator`, `chat_completion_stream_generator`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel
+
+from minivllm.engine.async_llm import AsyncLLM, Collector
+from minivllm.entrypoints.openai.errors import error_response, failed
+from minivllm.entrypoints.openai.protocol import OpenAIBaseModel, StreamEvent, UsageInfo, WholeReply
+from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.inputs import TokensPrompt
+from minivllm.outputs import CompletionOutput, RequestOutput
+from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.entrypoints.openai.serving_engine import OpenAIServing
+
+
+@dataclass(slots=True)
+class TokenizedPrompt:
+    """A prompt's token ids, and its text if it was one."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class EngineRequests:
+    """The engine's requests behind one request of a client. Whoever has them must `close` them."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._collectors: list[Collector] = []
+        self._ready: asyncio.Queue[int] = asyncio.Queue()
+
+    async def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, **settings: Any) -> None:
+        """Adds a request, with the settings that `AsyncLLM.add_request` has; raises as that does."""
+        index = len(self._collectors)
+        self._collectors.append(
+            await self._engine.add_request(
+                request_id, prompt, params, on_ready=lambda: self._ready.put_nowait(index), **settings
+            )
+        )
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yields (index of the prompt, output) as they come, until all are finished.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+            MinivllmError: one of them asks for what cannot be done; a `RequestError`: the engine could not answer it.
+        """
+        unfinished = len(self._collectors)
+        while unfinished:
+            index = await self._ready.get()
+            output = await self._collectors[index].get()
+            ended = next((one for one in output.outputs if one.error is not None), None)
+            if ended is not None:
+                raise (MinivllmError if ended.invalid_request else failed)(ended.error or "")
+            unfinished -= output.finished
+            yield index, output
+
+    def close(self) -> None:
+        """Ends those that are unfinished."""
+        self._engine.abort_now([collector.request_id for collector in self._collectors])
+
+
+class Answer:
+    """The reply to one request, in the making. Choice i * n + j is completion j of prompt i.
+
+    A renderer names the forms of a whole reply and of an event, and says what a choice looks like in each.
+    """
+
+    whole_form: ClassVar[type[WholeReply]]
+    event_form: ClassVar[type[StreamEvent]]
+    event_kind: ClassVar[str]
+
+    def __init__(
+        self, serving: OpenAIServing, request: Any, request_id: str, prompts: Sequence[TokenizedPrompt]
+    ) -> None:
+        self.serving, self.request, self.prompts = serving, request, prompts
+        self.n = request.n or 1
+        model = serving.models.name_in_reply(request.model)
+        self._base = {"id": request_id, "created": int(time.time()), "model": model}
+        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._asks_usage = request.include_usage or serving.settings.enable_force_include_usage
+
+    def choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> OpenAIBaseModel:
+        """Return a choice of a whole reply."""
+        raise NotImplementedError
+
+    def delta(self, number: int, output: RequestOutput, one: CompletionOutput) -> OpenAIBaseModel:
+        """Return what is new of a choice."""
+        raise NotImplementedError
+
+    def opening(self) -> Iterable[StreamEvent]:
+        """Return the events before the first output's."""
+        return ()
+
+    def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """Return further fields of a whole reply."""
+        return {}
+
+    async def whole(self, requests: EngineRequests) -> WholeReply:
+        """Return the reply that is not a stream."""
+        outputs = {index: output async for index, output in requests.outputs() if output.finished}
+        ordered = [outputs[index] for index in range(len(self.prompts))]
+        found = [
+            (index * self.n + one.index, output, one) for index, output in enumerate(ordered) for one in output.outputs
+        ]
+        return self.whole_form(
+            **self._base,
+            choices=[self.choice(*one) for one in found],
+            system_fingerprint=self.serving.fingerprint,
+            usage=self._usage(sum(len(one.token_ids) for _, _, one in found), ordered[-1].num_cached_tokens),
+            kv_transfer_params=ordered[0].kv_transfer_params,
+            **self.about_prompt(ordered[0]),
+        )
+
+    async def events(self, requests: EngineRequests) -> AsyncGenerator[StreamEvent, None]:
+        """Yield the events of the stream."""
+        num_tokens = [0] * (len(self.prompts) * self.n)
+        num_cached: int | None = None
+        async for index, output in requests.outputs():
+            if num_cached is None:
+                num_cached = output.num_cached_tokens
+                for event in self.opening():
+                    yield event
+            for one in output.outputs:
+                number = index * self.n + one.index
+                num_tokens[number] += len(one.token_ids)
+                event = self.event([self.delta(number, output, one)], number, num_tokens[number])
+                if one.finish_reason is not None and not self._asks_usage:
+                    event.system_fingerprint = self.serving.fingerprint
+                yield event
+        if self._asks_usage:
+            last = self.event_form(**self._base, object=self.event_kind, choices=[])
+            last.usage = self._usage(sum(num_tokens), num_cached)
+            last.system_fingerprint = self.serving.fingerprint
+            yield last
+
+    def event(self, choices: Sequence[OpenAIBaseModel], number: int, num_tokens: int) -> StreamEvent:
+        """Return an event of a choice of which so many tokens were generated."""
+        event = self.event_form(**self._base, object=self.event_kind, choices=choices)
+        if self._asks_usage and self.request.continuous_usage:
+            event.usage = usage_of(len(self.prompts[number // self.n].token_ids), num_tokens)
+        return event
+
+    def _usage(self, num_generated: int, num_cached: int | None) -> UsageInfo:
+        """The usage of the whole request, with details if the server shows them."""
+        usage = usage_of(self._num_prompt_tokens, num_generated)
+        if num_cached is not None and self.serving.settings.enable_prompt_tokens_details:
+            usage.prompt_tokens_details = {"cached_tokens": num_cached}
+        return usage
+
+
+def usage_of(num_prompt_tokens: int, num_generated: int) -> UsageInfo:
+    """Return the counts of tokens, and no details."""
+    total = num_prompt_tokens + num_generated
+    return UsageInfo(prompt_tokens=num_prompt_tokens, completion_tokens=num_generated, total_tokens=total)
+
+
+async def as_stream(events: AsyncGenerator[BaseModel, None], requests: EngineRequests) -> AsyncGenerator[str, None]:
+    """Yield server-sent events of these objects, each with the fields that were set.
+
+    What goes wrong in the middle is an event too, since the status is long sent; [DONE] is always the last one.
+    """
+    try:
+        async for event in events:
+            yield f"data: {event.model_dump_json(exclude_unset=True)}\n\n"
+    except (MinivllmError, EngineDeadError) as error:
+        yield f"data: {error_response(error).model_dump_json()}\n\n"
+    except Exception as error:
+        yield f"data: {error_response(error).model_dump_json()}\n\n"
+    finally:
+        requests.close()
+    yield "data: [DONE]\n\n"
