@@ -31,7 +31,7 @@ import psutil
 from faulty_wire import Front, Wire
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.kv_connector.tcp.secret import SECRET_VARIABLE
+from minivllm.kv_connector.tcp.settings import SECRET_VARIABLE
 from minivllm.lab.cli import Parser, run
 from minivllm.lab.http_load import post
 from minivllm.lab.progress import track

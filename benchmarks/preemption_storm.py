@@ -179,8 +179,8 @@ def held_blocks(llm: LLM) -> int:
     pool = scheduler.kv_cache_manager.block_pool
     held = pool.num_usable_blocks - pool.get_num_free_blocks()
     if scheduler.remote is not None:
-        side = scheduler.remote.connector.scheduler_side  # pyright: ignore[reportAttributeAccessIssue]
-        held += side.manager.num_pinned_blocks + sum(side.state()[name] for name in ("loading", "storing"))
+        side = scheduler.remote.connector  # pyright: ignore[reportAttributeAccessIssue]
+        held += side.manager.num_pinned_blocks + sum(side.tier_state()[name] for name in ("loading", "storing"))
     return held
 
 

@@ -15,20 +15,18 @@ from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, DraftingConfig, KVTransferConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
-from minivllm.core.kv_connector import KVConnectorRole
 from minivllm.core.kv_offload import LookupResult
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.step_events import KeyLine, StepLine, StepRecorder
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.offload.connector import SimpleCPUOffloadConnector
 from minivllm.kv_connector.offload.scheduler import OffloadScheduler
 from minivllm.lab.step_recording import ReplayedState
 
 SIZE = 4
 
 
-def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: Any) -> SimpleCPUOffloadConnector:
+def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: Any) -> OffloadScheduler:
     """A tier of so many blocks besides the null block, of 100 bytes each."""
     transfer = KVTransferConfig(
         kv_connector="SimpleCPUOffloadConnector",
@@ -38,7 +36,7 @@ def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: 
     object.__setattr__(config, "kv_transfer_config", transfer)
     object.__setattr__(config, "max_num_batched_tokens", 8)
     object.__setattr__(config, "use_eagle", use_eagle)
-    connector = SimpleCPUOffloadConnector(config, KVConnectorRole.SCHEDULER)
+    connector = OffloadScheduler(config)
     connector.set_xfer_handshake_metadata({0: 100})
     return connector
 
@@ -48,7 +46,7 @@ class OffloadRun(Run):
 
     def __init__(
         self,
-        connector: SimpleCPUOffloadConnector,
+        connector: OffloadScheduler,
         *,
         num_gpu_blocks: int = 11,
         ahead: bool = False,
@@ -67,7 +65,7 @@ class OffloadRun(Run):
 
     @property
     def tier(self) -> OffloadScheduler:
-        return self.connector.scheduler_side
+        return self.connector
 
     def serve(self, name: str, prompt: list[int], max_tokens: int = 1, **arguments: Any) -> Request:
         """Adds a request and steps until nothing is left."""
@@ -179,7 +177,7 @@ def test_what_is_stored_lazily_stays_next_to_be_evicted() -> None:
     run.serve("first", prompt_of(0, 37))
     run.serve("second", prompt_of(1, 37))
     run.serve("decoding", prompt_of(2, 3), 12)
-    assert 0 < run.tier.state()["used"] <= 4 + 4, "4 blocks are looked at, and 4 are taken"
+    assert 0 < run.tier.tier_state()["used"] <= 4 + 4, "4 blocks are looked at, and 4 are taken"
 
 
 def test_eager_duplicate_store_skipped() -> None:
@@ -322,7 +320,7 @@ def test_the_steps_tell_of_the_tier() -> None:
         recorder.observe(output, run.scheduler.update_from_output(*run.in_flight.pop(0)))
         for line in recorder.take():
             state.apply(msgspec.json.decode(line, type=StepLine))
-        assert state.tier == list(run.tier.state().values())
+        assert state.tier == list(run.tier.tier_state().values())
         seen.append(state.tier)
     assert seen == [[30, 0, 0, 3]] * 2 + [[30, 3, 0, 0]] * 3
 
@@ -334,7 +332,7 @@ def test_reset_cache_forgets_all_unless_a_copy_is_under_way() -> None:
     assert run.connector.reset_cache() is False
     run.finish()
     assert run.connector.reset_cache() is True
-    assert run.tier.state()["used"] == 0
+    assert run.tier.tier_state()["used"] == 0
 
 
 @pytest.mark.parametrize(

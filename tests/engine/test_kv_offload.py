@@ -63,10 +63,10 @@ def check_nothing_is_held(llm: LLM) -> None:
     while core.has_unfinished_requests():
         core.step()
     scheduler = core.scheduler
-    pool, side = scheduler.kv_cache_manager.block_pool, scheduler.remote.connector.scheduler_side
+    pool, side = scheduler.kv_cache_manager.block_pool, scheduler.remote.connector
     assert pool.get_num_free_blocks() == pool.num_usable_blocks
     assert side.manager.num_pinned_blocks == 0
-    assert (side.state()["loading"], side.state()["storing"]) == (0, 0)
+    assert (side.tier_state()["loading"], side.tier_state()["storing"]) == (0, 0)
 
 
 @pytest.fixture(scope="module")

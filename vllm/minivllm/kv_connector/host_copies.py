@@ -28,17 +28,17 @@ def host_buffer(num_records: int, record_bytes: int, pinned: bool) -> torch.Tens
 
 
 class HostCopies:
-    """One thread's copies."""
+    """One thread's copies, on a GPU through a buffer of `staging_bytes`."""
 
-    def __init__(self, regions: BlockRegions) -> None:
-        self.regions = regions
+    def __init__(self, regions: BlockRegions, staging_bytes: int = STAGING_BYTES) -> None:
+        self.regions, self._staging_bytes = regions, staging_bytes
         self._stages = False
         if regions.device.type == "cuda":
             self._begin_staging()
 
     def _begin_staging(self) -> None:
         record, device = self.regions.record_bytes, self.regions.device
-        self._stages, self._capacity = True, max(1, STAGING_BYTES // record)
+        self._stages, self._capacity = True, max(1, self._staging_bytes // record)
         self._staging = torch.empty(self._capacity * record, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
 

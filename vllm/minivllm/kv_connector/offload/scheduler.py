@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.config.units import GIB
 from minivllm.core.block_hash import BlockHash
-from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorOutput
+from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorConfig, KVConnectorOutput, KVConnectorRole
 from minivllm.core.kv_offload import CPUOffloadingManager, LookupResult
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
@@ -64,11 +64,13 @@ class _Store:
     is_lazy: bool
 
 
-class OffloadScheduler:
-    """See `KVConnectorBase_V1` for the methods that have no words here."""
+class OffloadScheduler(KVConnectorBase_V1):
+    """Decides which blocks are stored and loaded."""
 
-    def __init__(self, config: KVConnectorConfig, settings: OffloadSettings) -> None:
-        self.config, self.settings = config, settings
+    def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> None:
+        """Raise `MinivllmError` for settings that cannot be."""
+        super().__init__(config, role)
+        self.settings = OffloadSettings.of(config.kv_transfer_config.kv_connector_extra_config)
         self.num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
         self._followed: dict[str, _Followed] = {}
         self._hits: dict[str, _Hit] = {}
@@ -80,13 +82,13 @@ class OffloadScheduler:
         self._lookup_seconds: list[float] = []
         self._told_state: dict[str, int] = {}
 
-    def set_block_bytes(self, block_bytes: Sequence[int]) -> None:
-        """Is told the bytes of a block on each rank, and makes the tier.
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, int]) -> None:
+        """Make the tier, now that the bytes of a block on each rank are known.
 
         Raises:
             MinivllmError: not one block fits, or this machine has not that much.
         """
-        settings, record = self.settings, sum(block_bytes)
+        settings, record = self.settings, sum(metadata.values())
         num_blocks = settings.num_cpu_blocks
         if num_blocks is None:
             num_blocks = blocks_within(settings.cpu_bytes_to_use or 0, record, self.config.block_size)
@@ -102,7 +104,6 @@ class OffloadScheduler:
         return OffloadMetadata(num_cpu_blocks=self.manager.num_blocks)
 
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
-        """Keeps it."""
         self.gpu_pool = block_pool
 
     # Loads
@@ -297,8 +298,7 @@ class OffloadScheduler:
         self.manager = CPUOffloadingManager(self.manager.num_blocks)
         self._metadata = self._no_orders()
 
-    def state(self) -> dict[str, int]:
-        """How many blocks the tier has, holds, loads and stores now."""
+    def tier_state(self) -> dict[str, int]:
         return {
             "blocks": self.manager.num_blocks,
             "used": self.manager.num_used_blocks,
@@ -312,7 +312,7 @@ class OffloadScheduler:
         self._counts.clear()
         if self._lookup_seconds:
             counts["kv_offload_lookup_sync_delay_seconds"], self._lookup_seconds = self._lookup_seconds, []
-        state = self.state()
+        state = self.tier_state()
         if state != self._told_state:
             self._told_state = state
             num_blocks, num_pinned = state["blocks"], self.manager.num_pinned_blocks

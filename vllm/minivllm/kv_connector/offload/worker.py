@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minivllm.core.kv_connector import KVCaches
+from minivllm.core.kv_connector import KVCaches, KVConnectorBase_V1, KVConnectorConfig, KVConnectorRole
 from minivllm.kernels.copy_blocks import BlockRegions
 from minivllm.kv_connector.host_copies import HostCopies, host_buffer
 from minivllm.kv_connector.offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
@@ -29,10 +29,11 @@ class Copied(NamedTuple):
     seconds: float
 
 
-class OffloadWorker:
-    """See `KVConnectorBase_V1` for the methods that have no words here. Everything but the copies is one thread's."""
+class OffloadWorker(KVConnectorBase_V1):
+    """Copies blocks of one rank. Everything but the copies is one thread's."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.WORKER) -> None:
+        super().__init__(config, role)
         self._storing = ThreadPoolExecutor(1, "kv-store")
         self._loading = ThreadPoolExecutor(1, "kv-load")
         self._host: torch.Tensor | None = None
@@ -50,8 +51,18 @@ class OffloadWorker:
         self.regions = BlockRegions.of([tensor for tensors in kv_caches.values() for tensor in tensors])
         self._to_host, self._from_host = HostCopies(self.regions), HostCopies(self.regions)
 
-    def start_load_kv(self, metadata: OffloadMetadata) -> None:
-        """Ends what must end first, and begins the step's loads."""
+    def get_handshake_metadata(self) -> int:
+        """Return the bytes of a block on this rank."""
+        return self.regions.record_bytes
+
+    @property
+    def _orders(self) -> OffloadMetadata:
+        assert isinstance(self._connector_metadata, OffloadMetadata)
+        return self._connector_metadata
+
+    def start_load_kv(self) -> None:
+        """End what must end first, and begin the step's loads."""
+        metadata = self._orders
         if self._host is None:
             self._take_host_memory(metadata.num_cpu_blocks)
         self._computes = False
@@ -69,9 +80,9 @@ class OffloadWorker:
         """Waits for nothing: a load never belongs to the step that computes. Takes note that this one does."""
         self._computes = True
 
-    def wait_for_save(self, metadata: OffloadMetadata) -> None:
+    def wait_for_save(self) -> None:
         """Begins the step's store. Its blocks are not overwritten before it has ended; see `need_flush`."""
-        if (job := metadata.store) is None:
+        if (job := self._orders.store) is None:
             return
         after = None
         if self.regions.device.type == "cuda":
@@ -79,8 +90,8 @@ class OffloadWorker:
             after.record()
         self._stores[job.number] = self._storing.submit(self._store, job, after)
 
-    def get_finished(self) -> set[str]:
-        """Takes note of the copies that have ended; returns the requests whose loads have."""
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Take note of the copies that have ended; return the requests whose loads have."""
         under_way = [*self._stores.values(), *self._loads.values()]
         if not self._computes and under_way:
             wait(under_way, SECONDS_WITHOUT_TOKENS, FIRST_COMPLETED)
@@ -90,7 +101,7 @@ class OffloadWorker:
         ended = {name for name, future in self._loads.items() if future.done()}
         for name in ended:
             self._observe("load", self._loads.pop(name).result())
-        return ended
+        return set(), ended
 
     def _observe(self, kind: str, copied: Copied) -> None:
         stats = self._stats
