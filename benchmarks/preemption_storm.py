@@ -109,7 +109,7 @@ def random_tier(draw: random.Random, tier: str) -> dict[str, Any]:
     extra: dict[str, Any] = {"num_cpu_blocks": draw.choice([4, 16, 60, 400])}
     extra["lazy_offload"] = draw.random() < 0.3
     if not extra["lazy_offload"]:
-        extra |= {"offload_prompt_only": draw.random() < 0.4, "store_threshold": draw.choice([0, 0, 2])}
+        extra["offload_prompt_only"] = draw.random() < 0.4
     return {"kv_offloading_size": 1.0, "kv_transfer_config": {"kv_connector_extra_config": extra}}
 
 

@@ -227,8 +227,7 @@ def test_chunked_prefill_stores_the_blocks_that_each_chunk_fills() -> None:
     while run.scheduler.has_unfinished_requests():
         output = run.schedule()
         table = run.scheduler.kv_cache_manager.get_block_ids("r")
-        if output.kv_connector_metadata.store:
-            job = output.kv_connector_metadata.store
+        for job in output.kv_connector_metadata.stores.values():
             stored.append([table.index(block_id) for block_id in job.block_ids])
         run.update()
     assert stored == [[0], [1, 2], [3], [4]]
@@ -273,15 +272,6 @@ def test_prompts_only_by_default_and_answers_where_it_is_asked() -> None:
     for prompt_only, expected in ((True, [True, False, False]), (False, [True, True, True])):
         run = OffloadRun(connector_of(offload_prompt_only=prompt_only))
         assert run.has(run.serve("r", prompt_of(0, 6), 7)) == expected
-
-
-def test_store_threshold_waits_for_a_second_request() -> None:
-    run = OffloadRun(connector_of(store_threshold=2))
-    first = run.serve("first", prompt_of(0, 12))
-    assert run.has(first) == [False] * 3
-    run.serve("second", [*prompt_of(0, 8), 1, 2, 3])
-    assert run.has(first) == [True, True, False]
-    assert run.connector.take_stats()["kv_offload_stores_skipped"] == 3
 
 
 def test_blocks_that_wait_for_a_copy_are_given_back_before_anybody_is_preempted() -> None:
@@ -340,7 +330,8 @@ def test_reset_cache_forgets_all_unless_a_copy_is_under_way() -> None:
     [
         ({"num_usable": None}, "has no size"),
         ({"color": 1}, "no key 'color'"),
-        ({"lazy_offload": True, "store_threshold": 2}, "does not know whose"),
+        ({"lazy_offload": True, "offload_prompt_only": True}, "does not know whose"),
+        ({"store_threshold": 2}, "no key"),
         ({"num_usable": None, "cpu_bytes_to_use": 99}, "a block of 4 tokens takes 100"),
         ({"num_usable": 10**16}, "this machine has"),
         ({"num_cpu_blocks": 1}, "at least 2"),
@@ -360,7 +351,7 @@ def test_whatever_the_workload_the_tier_changes_no_token_and_leaks_no_block(seed
     ahead = rng.random() < 0.4
     extra: dict[str, Any] = {"num_usable": rng.choice([1, 3, 8, 40]), "lazy_offload": rng.random() < 0.3}
     if not extra["lazy_offload"]:
-        extra |= {"offload_prompt_only": rng.random() < 0.4, "store_threshold": rng.choice([0, 0, 2])}
+        extra["offload_prompt_only"] = rng.random() < 0.4
     num_drafts = 0 if ahead else rng.choice([0, 0, 2])
     run = OffloadRun(
         connector_of(**extra),

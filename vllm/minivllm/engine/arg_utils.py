@@ -126,7 +126,7 @@ class EngineArgs:
     - `kv_offloading_size`: GiB of host memory for a second tier of the KV cache, which extends the prefix cache; those
       of all ranks together, and of each core its own. `kv_offloading_backend`: "native", the only one. Further options,
       such as `lazy_offload`, stand in `kv_transfer_config`'s `kv_connector_extra_config`
-      (`kv_connector.offload_settings`).
+      (`kv_connector.offload.settings`).
     - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
 

@@ -43,7 +43,6 @@ OFFLOAD_COUNTERS = {
     "kv_offload_store_bytes": "Bytes copied to host memory.",
     "kv_offload_store_time": "Seconds of these copies.",
     "kv_offload_allocation_failure": "Steps in which host memory had no room for all blocks to be stored.",
-    "kv_offload_stores_skipped": "Blocks not stored, since too few requests had them.",
     "simple_kv_offload_load_blocks": "Blocks copied from host memory.",
 }
 GAUGES = {
