@@ -45,7 +45,6 @@ REQUESTS_OF_A_PAIR = 40
 LEASE = 4.0
 SECONDS_WITHOUT_PROGRESS = 60.0
 TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
-STEPS_TO_HEAR = 3
 PHASES = ("prefill", "between", "loading", "decoding")
 
 
@@ -97,7 +96,6 @@ class Pair:
 
     def __init__(self, connector: str, sides: list[dict[str, Any]], policy: str, draw: random.Random) -> None:
         self.draw, self.speaks = draw, connector != "ExampleConnector"
-        self.layerwise = connector == "TCPConnector" and draw.random() < 0.4
         self.folder = tempfile.TemporaryDirectory()
         self.prefill, self.decode = (
             LLM(EMBEDDED_MODEL, **SETTINGS | side, kv_transfer_config=self._settings(connector, role, policy, side))
@@ -109,7 +107,7 @@ class Pair:
         extra: dict[str, Any] = {"kv_lease_duration": LEASE}
         if connector == "TCPConnector":
             port = free_port() if side.get("tensor_parallel_size", 1) > 1 else 0
-            extra |= {"secret": "known to both of them", "layerwise": self.layerwise, "port": port}
+            extra |= {"secret": "known to both of them", "port": port}
         elif connector == "ExampleConnector":
             extra = {"shared_storage_path": self.folder.name}
         else:
@@ -202,13 +200,9 @@ class Pair:
                 del self.under_way[journey.name]
 
     def _hand_over(self) -> None:
-        """Gives the decode engine what the prefill engine has ended.
-
-        Layer by layer it waits within its step until the prefill engine's ranks have heard of the request's end. A
-        server goes on stepping by itself; here it has no thread of its own.
-        """
+        """Gives the decode engine what the prefill engine has ended."""
         for journey in self.under_way.values():
-            if journey.phase == "between" and journey.steps >= (STEPS_TO_HEAR if self.layerwise else 0):
+            if journey.phase == "between":
                 journey.phase, journey.steps = "loading", 0
                 self._add(self.decode, journey, with_params(journey.params, journey.told))
 

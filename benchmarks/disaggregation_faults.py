@@ -31,7 +31,7 @@ import psutil
 from faulty_wire import Front, Wire
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.kv_connector.tcp_secret import SECRET_VARIABLE
+from minivllm.kv_connector.tcp.settings import SECRET_VARIABLE
 from minivllm_lab.cli import Parser, run
 from minivllm_lab.disaggregation.server_pair import MinivllmProcess, free_ports
 from minivllm_lab.http_load import post

@@ -5,8 +5,8 @@
 
 The first table: blocks of all layers between a paged cache and a staging buffer, and a plain copy of as many bytes. The
 second: a prefill engine's rank in a process of its own, and how long a load from it takes, from the order until the
-last block is in the cache, authenticated, checked and scattered; beside it a socket that sends as many bytes from one
-buffer into another. All that a row compares is measured in turns, and the share is the median of the turns' ratios:
+last block is in the cache, with its connection, proofs and checksums; beside it a socket that sends as many bytes from
+one buffer into another. All that a row compares is measured in turns, and the share is the median of the turns' ratios:
 what else the machine does falls on both. Where it does much, processor time is what can be told: milliseconds for each
 GB of the side that takes longer, system calls included, which bounds the rate on a machine that does nothing else.
 
@@ -35,17 +35,14 @@ from minivllm.core.kv_connector import KVConnectorConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
 from minivllm.kv_connector.pull_params import RemotePrefill
-from minivllm.kv_connector.tcp.checksums import CHECKSUMS, Payload, own_checksums
-from minivllm.kv_connector.tcp.peer import Load
-from minivllm.kv_connector.tcp_scheduler import TCPConnectorMetadata
-from minivllm.kv_connector.tcp_settings import TCPSettings
-from minivllm.kv_connector.tcp_worker import TCPConnectorWorker
+from minivllm.kv_connector.pull_scheduler import ReadOrder
+from minivllm.kv_connector.tcp.worker import TCPConnectorWorker
 from minivllm.platforms.device import DEVICES, pick_device
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.progress import track
 from minivllm_lab.results import ensure_writable, record, write_json
 from minivllm_lab.tables import table
-from minivllm_lab.timing import in_turns, median_seconds
+from minivllm_lab.timing import in_turns
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MEBIBYTE = 1 << 20
@@ -93,7 +90,7 @@ def worker(role: str, secret: str, blocks: int) -> TCPConnectorWorker:
         kv_cache_dtype="float32",
         max_model_len=BLOCK_SIZE * blocks,
     )
-    side = TCPConnectorWorker(config, TCPSettings.of(config))
+    side = TCPConnectorWorker(config)
     shape = (blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     side.register_kv_caches({f"layer {index}": (torch.rand(shape), torch.rand(shape)) for index in range(LAYERS)})
     return side
@@ -105,11 +102,10 @@ def serve(secret: str, blocks: int) -> None:
     everything = scattered(blocks)
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=send_plainly, args=(listener, blocks), daemon=True).start()
-    address = side.get_handshake_metadata()
-    print(json.dumps({**(address or {}), "plain": listener.getsockname()[1]}), flush=True)
+    print(json.dumps({"port": side.get_handshake_metadata(), "plain": listener.getsockname()[1]}), flush=True)
     while request_id := sys.stdin.readline().strip():
-        side.start_load_kv(TCPConnectorMetadata(blocks_to_send={request_id: everything}))
-        side.get_finished()
+        side.leases.grant({request_id: everything})
+        side.get_finished(set())
         print(time.process_time(), flush=True)
 
 
@@ -155,14 +151,11 @@ class Peer:
         self.process.stdin.write(f"{self.loads}\n")
         self.process.stdin.flush()
         self._answer()
-        ids = scattered(self.side.staging.num_blocks)[:blocks]
-        remote = RemotePrefill("P", str(self.loads), "127.0.0.1", self.ports["port"], tuple(ids))
-        load = Load("mine", remote.request_id, remote.block_ids, ids[::-1])
-        start = time.perf_counter()
-        self.side._engine(remote).read(load)
-        if not load.wait_for_layers(LAYERS):
-            raise MinivllmError(f"the load failed: {load.error}")
-        return time.perf_counter() - start
+        ids = tuple(scattered(self.side.regions.num_blocks)[:blocks])
+        remote = RemotePrefill("P", str(self.loads), "127.0.0.1", self.ports["port"], ids)
+        order = ReadOrder(remote, ids[::-1], 0, BLOCK_SIZE * blocks)
+        self.side._wanted.add(order)
+        return self.side._load(order)["xfer_time_seconds"]
 
     def plain(self, nbytes: int) -> float:
         """Seconds of as many bytes over a plain socket."""
@@ -218,15 +211,6 @@ def compared(peer: Peer, nbytes: int, rounds: int) -> dict[str, float]:
     return figures
 
 
-def checksums() -> dict[str, float]:
-    """GB/s of each checksum on 512 KiB that lie in the core's cache."""
-    data = Payload.of(secrets.token_bytes(512 * 1024))
-    rates = {}
-    for name in own_checksums():
-        rates[name] = data.nbytes / median_seconds(lambda sum_of=CHECKSUMS[name]: sum_of(data), repeats=31) / 1e9
-    return rates
-
-
 def show(figures: dict) -> None:
     """The tables."""
     rows = []
@@ -244,7 +228,6 @@ def show(figures: dict) -> None:
         shares = f"{one['share']:.0%}", f"{one['share_of_the_fastest']:.0%}"
         rows.append((size, *rates, *shares, f"{one['plain_ms_per_gb']:.0f}", f"{one['tcp_ms_per_gb']:.0f}"))
     table("A load over loopback, cache to cache", columns, rows)
-    table("Checksums", ("name", "GB/s"), [(name, f"{rate:.1f}") for name, rate in figures["checksums"].items()])
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -262,7 +245,7 @@ def main(arguments: argparse.Namespace) -> None:
     shapes = COPIES[:1] if arguments.quick else COPIES
     figures: dict = {"copies": {f"{n} × {kib} KiB": copies(kib, n, rounds, device) for kib, n in shapes}}
     if device.type == "cpu":
-        figures |= {"transfers": transfers(rounds), "checksums": checksums()}
+        figures |= {"transfers": transfers(rounds)}
     show(figures)
     print(json.dumps(record("kv_transfer", figures)))
     if path:

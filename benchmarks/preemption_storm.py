@@ -109,7 +109,7 @@ def random_tier(draw: random.Random, tier: str) -> dict[str, Any]:
     extra: dict[str, Any] = {"num_cpu_blocks": draw.choice([4, 16, 60, 400])}
     extra["lazy_offload"] = draw.random() < 0.3
     if not extra["lazy_offload"]:
-        extra |= {"offload_prompt_only": draw.random() < 0.4, "store_threshold": draw.choice([0, 0, 2])}
+        extra["offload_prompt_only"] = draw.random() < 0.4
     return {"kv_offloading_size": 1.0, "kv_transfer_config": {"kv_connector_extra_config": extra}}
 
 
@@ -179,8 +179,8 @@ def held_blocks(llm: LLM) -> int:
     pool = scheduler.kv_cache_manager.block_pool
     held = pool.num_usable_blocks - pool.get_num_free_blocks()
     if scheduler.remote is not None:
-        side = scheduler.remote.connector.scheduler_side  # pyright: ignore[reportAttributeAccessIssue]
-        held += side.manager.num_pinned_blocks + sum(side.state()[name] for name in ("loading", "storing"))
+        side = scheduler.remote.connector  # pyright: ignore[reportAttributeAccessIssue]
+        held += side.manager.num_pinned_blocks + sum(side.tier_state()[name] for name in ("loading", "storing"))
     return held
 
 

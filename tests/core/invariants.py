@@ -41,7 +41,7 @@ def _remote(scheduler: Scheduler) -> tuple[list[Request], list[Request]]:
 
 def _held_for_copies(scheduler: Scheduler) -> list[int]:
     """Blocks that are being copied to another tier, once for each copy."""
-    side = getattr(scheduler.remote and scheduler.remote.connector, "scheduler_side", None)
+    side = scheduler.remote and scheduler.remote.connector
     stores = side._stores.values() if isinstance(side, OffloadScheduler) else ()
     return [block.block_id for store in stores for block in store.blocks]
 

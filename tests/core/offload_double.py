@@ -8,19 +8,26 @@ from core.worker_double import NextToken, WorkerDouble
 
 from minivllm.core.kv_connector import KVConnectorOutput
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
-from minivllm.kv_connector.offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from minivllm.kv_connector.offload.metadata import BlockCopy, OffloadMetadata
 
 Block = list[int | None]
 
 
 @dataclass
 class UnderWay:
-    """A copy that ends after `num_steps` more steps; `is_late`: it moves its bytes then, not at once."""
+    """A load of a request's `name`, or a store of a `number`, that ends after `num_steps` more steps.
 
-    job: LoadJob | StoreJob
+    `is_late`: it moves its bytes then, not at once.
+    """
+
+    job: BlockCopy
     num_steps: int
     is_late: bool
-    name: str = ""
+    name: str | int
+
+    @property
+    def is_store(self) -> bool:
+        return isinstance(self.name, int)
 
 
 class OffloadingWorkerDouble(WorkerDouble):
@@ -35,22 +42,23 @@ class OffloadingWorkerDouble(WorkerDouble):
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         metadata = cast(OffloadMetadata, output.kv_connector_metadata)
-        told = self.told = OffloadWorkerMetadata([])
+        told: list[int] = []
+        self.told = told
         connector_output = KVConnectorOutput()
         if metadata.need_flush:
             self.num_flushes += 1
-            for copy in [one for one in self.copies if isinstance(one.job, StoreJob)]:
+            for copy in [one for one in self.copies if one.is_store]:
                 self._end(copy, connector_output)
         for name, load in metadata.loads.items():
             self._begin(load, name)
         done = super().execute(output)
-        if metadata.store is not None:
-            self._begin(metadata.store)
+        for number, store in metadata.stores.items():
+            self._begin(store, number)
         for copy in list(self.copies):
             copy.num_steps -= 1
             if copy.num_steps <= 0:
                 self._end(copy, connector_output)
-        connector_output.kv_connector_worker_meta = [told] if told.completed_stores else None
+        connector_output.kv_connector_worker_meta = [told] if told else None
         done.kv_connector_output = None if connector_output.is_empty() else connector_output
         return done
 
@@ -58,11 +66,11 @@ class OffloadingWorkerDouble(WorkerDouble):
         """As a rank after a failed step."""
         self.requests.clear()
         for copy in self.copies:
-            if copy.is_late and isinstance(copy.job, StoreJob):
+            if copy.is_late and copy.is_store:
                 self._store(copy.job)
         self.copies.clear()
 
-    def _begin(self, job: LoadJob | StoreJob, name: str = "") -> None:
+    def _begin(self, job: BlockCopy, name: str | int) -> None:
         copy = UnderWay(job, self.rng.randint(1, self.most_steps), self.rng.random() < 0.5, name)
         self.copies.append(copy)
         if not copy.is_late:
@@ -72,19 +80,19 @@ class OffloadingWorkerDouble(WorkerDouble):
         if copy.is_late:
             self._move(copy)
         self.copies.remove(copy)
-        if isinstance(copy.job, StoreJob):
-            self.told.completed_stores.append(copy.job.number)
+        if isinstance(copy.name, int):
+            self.told.append(copy.name)
         else:
             output.finished_recving.add(copy.name)
 
     def _move(self, copy: UnderWay) -> None:
-        if isinstance(copy.job, StoreJob):
+        if copy.is_store:
             self._store(copy.job)
             return
         for block_id, cpu_block_id in zip(copy.job.block_ids, copy.job.cpu_block_ids, strict=True):
             self._fill(block_id, self.host[cpu_block_id])
 
-    def _store(self, job: StoreJob) -> None:
+    def _store(self, job: BlockCopy) -> None:
         for block_id, cpu_block_id in zip(job.block_ids, job.cpu_block_ids, strict=True):
             places = range(self.block_size)
             self.host[cpu_block_id] = [self.slots.get((block_id, offset)) for offset in places]

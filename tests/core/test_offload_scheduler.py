@@ -15,19 +15,17 @@ from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, DraftingConfig, KVTransferConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
-from minivllm.core.kv_connector import KVConnectorRole
 from minivllm.core.kv_offload import LookupResult
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.step_recorder import StepRecorder
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.offload.connector import SimpleCPUOffloadConnector
 from minivllm.kv_connector.offload.scheduler import OffloadScheduler
 
 SIZE = 4
 
 
-def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: Any) -> SimpleCPUOffloadConnector:
+def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: Any) -> OffloadScheduler:
     """A tier of so many blocks besides the null block, of 100 bytes each."""
     transfer = KVTransferConfig(
         kv_connector="SimpleCPUOffloadConnector",
@@ -37,7 +35,7 @@ def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: 
     object.__setattr__(config, "kv_transfer_config", transfer)
     object.__setattr__(config, "max_num_batched_tokens", 8)
     object.__setattr__(config, "use_eagle", use_eagle)
-    connector = SimpleCPUOffloadConnector(config, KVConnectorRole.SCHEDULER)
+    connector = OffloadScheduler(config)
     connector.set_xfer_handshake_metadata({0: 100})
     return connector
 
@@ -47,7 +45,7 @@ class OffloadRun(Run):
 
     def __init__(
         self,
-        connector: SimpleCPUOffloadConnector,
+        connector: OffloadScheduler,
         *,
         num_gpu_blocks: int = 11,
         ahead: bool = False,
@@ -66,7 +64,7 @@ class OffloadRun(Run):
 
     @property
     def tier(self) -> OffloadScheduler:
-        return self.connector.scheduler_side
+        return self.connector
 
     def serve(self, name: str, prompt: list[int], max_tokens: int = 1, **arguments: Any) -> Request:
         """Adds a request and steps until nothing is left."""
@@ -178,7 +176,7 @@ def test_what_is_stored_lazily_stays_next_to_be_evicted() -> None:
     run.serve("first", prompt_of(0, 37))
     run.serve("second", prompt_of(1, 37))
     run.serve("decoding", prompt_of(2, 3), 12)
-    assert 0 < run.tier.state()["used"] <= 4 + 4, "4 blocks are looked at, and 4 are taken"
+    assert 0 < run.tier.tier_state()["used"] <= 4 + 4, "4 blocks are looked at, and 4 are taken"
 
 
 def test_eager_duplicate_store_skipped() -> None:
@@ -228,8 +226,7 @@ def test_chunked_prefill_stores_the_blocks_that_each_chunk_fills() -> None:
     while run.scheduler.has_unfinished_requests():
         output = run.schedule()
         table = run.scheduler.kv_cache_manager.get_block_ids("r")
-        if output.kv_connector_metadata.store:
-            job = output.kv_connector_metadata.store
+        for job in output.kv_connector_metadata.stores.values():
             stored.append([table.index(block_id) for block_id in job.block_ids])
         run.update()
     assert stored == [[0], [1, 2], [3], [4]]
@@ -276,15 +273,6 @@ def test_prompts_only_by_default_and_answers_where_it_is_asked() -> None:
         assert run.has(run.serve("r", prompt_of(0, 6), 7)) == expected
 
 
-def test_store_threshold_waits_for_a_second_request() -> None:
-    run = OffloadRun(connector_of(store_threshold=2))
-    first = run.serve("first", prompt_of(0, 12))
-    assert run.has(first) == [False] * 3
-    run.serve("second", [*prompt_of(0, 8), 1, 2, 3])
-    assert run.has(first) == [True, True, False]
-    assert run.connector.take_stats()["kv_offload_stores_skipped"] == 3
-
-
 def test_blocks_that_wait_for_a_copy_are_given_back_before_anybody_is_preempted() -> None:
     """Stores take long, and the pool is just large enough without the blocks that they hold."""
     run = OffloadRun(connector_of(num_usable=40), num_gpu_blocks=9, most_steps=50, rng=Random(3))
@@ -319,7 +307,7 @@ def test_the_steps_tell_of_the_tier() -> None:
         output = run.schedule()
         outputs = run.scheduler.update_from_output(*run.in_flight.pop(0))
         seen.append(json.loads(recorder.snapshot(output, outputs))["tier"])
-        assert seen[-1] == list(run.tier.state().values())
+        assert seen[-1] == list(run.tier.tier_state().values())
     assert seen == [[30, 0, 0, 3]] * 2 + [[30, 3, 0, 0]] * 3
 
 
@@ -330,7 +318,7 @@ def test_reset_cache_forgets_all_unless_a_copy_is_under_way() -> None:
     assert run.connector.reset_cache() is False
     run.finish()
     assert run.connector.reset_cache() is True
-    assert run.tier.state()["used"] == 0
+    assert run.tier.tier_state()["used"] == 0
 
 
 @pytest.mark.parametrize(
@@ -338,11 +326,9 @@ def test_reset_cache_forgets_all_unless_a_copy_is_under_way() -> None:
     [
         ({"num_usable": None}, "has no size"),
         ({"lazy_ofload": True}, "no key 'lazy_ofload'; did you mean 'lazy_offload'"),
-        (
-            {"spec_name": "CPUOffloadingSpec"},
-            "no key 'spec_name'; there are: cpu_bytes_to_use, num_cpu_blocks, lazy_off",
-        ),
-        ({"lazy_offload": True, "store_threshold": 2}, "does not know whose"),
+        ({"color": 1}, "no key 'color'"),
+        ({"lazy_offload": True, "offload_prompt_only": True}, "does not know whose"),
+        ({"store_threshold": 2}, "no key"),
         ({"num_usable": None, "cpu_bytes_to_use": 99}, "a block of 4 tokens takes 100"),
         ({"num_usable": 10**16}, "this machine has"),
         ({"num_cpu_blocks": 1}, "at least 2"),
@@ -362,7 +348,7 @@ def test_whatever_the_workload_the_tier_changes_no_token_and_leaks_no_block(seed
     ahead = rng.random() < 0.4
     extra: dict[str, Any] = {"num_usable": rng.choice([1, 3, 8, 40]), "lazy_offload": rng.random() < 0.3}
     if not extra["lazy_offload"]:
-        extra |= {"offload_prompt_only": rng.random() < 0.4, "store_threshold": rng.choice([0, 0, 2])}
+        extra["offload_prompt_only"] = rng.random() < 0.4
     num_drafts = 0 if ahead else rng.choice([0, 0, 2])
     run = OffloadRun(
         connector_of(**extra),

@@ -63,10 +63,10 @@ def check_nothing_is_held(llm: LLM) -> None:
     while core.has_unfinished_requests():
         core.step()
     scheduler = core.scheduler
-    pool, side = scheduler.kv_cache_manager.block_pool, scheduler.remote.connector.scheduler_side
+    pool, side = scheduler.kv_cache_manager.block_pool, scheduler.remote.connector
     assert pool.get_num_free_blocks() == pool.num_usable_blocks
     assert side.manager.num_pinned_blocks == 0
-    assert (side.state()["loading"], side.state()["storing"]) == (0, 0)
+    assert (side.tier_state()["loading"], side.tier_state()["storing"]) == (0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -200,10 +200,10 @@ def test_options_stand_where_vllm_has_them() -> None:
     explicit = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}
     assert EngineArgs(kv_transfer_config=explicit).host_tier_bytes == 2**20
     joined = EngineArgs(
-        kv_offloading_size=0.5, kv_transfer_config={"kv_connector_extra_config": {"store_threshold": 2}}
+        kv_offloading_size=0.5, kv_transfer_config={"kv_connector_extra_config": {"lazy_offload": True}}
     )
     assert joined.kv_transfer is not None
-    assert joined.kv_transfer.kv_connector_extra_config == {"cpu_bytes_to_use": GIB // 2, "store_threshold": 2}
+    assert joined.kv_transfer.kv_connector_extra_config == {"cpu_bytes_to_use": GIB // 2, "lazy_offload": True}
     assert EngineArgs(kv_offloading_size=0.5, pipeline_parallel_size=2, data_parallel_size=2).kv_transfer is not None
     with pytest.raises(MinivllmError, match="an engine has one connector"):
         EngineArgs(kv_offloading_size=0.5, kv_transfer_config={"kv_connector": "TCPConnector"})

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from minivllm.kernels.copy_blocks import BlockRegions
-from minivllm.kv_connector import host_copies
 from minivllm.kv_connector.host_copies import HostCopies, host_buffer, runs
 
 BLOCKS, RECORDS = 12, 9
@@ -33,8 +32,7 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> H
     device = torch.device("cuda" if request.param == "cuda" else "cpu")
     cache = [torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8, device=device) for size in (64, 64, 12)]
     regions = BlockRegions.of(cache)
-    monkeypatch.setattr(host_copies, "STAGING_BYTES", 4 * regions.record_bytes + 1)
-    copies = HostCopies(regions)
+    copies = HostCopies(regions, 4 * regions.record_bytes + 1)
     if request.param == "staged":
         monkeypatch.setattr(torch.cuda, "Stream", StreamDouble)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())

@@ -40,7 +40,7 @@ class Network:
     state_after: State = "DONE"
     cancels: bool = True
 
-    def agent(self, name: str) -> "AgentDouble":
+    def agent(self, name: str, backends: Sequence[str] = ("UCX",)) -> "AgentDouble":
         self.agents[name] = AgentDouble(name, self)
         return self.agents[name]
 

@@ -35,20 +35,20 @@ class PullEngine:
     caches: dict[str, Any]
     scheduler: Any
     worker: Any
-    layerwise: bool = False
-    """Whether it reads within the step, layer by layer."""
 
     def step(self) -> KVConnectorOutput:
-        self.worker.start_load_kv(self.scheduler.build_connector_meta())
-        self.compute()
-        sent, received = self.worker.get_finished()
-        failed, invalid, told = self.worker.take_failed(), self.worker.take_invalid_block_ids(), self.worker.take_told()
+        self.begin()
+        sent, received = self.worker.get_finished(set())
+        failed, invalid = self.worker.get_failed_recving(), self.worker.get_block_ids_with_load_errors()
+        told = self.worker.build_connector_worker_meta()
         output = KVConnectorOutput(sent, received, failed, invalid, kv_connector_worker_meta=[told] if told else None)
         self.scheduler.update_connector_output(output)
         return output
 
-    def compute(self) -> None:
-        """What a forward pass asks of the worker's side."""
+    def begin(self) -> None:
+        """The scheduler's side decides, the worker's side begins."""
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
+        self.worker.start_load_kv()
 
     def step_until(self, is_done) -> KVConnectorOutput:
         until = time.monotonic() + PATIENCE
@@ -78,7 +78,7 @@ class PullEngine:
         cached = sum(self.config.block_size for block in blocks if block.block_hash)
         num_external, is_async = self.scheduler.get_num_new_matched_tokens(request, cached)
         assert num_external is not None
-        assert is_async == (num_external > 0 and not self.layerwise)
+        assert is_async == (num_external > 0)
         self.scheduler.update_state_after_alloc(request, blocks, num_external)
         return num_external
 

@@ -8,7 +8,6 @@ from patience import PATIENCE
 
 from minivllm.core.request import Request
 from minivllm.kv_connector.tcp.scheduler import TCPConnectorScheduler
-from minivllm.kv_connector.tcp.settings import TCPSettings
 from minivllm.kv_connector.tcp.worker import TCPConnectorWorker
 
 SECRET = "known to both of them"
@@ -24,18 +23,11 @@ class Engine(PullEngine):
 
     def __init__(self, engine_id: str, extra: dict | None = None, **others) -> None:
         self.config = tcp_config(engine_id, extra, **others)
-        settings = TCPSettings.of(self.config)
-        self.layerwise = settings.layerwise
         self.caches = make_caches(self.config, fill=engine_id == "P")
-        self.scheduler = TCPConnectorScheduler(self.config, settings)
-        self.worker = TCPConnectorWorker(self.config, settings)
+        self.scheduler = TCPConnectorScheduler(self.config)
+        self.worker = TCPConnectorWorker(self.config)
         self.worker.register_kv_caches(self.caches)
         self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
-
-    def compute(self) -> None:
-        for name in self.caches:
-            self.worker.wait_for_layer_load(name)
-        self.worker.wait_for_save()
 
     def prefill(self, name: str, num_tokens: int, block_ids: list[int]) -> dict:
         """As `PullEngine`'s; the request has left the batch when this returns."""

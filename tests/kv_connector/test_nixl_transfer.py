@@ -26,18 +26,14 @@ class Engine(PullEngine):
     ) -> None:
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
-        self.config = config
-        self.caches = make_caches(config, fill=config.kv_transfer_config.engine_id == "P")
-        self.scheduler = NixlConnectorScheduler(config, lease)
+        extra = {"kv_lease_duration": lease, "handshake_timeout": 2.0, "read_timeout": PATIENCE}
+        transfer = replace(config.kv_transfer_config, kv_connector_extra_config=extra)
+        self.config = config = replace(config, kv_transfer_config=transfer)
+        self.caches = make_caches(config, fill=transfer.engine_id == "P")
+        self.scheduler = NixlConnectorScheduler(config)
         metadata = {}
         for self.rank in range(rank + 1):  # the last one is this engine's; of the others there is only the metadata
-            self.worker = NixlConnectorWorker(
-                replace(config, tensor_parallel_rank=self.rank),
-                network.agent,
-                lease_duration=lease,
-                handshake_timeout=2.0,
-                read_timeout=PATIENCE,
-            )
+            self.worker = NixlConnectorWorker(replace(config, tensor_parallel_rank=self.rank), make_agent=network.agent)
             self.worker.register_kv_caches(self.caches)
             metadata[self.rank] = self.worker.get_handshake_metadata()
         self.scheduler.set_xfer_handshake_metadata(metadata)
@@ -103,7 +99,7 @@ def test_blocks_are_read_and_let_go_of(pair):
     assert p.agent.inbox[-1] == b"r:1"
     assert p.step().finished_sending == {"r"}
     assert not p.scheduler.is_held("r")
-    assert d.worker.take_stats()["nixl_num_descriptors"] == [12]  # 3 blocks, 2 layers, keys and values
+    assert d.worker.get_kv_connector_stats()["nixl_num_descriptors"] == [12]  # 3 blocks, 2 layers, keys and values
     assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)  # after a preemption it is computed here
 
 
@@ -225,7 +221,7 @@ def test_an_engine_that_does_not_fit_fails_that_request_only(pair, network, monk
     params = p.prefill("r", 10, [5, 2, 9]) | {"tp_size": other.get("tensor_parallel_size", 1)}
     d.admit(d.take("mine", 10, params), [Block(1), Block(3), Block(4)])
     assert d.step_until(lambda output: output.finished_recving).failed_recving == {"mine"}
-    assert d.worker.take_stats()["nixl_num_failed_transfers"] == 1
+    assert d.worker.get_kv_connector_stats()["nixl_num_failed_transfers"] == 1
     d.worker.shutdown()
     d.scheduler.shutdown()
 
@@ -324,18 +320,18 @@ def test_one_that_ends_otherwise_keeps_nothing(pair):
     request.status, request.num_computed_tokens = RequestStatus.FINISHED_ABORTED, 8
     assert p.scheduler.request_finished(request, [1, 2, 3]) == (False, None)
     p.step()
-    assert len(p.worker._leases) == 0
+    assert p.worker.leases.blocks_of("r") is None
     assert not p.scheduler.is_held("r")
 
 
 def test_a_lease_ends_by_itself(network, monkeypatch):
     p, clock = Engine(config_of("P"), network, monkeypatch, lease=0.1), Clock()
-    monkeypatch.setattr(p.worker._leases, "_clock", clock.monotonic)
+    monkeypatch.setattr(p.worker.leases, "_clock", clock.monotonic)
     p.prefill("r", 10, [5, 2, 9])
     assert p.step().finished_sending == set()
     clock.now = 0.1
     assert p.step().finished_sending == {"r"}
-    assert p.worker.take_stats() == {"nixl_num_kv_expired_reqs": 1}
+    assert p.worker.get_kv_connector_stats() == {"nixl_num_kv_expired_reqs": 1}
     assert not p.scheduler.is_held("r")
     p.worker.shutdown()
     p.scheduler.shutdown()
@@ -345,7 +341,7 @@ def test_heartbeats_keep_what_waits(network, monkeypatch):
     clock, lease_clock = Clock(), Clock()
     monkeypatch.setattr(pull_scheduler, "time", clock)
     p, d = (Engine(config_of(name), network, monkeypatch, lease=0.3) for name in ("P", "D"))
-    monkeypatch.setattr(p.worker._leases, "_clock", lease_clock.monotonic)
+    monkeypatch.setattr(p.worker.leases, "_clock", lease_clock.monotonic)
     request = d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]))
     p.step()
 
@@ -376,7 +372,7 @@ def test_after_a_failed_step_nothing_is_written_and_what_was_kept_is_kept(pair, 
     until = time.monotonic() + PATIENCE
     while not d.agent.reads and time.monotonic() < until:
         d.step()
-    p.scheduler.build_connector_meta()  # what the ranks were to be told is lost
+    p.scheduler.build_connector_meta(None)  # what the ranks were to be told is lost
     for engine in (p, d):
         engine.worker.reset()
         engine.scheduler.start_over()
@@ -393,7 +389,7 @@ def test_a_release_that_was_lost_with_a_step_is_told_again(pair):
     request = d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]))
     request.status = RequestStatus.FINISHED_ABORTED
     d.scheduler.request_finished(request, [])
-    d.scheduler.build_connector_meta()
+    d.scheduler.build_connector_meta(None)
     d.worker.reset()
     d.scheduler.start_over()
     d.step_until(lambda output: not d.scheduler.has_pending_block_frees())

@@ -15,17 +15,16 @@ from minivllm.errors import MinivllmError
 from minivllm.kv_connector import pull_scheduler
 from minivllm.kv_connector.factory import create_connector
 from minivllm.kv_connector.pull_params import RemotePrefill, digest
-from minivllm.kv_connector.tcp.connector import TCPConnector
-from minivllm.kv_connector.tcp.kept import KeptBlocks
-from minivllm.kv_connector.tcp.peer import Load
-from minivllm.kv_connector.tcp.transport import Connection, PieceSent, RefusedError, Release, TransferError
-from minivllm.kv_connector.tcp.worker import MOST_ENGINES
+from minivllm.kv_connector.pull_scheduler import ReadOrder
+from minivllm.kv_connector.tcp import worker as tcp_worker
+from minivllm.kv_connector.tcp.protocol import Connection
+from minivllm.kv_connector.tcp.scheduler import TCPConnectorScheduler
 
 
 @pytest.fixture
-def a_frame_for_each_layer(monkeypatch):
-    """Pieces of four blocks of a layer at most, so that small caches have several."""
-    monkeypatch.setattr("minivllm.kv_connector.tcp.staging.BlockStaging.__init__.__defaults__", (2048,))
+def a_frame_for_each_block(monkeypatch):
+    """So that small transfers have several."""
+    monkeypatch.setattr(tcp_worker, "PIECE_BYTES", 1)
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ def test_what_a_client_is_told_is_what_nixl_tells(engine):
         "remote_engine_id": "P",
         "remote_request_id": "r",
         "remote_host": "127.0.0.1",
-        "remote_port": p.worker.get_handshake_metadata()["port"],
+        "remote_port": p.worker.get_handshake_metadata(),
         "tp_size": 1,
         "dcp_size": 1,
         "pp_size": 1,
@@ -84,8 +83,8 @@ def test_blocks_arrive_and_are_let_go_of(engine, dtype, monkeypatch):
     assert all_equal(d.rows([1, 3, 4]), p.rows([5, 2, 9]))
     assert not any(tensor[[2, 5, 6, 7]].any() for layer in d.caches.values() for tensor in layer)
     assert p.step_until(lambda output: output.finished_sending).finished_sending == {"r"}
-    stats = d.worker.take_stats()
-    assert stats["tcp_bytes_transferred"] == [3 * d.worker.staging.block_bytes]
+    stats = d.worker.get_kv_connector_stats()
+    assert stats["tcp_bytes_transferred"] == [3 * d.worker.regions.record_bytes]
 
 
 def int8_caches(config, fill):
@@ -112,52 +111,16 @@ def test_only_what_the_prefix_cache_lacks_is_read(engine):
     assert not any(one.any() for one in d.rows([1]))
 
 
-def test_many_pieces_of_many_requests_at_once(engine, monkeypatch):
-    """Pieces of one or two blocks, so that a transfer has many frames, and its last piece fewer blocks."""
-    monkeypatch.setattr("minivllm.kv_connector.tcp.staging.BlockStaging.__init__.__defaults__", (1100,))
-    p, d = engine("P"), engine("D")
-    orders = {f"r{index}": (list(range(1, 1 + index)), list(range(15, 15 - index, -1))) for index in range(1, 6)}
+@pytest.mark.parametrize("piece_bytes", [1, 2048, 5000])
+def test_many_pieces_of_many_requests_at_once(engine, monkeypatch, piece_bytes):
+    """Pieces of one, two or four blocks, so that a transfer has many frames, and its last piece fewer blocks."""
+    monkeypatch.setattr(tcp_worker, "PIECE_BYTES", piece_bytes)
+    p, d = engine("P"), engine("D", num_gpu_blocks=24)
+    orders = {f"r{index}": (list(range(1, 1 + index)), list(range(22, 22 - index, -1))) for index in range(1, 6)}
     for name, (there, here) in orders.items():
         d.take(f"my {name}", 4 * len(there), p.prefill(name, 4 * len(there), there), blocks_of(*here))
         d.step_until(lambda output, name=name: f"my {name}" in output.finished_recving)
         assert all_equal(d.rows(here), p.rows(there))
-    assert len(list(p.worker.staging.pieces(5))) == 6
-    assert [piece.layers for piece in p.worker.staging.pieces(1)] == [2]
-
-
-@pytest.mark.parametrize("tokens", [9, 12])
-def test_layer_by_layer_within_the_step(engine, tokens):
-    """The last token of the prompt is computed in that step, so its block is read only if it has others in it."""
-    p, d = engine("P"), engine("D", {"layerwise": True})
-    params = p.prefill("r", tokens, [5, 2, 9])
-    request, found = d.take("mine", tokens, params, blocks_of(1, 3, 4))
-    assert found == tokens - 1
-    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    output = d.step()
-    assert output.is_empty()
-    count = 2 if tokens == 9 else 3
-    assert all_equal(d.rows([1, 3, 4][:count]), p.rows([5, 2, 9][:count]))
-    p.step_until(lambda output: output.finished_sending == {"r"})
-
-
-def test_a_layer_is_waited_for_and_no_later_one(engine, monkeypatch, a_frame_for_each_layer):
-    p, d = engine("P"), engine("D", {"layerwise": True})
-    held, sent = threading.Event(), Connection.send
-
-    def send(self, message, *rest):
-        if getattr(message, "layer", 0) == 1:
-            held.wait(PATIENCE)
-        return sent(self, message, *rest)
-
-    monkeypatch.setattr(Connection, "send", send)
-    d.take("mine", 12, p.prefill("r", 12, [5, 2, 9]), blocks_of(1, 3, 4))
-    d.worker.start_load_kv(d.scheduler.build_connector_meta())
-    d.worker.wait_for_layer_load("layer 0")
-    assert d.caches["layer 0"][0][[1, 3, 4]].equal(p.caches["layer 0"][0][[5, 2, 9]])
-    assert not d.caches["layer 1"][0].any()
-    held.set()
-    d.worker.wait_for_layer_load("layer 1")
-    assert d.caches["layer 1"][1][[1, 3, 4]].equal(p.caches["layer 1"][1][[5, 2, 9]])
 
 
 def test_aborted_before_reading_it_is_given_back(engine):
@@ -176,9 +139,9 @@ def test_a_lease_ends_without_heartbeats_and_not_with_them(engine, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(pull_scheduler, "time", clock)
     p, d = engine("P", {"kv_lease_duration": 1.0}), engine("D", {"kv_lease_duration": 1.0})
-    monkeypatch.setattr(p.worker.kept._leases, "_clock", clock.monotonic)
-    heard, heartbeat = [], p.worker.kept.heartbeat
-    monkeypatch.setattr(p.worker.kept, "heartbeat", lambda ids: heartbeat(ids) or heard.append(ids))
+    monkeypatch.setattr(p.worker.leases, "_clock", clock.monotonic)
+    heard, renew = [], p.worker.leases.renew
+    monkeypatch.setattr(p.worker.leases, "renew", lambda ids: renew(ids) or heard.append(ids))
     kept = Request("mine", range(10), max_tokens=4, kv_transfer_params=p.prefill("kept", 10, [5, 2, 9]))
     d.scheduler.on_new_request(kept)
     p.prefill("left", 10, [3, 4, 6])
@@ -208,11 +171,10 @@ def test_blocks_that_are_not_kept_cannot_be_read(engine, asked):
 @pytest.mark.parametrize(
     ("differs", "said"),
     [
-        ({"block_size": 8}, "block_size is 4 here and 8 there"),
-        ({"model_fingerprint": "another"}, "model is 'a model' here and 'another' there"),
-        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is 'float32' here and 'bfloat16' there"),
-        ({"num_kv_heads": 4}, "the caches differ"),
-        ({"num_layers": 3}, "the caches differ: 2 layers"),
+        ({"block_size": 8}, "block_size is 8 here and 4 there"),
+        ({"model_fingerprint": "another"}, "model is another here and a model there"),
+        ({"num_kv_heads": 4}, "the cache is 2 layers of"),
+        ({"num_layers": 3}, "the cache is 3 layers of"),
     ],
 )
 def test_engines_that_do_not_fit_are_told_what_differs(engine, differs, said, caplog):
@@ -222,15 +184,9 @@ def test_engines_that_do_not_fit_are_told_what_differs(engine, differs, said, ca
     with caplog.at_level("WARNING", "minivllm"):
         output = d.step_until(lambda output: output.finished_recving)
     assert output.failed_recving == {"mine"}
-    assert said in said_of(d, params)
-
-
-def said_of(engine, params):
-    """Why this engine cannot connect to that one."""
-    with pytest.raises(RefusedError) as refusal:
-        engine.worker._connect(params["remote_host"], params["remote_port"])
-    assert "\n" not in str(refusal.value)
-    return str(refusal.value)
+    (line,) = [record.getMessage() for record in caplog.records if "were not read" in record.getMessage()]
+    assert said in line
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -272,38 +228,52 @@ def test_a_prefill_engine_that_is_gone(engine):
 def test_an_address_that_is_none_fails_its_own_load_only(engine, host):
     """The threads that talk to an engine serve other requests too."""
     p, d = engine("P"), engine("D")
-    remote = replace(RemotePrefill.of(p.prefill("r", 10, [5, 2, 9]), 1), host=host)
-    load = Load("mine", "r", 0, [5, 2, 9], [1, 3, 4])
-    d.worker._engine(remote).read(load)
-    wait_until(lambda: load.is_over)
-    assert load.error
+    params = p.prefill("r", 10, [5, 2, 9])
+    d.take("mine", 10, {**params, "remote_host": host, "remote_request_id": "s"}, blocks_of(6, 7, 8))
+    d.take("next", 10, params, blocks_of(1, 3, 4))
+    failed, received = set(), set()
+    while received != {"mine", "next"}:
+        output = d.step_until(lambda output: output.finished_recving)
+        failed |= output.failed_recving
+        received |= output.finished_recving
+    assert failed == {"mine"}
+    assert all_equal(d.rows([1, 3, 4]), p.rows([5, 2, 9]))
 
 
 def test_what_cannot_be_sent_fails_its_own_load_only(engine):
     p, d = engine("P"), engine("D")
-    p.prefill("another", 10, [6, 7, 8])  # a request has one reader: a load that fails releases its blocks
     told = p.prefill("r", 10, [5, 2, 9])
-    unsendable = Load("mine", "another", 0, [1 << 70], [1])
-    peer = d.worker._engine(RemotePrefill.of(told, 1))
-    peer.read(unsendable)
-    peer.tell(Release(["\ud800"]))
+    unsendable = replace(RemotePrefill.of(told, 1), request_id="another", block_ids=(1 << 70,))
+    with pytest.raises(OverflowError):
+        d.worker._load(ReadOrder(unsendable, (1,), 0, 4))
     d.take("next", 10, told, blocks_of(1, 3, 4))
     assert not d.step_until(lambda output: output.finished_recving).failed_recving
     assert all_equal(d.rows([1, 3, 4]), p.rows([5, 2, 9]))
-    assert "OverflowError" in (unsendable.error or "")
-    wait_until(lambda: peer.is_idle)
 
 
-def test_many_addresses_do_not_leave_many_threads(engine):
+def test_engines_that_do_not_answer_do_not_hold_up_heartbeats(engine, monkeypatch):
+    """Nor do they make threads without end: there are as many loads at once as there are readers."""
     p, d = engine("P"), engine("D")
-    told = RemotePrefill.of(p.prefill("r", 10, [5, 2, 9]), 1)
+    held, connect = threading.Event(), tcp_worker.protocol.connect
+
+    def connects(host, port, timeout):
+        if port == 1:
+            held.wait(PATIENCE)
+        return connect(host, port, timeout)
+
+    monkeypatch.setattr(tcp_worker.protocol, "connect", connects)
+    told = p.prefill("r", 10, [5, 2, 9])
+    renewed = threading.Event()
+    monkeypatch.setattr(p.worker.leases, "renew", lambda ids: renewed.set())
     before = threading.active_count()
-    for port in range(1, 2 * MOST_ENGINES):
-        load = Load("mine", "r", 0, [5], [1])
-        peer = d.worker._engine(replace(told, host="127.0.0.1", port=port))
-        peer.read(load)
-        wait_until(lambda load=load, peer=peer: load.is_over and peer.is_idle)
-    wait_until(lambda: threading.active_count() <= before + 2 * MOST_ENGINES)
+    for index in range(2 * tcp_worker.READERS):
+        dead = {**told, "remote_port": 1, "remote_request_id": f"dead {index}", "remote_prompt_digest": None}
+        d.take(f"mine {index}", 4, dead, blocks_of(1))
+    d.scheduler.on_new_request(Request("mine", range(10), max_tokens=4, kv_transfer_params=told))
+    d.step()
+    assert renewed.wait(PATIENCE)
+    assert threading.active_count() <= before + tcp_worker.READERS + tcp_worker.TELLERS + tcp_worker.ANSWERERS
+    held.set()
 
 
 def wait_until(holds):
@@ -313,15 +283,16 @@ def wait_until(holds):
 def test_a_damaged_transfer_is_noticed_and_read_again(engine, monkeypatch):
     """Once damaged, it is repeated; damaged each time, the load fails."""
     p, d = engine("P"), engine("D")
-    fill, damages = Connection._fill, [1]
+    filled, damages = Connection._filled, [1]
 
-    def damaging(self, room):
-        fill(self, room)
-        if len(room) > 2 and damages[0] > 0:
+    def damaging(self, room, until):
+        filled(self, room, until)
+        if len(room) == 3 * d.worker.regions.record_bytes and damages[0] > 0:
             damages[0] -= 1
-            room[2][70] ^= 4
+            room[70] ^= 4
+        return room
 
-    monkeypatch.setattr(Connection, "_fill", damaging)
+    monkeypatch.setattr(Connection, "_filled", damaging)
     d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]), blocks_of(1, 3, 4))
     output = d.step_until(lambda output: output.finished_recving)
     assert not output.failed_recving
@@ -331,60 +302,67 @@ def test_a_damaged_transfer_is_noticed_and_read_again(engine, monkeypatch):
     assert d.step_until(lambda output: output.finished_recving).failed_recving == {"next"}
 
 
-@pytest.mark.parametrize("frame", [0, 1])
-def test_a_connection_cut_in_the_middle_is_made_anew(engine, monkeypatch, frame, a_frame_for_each_layer):
+def pieces_sent(monkeypatch, at, act):
+    """Has `act(connection)` called before the prefill engine sends the piece with this number, from 0 on."""
+    sent, counted = Connection.send, []
+
+    def send(self, body, refused=False):
+        if isinstance(body, memoryview):
+            counted.append(body)
+            if len(counted) == at + 1:
+                act(self)
+        sent(self, body, refused)
+
+    monkeypatch.setattr(Connection, "send", send)
+
+
+@pytest.mark.parametrize("piece", [0, 1, 2])
+@pytest.mark.parametrize("part", [b"", b"\0\0", b"\0" + bytes([0, 0, 4, 0]) + bytes(4) + b"a part of the block"])
+def test_a_transfer_that_is_cut_short_is_read_again(engine, monkeypatch, piece, part, a_frame_for_each_block):
+    """Between two frames, within a header, within a body."""
     p, d = engine("P"), engine("D")
-    sent, cuts = Connection.send, [1]
 
-    def cutting(self, message, *rest):
-        if getattr(message, "layer", None) == frame and cuts[0]:
-            cuts[0] -= 1
-            self._socket.sendall(b"mKV1 and then nothing")
-            self.close()
-            raise TransferError("cut")
-        sent(self, message, *rest)
+    def cut(connection):
+        connection._socket.sendall(part)
+        connection.close()
 
-    monkeypatch.setattr(Connection, "send", cutting)
+    pieces_sent(monkeypatch, piece, cut)
     d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]), blocks_of(1, 3, 4))
     assert not d.step_until(lambda output: output.finished_recving).failed_recving
     assert all_equal(d.rows([1, 3, 4]), p.rows([5, 2, 9]))
 
 
-def test_a_connection_that_died_meanwhile_is_no_try(engine, monkeypatch):
-    """The kept one is dead, the next one is cut, the one after it serves."""
+def test_a_transfer_that_is_cut_short_each_time_is_lost(engine, monkeypatch, a_frame_for_each_block):
     p, d = engine("P"), engine("D")
-    d.take("first", 4, p.prefill("a", 4, [5]), blocks_of(1))
-    d.step_until(lambda output: output.finished_recving)
-    (peer,) = d.worker._engines.values()
-    peer._open["read"].close()
-    sent, cuts = Connection.send, [1]
 
-    def cutting(self, message, *rest):
-        if isinstance(message, PieceSent) and cuts:
-            cuts.pop()
+    def send(self, body, refused=False, sent=Connection.send):
+        if isinstance(body, memoryview):
             self.close()
-            raise TransferError("cut")
-        sent(self, message, *rest)
+        sent(self, body, refused)
 
-    monkeypatch.setattr(Connection, "send", cutting)
-    d.take("second", 4, p.prefill("b", 4, [2]), blocks_of(3))
-    assert not d.step_until(lambda output: output.finished_recving).failed_recving
-    assert not cuts
-    assert all_equal(d.rows([3]), p.rows([2]))
+    monkeypatch.setattr(Connection, "send", send)
+    d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]), blocks_of(1, 3, 4))
+    output = d.step_until(lambda output: output.finished_recving)
+    assert output.failed_recving == {"mine"}
+    assert output.invalid_block_ids == {1, 3, 4}
+    assert d.worker.get_kv_connector_stats() == {"tcp_num_failed_transfers": 1}
+    p.step_until(lambda output: output.finished_sending == {"r"})
 
 
-def test_a_decode_engine_that_dies_in_the_middle_leaves_the_lease_to_end(engine, monkeypatch, a_frame_for_each_layer):
+def test_a_lease_that_ends_in_the_middle_ends_the_transfer(engine, monkeypatch, a_frame_for_each_block):
+    """The blocks may be another request's, so what was gathered of them is not sent."""
+    p, d = engine("P"), engine("D")
+    pieces_sent(monkeypatch, 1, lambda connection: p.worker.leases.end(["r"]))
+    d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]), blocks_of(1, 3, 4))
+    assert d.step_until(lambda output: output.finished_recving).failed_recving == {"mine"}
+    assert not any(one.any() for one in d.rows([4]))
+
+
+def test_a_decode_engine_that_dies_in_the_middle_leaves_the_lease_to_end(engine, monkeypatch, a_frame_for_each_block):
     p, d, clock = engine("P", {"kv_lease_duration": 0.3}), engine("D"), Clock()
-    monkeypatch.setattr(p.worker.kept._leases, "_clock", clock.monotonic)
-    sent, reached = Connection.send, threading.Event()
-
-    def slow(self, message, *rest):
-        if getattr(message, "layer", None) == 1:
-            reached.set()
-            time.sleep(0.1)
-        sent(self, message, *rest)
-
-    monkeypatch.setattr(Connection, "send", slow)
+    monkeypatch.setattr(p.worker.leases, "_clock", clock.monotonic)
+    reached = threading.Event()
+    pieces_sent(monkeypatch, 1, lambda connection: (reached.set(), time.sleep(0.1)))
     d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]), blocks_of(1, 3, 4))
     d.step()
     assert reached.wait(PATIENCE)
@@ -393,16 +371,10 @@ def test_a_decode_engine_that_dies_in_the_middle_leaves_the_lease_to_end(engine,
     p.step_until(lambda output: output.finished_sending == {"r"})
 
 
-def test_after_a_reset_nothing_is_written(engine, monkeypatch, a_frame_for_each_layer):
+def test_after_a_reset_nothing_is_written(engine, monkeypatch, a_frame_for_each_block):
     p, d = engine("P"), engine("D")
-    held, sent = threading.Event(), Connection.send
-
-    def send(self, message, *rest):
-        if getattr(message, "layer", None) == 0:
-            held.wait(PATIENCE)
-        return sent(self, message, *rest)
-
-    monkeypatch.setattr(Connection, "send", send)
+    held = threading.Event()
+    pieces_sent(monkeypatch, 0, lambda connection: held.wait(PATIENCE))
     d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]), blocks_of(1, 3, 4))
     d.step()
     d.worker.reset()
@@ -426,16 +398,25 @@ def test_after_a_failed_step_what_is_kept_is_still_kept(engine):
     p.step_until(lambda output: output.finished_sending == {"told"})
 
 
-def test_released_before_the_lease_begins_it_never_begins():
+def test_released_before_the_lease_begins_it_never_begins(engine):
     """The client, and so the decode engine, may hear of a request's end before the ranks do."""
-    kept = KeptBlocks(30.0)
-    kept.end(["r"])
-    assert kept.take_finished() == (set(), set())
-    kept.grant({"r": [1, 2]})
-    assert kept.take_finished() == ({"r"}, set())
-    with pytest.raises(RefusedError, match="not kept"):
-        kept.check("r")
-    assert kept.take_finished() == (set(), set())
+    p = engine("P")
+    p.worker.leases.end(["r"])
+    assert p.prefill("r", 10, [5, 2, 9])
+    assert p.worker.leases.blocks_of("r") is None
+    assert not p.scheduler.is_held("r")
+
+
+@pytest.mark.parametrize("secret", ["something else entirely", "known to both of them, nearly"])
+def test_another_secret_is_refused_in_one_line(engine, caplog, secret):
+    p, d = engine("P"), engine("D", {"secret": secret})
+    with caplog.at_level("WARNING", "minivllm"):
+        d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]), blocks_of(1, 3, 4))
+        output = d.step_until(lambda output: output.finished_recving)
+    assert output.failed_recving == {"mine"}
+    (line,) = [record.getMessage() for record in caplog.records if "were not read" in record.getMessage()]
+    assert line.endswith("this engine has another secret (MINIVLLM_KV_TRANSFER_SECRET)")
+    assert not any(one.any() for one in d.rows([1, 3, 4]))
 
 
 @pytest.mark.parametrize(
@@ -447,13 +428,13 @@ def test_released_before_the_lease_begins_it_never_begins():
         ({"port": 70000}, "port is 70000"),
         ({"port": "5700"}, "port is '5700'"),
         ({"timeout": 0}, "timeout is 0"),
-        ({"layerwise": 1}, "layerwise is 1"),
+        ({"layerwise": True}, "no setting 'layerwise'"),
     ],
 )
 def test_settings_that_cannot_work(extra, said):
     with pytest.raises(MinivllmError, match=said):
         create_connector(tcp_config("P", extra), KVConnectorRole.SCHEDULER)
-    assert isinstance(create_connector(tcp_config("P"), KVConnectorRole.SCHEDULER), TCPConnector)
+    assert isinstance(create_connector(tcp_config("P"), KVConnectorRole.SCHEDULER), TCPConnectorScheduler)
 
 
 def test_without_a_secret_nothing_begins(monkeypatch):
@@ -464,6 +445,6 @@ def test_without_a_secret_nothing_begins(monkeypatch):
 
 
 def test_a_port_that_is_taken(engine):
-    port = engine("P").worker.get_handshake_metadata()["port"]
+    port = engine("P").worker.get_handshake_metadata()
     with pytest.raises(MinivllmError, match=rf"cannot listen on 127.0.0.1:{port}"):
         engine("Q", {"port": port})

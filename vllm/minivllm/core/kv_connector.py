@@ -19,9 +19,6 @@ In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` (`KVConn
 (`KVConnectorOutput`), `vllm/distributed/kv_transfer/kv_connector/utils.py` (`KVOutputAggregator`).
 """
 
-# ruff: noqa: B027 - methods that do nothing are those that a connector may leave out
-
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -130,8 +127,11 @@ def joined_stats(stats: Sequence[dict[str, Any] | None]) -> dict[str, Any] | Non
     return joined or None
 
 
-class KVConnectorBase_V1(ABC):
+class KVConnectorBase_V1:
     """One side of a connector. Methods of the other side are never called on it.
+
+    The two sides may be classes of their own, each with its half of these methods, or one class that is made twice.
+    Those that raise `NotImplementedError` are what each side must have; any other may be left out.
 
     The constructor must not block on other engines. Whatever a method raises ends the step as any other failure does,
     so what can go wrong with another engine is told by `KVConnectorOutput` instead.
@@ -158,22 +158,19 @@ class KVConnectorBase_V1(ABC):
     def handle_preemptions(self, connector_metadata: KVConnectorMetadata) -> None:
         """Is called before this step's tokens overwrite blocks that were freed: what still reads them must end now."""
 
-    @abstractmethod
     def start_load_kv(self) -> None:
         """Begins to load what the metadata says, before the forward pass."""
+        raise NotImplementedError
 
-    @abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Returns once this layer's keys and values, of those loaded within the step, are in the cache."""
 
-    @abstractmethod
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
         """Begins to save this layer, now that the step's keys and values are in it; see `KVCaches` for `kv_layer`.
 
         `attn_metadata` is None where the layers ran in a CUDA graph: then it is called for all of them afterwards.
         """
 
-    @abstractmethod
     def wait_for_save(self) -> None:
         """Returns once the cache may be overwritten by a later step, as far as saves of this step are concerned."""
 
@@ -232,7 +229,6 @@ class KVConnectorBase_V1(ABC):
             MinivllmError: what the request's `kv_transfer_params` say cannot be; the request is refused.
         """
 
-    @abstractmethod
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Says how many tokens beyond the first `num_computed_tokens`, which are in the cache, it could load.
 
@@ -249,8 +245,8 @@ class KVConnectorBase_V1(ABC):
             `num_computed_tokens` + n may be all tokens of the request: the last one is computed all the same. Loaded
             within the step, they must be at most all but the last.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
@@ -259,10 +255,11 @@ class KVConnectorBase_V1(ABC):
         Called for each request that is admitted, with 0 as well. A block with a hash holds tokens already; those that
         are loaded asynchronously have none.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Returns what the ranks are to do in this step, and forgets it. Must leave `scheduler_output` as it is."""
+        raise NotImplementedError
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Is told what the ranks have done."""

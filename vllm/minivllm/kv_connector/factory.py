@@ -1,6 +1,7 @@
 """Connectors by name.
 
-In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/factory.py` (`KVConnectorFactory`).
+In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/factory.py` (`KVConnectorFactory`). There, a connector is
+one class, which asks a scheduler's or a worker's object of its own; here those two are the connector.
 """
 
 import importlib
@@ -9,25 +10,27 @@ from minivllm.config import NO_PARTS, Parts
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
 
+TIER = "offload.scheduler.OffloadScheduler", "offload.worker.OffloadWorker"
 CONNECTORS = {
-    "ExampleConnector": "minivllm.kv_connector.example.connector",
-    "NixlConnector": "minivllm.kv_connector.nixl.connector",
-    "OffloadingConnector": "minivllm.kv_connector.offload.connector",
-    "SimpleCPUOffloadConnector": "minivllm.kv_connector.offload.connector",
-    "TCPConnector": "minivllm.kv_connector.tcp.connector",
+    "ExampleConnector": ("example.connector.ExampleConnector", "example.connector.ExampleConnector"),
+    "NixlConnector": ("nixl.scheduler.NixlConnectorScheduler", "nixl.worker.NixlConnectorWorker"),
+    "OffloadingConnector": TIER,
+    "SimpleCPUOffloadConnector": TIER,
+    "TCPConnector": ("tcp.scheduler.TCPConnectorScheduler", "tcp.worker.TCPConnectorWorker"),
 }
-"""The module of each connector, which is imported only when it is used."""
+"""Where the scheduler's and the worker's side of each lie in this package. A side is imported when it is made."""
 
 
-def get_connector_class(name: str) -> type[KVConnectorBase_V1]:
-    """Return the connector of this name.
+def get_connector_class(name: str, role: KVConnectorRole) -> type[KVConnectorBase_V1]:
+    """Return one side of the connector of this name.
 
     Raises:
         MinivllmError: there is none, or what it needs is not installed.
     """
     if name not in CONNECTORS:
         raise MinivllmError(f"there is no kv_connector {name!r}; there are: {', '.join(CONNECTORS)}")
-    return getattr(importlib.import_module(CONNECTORS[name]), name)
+    module, _, side = CONNECTORS[name][role.value].rpartition(".")
+    return getattr(importlib.import_module(f"minivllm.kv_connector.{module}"), side)
 
 
 def create_connector(config: KVConnectorConfig, role: KVConnectorRole, parts: Parts = NO_PARTS) -> KVConnectorBase_V1:
@@ -36,5 +39,5 @@ def create_connector(config: KVConnectorConfig, role: KVConnectorRole, parts: Pa
     Raises:
         MinivllmError: there is no such connector, or it cannot work with these settings.
     """
-    make = parts.kv_connector or get_connector_class(config.kv_transfer_config.kv_connector)
+    make = parts.kv_connector or get_connector_class(config.kv_transfer_config.kv_connector, role)
     return make(config, role)

@@ -28,17 +28,17 @@ def host_buffer(num_records: int, record_bytes: int, pinned: bool) -> torch.Tens
 
 
 class HostCopies:
-    """One thread's copies."""
+    """One thread's copies, on a GPU through a buffer of `staging_bytes`."""
 
-    def __init__(self, regions: BlockRegions) -> None:
-        self.regions = regions
+    def __init__(self, regions: BlockRegions, staging_bytes: int = STAGING_BYTES) -> None:
+        self.regions, self._staging_bytes = regions, staging_bytes
         self._stages = False
         if regions.device.type == "cuda":
             self._begin_staging()
 
     def _begin_staging(self) -> None:
         record, device = self.regions.record_bytes, self.regions.device
-        self._stages, self._capacity = True, max(1, STAGING_BYTES // record)
+        self._stages, self._capacity = True, max(1, self._staging_bytes // record)
         self._staging = torch.empty(self._capacity * record, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
 
@@ -50,10 +50,9 @@ class HostCopies:
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            for first in range(0, len(block_ids), self._capacity):
-                chosen, places = block_ids[first : first + self._capacity], slots[first : first + self._capacity]
-                gather_blocks(self.regions, self._on_device(chosen), self._room(len(chosen)), block_major=True)
-                for staged, there in self._pieces(host, places):
+            for chosen, room, pieces in self._batches(block_ids, host, slots):
+                gather_blocks(self.regions, chosen, room, block_major=True)
+                for staged, there in pieces:
                     there.copy_(staged, non_blocking=True)
         self._stream.synchronize()
 
@@ -63,25 +62,22 @@ class HostCopies:
             scatter_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
             return
         with torch.cuda.stream(self._stream):
-            for first in range(0, len(block_ids), self._capacity):
-                chosen, places = block_ids[first : first + self._capacity], slots[first : first + self._capacity]
-                for staged, there in self._pieces(host, places):
+            for chosen, room, pieces in self._batches(block_ids, host, slots):
+                for staged, there in pieces:
                     staged.copy_(there, non_blocking=True)
-                scatter_blocks(self.regions, self._on_device(chosen), self._room(len(chosen)), block_major=True)
+                scatter_blocks(self.regions, chosen, room, block_major=True)
         self._stream.synchronize()
 
-    def _room(self, count: int) -> torch.Tensor:
-        return self._staging[: count * self.regions.record_bytes]
-
-    def _on_device(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return _ids(block_ids).to(self.regions.device)
-
-    def _pieces(self, host: torch.Tensor, slots: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pieces of the staging buffer, from its start on, and where they lie in host memory."""
-        record = self.regions.record_bytes
-        for first, slot, count in runs(slots):
-            staged = self._staging[first * record : (first + count) * record]
-            yield staged, host[slot * record : (slot + count) * record]
+    def _batches(
+        self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
+        """Blocks that fit the staging buffer, their room in it, and its pieces, each with its place in host memory."""
+        host, staging = host.view(-1, self.regions.record_bytes), self._staging.view(-1, self.regions.record_bytes)
+        for at in range(0, len(block_ids), self._capacity):
+            chosen = _ids(block_ids[at : at + self._capacity]).to(self.regions.device)
+            places = runs(slots[at : at + self._capacity])
+            pieces = [(staging[first : first + count], host[slot : slot + count]) for first, slot, count in places]
+            yield chosen, staging[: len(chosen)].view(-1), pieces
 
 
 def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:

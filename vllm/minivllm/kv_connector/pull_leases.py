@@ -1,83 +1,78 @@
-"""How long a prefill engine keeps blocks for others: a lease, renewed by heartbeats, ended by a notification.
+"""How long a prefill engine keeps blocks for others: a lease, renewed by heartbeats, ended when the blocks are read.
 
-Nobody is trusted to come back: the decode engine may have died, or the request may have been cancelled at the proxy.
-So blocks are kept for `duration` seconds at first. Heartbeats, which the decode engine sends for each request that it
-holds, however long that waits, renew the lease by two thirds of that. The notification that all was read ends it.
+The decode engine may have died, or the request may have been cancelled at the proxy, so a lease ends by itself after
+`duration` seconds. Each heartbeat of a decode engine that still wants the blocks renews it for two thirds of that.
 
 In vLLM v0.33.0: `_reqs_to_send`, `_reqs_to_process`, `_handle_heartbeat` and `_get_new_notifs` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py`.
 """
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-HEARTBEAT = b"HB:"
 HEARTBEATS_PER_LEASE = 6
 REMEMBERED = 4096
-"""Notifications that are kept in mind. With steps in flight one may come before its lease begins."""
+"""Releases that are kept in mind: one may come before its lease begins, which a step in flight has yet to tell."""
 
 
-def heartbeat_message(request_ids: Iterable[str]) -> bytes:
-    """The notification that renews the leases of these requests."""
-    return HEARTBEAT + ",".join(sorted(request_ids)).encode()
-
-
-def consumed_message(request_id: str, tensor_parallel_size: int) -> bytes:
-    """The notification that a rank has all that it wanted of a request."""
-    return f"{request_id}:{tensor_parallel_size}".encode()
+@dataclass(slots=True)
+class _Lease:
+    block_ids: tuple[int, ...]
+    until: float
 
 
 class Leases:
-    """The requests whose blocks one rank keeps for others. Times are in seconds of `clock`."""
+    """The requests whose blocks one rank keeps for others. Any thread may call; times are in seconds of `clock`."""
 
-    def __init__(self, duration: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.extension = duration * 2 / 3
-        self._clock = clock
-        self._until: dict[str, float] = {}
-        self._consumed: dict[str, None] = {}  # in order of their notifications
+    def __init__(self, duration: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.duration, self._clock = duration, clock
+        self._kept: dict[str, _Lease] = {}
+        self._released: dict[str, None] = {}  # in the order of their releases
         self._ended: set[str] = set()
+        self._changed = threading.Condition()
 
-    def __len__(self) -> int:
-        return len(self._until)
+    def grant(self, block_ids: Mapping[str, Sequence[int]]) -> None:
+        """Begin leases of these requests' blocks, or begin them anew. One that was released already ends at once."""
+        with self._changed:
+            for request_id, ids in block_ids.items():
+                if request_id in self._released:
+                    self._ended.add(request_id)
+                else:
+                    self._kept[request_id] = _Lease(tuple(ids), self._clock() + self.duration)
+            self._changed.notify_all()
 
-    def grant(self, seconds: Mapping[str, float]) -> None:
-        """Begins the leases. One that is granted twice begins anew; one that was read already ends at once."""
-        now = self._clock()
-        for request_id, left in seconds.items():
-            if request_id in self._consumed:
-                self._ended.add(request_id)
-            else:
-                self._until[request_id] = now + left
+    def renew(self, request_ids: Iterable[str]) -> None:
+        """Renew the leases of those requests that have one."""
+        with self._changed:
+            until = self._clock() + self.duration * 2 / 3
+            for lease in (self._kept[request_id] for request_id in request_ids if request_id in self._kept):
+                lease.until = max(lease.until, until)
 
-    def take(self, messages: Iterable[bytes]) -> None:
-        """Takes in notifications. What it does not understand, or is of no request here, changes nothing."""
-        for message in messages:
-            if message.startswith(HEARTBEAT):
-                self._renew(message.removeprefix(HEARTBEAT).decode(errors="replace").split(","))
-            else:
-                self._consume(message.decode(errors="replace").rpartition(":")[0])
+    def end(self, request_ids: Iterable[str]) -> None:
+        """End the leases of these requests: their blocks were read, or are not wanted."""
+        with self._changed:
+            for request_id in request_ids:
+                if self._kept.pop(request_id, None) is not None:
+                    self._ended.add(request_id)
+                self._released[request_id] = None
+                if len(self._released) > REMEMBERED:
+                    del self._released[next(iter(self._released))]
 
     def take_ended(self) -> tuple[set[str], set[str]]:
-        """Returns the requests that were read, and those whose lease has run out, since the last call.
+        """Return the requests that were released since the last call, and those whose lease has run out."""
+        with self._changed:
+            now = self._clock()
+            expired = {request_id for request_id, lease in self._kept.items() if lease.until <= now}
+            for request_id in expired:
+                del self._kept[request_id]
+            ended, self._ended = self._ended, set()
+            return ended, expired
 
-        Call `take` before: a heartbeat may have arrived in time.
-        """
-        now = self._clock()
-        expired = {request_id for request_id, until in self._until.items() if until <= now}
-        for request_id in expired:
-            del self._until[request_id]
-        ended, self._ended = self._ended, set()
-        return ended, expired
-
-    def _renew(self, request_ids: Iterable[str]) -> None:
-        until = self._clock() + self.extension
-        for request_id in request_ids:
-            if request_id in self._until:
-                self._until[request_id] = max(self._until[request_id], until)
-
-    def _consume(self, request_id: str) -> None:
-        if self._until.pop(request_id, None) is not None:
-            self._ended.add(request_id)
-        self._consumed[request_id] = None
-        if len(self._consumed) > REMEMBERED:
-            del self._consumed[next(iter(self._consumed))]
+    def blocks_of(self, request_id: str, seconds: float = 0.0) -> tuple[int, ...] | None:
+        """Return the blocks that are kept for a request, waiting up to `seconds` for its lease; None for none."""
+        with self._changed:
+            self._changed.wait_for(lambda: request_id in self._kept, seconds)
+            lease = self._kept.get(request_id)
+            return lease and lease.block_ids

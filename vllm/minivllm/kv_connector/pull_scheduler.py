@@ -13,12 +13,19 @@ In vLLM v0.33.0: `NixlPullConnectorScheduler` in
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorMetadata, KVConnectorOutput, KVTransferParams
+from minivllm.core.kv_connector import (
+    KVConnectorBase_V1,
+    KVConnectorConfig,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVTransferParams,
+)
 from minivllm.core.request import Request, RequestStatus
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.pull_leases import HEARTBEATS_PER_LEASE
@@ -26,6 +33,7 @@ from minivllm.kv_connector.pull_params import RemotePrefill, check_flags, digest
 
 if TYPE_CHECKING:
     from minivllm.core.block_pool import KVCacheBlock
+    from minivllm.core.output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +51,13 @@ class PullConnectorMetadata(KVConnectorMetadata):
     """What the ranks are to do in one step; requests by id.
 
     - `reqs_to_recv`: to be read. `reqs_to_release`: nothing of them is wanted, which the prefill engine should know.
-    - `reqs_to_send`: their blocks are kept, for so many seconds at first. One may be told twice.
+    - `reqs_to_send`: these blocks of theirs are kept, so nobody can read others. One may be told twice.
     - `heartbeats`: whose leases are to be renewed.
     """
 
     reqs_to_recv: dict[str, ReadOrder] = field(default_factory=dict)
     reqs_to_release: dict[str, RemotePrefill] = field(default_factory=dict)
-    reqs_to_send: dict[str, float] = field(default_factory=dict)
+    reqs_to_send: dict[str, list[int]] = field(default_factory=dict)
     heartbeats: list[RemotePrefill] = field(default_factory=list)
 
 
@@ -63,28 +71,21 @@ class _Claim:
     is_over: bool = False
 
 
-class PullConnectorScheduler:
-    """See `KVConnectorBase_V1` for the methods that have no words here."""
+class PullConnectorScheduler(KVConnectorBase_V1):
+    """Connectors that build on this say where other engines reach them: `host`, `port`, and a `generation` if any."""
 
-    def __init__(self, config: KVConnectorConfig, lease_duration: float) -> None:
-        self.config, self.lease_duration = config, lease_duration
-        self.engine_id = config.kv_transfer_config.engine_id
+    def __init__(self, config: KVConnectorConfig, role: KVConnectorRole, lease_duration: float) -> None:
+        super().__init__(config, role)
+        self.lease_duration = lease_duration
         self.host, self.port, self.generation = "", 0, ""
-        self._held: set[str] = set()
+        self._held: dict[str, list[int]] = {}
         self._held_lock = threading.Lock()  # the side channel's thread asks
         self._claims: dict[RemotePrefill, _Claim] = {}
         self._claim_of: dict[str, _Claim] = {}
         self._last_heartbeat = float("-inf")
         self._untold: dict[str, RemotePrefill] = {}
         self._num_untold: Counter[str] = Counter()
-        self._next = self.new_metadata()
-
-    def new_metadata(self) -> PullConnectorMetadata:
-        """Returns one that says nothing; for connectors whose metadata say more."""
-        return PullConnectorMetadata()
-
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """What the ranks say of where they are, by rank, is for connectors that tell it to other engines."""
+        self._next = PullConnectorMetadata()
 
     def is_held(self, request_id: str) -> bool:
         """Whether this request's blocks are kept for others; can be called from any thread."""
@@ -142,9 +143,9 @@ class PullConnectorScheduler:
         order = ReadOrder(claim.remote, block_ids, start, start + num_external_tokens)
         self._next.reqs_to_recv[request.request_id] = order
 
-    def build_connector_meta(self) -> PullConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PullConnectorMetadata:
         """What has been decided since the last call; heartbeats with it, six in the time of a lease."""
-        metadata, self._next = self._next, self.new_metadata()
+        metadata, self._next = self._next, PullConnectorMetadata()
         now = time.monotonic()
         waiting = [claim.remote for claim in self._claims.values() if not claim.is_over]
         if waiting and now - self._last_heartbeat >= self.lease_duration / HEARTBEATS_PER_LEASE:
@@ -152,14 +153,15 @@ class PullConnectorScheduler:
             metadata.heartbeats = waiting
         return metadata
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What was sent is not kept any more; what was read, or is lost, needs no heartbeats."""
         with self._held_lock:
-            self._held -= output.finished_sending
-        for request_id in output.finished_recving:
+            for request_id in connector_output.finished_sending:
+                self._held.pop(request_id, None)
+        for request_id in connector_output.finished_recving:
             if claim := self._claim_of.get(request_id):
                 claim.is_over = True
-        for request_id in (told for of_rank in output.kv_connector_worker_meta or () for told in of_rank):
+        for request_id in (told for of_rank in connector_output.kv_connector_worker_meta or () for told in of_rank):
             self._num_untold[request_id] -= 1
             if self._num_untold[request_id] <= 0:
                 self._untold.pop(request_id, None)
@@ -176,9 +178,9 @@ class PullConnectorScheduler:
         block_ids = block_ids[: -(-num_tokens // self.config.block_size)]
         if not ended_well or not block_ids:
             return False, None
-        self._next.reqs_to_send[request.request_id] = self.lease_duration
+        self._next.reqs_to_send[request.request_id] = block_ids
         with self._held_lock:
-            self._held.add(request.request_id)
+            self._held[request.request_id] = block_ids
         return True, self._answer(request, block_ids, num_tokens)
 
     def has_pending_block_frees(self) -> bool:
@@ -187,18 +189,15 @@ class PullConnectorScheduler:
 
     def start_over(self) -> None:
         """A step has failed: the ranks have given up their reads, and are told all else once more."""
-        self._next = self.new_metadata()
+        self._next = PullConnectorMetadata()
         with self._held_lock:
-            self._next.reqs_to_send = dict.fromkeys(self._held, self.lease_duration)
+            self._next.reqs_to_send = dict(self._held)
         for claim in self._claims.values():
             if claim.reader is not None and not claim.is_over:
                 claim.is_over = True
                 self._untold[claim.reader] = claim.remote
         for request_id, remote in self._untold.items():
             self._release(request_id, remote)
-
-    def shutdown(self) -> None:
-        """Nothing is left to do here."""
 
     def _leave(self, request_id: str) -> None:
         """This request needs its remote one no more, or never will. The last one to leave gives back what is unread."""
@@ -223,7 +222,7 @@ class PullConnectorScheduler:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [block_ids],
-            "remote_engine_id": self.engine_id,
+            "remote_engine_id": self.config.kv_transfer_config.engine_id,
             "remote_request_id": request.request_id,
             "remote_host": self.host,
             "remote_port": self.port,

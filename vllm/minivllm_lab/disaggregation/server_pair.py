@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.tcp.secret import SECRET_VARIABLE
+from minivllm.kv_connector.tcp.settings import SECRET_VARIABLE
 
 SECONDS_TO_START, SECONDS_TO_END = 120.0, 15.0
 NAME = "lesson"

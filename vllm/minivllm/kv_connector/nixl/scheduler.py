@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from minivllm.core.kv_connector import KVConnectorConfig
+from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
+from minivllm.kv_connector.nixl.settings import check_settings
 from minivllm.kv_connector.nixl.side_channel import NixlAgentMetadata, NixlHandshakePayload, NixlSideChannel
 from minivllm.kv_connector.pull_params import GENERATIONS_JOINED_BY
 from minivllm.kv_connector.pull_scheduler import PullConnectorScheduler
@@ -22,8 +23,9 @@ DEFAULT_HOST, DEFAULT_PORT = "localhost", 5600
 class NixlConnectorScheduler(PullConnectorScheduler):
     """Tells other engines where its side channel is."""
 
-    def __init__(self, config: KVConnectorConfig, lease_duration: float) -> None:
-        super().__init__(config, lease_duration)
+    def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> None:
+        """Raise `MinivllmError` for settings that it does not know or cannot serve. Import no nixl."""
+        super().__init__(config, role, check_settings(config)[0]["kv_lease_duration"])
         self.host, self.port = side_channel_address(config.data_parallel_rank)
         self._side_channel: NixlSideChannel | None = None
 
@@ -36,7 +38,6 @@ class NixlConnectorScheduler(PullConnectorScheduler):
         self._side_channel = NixlSideChannel(self.host, self.port, payloads, self.is_held)
 
     def shutdown(self) -> None:
-        """Closes the side channel."""
         if self._side_channel is not None:
             self._side_channel.close()
             self._side_channel = None

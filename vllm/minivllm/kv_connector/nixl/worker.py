@@ -11,36 +11,37 @@ In vLLM v0.33.0: `NixlPullConnectorWorker` in `vllm/distributed/kv_transfer/kv_c
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import msgspec
 import torch
 
-from minivllm.core.kv_connector import KVCaches, KVConnectorConfig
+from minivllm.core.kv_connector import KVCaches, KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl.agent import Transfer, TransferAgent
+from minivllm.kv_connector.nixl.agent import NixlAgent, Transfer, TransferAgent
 from minivllm.kv_connector.nixl.peers import LAYOUT_WITH_SCALES, PLAIN_LAYOUT, Peer, Peers, in_thread
 from minivllm.kv_connector.nixl.pieces import piece_indices
+from minivllm.kv_connector.nixl.settings import check_settings
 from minivllm.kv_connector.nixl.side_channel import (
     NixlAgentMetadata,
     NixlHandshakePayload,
     ask_is_held,
     compute_nixl_compatibility_hash,
 )
-from minivllm.kv_connector.nixl.stats import NixlKVConnectorStats
-from minivllm.kv_connector.pull_leases import Leases, consumed_message, heartbeat_message
+from minivllm.kv_connector.pull_leases import Leases
 from minivllm.kv_connector.pull_params import RemotePrefill
-from minivllm.kv_connector.pull_scheduler import PullConnectorMetadata, ReadOrder
+from minivllm.kv_connector.pull_scheduler import ReadOrder
+from minivllm.kv_connector.pull_worker import PullConnectorWorker
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
-MakeAgent = Callable[[str], TransferAgent]
+MakeAgent = Callable[[str, list[str]], TransferAgent]
 SECONDS_TO_CANCEL = 5.0
+HEARTBEAT = b"HB:"
 
 
 @dataclass(slots=True)
@@ -54,31 +55,30 @@ class _Read:
     is_held: "Future[bool] | None" = None
 
 
-class NixlConnectorWorker:
-    """See `KVConnectorBase_V1` for the methods that have no words here. One thread at a time may call it."""
+class NixlConnectorWorker(PullConnectorWorker):
+    """One thread at a time may call it."""
+
+    kind = "nixl"
 
     def __init__(
         self,
         config: KVConnectorConfig,
-        make_agent: MakeAgent,
-        *,
-        lease_duration: float,
-        handshake_timeout: float,
-        read_timeout: float,
+        role: KVConnectorRole = KVConnectorRole.WORKER,
+        make_agent: MakeAgent = NixlAgent,
     ) -> None:
-        """`make_agent` is given a name that no other agent has. Times are in seconds."""
-        self.config = config
+        """`make_agent` is given a name that no other agent has, and the backends."""
+        seconds, self._backends = check_settings(config)
+        super().__init__(config, role, seconds["kv_lease_duration"])
+        self._handshake_timeout, self._read_timeout = seconds["handshake_timeout"], seconds["read_timeout"]
         self._make_agent = make_agent
-        self._handshake_timeout, self._read_timeout = handshake_timeout, read_timeout
-        self._leases = Leases(lease_duration)
         self._agent: TransferAgent | None = None
-        self._stats = NixlKVConnectorStats()
-        self._start_over()
+        self._reads: dict[str, _Read] = {}
+        self._releases: dict[str, RemotePrefill] = {}
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
         """Opens the whole cache to reads. Raises `MinivllmError` if nixl is not installed."""
         tensors = [tensor for layer in kv_caches.values() for tensor in layer]
-        self._agent = self._make_agent(str(uuid.uuid4()))
+        self._agent = self._make_agent(str(uuid.uuid4()), self._backends)
         self._agent.register(tensors)
         self._own = own_metadata(self.config, self._agent.metadata(), tensors)
         self._hash = compute_nixl_compatibility_hash(self.config)
@@ -90,44 +90,17 @@ class NixlConnectorWorker:
         payload = NixlHandshakePayload(self._hash, msgspec.msgpack.encode(self._own))
         return msgspec.msgpack.encode(payload)
 
-    def start_load_kv(self, metadata: PullConnectorMetadata) -> None:
-        """Takes in what the scheduler has decided, and begins the reads that can begin."""
-        self._leases.grant(metadata.reqs_to_send)
-        self._releases |= metadata.reqs_to_release
-        self._reads |= {request_id: _Read(order) for request_id, order in metadata.reqs_to_recv.items()}
-        self._send_heartbeats(metadata.heartbeats)
+    def start_load_kv(self) -> None:
+        self.leases.grant(self.orders.reqs_to_send)
+        self._releases |= self.orders.reqs_to_release
+        self._reads |= {request_id: _Read(order) for request_id, order in self.orders.reqs_to_recv.items()}
+        self._send_heartbeats(self.orders.heartbeats)
         self._advance()
 
-    def get_finished(self) -> tuple[set[str], set[str]]:
-        """The requests whose blocks need not be kept any more, and those whose reads have ended, well or not."""
+    def look(self) -> None:
         self._advance()
         assert self._agent is not None
-        self._leases.take(self._agent.notifications())
-        read, expired = self._leases.take_ended()
-        if expired:
-            self._stats.record_expired(len(expired))
-            logger.warning("Nobody has read the blocks of %s in time: they are free", ", ".join(sorted(expired)))
-        received, self._received = self._received, set()
-        return read | expired, received
-
-    def take_failed(self) -> set[str]:
-        """Those just returned as received of which nothing can be used."""
-        failed, self._failed = self._failed, set()
-        return failed
-
-    def take_invalid_block_ids(self) -> set[int]:
-        """Their blocks."""
-        blocks, self._invalid_block_ids = self._invalid_block_ids, set()
-        return blocks
-
-    def take_stats(self) -> dict[str, Any] | None:
-        """See `NixlKVConnectorStats`."""
-        return self._stats.take()
-
-    def take_told(self) -> list[str] | None:
-        """Whose prefill engine now knows that its blocks are not wanted; or cannot be told; None for nobody."""
-        told, self._told = self._told, []
-        return told or None
+        take_notifications(self.leases, self._agent.notifications())
 
     def reset(self) -> None:
         """Gives up all reads and releases: nothing writes into the cache any more. Leases run on."""
@@ -135,22 +108,15 @@ class NixlConnectorWorker:
         for read in self._reads.values():
             while read.transfer is not None and not read.transfer.release() and time.monotonic() < until:
                 time.sleep(0.001)
-        self._start_over()
+        self._reads.clear()
+        self._releases.clear()
+        self.forget_results()
 
     def shutdown(self) -> None:
-        """Releases all that the agent has."""
         if self._agent is not None:
             self.reset()
             self._agent.close()
             self._agent = None
-
-    def _start_over(self) -> None:
-        self._reads: dict[str, _Read] = {}
-        self._releases: dict[str, RemotePrefill] = {}
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
-        self._invalid_block_ids: set[int] = set()
-        self._told: list[str] = []
 
     def _advance(self) -> None:
         """Moves every read and every release as far as it goes without waiting."""
@@ -164,10 +130,10 @@ class NixlConnectorWorker:
             try:
                 peer = self._peers.meet(remote)
             except MinivllmError:
-                self._tell(request_id, None, remote)
+                self._release(request_id, None, remote)
             else:
                 if peer is not None:
-                    self._tell(request_id, peer, remote)
+                    self._release(request_id, peer, remote)
         self._peers.forget_lost({read.peer.name for read in self._reads.values() if read.peer})
 
     def _is_over(self, read: _Read) -> bool:
@@ -218,29 +184,29 @@ class NixlConnectorWorker:
 
     def _end(self, request_id: str, read: _Read) -> None:
         assert read.transfer is not None
-        self._stats.record_transfer(read.transfer.times())
+        times = read.transfer.times()
+        self.observe(
+            xfer_time_seconds=times.seconds,
+            post_time_seconds=times.post_seconds,
+            bytes_transferred=times.num_bytes,
+            num_descriptors=times.num_descriptors,
+        )
         read.transfer.release()
         self._notify(read.peer, consumed_message(read.order.remote.request_id, self.config.tensor_parallel_size))
         del self._reads[request_id]
-        self._received.add(request_id)
+        self.receive(request_id)
 
     def _fail(self, request_id: str, read: _Read, error: Exception) -> None:
         remote = read.order.remote
-        logger.warning(
-            "The blocks of request %s were not read from %s:%d: %s", request_id, remote.host, remote.port, error
-        )
         if read.transfer is not None:
             read.transfer.release()
-        self._stats.record_failed_transfer()
         del self._reads[request_id]
-        self._received.add(request_id)
-        self._failed.add(request_id)
-        self._invalid_block_ids.update(read.order.block_ids)
+        self.lose(request_id, read.order.block_ids, f"{error} ({remote.host}:{remote.port})")
 
-    def _tell(self, request_id: str, peer: Peer | None, remote: RemotePrefill) -> None:
+    def _release(self, request_id: str, peer: Peer | None, remote: RemotePrefill) -> None:
         self._notify(peer, consumed_message(remote.request_id, self.config.tensor_parallel_size))
         del self._releases[request_id]
-        self._told.append(request_id)
+        self.tell(request_id)
 
     def _notify(self, peer: Peer | None, message: bytes) -> None:
         """Sends it if it can; where it cannot, leases end by themselves."""
@@ -250,7 +216,7 @@ class NixlConnectorWorker:
                 raise MinivllmError("there was no handshake")
             self._agent.notify(peer.name, message)
         except Exception as error:
-            self._stats.record_failed_notification()
+            self.count("num_failed_notifications")
             logger.warning("A prefill engine could not be notified (%s); its lease will end", error)
 
     def _send_heartbeats(self, remotes: list[RemotePrefill]) -> None:
@@ -262,6 +228,25 @@ class NixlConnectorWorker:
                 peer = self._peers.greet(theirs[0])
             if peer is not None:
                 self._notify(peer, heartbeat_message(remote.request_id for remote in theirs))
+
+
+def heartbeat_message(request_ids: Iterable[str]) -> bytes:
+    """Return the notification that renews the leases of these requests."""
+    return HEARTBEAT + ",".join(sorted(request_ids)).encode()
+
+
+def consumed_message(request_id: str, tensor_parallel_size: int) -> bytes:
+    """Return the notification that a rank has all that it wanted of a request."""
+    return f"{request_id}:{tensor_parallel_size}".encode()
+
+
+def take_notifications(leases: Leases, messages: Iterable[bytes]) -> None:
+    """Act on notifications. What is not understood, or is of no request here, changes nothing."""
+    for message in messages:
+        if message.startswith(HEARTBEAT):
+            leases.renew(message.removeprefix(HEARTBEAT).decode(errors="replace").split(","))
+        else:
+            leases.end([message.decode(errors="replace").rpartition(":")[0]])
 
 
 def own_metadata(config: KVConnectorConfig, agent_metadata: bytes, tensors: list[torch.Tensor]) -> NixlAgentMetadata:

@@ -11,18 +11,18 @@ In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py` (`SimpleCPUOffloadSchedu
 """
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from minivllm.config.checks import require
 from minivllm.config.units import GIB
 from minivllm.core.block_hash import BlockHash
-from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorOutput
+from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorConfig, KVConnectorOutput, KVConnectorRole
 from minivllm.core.kv_offload import CPUOffloadingManager, LookupResult
-from minivllm.errors import MinivllmError
-from minivllm.kv_connector.offload.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from minivllm.kv_connector.offload.metadata import BlockCopy, OffloadMetadata
 from minivllm.kv_connector.offload.settings import OffloadSettings
 from minivllm.logger import init_logger
 from minivllm.platforms.device_memory import available_memory
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from minivllm.core.request import Request
 
 logger = init_logger(__name__)
-MOST_COUNTED = 64_000
-"""Of how many keys `store_threshold` remembers how often they have come."""
 
 
 @dataclass(slots=True)
@@ -64,34 +62,43 @@ class _Store:
     is_lazy: bool
 
 
-class OffloadScheduler:
-    """See `KVConnectorBase_V1` for the methods that have no words here."""
+class OffloadScheduler(KVConnectorBase_V1):
+    """Decides which blocks are stored and loaded."""
 
-    def __init__(self, config: KVConnectorConfig, settings: OffloadSettings) -> None:
-        self.config, self.settings = config, settings
+    def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> None:
+        """Raise `MinivllmError` for settings that cannot be."""
+        super().__init__(config, role)
+        self.settings = OffloadSettings.of(config.kv_transfer_config.kv_connector_extra_config)
         self.num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
         self._followed: dict[str, _Followed] = {}
         self._hits: dict[str, _Hit] = {}
         self._loads: dict[str, _Hit] = {}
         self._stores: dict[int, _Store] = {}
         self._num_stores = 0
-        self._seen: OrderedDict[BlockHash, int] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._lookup_seconds: list[float] = []
         self._told_state: dict[str, int] = {}
 
-    def set_block_bytes(self, block_bytes: Sequence[int]) -> None:
-        """Is told the bytes of a block on each rank, and makes the tier.
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, int]) -> None:
+        """Make the tier, now that the bytes of a block on each rank are known.
 
         Raises:
             MinivllmError: not one block fits, or this machine has not that much.
         """
-        settings, record = self.settings, sum(block_bytes)
-        num_blocks = settings.num_cpu_blocks
-        if num_blocks is None:
-            num_blocks = blocks_within(settings.cpu_bytes_to_use or 0, record, self.config.block_size)
+        record, num_bytes = sum(metadata.values()), self.settings.cpu_bytes_to_use or 0
+        num_blocks = self.settings.num_cpu_blocks or int(num_bytes // record)
+        require(
+            num_blocks >= 2,
+            f"cpu_bytes_to_use is {num_bytes:,.0f}, and a block of {self.config.block_size} tokens takes {record:,}: "
+            f"give it {2 * record:,} bytes at least",
+        )
         num_blocks -= 1  # the null block, which takes no memory here
-        check_room(num_blocks * record)
+        available = available_memory()
+        require(
+            available is None or num_blocks * record <= available,
+            f"the host tier takes {num_blocks * record / GIB:,.2f} GiB, and this machine has "
+            f"{(available or 0) / GIB:,.2f} left: give it less (kv_offloading_size)",
+        )
         self.manager = CPUOffloadingManager(num_blocks)
         logger.info(
             "Memory: %.3f GiB KV cache in host memory (%s blocks)", num_blocks * record / GIB, f"{num_blocks:,}"
@@ -102,7 +109,6 @@ class OffloadScheduler:
         return OffloadMetadata(num_cpu_blocks=self.manager.num_blocks)
 
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
-        """Keeps it."""
         self.gpu_pool = block_pool
 
     # Loads
@@ -134,7 +140,6 @@ class OffloadScheduler:
         name = request.request_id
         self._followed[name] = _Followed(request)
         self.manager.touch(request.block_hashes)
-        self._count_seen(request.block_hashes)
         hit = self._hits.get(name)
         if hit is None or not num_external_tokens:
             self._release_hit(name)
@@ -142,7 +147,7 @@ class OffloadScheduler:
         self._loads[name] = self._hits.pop(name)
         num_blocks = num_external_tokens // self.config.block_size
         block_ids = [block.block_id for block in blocks[hit.first : hit.first + num_blocks]]
-        self._metadata.loads[name] = LoadJob(block_ids, hit.cpu_block_ids[:num_blocks])
+        self._metadata.loads[name] = BlockCopy(block_ids, hit.cpu_block_ids[:num_blocks])
 
     def _release_hit(self, name: str) -> None:
         if (hit := self._hits.pop(name, None)) is not None:
@@ -152,14 +157,6 @@ class OffloadScheduler:
         if (hit := self._loads.pop(name, None)) is not None:
             self.manager.complete_load(hit.keys)
             self._counts["simple_kv_offload_load_blocks"] += len(hit.keys)
-
-    def _count_seen(self, keys: Sequence[BlockHash]) -> None:
-        if self.settings.store_threshold < 2:
-            return
-        for key in keys:
-            self._seen[key] = self._seen.pop(key, 0) + 1
-        while len(self._seen) > MOST_COUNTED:
-            self._seen.popitem(last=False)
 
     # Stores
 
@@ -190,17 +187,8 @@ class OffloadScheduler:
                 if block is None:
                     break  # published when its last token is known
                 followed.num_offered = place + 1
-                if self._is_wanted(key):
-                    wanted[key] = block
+                wanted[key] = block
         return wanted
-
-    def _is_wanted(self, key: BlockHash) -> bool:
-        if self.manager.lookup(key) is not LookupResult.MISS:
-            return False
-        if self.settings.store_threshold > 1 and self._seen.get(key, 0) < self.settings.store_threshold:
-            self._counts["kv_offload_stores_skipped"] += 1
-            return False
-        return True
 
     def _blocks_to_be_evicted(self) -> "dict[BlockHash, KVCacheBlock]":
         """Blocks near the head of the free queue, as many as two steps of full size could take.
@@ -231,15 +219,14 @@ class OffloadScheduler:
         self.gpu_pool.touch(blocks)
         number, self._num_stores = self._num_stores, self._num_stores + 1
         self._stores[number] = _Store(prepared.keys_to_store, blocks, self.num_ranks, is_lazy)
-        self._metadata.store = StoreJob(number, [block.block_id for block in blocks], prepared.block_ids)
+        self._metadata.stores[number] = BlockCopy([block.block_id for block in blocks], prepared.block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Ends loads, and stores that all ranks have ended."""
         for name in connector_output.finished_recving:
             self._complete_load(name)
-        for told in connector_output.kv_connector_worker_meta or ():
-            assert isinstance(told, OffloadWorkerMetadata)
-            for number in told.completed_stores:
+        for completed in connector_output.kv_connector_worker_meta or ():
+            for number in completed:
                 self._complete_store(number)
 
     def _complete_store(self, number: int) -> None:
@@ -297,8 +284,7 @@ class OffloadScheduler:
         self.manager = CPUOffloadingManager(self.manager.num_blocks)
         self._metadata = self._no_orders()
 
-    def state(self) -> dict[str, int]:
-        """How many blocks the tier has, holds, loads and stores now."""
+    def tier_state(self) -> dict[str, int]:
         return {
             "blocks": self.manager.num_blocks,
             "used": self.manager.num_used_blocks,
@@ -312,7 +298,7 @@ class OffloadScheduler:
         self._counts.clear()
         if self._lookup_seconds:
             counts["kv_offload_lookup_sync_delay_seconds"], self._lookup_seconds = self._lookup_seconds, []
-        state = self.state()
+        state = self.tier_state()
         if state != self._told_state:
             self._told_state = state
             num_blocks, num_pinned = state["blocks"], self.manager.num_pinned_blocks
@@ -322,32 +308,3 @@ class OffloadScheduler:
             counts["simple_kv_offload_used_blocks"] = state["used"]
             counts["simple_kv_offload_pending_store_blocks"] = state["storing"]
         return counts or None
-
-
-def blocks_within(num_bytes: float, block_bytes: int, block_size: int) -> int:
-    """How many blocks of so many bytes have room in `cpu_bytes_to_use`.
-
-    Raises:
-        MinivllmError: fewer than 2.
-    """
-    num_blocks = int(num_bytes // block_bytes)
-    if num_blocks < 2:
-        raise MinivllmError(
-            f"cpu_bytes_to_use is {num_bytes:,.0f}, and a block of {block_size} tokens takes {block_bytes:,}: give it "
-            f"{2 * block_bytes:,} bytes at least"
-        )
-    return num_blocks
-
-
-def check_room(num_bytes: int) -> None:
-    """Rejects a tier that is larger than what this machine has left.
-
-    Raises:
-        MinivllmError: it is.
-    """
-    available = available_memory()
-    if available is not None and num_bytes > available:
-        raise MinivllmError(
-            f"the host tier takes {num_bytes / GIB:,.2f} GiB, and this machine has {available / GIB:,.2f} left: give "
-            "it less (kv_offloading_size)"
-        )

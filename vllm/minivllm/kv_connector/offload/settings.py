@@ -21,14 +21,12 @@ class OffloadSettings:
     - `lazy_offload`: store a block only shortly before it would be evicted, not as soon as it is full.
     - `offload_prompt_only`: store no block that has tokens of an answer. None: True, but for `lazy_offload`, which does
       not know whose a block was.
-    - `store_threshold`: store a block only once so many admitted requests have had it.
     """
 
     cpu_bytes_to_use: float | None = None
     num_cpu_blocks: int | None = None
     lazy_offload: bool = False
     offload_prompt_only: bool | None = None
-    store_threshold: int = 0
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> "OffloadSettings":
@@ -37,8 +35,7 @@ class OffloadSettings:
         Raises:
             MinivllmError: an unknown key, or a value that cannot be.
         """
-        known = [field.name for field in fields(cls)]
-        refuse_unknown("the host tier's kv_connector_extra_config has no key", extra_config, known)
+        refuse_unknown("kv_connector_extra_config has no key", extra_config, [one.name for one in fields(cls)])
         return cls(**extra_config)
 
     def __post_init__(self) -> None:
@@ -54,15 +51,14 @@ class OffloadSettings:
             self.cpu_bytes_to_use is not None or self.num_cpu_blocks is not None,
             "the host tier has no size: set kv_offloading_size, or cpu_bytes_to_use in kv_connector_extra_config",
         )
-        require(is_count(self.store_threshold, 0), f"store_threshold is {self.store_threshold!r}; it must be 0 or more")
         require(isinstance(self.lazy_offload, bool), f"lazy_offload is {self.lazy_offload!r}; it must be true or false")
         require(
             self.offload_prompt_only is None or isinstance(self.offload_prompt_only, bool),
             f"offload_prompt_only is {self.offload_prompt_only!r}; it must be true or false",
         )
         require(
-            not (self.lazy_offload and (self.offload_prompt_only or self.store_threshold > 1)),
-            "lazy_offload does not know whose a block was: leave out offload_prompt_only and store_threshold",
+            not (self.lazy_offload and self.offload_prompt_only),
+            "lazy_offload does not know whose a block was: leave out offload_prompt_only",
         )
 
     @property

@@ -1,16 +1,17 @@
-"""What `kv_connector_extra_config` says to the TCP connector, checked."""
+"""What `kv_connector_extra_config` says to the TCP connector, checked; and the secret that its engines share."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.config.checks import positive_seconds
+from minivllm.config.checks import positive_seconds, refuse_unknown, require
 from minivllm.core.kv_connector import KVConnectorConfig
-from minivllm.errors import MinivllmError
-from minivllm.kv_connector.tcp.secret import secret_of
 
-NAMES = ("host", "port", "secret", "kv_lease_duration", "timeout", "layerwise")
+SECRET_VARIABLE = "MINIVLLM_KV_TRANSFER_SECRET"
+LEAST_SECRET = 16
+"""Characters: fewer could be guessed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,6 @@ class TCPSettings:
     - `secret`: what both sides know; by default from the environment (`MINIVLLM_KV_TRANSFER_SECRET`).
     - `lease_duration`: seconds for which blocks are kept for others without a sign of life.
     - `timeout`: seconds that one frame may take.
-    - `layerwise`: a decode engine loads within the step, layer by layer as the forward pass needs them.
     """
 
     host: str
@@ -30,46 +30,41 @@ class TCPSettings:
     secret: bytes = field(repr=False)
     lease_duration: float
     timeout: float
-    layerwise: bool
 
     @classmethod
     def of(cls, config: KVConnectorConfig) -> TCPSettings:
-        """Reads and checks them. Raises `MinivllmError` for an unknown key, a wrong value, or an engine not served."""
+        """Read and check them. Raise `MinivllmError` for an unknown key, a wrong value, or an engine not served."""
         extra = config.kv_transfer_config.kv_connector_extra_config
-        for name in extra:
-            if name not in NAMES:
-                raise MinivllmError(f"TCPConnector has no setting {name!r}; there are: {', '.join(NAMES)}")
-        if config.pipeline_parallel_size > 1:
-            raise MinivllmError("TCPConnector needs pipeline_parallel_size 1: use tensor_parallel_size")
-        host = _of_type(extra, "host", str, "127.0.0.1", "a name or an address of this machine")
-        if host in ("", "0.0.0.0", "::"):
-            raise MinivllmError(
-                f"host is {host!r}; other engines are told it, so it must be one of this machine's addresses"
-            )
-        port = _of_type(extra, "port", int, 0, "a port from 0 (any free one) to 65535")
+        refuse_unknown("TCPConnector has no setting", extra, ("host", "port", "secret", "kv_lease_duration", "timeout"))
+        require(
+            config.pipeline_parallel_size == 1, "TCPConnector needs pipeline_parallel_size 1: use tensor_parallel_size"
+        )
+        host, port = extra.get("host", "127.0.0.1"), extra.get("port", 0)
+        require(
+            isinstance(host, str) and host not in ("", "0.0.0.0", "::"),
+            f"host is {host!r}; other engines are told it, so it must be one of this machine's names or addresses",
+        )
         ranks = config.tensor_parallel_size * (1 + config.data_parallel_rank)
-        if not (port >= 0 and port + ranks <= 65536) or (port == 0 and config.tensor_parallel_size > 1):
-            raise MinivllmError(
-                f"port is {port}; it must be a port from 1 to {65536 - ranks}, which rank 0 takes, and the other ranks "
-                "those that follow (0, any free one, is for one rank alone)"
-            )
+        require(
+            type(port) is int and (config.tensor_parallel_size > 1) <= port <= 65536 - ranks,
+            f"port is {port!r}; it must be a port from 1 to {65536 - ranks}, which rank 0 takes, and the other ranks "
+            "those that follow (0, any free one, is for one rank alone)",
+        )
+        secret: Any = extra.get("secret", os.environ.get(SECRET_VARIABLE))
+        require(
+            isinstance(secret, str) and len(secret) >= LEAST_SECRET,
+            f"engines that exchange keys and values over TCP share a secret of at least {LEAST_SECRET} characters: set "
+            f"{SECRET_VARIABLE} (or kv_connector_extra_config.secret) to the same text on both sides",
+        )
         return cls(
             host=host,
             port=port,
-            secret=secret_of(extra.get("secret")),
+            secret=secret.encode(),
             lease_duration=positive_seconds("kv_lease_duration", extra.get("kv_lease_duration", 30.0)),
             timeout=positive_seconds("timeout", extra.get("timeout", 10.0)),
-            layerwise=_of_type(extra, "layerwise", bool, False, "true or false"),
         )
 
     def address_of(self, config: KVConnectorConfig) -> tuple[str, int]:
-        """Where this rank listens."""
+        """Return where this rank listens."""
         first = config.data_parallel_rank * config.tensor_parallel_size
         return self.host, self.port and self.port + first + config.tensor_parallel_rank
-
-
-def _of_type(extra: Any, name: str, kind: type[Any], default: Any, wanted: str) -> Any:
-    value = extra.get(name, default)
-    if type(value) is not kind:
-        raise MinivllmError(f"{name} is {value!r}; it must be {wanted}")
-    return value

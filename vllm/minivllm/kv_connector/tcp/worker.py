@@ -1,238 +1,265 @@
 """The ranks' side of the TCP connector: answers other engines that read its blocks, and reads theirs, in threads.
 
-The step only hands orders over and asks what has ended, so transfers and forward passes run side by side.
+The step only hands orders over and asks what has ended, so transfers and forward passes run side by side. A transfer is
+cut into pieces of some blocks with all of their layers, alike on both sides; each piece is gathered into a buffer,
+sent, received and scattered. A block that is let go of while it is gathered may be another request's already, so the
+server looks at the lease once more before it sends a piece.
 """
 
-import functools
-import sys
-from typing import Any
+from __future__ import annotations
 
-from minivllm.core.kv_connector import KVCaches, KVConnectorConfig
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from threading import Lock, Thread
+from typing import Literal
+
+import msgspec
+
+from minivllm.core.kv_connector import KVCaches, KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
+from minivllm.kernels.copy_blocks import BlockRegions
+from minivllm.kv_connector.host_copies import HostCopies, host_buffer
 from minivllm.kv_connector.pull_params import RemotePrefill
 from minivllm.kv_connector.pull_scheduler import ReadOrder
-from minivllm.kv_connector.tcp.checksums import Payload, own_checksums, xxh64
-from minivllm.kv_connector.tcp.kept import KeptBlocks
-from minivllm.kv_connector.tcp.peer import Load, RemoteEngine
-from minivllm.kv_connector.tcp.scheduler import TCPConnectorMetadata
+from minivllm.kv_connector.pull_worker import PullConnectorWorker
+from minivllm.kv_connector.tcp import protocol
+from minivllm.kv_connector.tcp.protocol import Ask, Connection, RefusedError, TransferError
 from minivllm.kv_connector.tcp.settings import TCPSettings
-from minivllm.kv_connector.tcp.staging import BlockStaging, StagingBuffer
-from minivllm.kv_connector.tcp.transport import (
-    Connection,
-    Done,
-    EngineLayout,
-    Heartbeat,
-    PieceSent,
-    Read,
-    Refused,
-    RefusedError,
-    Release,
-    TransferError,
-    TransferServer,
-    connect,
-)
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
-MOST_ENGINES = 64
-"""More are talked to only while each has something to be read or told."""
-IDLE_SECONDS = 600.0
-"""How long a connection stays open without a word."""
+PIECE_BYTES = 1 << 20
+READERS, TELLERS, ANSWERERS = 8, 32, 32
+"""Threads at most: for loads, for words (which no load must hold up), and for what others ask."""
+SECONDS_TO_WAIT = 2.0
+"""How long a read waits for the lease: the client hears of a request's end before the ranks do, in the next step."""
 
 
-class TCPConnectorWorker:
-    """See `KVConnectorBase_V1` for the methods that have no words here. One thread at a time may call it."""
+class Buffer:
+    """Room for one piece of a transfer, of at most `num_blocks` blocks."""
 
-    def __init__(self, config: KVConnectorConfig, settings: TCPSettings) -> None:
-        self.config, self.settings = config, settings
-        self.kept = KeptBlocks(settings.lease_duration)
-        self._server: TransferServer | None = None
-        self._engines: dict[tuple[str, int], RemoteEngine] = {}
-        self._forget_all()
+    def __init__(self, regions: BlockRegions) -> None:
+        self.num_blocks, self._bytes = max(1, PIECE_BYTES // regions.record_bytes), regions.record_bytes
+        self._copies = HostCopies(regions, self.num_blocks * self._bytes)
+        self._host = host_buffer(self.num_blocks, self._bytes, pinned=regions.device.type == "cuda")
+
+    def pieces(self, block_ids: Sequence[int]) -> Iterator[tuple[Sequence[int], memoryview]]:
+        """Cut a transfer into pieces: the blocks of each, and where in the buffer they have room."""
+        for first in range(0, len(block_ids), self.num_blocks):
+            piece = block_ids[first : first + self.num_blocks]
+            yield piece, self._host.numpy().data[: len(piece) * self._bytes]
+
+    def gather(self, piece: Sequence[int]) -> None:
+        """Copy these blocks of the cache into the buffer."""
+        self._copies.to_host(piece, self._host, range(len(piece)))
+
+    def scatter(self, piece: Sequence[int]) -> None:
+        """Copy what is in the buffer into these blocks of the cache."""
+        self._copies.from_host(piece, self._host, range(len(piece)))
+
+
+class TCPConnectorWorker(PullConnectorWorker):
+    """One thread at a time may call it."""
+
+    kind = "tcp"
+
+    def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.WORKER) -> None:
+        """Raise `MinivllmError` for settings that it does not know or cannot serve."""
+        self.settings = TCPSettings.of(config)
+        super().__init__(config, role, self.settings.lease_duration)
+        self._readers, self._tellers, self._answerers = map(ThreadPoolExecutor, (READERS, TELLERS, ANSWERERS))
+        self._loads: dict[str, tuple[ReadOrder, Future[dict[str, float]]]] = {}
+        self._wanted: set[ReadOrder] = set()
+        self._writing = Lock()
+        self._open: set[Connection] = set()
+        self._listener: socket.socket | None = None
+        self._is_closed = False
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Opens the server, if this engine gives anything away. Raises `MinivllmError` if its address is taken."""
-        self.staging = BlockStaging(kv_caches)
-        self.layout = layout_of(self.config, self.staging)
-        if own_checksums()[0] == "xxh64":
-            xxh64(Payload.of(b"compiled now, not in the first transfer"))
-        if self.config.kv_transfer_config.is_kv_producer:
-            address = self.settings.address_of(self.config)
-            self._server = TransferServer(
-                address, self.settings.secret, self.layout, self._answer, self.settings.timeout
-            )
+        """Open the server, if this engine gives anything away. Raise `MinivllmError` if its address is taken."""
+        self.regions = BlockRegions.of([tensor for tensors in kv_caches.values() for tensor in tensors])
+        self.layout = layout_of(self.config, kv_caches)
+        if not self.config.kv_transfer_config.is_kv_producer:
+            return
+        host, port = self.settings.address_of(self.config)
+        try:
+            self._listener = socket.create_server((host, port), backlog=64)
+        except (OSError, UnicodeError) as error:
+            raise MinivllmError(
+                f"cannot listen on {host}:{port}: {error}; set kv_connector_extra_config.host and port to an address "
+                "of this machine and a free port"
+            ) from error
+        self._accepting = Thread(target=self._accept, args=(self._listener,), name="kv-transfer-accept", daemon=True)
+        self._accepting.start()
 
-    def get_handshake_metadata(self) -> dict[str, Any] | None:
-        """Where this rank listens; None if it does not."""
-        return None if self._server is None else {"host": self.settings.host, "port": self._server.port}
+    def get_handshake_metadata(self) -> int | None:
+        """Return the port at which this rank listens; None if it does not."""
+        return self._listener and self._listener.getsockname()[1]
 
-    def start_load_kv(self, metadata: TCPConnectorMetadata) -> None:
-        """Takes in what the scheduler has decided: what is kept for others, and what is to be read from them."""
-        self.kept.grant(metadata.blocks_to_send)
-        for request_id, order in metadata.reqs_to_recv.items():
-            self._begin(request_id, order, metadata.within_step)
-        for request_id, remote in metadata.reqs_to_release.items():
-            told = functools.partial(self._told.append, request_id)
-            self._engine(remote).tell(Release([remote.request_id]), told)
-        for remote in metadata.heartbeats:
-            self._engine(remote).tell(Heartbeat([remote.request_id]))
+    def start_load_kv(self) -> None:
+        self.leases.grant(self.orders.reqs_to_send)
+        for request_id, order in self.orders.reqs_to_recv.items():
+            self._wanted.add(order)
+            self._loads[request_id] = order, self._readers.submit(self._load, order)
+        for request_id, remote in self.orders.reqs_to_release.items():
+            future = self._tellers.submit(self._say, "release", remote)
+            future.add_done_callback(lambda _, request_id=request_id: self.tell(request_id))
+        for remote in self.orders.heartbeats:
+            self._tellers.submit(self._say, "renew", remote)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Waits for this layer of the loads that the step's tokens need."""
-        count = self.staging.layer_names.index(layer_name) + 1
-        for load in self._within_step:
-            load.wait_for_layers(count)
-
-    def wait_for_save(self) -> None:
-        """Nothing is saved; but the loads of this step end with it, also where no layer asked for them."""
-        for load in self._within_step:
-            load.wait_for_layers(len(self.staging.layers))
-            self._took(load)
-        self._within_step.clear()
-
-    def get_finished(self) -> tuple[set[str], set[str]]:
-        """The requests whose blocks need not be kept any more, and those whose loads have ended, well or not."""
-        read, expired = self.kept.take_finished()
-        if expired:
-            logger.warning("Nobody has read the blocks of %s in time: they are free", ", ".join(sorted(expired)))
-            self._count("tcp_num_kv_expired_reqs", len(expired))
-        received = {load.request_id for load in self._loads.values() if load.is_over}
-        for request_id in received:
-            load = self._loads.pop(request_id)
-            self._took(load)
-            if load.error is not None:
-                self._failed.add(request_id)
-        return read | expired, received
-
-    def take_failed(self) -> set[str]:
-        """Those just returned as received of which nothing can be used."""
-        failed, self._failed = self._failed, set()
-        return failed
-
-    def take_invalid_block_ids(self) -> set[int]:
-        """Their blocks."""
-        blocks, self._invalid_block_ids = self._invalid_block_ids, set()
-        return blocks
-
-    def take_stats(self) -> dict[str, Any] | None:
-        """Counts since the last call: a list for a histogram, a number for a counter."""
-        stats, self._stats = self._stats, {}
-        return stats or None
-
-    def take_told(self) -> list[str] | None:
-        """Requests whose release has been told, or cannot be; None for nobody."""
-        told = [self._told.pop() for _ in range(len(self._told))]
-        return told or None
+    def look(self) -> None:
+        for request_id in [name for name, (_, future) in self._loads.items() if future.done()]:
+            order, future = self._loads.pop(request_id)
+            self._wanted.discard(order)
+            if (error := future.exception()) is not None:
+                self.lose(request_id, order.block_ids, error)
+                continue
+            self.receive(request_id)
+            self.observe(**future.result())
 
     def reset(self) -> None:
-        """Gives up all loads: nothing writes into the cache any more. What is kept for others stays so."""
-        for load in (*self._loads.values(), *self._within_step):
-            load.cancel()
-        self._forget_all()
+        """Give up all loads: nothing writes into the cache any more. What is kept for others stays so."""
+        with self._writing:
+            self._wanted.clear()
+        self._loads.clear()
+        self.forget_results()
 
     def shutdown(self) -> None:
-        """Ends all threads and connections."""
         self.reset()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        while self._engines:
-            self._engines.popitem()[1].close()
+        self._is_closed = True
+        if self._listener is not None:
+            with suppress(OSError):  # some systems cannot shut a listener down, and wake when it is closed
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._accepting.join()
+        for connection in list(self._open):
+            connection.close()
+        for pool in (self._readers, self._tellers, self._answerers):
+            pool.shutdown(cancel_futures=True)
 
-    def _forget_all(self) -> None:
-        self._loads: dict[str, Load] = {}
-        self._within_step: list[Load] = []
-        self._failed: set[str] = set()
-        self._invalid_block_ids: set[int] = set()
-        self._told: list[str] = []
-        self._stats: dict[str, Any] = {}
+    @contextmanager
+    def _using(self, connection: Connection) -> Iterator[Connection]:
+        """Close a connection in the end, or with this connector."""
+        self._open.add(connection)
+        try:
+            if self._is_closed:
+                raise TransferError("the connector was shut down")
+            yield connection
+        finally:
+            self._open.discard(connection)
+            connection.close()
 
-    def _engine(self, remote: RemotePrefill) -> RemoteEngine:
-        """The rank of that engine that this one talks to: the one with the same number, at the port of that number."""
-        address = remote.host, remote.port + self.config.tensor_parallel_rank
-        if address not in self._engines:
-            self._forget_an_engine()
-            self._engines[address] = RemoteEngine(functools.partial(self._connect, *address), self.staging)
-        return self._engines[address]
+    # In the threads that ask other engines
 
-    def _forget_an_engine(self) -> None:
-        """Whoever sends requests can name any number of addresses; each has two threads."""
-        if len(self._engines) >= MOST_ENGINES:
-            idle = next((address for address, engine in self._engines.items() if engine.is_idle), None)
-            if idle is not None:
-                self._engines.pop(idle).retire()
+    @contextmanager
+    def _asking(self, remote: RemotePrefill, ask: Ask) -> Iterator[Connection]:
+        """Ask the rank with this one's number, which listens at the port of that number."""
+        port, settings = remote.port + self.config.tensor_parallel_rank, self.settings
+        with self._using(protocol.connect(remote.host, port, settings.timeout)) as connection:
+            protocol.greet(connection, settings.secret, settings.timeout)
+            connection.send(msgspec.msgpack.encode(ask))
+            yield connection
 
-    def _connect(self, host: str, port: int) -> Connection:
-        return connect(host, port, self.settings.secret, self.layout, self.settings.timeout)[0]
+    def _load(self, order: ReadOrder) -> dict[str, float]:
+        """Fill an order's blocks, on a second connection if the first one breaks. Return what is to be counted."""
+        start = time.monotonic()
+        try:
+            try:
+                num_blocks = self._read(order)
+            except TransferError as error:
+                if isinstance(error, RefusedError):
+                    raise
+                num_blocks = self._read(order)
+        finally:  # read or lost, the other engine need not keep them
+            if not self._is_closed:
+                self._tellers.submit(self._say, "release", order.remote)
+        num_bytes = num_blocks * self.regions.record_bytes
+        return {"xfer_time_seconds": time.monotonic() - start, "bytes_transferred": num_bytes}
 
-    def _begin(self, request_id: str, order: ReadOrder, within_step: bool) -> None:
-        """Blocks have one size on both sides, so block i of the order is block `start` / size + i there."""
-        skipped = order.start // self.config.block_size
-        count = -(-order.end // self.config.block_size) - skipped
-        remote = order.remote.block_ids[skipped : skipped + count]
-        load = Load(request_id, order.remote.request_id, skipped, remote, order.block_ids[:count])
-        if within_step:
-            self._within_step.append(load)
-        else:
-            self._loads[request_id] = load
-        if len(remote) < count:
-            text = f"remote_block_ids names {len(order.remote.block_ids)} blocks; {order.end} tokens need more"
-            load.end(text, 0.0)
-            return
-        self._engine(order.remote).read(load)
+    def _read(self, order: ReadOrder) -> int:
+        """Fill an order's blocks, and return how many. Blocks have one size on both sides."""
+        remote, size = order.remote, self.config.block_size
+        first = order.start // size
+        count = -(-order.end // size) - first
+        ask = Ask("read", remote.request_id, first, list(remote.block_ids[first : first + count]), self.layout)
+        buffer = Buffer(self.regions)
+        with self._asking(remote, ask) as connection:
+            for piece, room in buffer.pieces(order.block_ids[:count]):
+                connection.receive(len(room), room)
+                with self._writing:
+                    if order not in self._wanted:
+                        raise RefusedError("it was given up")
+                    buffer.scatter(piece)
+        return count
 
-    def _took(self, load: Load) -> None:
-        """Counts a load that has ended; one that failed leaves blocks that hold nothing."""
-        if load.error is None:
-            self._stats.setdefault("tcp_xfer_time_seconds", []).append(load.seconds)
-            nbytes = len(load.local) * self.staging.block_bytes
-            self._stats.setdefault("tcp_bytes_transferred", []).append(nbytes)
-            return
-        logger.warning("The blocks of request %s were not read: %s", load.request_id, load.error)
-        self._count("tcp_num_failed_transfers", 1)
-        self._invalid_block_ids.update(load.local)
+    def _say(self, what: Literal["renew", "release"], remote: RemotePrefill) -> None:
+        """Say something that leases depend on; where it cannot be said, they end by themselves."""
+        try:
+            with self._asking(remote, Ask(what, remote.request_id)) as connection:
+                connection.receive(0)
+        except TransferError as error:
+            logger.warning("Another engine could not be told what is wanted (%s); its leases will end", error)
 
-    def _count(self, name: str, number: int) -> None:
-        self._stats[name] = self._stats.get(name, 0) + number
+    # In the threads that answer them
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._is_closed:
+            try:
+                connection = Connection(listener.accept()[0], protocol.HANDSHAKE_SECONDS)
+            except OSError:  # it was closed, or no file descriptor is free
+                time.sleep(0 if self._is_closed else 0.05)
+            else:
+                self._answerers.submit(self._serve, connection)
+
+    def _serve(self, connection: Connection) -> None:
+        with suppress(TransferError), self._using(connection):  # the other side says what went wrong
+            try:
+                self._answer(connection)
+            except (RefusedError, msgspec.MsgspecError) as refusal:
+                connection.send(str(refusal).encode(), refused=True)
 
     def _answer(self, connection: Connection) -> None:
-        """In a thread of its own: serves another engine until it leaves."""
-        buffer = None
-        while True:
-            connection.wait_for_frame(IDLE_SECONDS)
-            message = connection.receive()
-            if isinstance(message, Read):
-                buffer = buffer or StagingBuffer(self.staging)
-                self._send_blocks(connection, message, buffer)
-                continue
-            if isinstance(message, Heartbeat):
-                self.kept.heartbeat(message.request_ids)
-            elif isinstance(message, Release):
-                self.kept.end(message.request_ids)
-            else:
-                raise TransferError(f"{type(message).__name__} is no request")
-            connection.send(Done())
+        protocol.welcome(connection, self.settings.secret, self.settings.timeout)
+        ask = msgspec.msgpack.decode(connection.receive(protocol.MOST_ASKED), type=Ask)
+        if ask.what == "read":
+            self._send_blocks(connection, ask)
+            return
+        (self.leases.renew if ask.what == "renew" else self.leases.end)([ask.request_id])
+        connection.send(b"")
 
-    def _send_blocks(self, connection: Connection, message: Read, buffer: StagingBuffer) -> None:
-        try:
-            self.kept.wait_until_kept(message.request_id, message.first, message.block_ids)
-            ids = self.staging.ids(message.block_ids)
-            for piece in self.staging.pieces(len(message.block_ids)):
-                payload, sent = buffer.gather(piece, ids), PieceSent(piece.layer, piece.first, piece.count)
-                connection.send(sent, payload, functools.partial(self.kept.check, message.request_id))
-        except (RefusedError, MinivllmError) as refusal:
-            connection.send(Refused(str(refusal)))
+    def _send_blocks(self, connection: Connection, ask: Ask) -> None:
+        for name, own in self.layout.items():
+            if (theirs := ask.layout.get(name)) != own:
+                raise RefusedError(f"the engines do not fit: {name} is {own} here and {theirs} there")
+        kept = self._kept(ask.request_id, SECONDS_TO_WAIT)
+        if ask.first < 0 or list(kept[ask.first :][: len(ask.block_ids)]) != ask.block_ids:
+            raise RefusedError(f"request {ask.request_id!r} has other blocks than those that are asked for")
+        buffer = Buffer(self.regions)
+        for piece, room in buffer.pieces(ask.block_ids):
+            buffer.gather(piece)
+            self._kept(ask.request_id)
+            connection.send(room)
+
+    def _kept(self, request_id: str, seconds: float = 0.0) -> tuple[int, ...]:
+        """Renew a lease and return its blocks. Raise `RefusedError` if it has ended: they may be another request's."""
+        kept = self.leases.blocks_of(request_id, seconds)
+        if kept is None:
+            raise RefusedError(f"the blocks of request {request_id!r} are not kept: they were read, or not in time")
+        self.leases.renew([request_id])
+        return kept
 
 
-def layout_of(config: KVConnectorConfig, staging: BlockStaging) -> EngineLayout:
-    """What another engine must have alike."""
-    return EngineLayout(
-        engine_id=config.kv_transfer_config.engine_id,
-        model=config.model_fingerprint,
-        block_size=config.block_size,
-        tensor_parallel_size=config.tensor_parallel_size,
-        tensor_parallel_rank=config.tensor_parallel_rank,
-        kv_cache_dtype=config.kv_cache_dtype,
-        cache=staging.cache,
-        byte_order=sys.byteorder,
-    )
+def layout_of(config: KVConnectorConfig, kv_caches: KVCaches) -> dict[str, str]:
+    """Describe what both sides must have alike for the bytes of one to mean the same to the other."""
+    layers = groupby(str([(str(one.dtype), list(one.shape[1:])) for one in layer]) for layer in kv_caches.values())
+    return {
+        "model": config.model_fingerprint,
+        "block_size": str(config.block_size),
+        "tensor_parallel_size": str(config.tensor_parallel_size),
+        "tensor_parallel_rank": str(config.tensor_parallel_rank),
+        "the cache": ", ".join(f"{len(list(alike))} layers of {one}" for one, alike in layers),
+    }

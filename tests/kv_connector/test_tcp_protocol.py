@@ -1,0 +1,263 @@
+"""Frames between two sockets: hostile ones, wrong secrets, and how much a peer can make this side do."""
+
+import hmac
+import socket
+import threading
+import time
+import zlib
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_connector.tcp_doubles import SECRET, Engine
+from patience import PATIENCE
+
+from minivllm.kv_connector.tcp import protocol
+from minivllm.kv_connector.tcp import worker as tcp_worker
+from minivllm.kv_connector.tcp.protocol import HEADER, MOST_ASKED, Ask, Connection, RefusedError, TransferError
+
+OWN = SECRET.encode()
+
+
+def pair(timeout=PATIENCE):
+    """Two ends of a connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(listener.getsockname())
+    ends = [Connection(client, timeout), Connection(listener.accept()[0], timeout)]
+    listener.close()
+    return ends
+
+
+@contextmanager
+def prefill_engine():
+    engine = Engine("P")
+    try:
+        yield engine, engine.worker.get_handshake_metadata()
+    finally:
+        engine.close()
+
+
+def raw(port):
+    return socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
+
+
+def ask(port, question, secret=OWN):
+    """A connection that has been asked this."""
+    connection = protocol.connect("127.0.0.1", port, PATIENCE)
+    protocol.greet(connection, secret, PATIENCE)
+    connection.send(question if isinstance(question, bytes) else msgspec.msgpack.encode(question))
+    return connection
+
+
+def is_closed(sock):
+    """Whether the other side closes it, whatever it has said before."""
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def frame(body, **changed):
+    fields = {"refused": False, "size": len(body), "sum": zlib.crc32(body), **changed}
+    return HEADER.pack(*fields.values()) + body
+
+
+def test_a_frame_comes_as_it_was():
+    here, there = pair()
+    data, room = bytes(range(256)) * 8192, memoryview(bytearray(256 * 8192))
+    sender = threading.Thread(target=here.send, args=(data,))
+    sender.start()
+    assert there.receive(len(room), room) is room
+    sender.join()
+    assert bytes(room) == data
+    there.send(b"a word")
+    assert bytes(here.receive(MOST_ASKED)) == b"a word"
+    there.send(b"")
+    assert bytes(here.receive(0)) == b""
+
+
+def receive_all(connection):
+    """Until it raises: an empty frame is nine zeros, so a few may be valid."""
+    while True:
+        connection.receive(16)
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=80, deadline=None)
+def test_whatever_comes_is_a_frame_or_an_error(data):
+    here, there = pair(0.2)
+    here._socket.sendall(data)
+    here.close()
+    with pytest.raises(TransferError):
+        receive_all(there)
+    there.close()
+
+
+@given(st.binary(min_size=1, max_size=200), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_damaged_byte_is_noticed(data, drawn):
+    place, change = drawn.draw(st.integers(0, len(data) - 1)), drawn.draw(st.integers(1, 255))
+    damaged = bytearray(data)
+    damaged[place] ^= change
+    here, there = pair()
+    here._socket.sendall(frame(bytes(damaged), sum=zlib.crc32(data)))
+    with pytest.raises(TransferError, match="checksum is wrong"):
+        there.receive(1000)
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"size": MOST_ASKED + 1}, f"{MOST_ASKED} are due"),
+        ({"size": 0xFFFFFFFF}, f"{MOST_ASKED} are due"),
+        ({"size": 0xFFFFFFFF, "refused": True}, "4294967295 bytes"),
+        ({"sum": 1}, "checksum is wrong"),
+    ],
+)
+def test_lengths_and_sums_are_checked_before_anything_is_allocated(changed, said):
+    here, there = pair()
+    here._socket.sendall(frame(b"some words", **changed))
+    with pytest.raises(TransferError, match=said):
+        there.receive(MOST_ASKED)
+
+
+@pytest.mark.parametrize("size", [7, 9])
+def test_a_piece_of_another_size_than_is_due(size):
+    here, there = pair()
+    here.send(bytes(size))
+    with pytest.raises(TransferError, match=f"{size} bytes where 8 are due"):
+        there.receive(8, memoryview(bytearray(8)))
+
+
+@pytest.mark.parametrize("part", [b"", frame(b"12345678")[:5], frame(b"12345678")[:-1]])
+def test_a_frame_that_is_cut_short(part):
+    here, there = pair()
+    here._socket.sendall(part)
+    here.close()
+    with pytest.raises(TransferError, match="it has closed the connection"):
+        there.receive(8, memoryview(bytearray(8)))
+
+
+def test_a_peer_that_sends_a_byte_now_and_then_is_not_waited_for():
+    here, there = pair(0.3)
+    stop = threading.Event()
+
+    def drip():
+        here._socket.sendall(frame(bytes(100))[:-100])
+        while not stop.is_set():
+            here._socket.sendall(b"m")
+            time.sleep(0.05)
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    with pytest.raises(TransferError, match="timed out"):
+        there.receive(100)
+    stop.set()
+    dripping.join()
+
+
+def test_a_peer_that_takes_nothing_is_not_waited_for():
+    here, there = pair(0.3)
+    with pytest.raises(TransferError, match="does not take"):
+        here.send(bytes(1 << 25))
+    there.close()
+
+
+def test_another_secret_is_refused_on_both_sides():
+    with prefill_engine() as (_, port), pytest.raises(RefusedError, match="this engine has another secret"):
+        ask(port, b"", b"something else entirely")
+
+
+def test_a_client_without_the_secret_gets_nothing():
+    """Nor does one that knows half of the protocol."""
+    with prefill_engine() as (_, port):
+        for answer in (b"", bytes(64), None, bytes(31)):
+            connection = Connection(raw(port), 5)
+            nonce = bytes(connection.receive(32))
+            connection.send(nonce + hmac.digest(OWN, nonce, "sha256") if answer is None else answer)
+            with pytest.raises(RefusedError, match="another secret"):
+                connection.receive(32)
+            assert is_closed(connection._socket)
+
+
+def test_two_connections_never_have_the_same_challenge():
+    with prefill_engine() as (_, port):
+        challenges = {bytes(Connection(raw(port), 5).receive(32)) for _ in range(5)}
+    assert len(challenges) == 5
+
+
+def test_a_server_that_does_not_know_the_secret_is_left():
+    """The client asks nothing, and gives no proof that could be sent back to it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pose():
+        connection = Connection(listener.accept()[0], 5)
+        connection.send(bytes(32))
+        answer = connection.receive(64)
+        connection.send(answer[32:])
+        with pytest.raises(TransferError):
+            connection.receive(MOST_ASKED)
+
+    posing = threading.Thread(target=pose)
+    posing.start()
+    connection = protocol.connect(*listener.getsockname(), PATIENCE)
+    with pytest.raises(RefusedError, match="does not know"):
+        protocol.greet(connection, OWN, PATIENCE)
+    connection.close()
+    posing.join()
+    listener.close()
+
+
+@pytest.mark.parametrize("first", [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, frame(b"\xff" * 65), frame(b"\xc0")])
+def test_strangers_do_not_hold_up_others(first, monkeypatch):
+    """What they send is dropped, or what they do not send is not waited for; meanwhile others are served."""
+    monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.3)
+    with prefill_engine() as (_, port):
+        strangers = [raw(port) for _ in range(10)]
+        for sock in strangers:
+            sock.sendall(first)
+        assert bytes(ask(port, Ask("renew", "x")).receive(0)) == b""
+        assert all(is_closed(sock) for sock in strangers)
+
+
+@pytest.mark.parametrize("question", [b"", b"\xc0", b"{}", msgspec.msgpack.encode({"what": "x", "request_id": ""})])
+def test_what_is_no_question_is_refused(question):
+    with prefill_engine() as (_, port), pytest.raises(RefusedError):
+        ask(port, question).receive(0)
+
+
+def test_threads_are_bounded():
+    before = threading.active_count()
+    with prefill_engine() as (_, port):
+        strangers = [raw(port) for _ in range(3 * tcp_worker.ANSWERERS)]
+        time.sleep(0.2)
+        assert threading.active_count() <= before + tcp_worker.ANSWERERS + 1  # which accepts
+        for sock in strangers:
+            sock.close()
+        assert bytes(ask(port, Ask("renew", "x")).receive(0)) == b""
+    assert threading.active_count() == before
+
+
+def test_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(TransferError, match=rf"cannot connect to '127.0.0.1':{port}: .*Connection refused"):
+        protocol.connect("127.0.0.1", port, PATIENCE)
+
+
+def test_closing_ends_every_connection_and_thread():
+    before = threading.active_count()
+    with prefill_engine() as (_, port):
+        waiting = [protocol.connect("127.0.0.1", port, PATIENCE) for _ in range(3)]
+        for connection in waiting:
+            connection.receive(32)
+    assert threading.active_count() == before
+    for connection in waiting:
+        with pytest.raises(TransferError):
+            connection.receive(32)

@@ -1,0 +1,93 @@
+"""The ranks' side of connectors that pull: what has arrived, what is lost, and which blocks need not be kept any more.
+
+How bytes move is for the connectors that build on this: they call `receive` or `lose` once for each read.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorConfig, KVConnectorRole
+from minivllm.kv_connector.pull_leases import Leases
+from minivllm.kv_connector.pull_scheduler import PullConnectorMetadata
+from minivllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class PullConnectorWorker(KVConnectorBase_V1):
+    """Leases, results and counts of one rank. `kind`, such as "tcp", begins the names of what it counts."""
+
+    kind: str
+
+    def __init__(self, config: KVConnectorConfig, role: KVConnectorRole, lease_duration: float) -> None:
+        super().__init__(config, role)
+        self.leases = Leases(lease_duration)
+        self.forget_results()
+
+    @property
+    def orders(self) -> PullConnectorMetadata:
+        """What the scheduler's side has decided for this step."""
+        assert isinstance(self._connector_metadata, PullConnectorMetadata)
+        return self._connector_metadata
+
+    def look(self) -> None:
+        """Take note of reads and notifications that have come since the last call."""
+
+    def receive(self, request_id: str) -> None:
+        """Take note that a request's blocks have arrived."""
+        self._received.add(request_id)
+
+    def lose(self, request_id: str, block_ids: Iterable[int], error: object) -> None:
+        """Take note that a request's blocks will not arrive."""
+        logger.warning("The blocks of request %s were not read: %s", request_id, error)
+        self.count("num_failed_transfers")
+        self._received.add(request_id)
+        self._failed.add(request_id)
+        self._invalid_block_ids.update(block_ids)
+
+    def tell(self, request_id: str) -> None:
+        """Take note that a prefill engine knows that its blocks are not wanted, or cannot be told."""
+        self._told.append(request_id)
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter."""
+        name = f"{self.kind}_{name}"
+        self._stats[name] = self._stats.get(name, 0) + by
+
+    def observe(self, **values: float) -> None:
+        """Add an observation to each of these histograms."""
+        for name, value in values.items():
+            self._stats.setdefault(f"{self.kind}_{name}", []).append(value)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        self.look()
+        read, expired = self.leases.take_ended()
+        if expired:
+            self.count("num_kv_expired_reqs", len(expired))
+            logger.warning("Nobody has read the blocks of %s in time: they are free", ", ".join(sorted(expired)))
+        received, self._received = self._received, set()
+        return read | expired, received
+
+    def get_failed_recving(self) -> set[str]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        block_ids, self._invalid_block_ids = self._invalid_block_ids, set()
+        return block_ids
+
+    def get_kv_connector_stats(self) -> dict[str, Any] | None:
+        stats, self._stats = self._stats, {}
+        return stats or None
+
+    def build_connector_worker_meta(self) -> list[str] | None:
+        told = [self._told.pop() for _ in range(len(self._told))]  # other threads may append meanwhile
+        return told or None
+
+    def forget_results(self) -> None:
+        """Forget what has not been told to the scheduler yet."""
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._invalid_block_ids: set[int] = set()
+        self._told: list[str] = []
+        self._stats: dict[str, Any] = {}

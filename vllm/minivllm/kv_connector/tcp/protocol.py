@@ -1,0 +1,151 @@
+"""Frames over TCP between two engines that know the same secret.
+
+    frame         1 byte: refused?  ·  length of the body, 4  ·  its CRC-32, 4 (big endian)  ·  body
+
+A connection serves one question and is closed:
+
+    server ──▶ client   a random number
+    client ──▶ server   another one, and its proof: an HMAC of "client" and both numbers
+    server ──▶ client   its own proof, an HMAC of "server" and both numbers
+    client ──▶ server   an `Ask`
+    server ──▶ client   an empty frame; or, for blocks, a frame for each piece of them
+
+Neither side sends the secret. Whoever does not know it gets a line that says so, in a frame that is marked as refused.
+The receiver knows how long each frame may be, so no length that a peer names makes it allocate more. Each frame has
+`timeout` seconds. Nothing is encrypted: over networks that others can read or write to, put it through a tunnel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from minivllm.kv_connector.tcp.settings import SECRET_VARIABLE
+
+HEADER = struct.Struct(">?II")
+MOST_ASKED, MOST_REASON = 4 << 20, 4096
+"""Bytes of a question, which names some 800,000 blocks at most, and of a refusal."""
+HANDSHAKE_SECONDS = 5.0
+NONCE_BYTES, PROOF_BYTES = 32, 32
+
+
+class TransferError(RuntimeError):
+    """A transfer that did not succeed, for a reason outside this engine. One line."""
+
+
+class RefusedError(TransferError):
+    """The other engine answers, and says why not: to ask again would not help."""
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A question: send me these blocks of a request, or keep them, or let go of them.
+
+    `block_ids` must be the request's blocks from its `first` on; `layout` is that of the cache that they go to.
+    """
+
+    what: Literal["read", "renew", "release"]
+    request_id: str
+    first: int = 0
+    block_ids: list[int] = []
+    layout: dict[str, str] = {}
+
+
+class Connection:
+    """Frames over one socket."""
+
+    def __init__(self, sock: socket.socket, timeout: float) -> None:
+        self._socket, self.timeout = sock, timeout
+
+    def send(self, body: bytes | memoryview, refused: bool = False) -> None:
+        """Send a frame. Raise `TransferError` if the peer is gone, or does not take it in time."""
+        with _as_transfer_error("the other engine does not take what is sent"):
+            self._socket.settimeout(self.timeout)  # of a whole call
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.sendall(HEADER.pack(refused, len(body), zlib.crc32(body)))
+            self._socket.sendall(body)
+
+    def receive(self, most: int, room: memoryview | None = None) -> memoryview:
+        """Receive a frame of at most so many bytes; or of exactly so many, into this `room`.
+
+        Raises:
+            RefusedError: the peer says why it refuses.
+            TransferError: the peer is gone, sends nothing in time, or sends what is no valid frame.
+        """
+        until = time.monotonic() + self.timeout
+        refused, size, checksum = HEADER.unpack(self._filled(memoryview(bytearray(HEADER.size)), until))
+        if size > (MOST_REASON if refused else most) or (room is not None and not refused and size < most):
+            raise TransferError(f"a frame is said to have {size} bytes where {most} are due")
+        body = self._filled(memoryview(bytearray(size)) if room is None or refused else room, until)
+        if zlib.crc32(body) != checksum:
+            raise TransferError("a frame's checksum is wrong: it was damaged on its way")
+        if refused:
+            raise RefusedError(str(body, errors="replace"))
+        return body
+
+    def close(self) -> None:
+        """Close it; a thread that waits on it gets an error."""
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _filled(self, room: memoryview, until: float) -> memoryview:
+        done = 0
+        with _as_transfer_error("the other engine sends nothing more"):
+            while done < len(room):
+                if (left := until - time.monotonic()) <= 0:  # also for a peer that sends a byte now and then
+                    raise TimeoutError("timed out")
+                self._socket.settimeout(left)
+                if not (received := self._socket.recv_into(room[done:])):
+                    raise ConnectionError("it has closed the connection")
+                done += received
+        return room
+
+
+@contextlib.contextmanager
+def _as_transfer_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: no host can have such a name
+        raise TransferError(f"{what}: {error}") from error
+
+
+def connect(host: str, port: int, timeout: float) -> Connection:
+    """Connect to another engine's rank. Raise `TransferError` if nobody listens there."""
+    with _as_transfer_error(f"cannot connect to {host!r}:{port}"):
+        at_first = min(timeout, HANDSHAKE_SECONDS)
+        return Connection(socket.create_connection((host, port), at_first), at_first)
+
+
+def greet(connection: Connection, secret: bytes, timeout: float) -> None:
+    """Prove to a server that this engine knows the secret. Raise `TransferError` if the server does not."""
+    theirs, own = bytes(connection.receive(NONCE_BYTES)), secrets.token_bytes(NONCE_BYTES)
+    connection.send(own + _proof(secret, b"client", own, theirs))
+    if not hmac.compare_digest(connection.receive(PROOF_BYTES), _proof(secret, b"server", own, theirs)):
+        raise RefusedError(f"the other engine does not know this engine's secret ({SECRET_VARIABLE})")
+    connection.timeout = timeout
+
+
+def welcome(connection: Connection, secret: bytes, timeout: float) -> None:
+    """Check that a client knows the secret, and prove the same. Raise `TransferError` if it does not."""
+    own = secrets.token_bytes(NONCE_BYTES)
+    connection.send(own)
+    answer = bytes(connection.receive(NONCE_BYTES + PROOF_BYTES))
+    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if len(theirs) < NONCE_BYTES or not hmac.compare_digest(proof, _proof(secret, b"client", theirs, own)):
+        raise RefusedError(f"this engine has another secret ({SECRET_VARIABLE})")
+    connection.send(_proof(secret, b"server", theirs, own))
+    connection.timeout = timeout
+
+
+def _proof(secret: bytes, role: bytes, of_client: bytes, of_server: bytes) -> bytes:
+    """The role keeps anyone from sending a proof back to where it came from."""
+    return hmac.digest(secret, b"minivllm KV transfer 2 " + role + of_client + of_server, "sha256")
