@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import widgets
+from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[1]
+structure = load(ROOT / "tools" / "structure.py")
 CODE = ROOT / "vllm"
 ENGINE = CODE / "minivllm"
 WIDGETS = ROOT / "widgets"
@@ -219,3 +221,23 @@ def test_the_folder_vllm_does_not_pose_as_vllm():
     code = "from importlib.util import find_spec; found = find_spec('vllm'); print(found and found.origin is None)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() in ("None", "False"), "the repository root is on sys.path, so `vllm/` poses as a package"
+
+
+def test_no_part_is_larger_than_its_budget():
+    sizes = structure.sizes()
+    over = {name: size for name, size in sizes.items() if size > structure.BUDGETS[name]}
+    assert not over, "make it smaller, or raise BUDGETS in tools/structure.py with a line in CHANGELOG.md"
+
+
+def test_no_budget_is_looser_than_it_must_be():
+    sizes = structure.sizes()
+    assert all(budget - sizes[name] < 0.03 * budget for name, budget in structure.BUDGETS.items())
+
+
+def test_no_modules_import_each_other():
+    assert structure.circles(structure.imports()) == []
+
+
+def test_a_circle_would_be_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert structure.circles(graph) == [["b", "c"]]

@@ -1,0 +1,226 @@
+"""What the repository consists of: code lines and files of each package, imports between them, circles.
+
+    uv run python tools/structure.py                     # tables
+    uv run python tools/structure.py --map out/map.dot   # for Graphviz: an arrow is an import
+    uv run python tools/structure.py --lesson 11         # where one lesson's files are
+
+A code line is a line without blanks, comments and docstrings. `BUDGETS` are upper limits, held by
+`tests/test_walls.py`; raising one takes a line in CHANGELOG.md that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+from minivllm.errors import MinivllmError
+from minivllm_lab.cli import Parser
+from minivllm_lab.tables import table
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINE = ROOT / "vllm" / "minivllm"
+PARTS = {
+    "the engine": ENGINE,
+    "minivllm_lab": ROOT / "vllm" / "minivllm_lab",
+    "minivllm_simulate": ROOT / "vllm" / "minivllm_simulate",
+    "widgets": ROOT / "widgets",
+    "benchmarks": ROOT / "benchmarks",
+    "tests": ROOT / "tests",
+}
+BUDGETS = {
+    "the engine": 22_500,
+    "minivllm_lab": 13_900,
+    "minivllm_simulate": 2_000,
+    "widgets": 10_600,
+    "benchmarks": 5_400,
+    "tests": 39_900,
+    "the spine": 4_600,
+}
+"""Most code lines of each part."""
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def code_lines(path: Path) -> int:
+    """Count the lines of a Python file that hold code."""
+    text, lines = path.read_text(), set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def lines_of(folder: Path) -> int:
+    """Count the code lines of all Python files below a folder."""
+    return sum(code_lines(path) for path in folder.rglob("*.py"))
+
+
+def spine() -> list[Path]:
+    """List the files that ARCHITECTURE.md names as the spine."""
+    listed = (ROOT / "ARCHITECTURE.md").read_text().split("<!-- spine -->")[1].split("<!-- /spine -->")[0]
+    return [ENGINE / name for name in listed.split("`") if name.endswith(".py")]
+
+
+def sizes() -> dict[str, int]:
+    """Return the code lines of each part that has a budget."""
+    found = {name: lines_of(folder) for name, folder in PARTS.items()}
+    return found | {"the spine": sum(code_lines(path) for path in spine())}
+
+
+# ---- imports ---------------------------------------------------------------------------------------------------------
+
+
+def module_of(path: Path) -> str:
+    """Return the dotted name under which a file of ours is imported."""
+    base = ROOT if path.is_relative_to(ROOT / "widgets") else ROOT / "vllm"
+    parts = path.relative_to(base).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports() -> dict[str, set[str]]:
+    """Map each module to those of ours that it imports when it is loaded; imports inside functions do not count."""
+    folders = [PARTS[name] for name in ("the engine", "minivllm_lab", "minivllm_simulate", "widgets")]
+    files = {module_of(path): path for folder in folders for path in sorted(folder.rglob("*.py"))}
+    return {name: _imported(path, files.keys()) - {name} for name, path in files.items()}
+
+
+def _imported(path: Path, known: object) -> set[str]:
+    names: set[str] = set()
+    pending: list[ast.stmt] = list(ast.parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {
+                name if (name := f"{node.module}.{alias.name}") in known else node.module  # type: ignore[operator]
+                for alias in node.names
+            }
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            pending += [*node.body, *node.orelse]
+        elif isinstance(node, ast.Try):
+            pending += [*node.body, *(line for handler in node.handlers for line in handler.body), *node.orelse]
+    return {name for name in names if name in known}  # type: ignore[operator]
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other, directly or not (Tarjan 1972)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    sys.setrecursionlimit(10_000)
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return found
+
+
+def room_of(module: str) -> str:
+    """Return the package whose room a module is in: two names deep in the engine, the lab and the widgets."""
+    return ".".join(module.split(".")[:2])
+
+
+def rooms(graph: dict[str, set[str]]) -> Counter[tuple[str, str]]:
+    """Count the imports from one room to another."""
+    return Counter(
+        (room_of(name), room_of(other)) for name in graph for other in graph[name] if room_of(name) != room_of(other)
+    )
+
+
+def drawing(graph: dict[str, set[str]]) -> str:
+    """Draw the packages in Graphviz's language, an arrow where one imports another."""
+    packages = Counter(_package_of(name) for name in graph)
+    arrows = {(_package_of(name), _package_of(other)) for name in graph for other in graph[name]}
+    lines = [f'  "{name}" [label="{name}\\n{count} files"]' for name, count in sorted(packages.items())]
+    lines += [f'  "{name}" -> "{other}"' for name, other in sorted(arrows) if name != other]
+    return "digraph {\n  rankdir=TB; node [shape=box fontname=sans];\n" + "\n".join(lines) + "\n}\n"
+
+
+def _package_of(module: str) -> str:
+    first, _, rest = module.partition(".")
+    package = ENGINE / rest.split(".")[0]
+    return rest.split(".")[0] if first == "minivllm" and package.is_dir() and rest else first
+
+
+# ---- a lesson --------------------------------------------------------------------------------------------------------
+
+
+def files_of_lesson(number: str) -> list[Path]:
+    """List the tracked files whose path has a lesson's number or name.
+
+    Raises:
+        MinivllmError: there is no such lesson.
+    """
+    scripts = sorted((ROOT / "vllm").glob(f"{number}_*.py"))
+    if not scripts:
+        raise MinivllmError(f"no lesson {number!r}: say for example 11")
+    name = scripts[0].stem.partition("_")[2]
+    skipped = {".git", ".venv", "out", "__pycache__", ".hypothesis"}
+    files = (path for path in ROOT.rglob("*") if path.is_file() and not skipped & set(path.relative_to(ROOT).parts))
+    return sorted(path for path in files if {f"{number}_{name}", name} & _stems(path, number))
+
+
+def _stems(path: Path, number: str) -> set[str]:
+    parts = path.relative_to(ROOT).parts
+    stems = {part.partition(".")[0].removeprefix("test_") for part in parts}
+    return stems | ({f"{number}_{parts[-1]}"} if parts[-1].startswith(f"{number}_") else set())
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Print the tables, or draw the map."""
+    if arguments.lesson:
+        files = files_of_lesson(arguments.lesson)
+        counts = Counter(path.parent.relative_to(ROOT).as_posix() for path in files)
+        table(f"Lesson {arguments.lesson}: {len(files)} files", ("folder", "files"), sorted(counts.items()))
+        return
+    graph, found = imports(), sizes()
+    table(
+        "Code lines", ("part", "lines", "budget"), [(name, f"{n:,}", f"{BUDGETS[name]:,}") for name, n in found.items()]
+    )
+    engine = {path.name: lines_of(path) for path in sorted(ENGINE.iterdir()) if path.is_dir() and path.name[0] != "_"}
+    table("The engine", ("package", "lines"), [(name, f"{n:,}") for name, n in engine.items() if n])
+    print(f"{len(graph)} modules, {len(rooms(graph))} arrows between packages, {len(circles(graph))} circles")
+    for group in circles(graph):
+        print("  circle:", ", ".join(group))
+    if arguments.map:
+        Path(arguments.map).write_text(drawing(graph))
+        print(f"wrote {arguments.map}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--map", metavar="FILE", help="write the packages and their imports as Graphviz's dot")
+    flags.add_argument("--lesson", metavar="NN", help="list one lesson's files by folder")
+    return flags
+
+
+if __name__ == "__main__":
+    try:
+        main(parser().parse_args())
+    except MinivllmError as error:
+        sys.exit(f"structure.py: error: {error}")
