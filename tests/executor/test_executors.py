@@ -165,13 +165,13 @@ def test_a_reset_forgets_requests_in_the_middle(pair, expected):
         assert tokens_of(executor) == expected
 
 
-def test_after_an_exception_at_any_line_of_the_executor_the_tokens_are_right(pair, expected):
+def test_after_an_interrupt_at_any_line_of_the_executor_the_tokens_are_right(pair, expected):
     number, interrupted = 1, True
     while interrupted:
         interrupted = interrupted_at_line(number, lambda: tokens_of(pair), where=f"minivllm{os.sep}executor")
         assert tokens_of(pair) == expected, number
         number += 43
-    assert number > 420
+    assert number > 300
 
 
 def test_after_a_signal_at_any_moment_the_tokens_are_right(pair, expected):

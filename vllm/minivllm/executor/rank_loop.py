@@ -12,7 +12,7 @@ import pickle
 import socket
 from typing import Any, BinaryIO, NoReturn, Protocol
 
-from minivllm.executor.rank_messages import LENGTH, RESET, Call, Failure, Reply
+from minivllm.executor.rank_messages import RESET, Call, Failure, Reply
 from minivllm.platforms.collector import while_loading
 
 
@@ -83,5 +83,4 @@ def _next_call(calls: BinaryIO) -> Call | None:
 
 
 def _say(sock: socket.socket, message: Reply | Failure) -> None:
-    pickled = pickle.dumps(message)
-    sock.sendall(LENGTH.pack(len(pickled)) + pickled)
+    sock.sendall(pickle.dumps(message))

@@ -1,6 +1,5 @@
 """What crosses the socket between the engine's process and a rank: pickles, for both run the same code."""
 
-import struct
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +7,6 @@ from typing import Any
 from minivllm.errors import LostPeerError, MinivllmError
 from minivllm.platforms.out_of_memory import explain_out_of_memory
 
-LENGTH = struct.Struct(">Q")
-"""Header of each message of a rank: the length of its pickle in bytes."""
 RESET = "reset"
 """The call that a rank accepts after a failure: it must leave nothing of the calls before it."""
 

@@ -86,6 +86,7 @@ class RayActors:
                 connection, _ = self._listener.accept()
                 if _knows(connection, token):  # what comes after it is trusted
                     keep_alive(connection)
+                    connection.settimeout(None)
                     return connection, process
                 connection.close()
         process.kill()
