@@ -21,18 +21,28 @@ def watched(*signature, **options):
         return found
     return compiled
 
-programs.cfunc = watched
+def watched_function(**options):
+    def compiled(function):
+        functions.append(njit(**options)(function))
+        return functions[-1]
+    return compiled
+
+functions, njit = [], programs.njit
+programs.cfunc, programs.njit = watched, watched_function
 from minivllm.kernels.cpu import (
     attention_loops, block_copy_loops, cache_loops, elementwise_loops, gumbel_loops, lora_loops, panel_linear_loops,
     quantized_linear_loops, rejection_loops,
 )
-block_copy_loops.programs(), cache_loops.quantizations(), rejection_loops.programs()
-gumbel_loops.compiled_programs(), cache_loops.copies_of(np.uint32)
+block_copy_loops.programs(), rejection_loops.programs(), gumbel_loops.compiled_programs()
+slots, rows, cache = np.array([-1, 1]), np.ones((2, 1, 16), "f"), np.zeros((3, 2, 1, 16), "f")
+cache_loops.copy_tokens(slots, rows, rows, cache, cache)
+cache, scales = cache.astype(np.int8), np.zeros((3, 1, 2), "f")
+cache_loops.quantize_tokens(slots, rows, rows, cache, cache, scales, scales)
 attention_loops.programs_for(np.float32), lora_loops.programs_for(np.float32)
 panel_linear_loops.programs_for(np.float32), quantized_linear_loops.programs_for(np.int8, np.float32)
 elementwise_loops.norms_of(np.float32), elementwise_loops.norms_of(np.uint16)
 elementwise_loops.gates_of(np.float32), elementwise_loops.rotations_of(np.float32)
-print(*hits)
+print(*hits, *(sum(one.stats.cache_hits.values()) for one in functions))
 """
 
 NORMALISE = """

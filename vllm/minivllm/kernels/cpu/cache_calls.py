@@ -1,16 +1,13 @@
 """Writing the paged KV cache on a CPU: the choice between two implementations, and how they are called.
 
 As they are, and to int8: compiled loops (`cache_loops.py`) if numba is installed. Everything else: torch's calls.
-Measured on one core (AMD Zen 3, torch 2.15), µs, keys and values of the embedded model's 2 heads of 32:
+Measured on one core (AMD EPYC, torch 2.15), µs of processor time, keys and values of the embedded model's 2 heads of 32:
 
-    tokens                          1      128    2,048
-    as they are, the loops          5       23      364
-    as they are, torch             12       28      300
-    to int8, the loops              5       34      540
-    to int8, torch                209      288    1,480
+    tokens                          1      128      512
+    as they are, the loops          7       19       61
+    as they are, torch             13       39       95
 
-So the loops pay where few requests decode, which is where a layer's calls count; in a prompt of 2,048 tokens they cost
-64 µs a layer.
+To int8 torch makes several passes, and takes some ten times as long as the loops.
 """
 
 from __future__ import annotations
@@ -18,15 +15,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import torch
 
-from minivllm.kernels.cpu.cells import CacheCells
-from minivllm.platforms.threads import has_numba, run_programs
+from minivllm.platforms.threads import has_numba
 
 FP8_LARGEST = 448.0
-ELEMENTS = {torch.float32: np.uint32, torch.bfloat16: np.uint16, torch.float16: np.uint16}
-"""As large as the elements of the caches that the compiled loops copy to."""
+COPIED = (torch.float32, torch.bfloat16, torch.float16)
+"""Of caches that the compiled loops copy to."""
 
 
 def write_cpu(
@@ -48,7 +43,7 @@ def write_cpu(
     if key.shape[0] > tokens:
         key, value = key[:tokens], value[:tokens]
     arguments = (key, value, key_cache, value_cache, slots, key_scales, value_scales)
-    if has_numba() and (key_scales is not None or key_cache.dtype is key.dtype in ELEMENTS):
+    if has_numba() and (key_scales is not None or key_cache.dtype is key.dtype in COPIED):
         numba_write(*arguments)
     else:
         torch_write(*arguments)
@@ -65,32 +60,16 @@ def numba_write(
 ) -> None:
     """The compiled loops of `cache_loops.py`; slots int64."""
     loops = _loops()
-    if key_scales is None:
-        programs = loops.copies_of(ELEMENTS[key.dtype])
+    if key_scales is None or value_scales is None:
+        tensors = (key, value, key_cache, value_cache)
+        if key.dtype is not torch.float32:  # NumPy has no bfloat16
+            tensors = [tensor.view(torch.int16) for tensor in tensors]
+        beyond = loops.copy_tokens(slots.numpy(), *(tensor.numpy() for tensor in tensors))
     else:
-        key, value, programs = key.float(), value.float(), loops.quantizations()
-    tokens, kv_heads, head_dim = key.shape
-    num_blocks, block_size = key_cache.shape[:2]
-    cells = CacheCells(
-        slots=num_blocks * block_size,
-        tokens=tokens,
-        slots_per_block=block_size,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        key_stride=key.stride(0),
-        value_stride=value.stride(0),
-        block_stride=key_cache.stride(0),
-        slot_mapping=slots.data_ptr(),
-        key=key.data_ptr(),
-        value=value.data_ptr(),
-        key_cache=key_cache.data_ptr(),
-        value_cache=value_cache.data_ptr(),
-        key_scales=0 if key_scales is None else key_scales.data_ptr(),
-        value_scales=0 if value_scales is None else value_scales.data_ptr(),
-    )
-    run_programs(programs, cells, most_threads=-(-tokens // loops.TOKENS))
-    if cells.beyond:
-        raise IndexError(f"slot {cells.beyond} is not in the cache, which has {cells.slots}")
+        caches = key_cache.numpy(), value_cache.numpy(), key_scales.numpy(), value_scales.numpy()
+        beyond = loops.quantize_tokens(slots.numpy(), key.float().numpy(), value.float().numpy(), *caches)
+    if beyond:
+        raise IndexError(f"slot {beyond} is not in the cache, which has {key_cache.shape[0] * key_cache.shape[1]}")
 
 
 def torch_write(

@@ -1,118 +1,64 @@
-"""The CPU counterparts of `reshape_and_cache.py`'s kernels, compiled by numba: K and V as they are, and to int8."""
+"""The CPU counterparts of `reshape_and_cache.py`'s kernels, compiled by numba: K and V as they are, and to int8.
+
+Plain loops over arrays, on one thread: a step writes few bytes, and to wake another thread takes longer. Both return a
+slot that is not in the caches, or 0; −1 marks a token that is not written.
+"""
 
 from __future__ import annotations
-
-import functools
-from typing import Any
 
 import numpy as np
 from numba import njit
 
-from minivllm.kernels.cpu.cells import CacheCells
-from minivllm.kernels.cpu.programs import (
-    array_at,
-    cells_at,
-    compile_programs,
-    layout_of,
-    sources_changed,
-    take_number,
-)
+from minivllm.kernels.cpu.programs import compile_function
 
-TOKENS = 32  # per program
-CELLS = layout_of(CacheCells)
 jit = njit(error_model="numpy", nogil=True)  # no fastmath: the integers must equal the kernel's exactly
 
 
 @jit
-def is_written(cells, slot):
-    """Whether a slot is in the cache. −1 marks a token that is not written; a slot beyond the cache is noted."""
-    if slot >= cells.slots:
-        cells.beyond = slot
-    return 0 <= slot < cells.slots
-
-
-@jit
-def copy_tokens(cells, key, value, key_cache, value_cache):
-    """Run programs until none are left: write keys and values as they are."""
-    tokens, block_size, width = cells.tokens, cells.slots_per_block, cells.kv_heads * cells.head_dim
-    slots = array_at(cells.slot_mapping, tokens, np.int64)
-    while True:
-        first = take_number(cells) * TOKENS
-        if first >= tokens:
-            return
-        for token in range(first, min(first + TOKENS, tokens)):
-            if not is_written(cells, slots[token]):
-                continue
-            at = slots[token] // block_size * cells.block_stride + slots[token] % block_size * width
-            key_at, value_at = token * cells.key_stride, token * cells.value_stride
-            for i in range(width):
-                key_cache[at + i] = key[key_at + i]
-            for i in range(width):
-                value_cache[at + i] = value[value_at + i]
-
-
-@jit
-def quantize_head(target, at, source, start, head_dim):
-    """Quantize one head to integers from −127 to 127. Returns the scale that dequantizes them: NaN if one of them was."""
+def quantize_head(target, source):
+    """Quantize one head to integers from −127 to 127. Return the scale that dequantizes them: NaN if one of them was."""
     largest, broken = np.float32(0.0), False
-    for dim in range(head_dim):
-        number = source[start + dim]
+    for dim in range(len(source)):
+        number = source[dim]
         largest = max(largest, abs(number))
         broken |= number != number
     if broken:
         largest = np.float32(np.nan)
     inverse = np.float32(127.0) / largest if largest > 0 else np.float32(0.0)
-    for dim in range(head_dim):
-        target[at + dim] = np.int8(np.floor(source[start + dim] * inverse + np.float32(0.5)))
+    for dim in range(len(source)):
+        target[dim] = np.int8(np.floor(source[dim] * inverse + np.float32(0.5)))
     return largest / np.float32(127.0)
 
 
-@jit
-def quantize_tokens(cells):
-    """Run programs until none are left: write fp32 keys and values to int8 caches, with their scales."""
-    tokens, block_size, kv_heads, head_dim = cells.tokens, cells.slots_per_block, cells.kv_heads, cells.head_dim
-    slots = array_at(cells.slot_mapping, tokens, np.int64)
-    key, value = array_at(cells.key, 1, np.float32), array_at(cells.value, 1, np.float32)
-    key_cache, value_cache = array_at(cells.key_cache, 1, np.int8), array_at(cells.value_cache, 1, np.int8)
-    key_scales, value_scales = array_at(cells.key_scales, 1, np.float32), array_at(cells.value_scales, 1, np.float32)
-    while True:
-        first = take_number(cells) * TOKENS
-        if first >= tokens:
-            return
-        for token in range(first, min(first + TOKENS, tokens)):
-            if not is_written(cells, slots[token]):
-                continue
-            block, offset = slots[token] // block_size, slots[token] % block_size
-            key_at, value_at = token * cells.key_stride, token * cells.value_stride
+def _copy_tokens(slots, key, value, key_cache, value_cache):
+    num_blocks, block_size, kv_heads, head_dim = key_cache.shape
+    beyond = 0
+    for token in range(len(slots)):
+        block, offset = slots[token] // block_size, slots[token] % block_size
+        if block >= num_blocks:
+            beyond = slots[token]
+        elif block >= 0:
             for head in range(kv_heads):
-                at = block * cells.block_stride + (offset * kv_heads + head) * head_dim
-                scale_at, start = (block * kv_heads + head) * block_size + offset, head * head_dim
-                key_scales[scale_at] = quantize_head(key_cache, at, key, key_at + start, head_dim)
-                value_scales[scale_at] = quantize_head(value_cache, at, value, value_at + start, head_dim)
+                for dim in range(head_dim):
+                    key_cache[block, offset, head, dim] = key[token, head, dim]
+                for dim in range(head_dim):
+                    value_cache[block, offset, head, dim] = value[token, head, dim]
+    return beyond
 
 
-@functools.cache
-def copies_of(element: Any) -> Any:
-    """Compiled `copy_tokens` of numbers as large as `element`; takes `CacheCells`."""
-    changed = sources_changed()
+def _quantize_tokens(slots, key, value, key_cache, value_cache, key_scales, value_scales):
+    num_blocks, block_size, kv_heads = key_cache.shape[:3]
+    beyond = 0
+    for token in range(len(slots)):
+        block, offset = slots[token] // block_size, slots[token] % block_size
+        if block >= num_blocks:
+            beyond = slots[token]
+        elif block >= 0:
+            for head in range(kv_heads):
+                key_scales[block, head, offset] = quantize_head(key_cache[block, offset, head], key[token, head])
+                value_scales[block, head, offset] = quantize_head(value_cache[block, offset, head], value[token, head])
+    return beyond
 
-    def copies(address):
-        _ = changed
-        cells = cells_at(address, CELLS)
-        key, value = array_at(cells.key, 1, element), array_at(cells.value, 1, element)
-        key_cache, value_cache = array_at(cells.key_cache, 1, element), array_at(cells.value_cache, 1, element)
-        copy_tokens(cells, key, value, key_cache, value_cache)
 
-    return compile_programs(copies)
-
-
-@functools.cache
-def quantizations() -> Any:
-    """Compiled `quantize_tokens`; takes `CacheCells`."""
-    changed = sources_changed()
-
-    def quantizations(address):
-        _ = changed
-        quantize_tokens(cells_at(address, CELLS))
-
-    return compile_programs(quantizations)
+copy_tokens = compile_function(_copy_tokens)
+quantize_tokens = compile_function(_quantize_tokens)

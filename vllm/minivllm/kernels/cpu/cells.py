@@ -46,28 +46,6 @@ class AttentionCells(ctypes.Structure):
 
 
 @cells
-class CacheCells(ctypes.Structure):
-    """Arguments of `cache_loops.copy_tokens` and `quantize_tokens`; only the latter's caches have scales."""
-
-    beyond: int  # the loops' answer: a slot that is not in the caches, or 0
-    slots: int  # in the caches
-    tokens: int
-    slots_per_block: int
-    kv_heads: int
-    head_dim: int
-    key_stride: int  # of a token
-    value_stride: int
-    block_stride: int  # in both caches
-    slot_mapping: int  # from here on addresses
-    key: int
-    value: int
-    key_cache: int
-    value_cache: int
-    key_scales: int
-    value_scales: int
-
-
-@cells
 class PanelLinearCells(ctypes.Structure):
     """Arguments of `panel_linear_loops.multiply_panels`."""
 

@@ -1,5 +1,8 @@
 """Keys and values in files that engines share: a folder that all of them can read.
 
+This is the simplest connector: read it first. Both sides are one class, nothing runs in a thread, and each load and
+each save begins and ends within its step. With the others requests wait outside of the batch while bytes move.
+
 One file holds one full block of a prompt, with all layers, and is named by the block's hash: so by its tokens, all
 tokens before them, and what else they depend on. Whoever has the same prefix finds its blocks, one after another.
 A file appears when it is complete, and has a checksum; one that is cut or altered counts as a load that has failed, and
