@@ -1,7 +1,7 @@
 """From the engine's outputs to a reply: what completions and chats do alike. Each has a renderer, an `Answer`.
 
-In vLLM v0.33.0: `vllm/entrypoints/openai/completion/serving.py` and `.../chat_completion/serving.py`, which do this
-twice (`completion_stream_generator`, `chat_completion_stream_generator`).
+In vLLM v0.33.0 each does it by itself: `vllm/entrypoints/openai/completion/serving.py`,
+`vllm/entrypoints/openai/chat_completion/serving.py`.
 """
 
 from __future__ import annotations
