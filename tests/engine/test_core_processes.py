@@ -4,8 +4,8 @@ import pytest
 
 from minivllm.core.messages import UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.core_client import joined_answers
 from minivllm.engine.core_processes import VISIBLE_DEVICES, _gpus
-from minivllm.engine.mp_client import MPClient
 from minivllm.errors import MinivllmError
 
 
@@ -30,4 +30,4 @@ def test_a_core_has_a_gpu_for_each_rank_of_each_stage(monkeypatch):
 )
 def test_of_several_answers_booleans_are_joined_and_else_the_first_is_kept(results, joined):
     answers = [UtilityOutput(1, result, None) for result in results]
-    assert MPClient._joined(None, "stop_step_events", answers) == joined  # type: ignore[arg-type]
+    assert joined_answers("stop_step_events", answers) == joined

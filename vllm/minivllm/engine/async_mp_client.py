@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from minivllm.core.messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_client import UTILITIES
+from minivllm.engine.core_client import UTILITIES, joined_answers
 from minivllm.engine.core_processes import MILLISECONDS_FOR_LAST_WORDS, died
 from minivllm.engine.mp_client import MPClient
 from minivllm.engine.wire import Kind
@@ -65,15 +65,7 @@ class AsyncMPClient(MPClient):
             self._calls[call_id, rank] = asyncio.get_running_loop().create_future()
             calls.append(self._calls[call_id, rank])
             self._send(Kind.UTILITY, (call_id, method, arguments), rank)
-        return self._joined(method, await asyncio.gather(*calls))
-
-    def get_output(self) -> EngineCoreOutputs:
-        """Not for an event loop: see `get_output_async`."""
-        raise NotImplementedError
-
-    def call_utility(self, method: str, *arguments: Any) -> Any:
-        """Not for an event loop: see `call_utility_async`."""
-        raise NotImplementedError
+        return joined_answers(method, await asyncio.gather(*calls))
 
     def shutdown(self) -> None:
         """See `EngineCoreClient`. Calls under way fail."""

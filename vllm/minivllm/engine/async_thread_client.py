@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
+from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.busy_loop import Act, abort_requests, run_busy_loop, tell_watchers
+from minivllm.engine.busy_loop import Act, abort_requests, answer_of, run_busy_loop, tell_watchers
 from minivllm.engine.core import EngineCore
-from minivllm.engine.core_client import UTILITIES, EngineCoreClient
-from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
+from minivllm.engine.core_client import UTILITIES, EngineCoreClient, joined_answers
+from minivllm.errors import EngineDeadError, WorkerDiedError
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -64,29 +64,15 @@ class AsyncThreadClient(EngineCoreClient):
         """
         assert method in UTILITIES
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
+        answered: asyncio.Future[UtilityOutput] = loop.create_future()
 
         def call() -> None:
-            try:
-                settle = partial(answer.set_result, getattr(self.engine_core, method)(*arguments))
-            except MinivllmError as error:
-                settle = partial(answer.set_exception, error)
-            except Exception as error:
-                failure = RuntimeError(f"{method} failed in the engine's core: {type(error).__name__}: {error}")
-                settle = partial(answer.set_exception, failure)
+            answer = answer_of(self.engine_core, 0, method, arguments)
             tell_watchers(self.engine_core, self._send)
-            loop.call_soon_threadsafe(lambda: answer.done() or settle())  # whoever asked may have left
+            loop.call_soon_threadsafe(lambda: answered.done() or answered.set_result(answer))  # who asked may have left
 
         self._to_do.put(call)
-        return await answer
-
-    def get_output(self) -> EngineCoreOutputs:
-        """Not for an event loop: see `get_output_async`."""
-        raise NotImplementedError
-
-    def call_utility(self, method: str, *arguments: Any) -> Any:
-        """Not for an event loop: see `call_utility_async`."""
-        raise NotImplementedError
+        return joined_answers(method, [await answered])
 
     def shutdown(self) -> None:
         """See `EngineCoreClient`. The step under way comes to its end."""

@@ -5,10 +5,12 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc.run_busy_loop`).
 
 import queue
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs
+from minivllm.core.messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.core import EngineCore
-from minivllm.errors import WorkerDiedError
+from minivllm.engine.core_client import UTILITIES
+from minivllm.errors import MinivllmError, WorkerDiedError
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -45,6 +47,18 @@ def tell_watchers(core: EngineCore, put: Put) -> None:
     """Send the state after a change that no step tells of, where somebody watches."""
     if core.step_recorder is not None:
         put(core.state())
+
+
+def answer_of(core: EngineCore, call_id: int, method: str, arguments: Sequence[Any]) -> UtilityOutput:
+    """Return the result of a method of the core, or its error."""
+    if method not in UTILITIES:
+        return UtilityOutput(call_id, error=f"there is no utility {method!r}")
+    try:
+        return UtilityOutput(call_id, getattr(core, method)(*arguments))
+    except MinivllmError as error:
+        return UtilityOutput(call_id, error=str(error), invalid_request=True)
+    except Exception as error:
+        return UtilityOutput(call_id, error=f"{type(error).__name__}: {error}")
 
 
 def _guarded(act: Act) -> None:

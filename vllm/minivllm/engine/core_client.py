@@ -13,7 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
+from minivllm.core.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, UtilityOutput
+from minivllm.errors import MinivllmError
 
 UTILITIES = (
     "reset_prefix_cache", "reset_prefix_cache_and_connector", "reset_running_requests", "start_step_events",
@@ -41,6 +42,14 @@ class EngineCoreClient(ABC):
         """Ends requests without further output; unknown ids are ignored."""
 
     @abstractmethod
+    def shutdown(self) -> None:
+        """Ends the processes that were started, if any; a second call does nothing."""
+
+
+class SyncEngineCoreClient(EngineCoreClient):
+    """One that blocks, for `LLM`. Those for an event loop have `get_output_async` and `call_utility_async` instead."""
+
+    @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
         """Returns the outputs of the next step; call it only while there are unfinished requests.
 
@@ -52,6 +61,18 @@ class EngineCoreClient(ABC):
     def call_utility(self, method: str, *arguments: Any) -> Any:
         """Calls one of `UTILITIES` in every core and returns whether all have succeeded, or what the first returns."""
 
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Ends the processes that were started, if any; a second call does nothing."""
+
+def joined_answers(method: str, answers: Sequence[UtilityOutput]) -> Any:
+    """Return the cores' answers to a call as one: whether all have succeeded, or what the first returns.
+
+    Raises:
+        MinivllmError: the arguments ask for what cannot be done.
+        RuntimeError: the method failed.
+    """
+    for answer in answers:
+        if answer.error is not None and answer.invalid_request:
+            raise MinivllmError(answer.error)
+        if answer.error is not None:
+            raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
+    results = [answer.result for answer in answers]
+    return all(results) if isinstance(results[0], bool) else results[0]

@@ -7,7 +7,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc`, `process_input_sock
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import zmq
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
+from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.busy_loop import Act, abort_requests, run_busy_loop, tell_watchers
+from minivllm.engine.busy_loop import Act, abort_requests, answer_of, run_busy_loop, tell_watchers
 from minivllm.engine.core import EngineCore
-from minivllm.engine.core_client import UTILITIES
 from minivllm.engine.core_sockets import CoreSockets
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
 from minivllm.errors import MinivllmError
@@ -93,7 +92,7 @@ class EngineCoreProc:
             abort_requests(core, decode(payload, list[str]), self._put)
         elif kind == Kind.UTILITY:
             call_id, method, arguments = decode(payload, tuple[int, str, list[Any]])
-            answer = _answer_of(core, call_id, method, arguments)
+            answer = answer_of(core, call_id, method, arguments)
             tell_watchers(core, self._put)  # whoever has the answer has them too
             self._put(EngineCoreOutputs([], utility_output=answer))
 
@@ -138,15 +137,3 @@ def _share(settings: Mapping[str, Any], num_cores: int) -> EngineArgs:
         return args
     torch.set_num_threads(max(1, torch.get_num_threads() // num_cores))
     return replace(args, gpu_memory_utilization=args.gpu_memory_utilization / num_cores)
-
-
-def _answer_of(core: EngineCore, call_id: int, method: str, arguments: Sequence[Any]) -> UtilityOutput:
-    """Returns the result of a method of the core, or its error."""
-    if method not in UTILITIES:
-        return UtilityOutput(call_id, error=f"there is no utility {method!r}")
-    try:
-        return UtilityOutput(call_id, getattr(core, method)(*arguments))
-    except MinivllmError as error:
-        return UtilityOutput(call_id, error=str(error), invalid_request=True)
-    except Exception as error:
-        return UtilityOutput(call_id, error=f"{type(error).__name__}: {error}")

@@ -9,10 +9,10 @@ from typing import Any
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
-from minivllm.engine.core_client import UTILITIES, EngineCoreClient
+from minivllm.engine.core_client import UTILITIES, SyncEngineCoreClient
 
 
-class InprocClient(EngineCoreClient):
+class InprocClient(SyncEngineCoreClient):
     """The core is an object in this process. `get_output` runs a step."""
 
     def __init__(self, args: EngineArgs) -> None:

@@ -14,7 +14,7 @@ from minivllm.config.profiler import ProfilerConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_client import EngineCoreClient
+from minivllm.engine.core_client import SyncEngineCoreClient
 from minivllm.engine.front_end import FrontEnd
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt
@@ -216,7 +216,7 @@ class LLMEngine(FrontEnd):
         self.abort_request(parents)
 
 
-def make_client(args: EngineArgs) -> EngineCoreClient:
+def make_client(args: EngineArgs) -> SyncEngineCoreClient:
     """Starts a core and returns its client once it is ready: in this process, or with `multiprocess` in its own.
 
     Several cores are always processes, and so are those that Ray places.

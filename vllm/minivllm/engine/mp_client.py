@@ -18,11 +18,11 @@ import zmq
 
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_client import UTILITIES, EngineCoreClient
+from minivllm.engine.core_client import UTILITIES, EngineCoreClient, SyncEngineCoreClient, joined_answers
 from minivllm.engine.core_processes import CoreProcesses, wait_for_message
 from minivllm.engine.load_balancing import LoadBalancer
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
-from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.errors import EngineDeadError
 from minivllm.platforms.child_processes import ChildProcess
 from minivllm.platforms.interrupts import InterruptsHeld
 
@@ -87,16 +87,6 @@ class MPClient(EngineCoreClient):
         self._dead = self._dead or EngineDeadError("the engine has been shut down")
         self._finalizer()
 
-    def _joined(self, method: str, answers: Sequence[UtilityOutput]) -> Any:
-        """The cores' answers to a call as one."""
-        for answer in answers:
-            if answer.error is not None and answer.invalid_request:
-                raise MinivllmError(answer.error)
-            if answer.error is not None:
-                raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
-        results = [answer.result for answer in answers]
-        return all(results) if isinstance(results[0], bool) else results[0]
-
     def _greet(self) -> None:
         """Waits until every core has found our socket: nothing can be sent to it before."""
         missing = {identity(rank) for rank in range(len(self.engines))}
@@ -152,7 +142,7 @@ class MPClient(EngineCoreClient):
         return self._dead
 
 
-class SyncMPClient(MPClient):
+class SyncMPClient(MPClient, SyncEngineCoreClient):
     """A blocking client, for `LLM`."""
 
     def __init__(self, args: EngineArgs) -> None:
@@ -177,7 +167,7 @@ class SyncMPClient(MPClient):
                 self._early.append(message)
             elif answer.call_id == call_id:  # other replies belong to interrupted calls
                 answers[message.engine_index] = answer
-        return self._joined(method, [answers[rank] for rank in sorted(answers)])
+        return joined_answers(method, [answers[rank] for rank in sorted(answers)])
 
     def _receive(self) -> EngineCoreOutputs:
         self._wait(self._output)
