@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS_WITH_SERVERS = ("tests/lessons/test_06_serving.py",)
+SCRIPTS_WITH_SERVERS = ("tests/lessons/06_serving/test_06_serving.py",)
 """Files whose script imports the server, and so cannot be imported without the server's packages."""
 
 

@@ -80,13 +80,14 @@ def items(*names: str) -> list:
 def test_a_unit_is_in_one_piece_and_the_longest_come_first():
     order = items(
         "tests/core/test_request.py::a", "tests/e2e/test_harness.py::a", "tests/e2e/test_shell.py::a",
-        "tests/e2e/test_notebooks.py::a", "tests/lessons/test_09_attention_heads.py::b",
+        "tests/e2e/test_notebooks.py::a", "tests/lessons/09_attention_heads/test_09_attention_heads.py::b",
         "tests/core/test_request.py::b",
     )  # fmt: skip
     distribution.longest_first(order)
     assert [item.nodeid.removeprefix("tests/") for item in order] == [
         "e2e/test_harness.py::a", "e2e/test_notebooks.py::a", "e2e/test_shell.py::a",
-        "lessons/test_09_attention_heads.py::b", "core/test_request.py::a", "core/test_request.py::b",
+        "lessons/09_attention_heads/test_09_attention_heads.py::b",
+        "core/test_request.py::a", "core/test_request.py::b",
     ]  # fmt: skip
 
 

@@ -218,7 +218,7 @@ def test_a_line_is_seen_on_a_dark_page_where_it_is_broken_too(colour: str, groun
 
 def test_colours_have_their_names_in_the_theme():
     """One written out in a widget would have no dark form, or drift apart from its twin. Black stays black."""
-    parts = (path for path in Path(theme.__file__).parent.glob("*.py") if path.stem != "theme")
+    parts = (path for path in Path(theme.__file__).parents[1].rglob("*.py") if path.stem != "theme")
     written = {(path.name, colour) for path in parts for colour in re.findall(r'"(#[0-9A-Fa-f]{6})"', path.read_text())}
     assert {(name, colour) for name, colour in written if colour != "#000000"} == set()
 

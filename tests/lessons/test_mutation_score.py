@@ -1,7 +1,7 @@
 """Each lesson's checks catch every wrong solution; the score of all stands at the end of the run (tests/conftest.py).
 
-The lessons' own mutants are tried in `test_NN_*.py`. Here come those of the bug museum that also exist in a lesson's
-script (`solution` of an exhibit).
+The lessons' own mutants are tried in `NN_*/test_NN_*.py`. Here come those of the bug museum that also exist in a
+lesson's script (`solution` of an exhibit).
 """
 
 import ast
@@ -16,7 +16,7 @@ from minivllm_lab.museum.exhibits import exhibits
 
 LEAST_MUTANTS = 10
 FROM_THE_MUSEUM = {f"{one.number:02d} {one.title}": one for one in exhibits().values() if one.solution}
-TEST_FILES = sorted(Path(__file__).parent.glob("test_[0-9][0-9]_*.py"))
+TEST_FILES = sorted(Path(__file__).parent.glob("*/test_[0-9][0-9]_*.py"))
 
 
 @pytest.mark.interpreted

@@ -20,7 +20,7 @@ from widgets.paged_attention.figure import percent, times
 from widgets.shell.session import Session
 from widgets.shell.theme import COLOURS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SVG = "{http://www.w3.org/2000/svg}"
 LONG: dict[str, Any] = {"requests": "azure-code", "samples": 1, "kernel": "line", "row_bytes": 64}
 SOLVED: tuple[dict[str, Any], ...] = (

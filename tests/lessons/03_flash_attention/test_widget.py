@@ -37,7 +37,7 @@ positions = st.fixed_dictionaries({name: st.sampled_from(values) for name, value
 
 
 def lesson():
-    return load(Path(__file__).resolve().parents[2] / "vllm" / "03_flash_attention.py")
+    return load(Path(__file__).resolve().parents[3] / "vllm" / "03_flash_attention.py")
 
 
 def test_a_sweep_is_the_counters():

@@ -10,7 +10,7 @@ from minivllm_lab.paged_attention.block_size_costs import Moment, fetched_in_vai
 from minivllm_lab.paged_attention.paged_traffic import paged_traffic
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths
 
-LEFT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "02_paged_attention.cpu.json"
+LEFT = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "02_paged_attention.cpu.json"
 
 
 def test_held_by_hand():

@@ -24,7 +24,7 @@ from widgets.shell.session import Session
 from widgets.shell.spec import Progress
 from widgets.shell.theme import COLOURS
 
-LESSON = Path(__file__).resolve().parents[2] / "vllm" / "05_optimization_catalog.py"
+LESSON = Path(__file__).resolve().parents[3] / "vllm" / "05_optimization_catalog.py"
 START = widget.START
 
 

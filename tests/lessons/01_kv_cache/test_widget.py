@@ -35,7 +35,7 @@ KNOBS = st.fixed_dictionaries(
     }
     | {"utilization": st.floats(0.5, 1.0)}
 )
-LESSON = Path(__file__).resolve().parents[2] / "vllm" / "01_kv_cache.py"
+LESSON = Path(__file__).resolve().parents[3] / "vllm" / "01_kv_cache.py"
 
 
 def sweep(**knobs: Any) -> kv_cache.State:
