@@ -121,7 +121,7 @@ def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:
         ("attention", PagedAttention, "attend"),
         ("rest of forward", runner, "forward"),
         ("head", runner.model, "compute_logits"),
-        ("sample", runner, "sample_tokens"),
+        ("sample", runner, "sample"),
         ("update", scheduler, "update_from_output"),
         ("text", engine.output_processor, "process_outputs"),
     ]

@@ -21,7 +21,7 @@ def llms(bench):
 
 
 def test_the_engines_differ_in_one_thing(llms, bench):
-    assert {name: runner_of(llm).keeps_drafts for name, llm in llms.items()} == {
+    assert {name: runner_of(llm).draft_tokens_handler.keeps_drafts for name, llm in llms.items()} == {
         bench.AHEAD: True,
         bench.WAITING: False,
     }

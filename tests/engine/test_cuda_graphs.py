@@ -77,7 +77,7 @@ def test_the_largest_is_captured_first(eager):
     watched = runner.model.register_forward_pre_hook(lambda model, inputs: sizes.append(len(inputs[0])))
     runner.capture_model(record)
     watched.remove()
-    runner.cuda_graphs = None
+    runner.cuda_graphs.release_graphs()
     assert sizes == [8, 4, 2, 1]
 
 
@@ -94,11 +94,11 @@ def test_capturing_writes_nothing_to_the_cache():
 
 
 def test_the_same_tokens_with_graphs(eager, graphed):
-    graphs = runner_of(graphed).cuda_graphs
+    graphs = runner_of(graphed).cuda_graphs.decode
     before = graphs.replays
     assert tokens_of(graphed) == tokens_of(eager)
     assert graphs.replays - before > 10
-    assert runner_of(eager).cuda_graphs is None
+    assert runner_of(eager).cuda_graphs.decode is None
 
 
 def step(num_rows: int, keys: int = 20) -> StepInputs:
@@ -122,7 +122,7 @@ def step(num_rows: int, keys: int = 20) -> StepInputs:
 
 def test_padding_rows_write_nothing_and_are_looked_at_by_nobody(graphed):
     runner = runner_of(graphed)
-    graphs = runner.cuda_graphs
+    graphs = runner.cuda_graphs.decode
     graphs.replay(step(6))
     full = graphs.replay(step(3)).clone()
     buffers = graphs.buffers
@@ -143,7 +143,7 @@ def test_padding_rows_write_nothing_and_are_looked_at_by_nobody(graphed):
 
 
 def test_what_there_is_no_graph_for_is_refused(graphed):
-    graphs = runner_of(graphed).cuda_graphs
+    graphs = runner_of(graphed).cuda_graphs.decode
     with pytest.raises(MinivllmError, match="9 tokens of 9 requests: they are for one token each of up to 8 requests"):
         graphs.replay(step(9))
     chunk = step(3)
@@ -166,7 +166,7 @@ def test_drafts_are_verified_in_graphs_too_however_many_a_request_has(eager):
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=NGRAM)
     runner, ragged = runner_of(llm), []
     runner.capture_model(lambda function: function)
-    graphs = runner.verification_graphs
+    graphs = runner.cuda_graphs.verification
     assert (graphs.tokens_each, graphs.sizes) == (4, [1, 2, 4, 8])
     load = graphs.buffers.load
     graphs.buffers.load = lambda inputs: ragged.append(len({*np.diff(inputs.query_start_loc)}) > 1) or load(inputs)
@@ -179,12 +179,12 @@ def test_graphs_for_drafts_hold_as_many_tokens_as_those_for_decodes():
     settings = {**SETTINGS, "max_num_seqs": 512}
     runner = runner_of(LLM(EMBEDDED_MODEL, **settings, speculative_config={**NGRAM, "num_speculative_tokens": 7}))
     runner.capture_model(lambda function: function)
-    assert runner.cuda_graphs.sizes[-1] == 512
-    assert runner.verification_graphs.sizes[-1] * 8 == 512
+    assert runner.cuda_graphs.decode.sizes[-1] == 512
+    assert runner.cuda_graphs.verification.sizes[-1] * 8 == 512
 
 
 def test_without_drafts_there_are_none_for_them(graphed):
-    assert runner_of(graphed).verification_graphs is None
+    assert runner_of(graphed).cuda_graphs.verification is None
 
 
 def test_there_are_none_on_a_cpu_unless_asked_for(eager):
@@ -202,9 +202,9 @@ def gpu_engine(**changes) -> LLM:
 def test_on_a_gpu_the_same_tokens_with_graphs(kv_cache_dtype):
     eager = gpu_engine(enforce_eager=True, kv_cache_dtype=kv_cache_dtype)
     graphed = gpu_engine(kv_cache_dtype=kv_cache_dtype)
-    assert runner_of(eager).cuda_graphs is None
+    assert runner_of(eager).cuda_graphs.decode is None
     assert tokens_of(graphed) == tokens_of(eager)
-    assert runner_of(graphed).cuda_graphs.replays > 10
+    assert runner_of(graphed).cuda_graphs.decode.replays > 10
 
 
 @pytest.mark.gpu
@@ -213,12 +213,12 @@ def test_on_a_gpu_drafts_are_verified_in_graphs(async_scheduling):
     eager = gpu_engine(enforce_eager=True)
     graphed = gpu_engine(speculative_config=NGRAM, async_scheduling=async_scheduling)
     assert drafted_tokens_of(graphed) == drafted_tokens_of(eager)
-    assert runner_of(graphed).verification_graphs.replays > 5
+    assert runner_of(graphed).cuda_graphs.verification.replays > 5
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_replay_waits_for_nothing_and_allocates_nothing():
-    graphs = runner_of(gpu_engine()).cuda_graphs
+    graphs = runner_of(gpu_engine()).cuda_graphs.decode
     graphs.replay(step(3))
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

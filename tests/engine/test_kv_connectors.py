@@ -13,7 +13,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.core.remote_kv import LOAD_FAILED
 from minivllm.errors import MinivllmError
-from minivllm.worker.kv_connector_runner import KVConnectorRunner
+from minivllm.worker.kv_connector_runner import ActiveKVConnector
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
@@ -162,6 +162,6 @@ def test_on_a_gpu_a_step_waits_for_the_forward_pass_before_it_and_not_for_copies
     stream = SimpleNamespace(synchronize=lambda: happened.append("forward pass over"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("everything over"))
-    runner = KVConnectorRunner(cast(Any, connector), {"layer": (SimpleNamespace(is_cuda=True),)}, 1)
-    runner.begin(cast(Any, SimpleNamespace(kv_connector_metadata=object(), preempted_req_ids=())))
+    active = ActiveKVConnector(cast(Any, connector), {"layer": (SimpleNamespace(is_cuda=True),)}, 1)
+    active.pre_forward(cast(Any, SimpleNamespace(kv_connector_metadata=object(), preempted_req_ids=())))
     assert happened == ["forward pass over", "bound", "loads begin"]

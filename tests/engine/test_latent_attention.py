@@ -136,7 +136,7 @@ def test_the_same_tokens_with_graphs(folder, expected):
     llm = LLM(folder, **SETTINGS)
     runner_of(llm).capture_model(lambda function: function)
     assert tokens_of(llm) == expected
-    assert runner_of(llm).cuda_graphs.replays > 10
+    assert runner_of(llm).cuda_graphs.decode.replays > 10
 
 
 def test_the_same_tokens_through_a_connector(tmp_path, folder, expected):

@@ -183,9 +183,9 @@ def test_decode_steps_as_graphs(llm):
         check(llm, "a", None, "b", "b")
         check(llm, None, None)
         check(llm, "c", "b", None)
-        assert runner.cuda_graphs.replays >= 20
+        assert runner.cuda_graphs.decode.replays >= 20
     finally:
-        runner.cuda_graphs = None
+        runner.cuda_graphs.release_graphs()
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 
-from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import NonFiniteLogitsError
 from minivllm.models.forward_context import ForwardContext
 from minivllm.models.loader import random_model
@@ -25,9 +26,10 @@ MOST_STEPS = 40
 
 
 def new_runner(drafts: int = 0) -> ModelRunner:
-    speculation = SpeculativeConfig(num_speculative_tokens=drafts, prompt_lookup_min=1) if drafts else None
-    settings = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 4, "speculative_config": speculation}
-    runner = ModelRunner(random_model(CONFIG, seed=2), **settings)
+    speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 1} if drafts else None
+    args = EngineArgs(max_num_seqs=4, max_model_len=64, block_size=4, speculative_config=speculation)
+    settings = args.worker_settings(args.scheduler_config(CONFIG, None), "cpu", 1)
+    runner = ModelRunner(random_model(CONFIG, seed=2), settings)
     runner.initialize_kv_cache(40)
     return runner
 

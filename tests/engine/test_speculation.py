@@ -86,7 +86,6 @@ def test_no_draft_reaches_beyond_the_last_position():
 def test_every_method_has_its_proposer():
     assert {*PROPOSERS, *MODEL_PROPOSERS} == set(METHODS)
     assert set(MODEL_PROPOSERS) == set(MODEL_METHODS)
-    assert make_proposer(None, 8) is None
     assert isinstance(make_proposer(SpeculativeConfig(num_speculative_tokens=1), 8), NgramProposer)
 
 
@@ -251,9 +250,9 @@ def test_the_drafters_cache_holds_every_token_that_the_targets_does(config):
             row, sampled = batch.row_of[req_id], output.sampled_token_ids.get(req_id)
             end = batch.num_tokens[row] if sampled else batch.num_computed_tokens[row] + count
             end += config is EAGLE3 and not sampled
-            expected = keys_without_cache(runner.drafter.model, runner.model, batch.token_ids[row, :end])
+            expected = keys_without_cache(runner.speculator.model, runner.model, batch.token_ids[row, :end])
             end = len(expected)
-            keys = runner.drafter.attention.kv_caches[-1].keys  # [blocks, 4, kv_heads, head_dim]
+            keys = runner.speculator.attention.kv_caches[-1].keys  # [blocks, 4, kv_heads, head_dim]
             found = keys[batch.block_table[row, : -(-end // 4)]].flatten(0, 1)[:end]
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
         return output
@@ -283,11 +282,11 @@ def test_the_ledger_counts_weights_and_cache_of_the_draft_model():
     changed = {**SETTINGS, "max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": None}
     llm = LLM(EMBEDDED_MODEL, **changed, speculative_config=DRAFT_MODEL, kv_cache_dtype="int8")
     ledger, runner = core_of(llm).ledger, runner_of(llm)
-    caches = [*runner.attention.kv_caches, *runner.drafter.attention.kv_caches]
+    caches = [*runner.attention.kv_caches, *runner.speculator.attention.kv_caches]
     allocated = sum(tensor.nbytes for cache in caches for tensor in cache)
     assert allocated == ledger.num_blocks * ledger.block_size * ledger.bytes_per_token == ledger.kv_bytes
     [weights] = [row.bytes for row in ledger.rows if row.name == "draft model"]
-    assert weights == weight_bytes(runner.drafter.model)
+    assert weights == weight_bytes(runner.speculator.model)
     assert sum(row.bytes for row in ledger.rows) == ledger.device.memory_bytes
     config, drafter = (ModelConfig.from_pretrained(path) for path in (EMBEDDED_MODEL, EMBEDDED_DRAFT))
     planned = memory_ledger(config, "H100 80GB", tp=2, kv_dtype="int8", weight_dtype="float32", drafter=drafter)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
-from minivllm.worker.worker import Worker, WorkerSettings, join_group
+from minivllm.worker.settings import WorkerSettings
+from minivllm.worker.worker import Worker, join_group
 
 PLACES = ("before", "in the layers", "sampling", "after")
 
@@ -18,7 +19,7 @@ class FailingWorker(Worker):
         self.place, self.error = place if self.group.world_rank in ranks else "", error
 
     def keep_drafts(self, keeps: bool) -> None:
-        self.runner.keeps_drafts = keeps
+        self.runner.draft_tokens_handler.keeps_drafts = keeps
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self._fail_if("before")

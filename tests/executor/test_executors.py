@@ -25,7 +25,7 @@ from minivllm.executor.multiproc_executor import MultiprocExecutor
 from minivllm.executor.rank_processes import RankProcesses
 from minivllm.executor.uniproc_executor import UniprocExecutor
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.worker import WorkerSettings
+from minivllm.worker.settings import WorkerSettings
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

@@ -32,7 +32,7 @@ from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from minivllm.worker.worker import WorkerSettings  # brings torch, which a mistyped flag must not wait for
+    from minivllm.worker.settings import WorkerSettings  # brings torch, which a mistyped flag must not wait for
 
 logger = init_logger(__name__)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -436,7 +436,7 @@ class EngineArgs:
     def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> "WorkerSettings":
         """Return the ranks' settings; `device` is "cpu" or "cuda", `num_threads` the CPU threads of all ranks."""
         from minivllm.kernels.rejection_sample import rejection_sample
-        from minivllm.worker.worker import WorkerSettings
+        from minivllm.worker.settings import WorkerSettings
 
         return WorkerSettings(
             model=self.model,

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
-from minivllm.worker.worker import WorkerSettings
+from minivllm.worker.settings import WorkerSettings
 
 
 class Executor(ABC):

@@ -18,7 +18,8 @@ from minivllm.executor.abstract import Executor
 from minivllm.executor.kv_output_aggregator import KVOutputAggregator
 from minivllm.executor.rank_messages import RESET
 from minivllm.executor.rank_processes import SECONDS_TO_LEAVE, RankProcesses
-from minivllm.worker.worker import LOOPBACK_ADDRESS, WorkerSettings, worker_of_rank
+from minivllm.worker.settings import WorkerSettings
+from minivllm.worker.worker import LOOPBACK_ADDRESS, worker_of_rank
 
 
 class MultiprocExecutor(Executor):

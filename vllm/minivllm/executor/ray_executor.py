@@ -17,7 +17,8 @@ from minivllm.executor.rank_loop import serve
 from minivllm.executor.rank_processes import RankProcesses
 from minivllm.executor.ray_actors import RayActors, connected_actor
 from minivllm.platforms.child_processes import ChildProcess
-from minivllm.worker.worker import WorkerSettings, worker_of_rank
+from minivllm.worker.settings import WorkerSettings
+from minivllm.worker.worker import worker_of_rank
 
 
 class RayExecutor(MultiprocExecutor):

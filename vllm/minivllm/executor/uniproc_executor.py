@@ -6,7 +6,8 @@ from typing import Any
 from minivllm.core.output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.executor.abstract import Executor
 from minivllm.executor.step_thread import StepThread
-from minivllm.worker.worker import Worker, WorkerSettings
+from minivllm.worker.settings import WorkerSettings
+from minivllm.worker.worker import Worker
 
 
 class OutputFuture(Future[ModelRunnerOutput]):

@@ -4,7 +4,7 @@ In vLLM v0.33.0: `vllm/lora/worker_manager.py` (`LRUCacheWorkerLoRAManager`),
 `vllm/v1/worker/lora_model_runner_mixin.py` (`LoRAModelRunnerMixin.set_active_loras`).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import torch
@@ -20,6 +20,31 @@ from minivllm.lora.layers import LoRAStep
 from minivllm.lora.lora_model import fingerprint_of, read_adapter
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.models.decoder import Decoder
+
+
+class NoLoRA:
+    """What a rank has in the place of `LRUCacheWorkerLoRAManager` if no adapters are served: no row has a slot."""
+
+    slot_bytes = 0
+    lora_index_to_id: tuple[()] = ()
+
+    def slots_of_tokens(
+        self, requests: Mapping[int, LoRARequest], rows: np.ndarray, query_start_loc: np.ndarray
+    ) -> None:
+        """Return None: no token has an adapter."""
+
+    def set_rows(self, slots: np.ndarray | None, wanted: np.ndarray | None = None) -> None:
+        """Do nothing: no linear reads slots."""
+
+    def list_adapters(self) -> list[int]:
+        """Return none."""
+        return []
+
+    def warm_up(self) -> None:
+        """Do nothing: no kernel is launched for adapters."""
+
+    def for_graphs(self, most_rows: int) -> None:
+        """Return None: graphs have no launches for adapters."""
 
 
 class LRUCacheWorkerLoRAManager:
@@ -55,6 +80,39 @@ class LRUCacheWorkerLoRAManager:
         self.manager.add_adapter(lora_request.lora_int_id, self.manager.share_of(pairs))
         self.num_loads += 1
         return fingerprint
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots on the device."""
+        return self.manager.slot_bytes
+
+    @property
+    def lora_index_to_id(self) -> list[int | None]:
+        """The adapter in each slot, by id; None: it is free."""
+        return self.manager.lora_index_to_id
+
+    def list_adapters(self) -> list[int]:
+        """Return the adapters in host memory, by id."""
+        return self.manager.list_adapters()
+
+    def slots_of_tokens(
+        self, requests: Mapping[int, LoRARequest], rows: np.ndarray, query_start_loc: np.ndarray
+    ) -> np.ndarray | None:
+        """Return the slot of each token's adapter [tokens], -1 for none, once all are in slots; None: no token has one.
+
+        `requests`: by row of the batch, where there is one. `rows` [requests], `query_start_loc` [requests + 1]: those
+        of the step.
+
+        Raises:
+            AdapterError: one of them cannot be read any more.
+        """
+        by_request = [requests.get(row) for row in rows.tolist()] if requests else []
+        distinct = {one.lora_int_id: one for one in by_request if one is not None}
+        if not distinct:
+            return None
+        slot_of = self.set_active_adapters(distinct.values())
+        slots = np.array([-1 if one is None else slot_of[one.lora_int_id] for one in by_request], np.int32)
+        return np.repeat(slots, np.diff(query_start_loc))
 
     def set_active_adapters(self, requests: Collection[LoRARequest]) -> dict[int, int]:
         """Gives each of a step's adapters a slot; returns the slots by id.
@@ -101,6 +159,18 @@ class LRUCacheWorkerLoRAManager:
         """What CUDA graphs of up to so many rows read instead."""
         meta = LoRAKernelMeta(most_rows, self.config.max_loras, self.manager.device)
         return LoRAOfGraphs(self.manager.step, meta)
+
+
+LoRAManager = LRUCacheWorkerLoRAManager | NoLoRA
+
+
+def make_lora_manager(
+    model: Decoder, config: LoRAConfig | None, max_rows: int, make_slots: Callable[[int], AdapterSlots] | None
+) -> LoRAManager:
+    """Return what serves a rank's adapters; nothing does without a `config`."""
+    if config is None:
+        return NoLoRA()
+    return LRUCacheWorkerLoRAManager(model, config, max_rows, make_slots or AdapterSlots)
 
 
 def _why_not(request: LoRARequest) -> str:

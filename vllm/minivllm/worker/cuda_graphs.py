@@ -25,12 +25,13 @@ import numpy as np
 import torch
 
 from minivllm.errors import MinivllmError
-from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.lora.worker_manager import LoRAManager
 from minivllm.models.decoder import Decoder
 from minivllm.models.forward_context import ForwardContext
 from minivllm.worker.input_batch import StepInputs
 from minivllm.worker.latent_attention import PagedLatentAttention
 from minivllm.worker.paged_attention import PagedAttention
+from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.step_buffers import PADDING_SLOT, StepBuffers
 
 MOST_ROWS = 512
@@ -67,27 +68,24 @@ class CudaGraphs:
         self,
         model: Decoder,
         attention: PagedAttention | PagedLatentAttention,
-        *,
+        settings: WorkerSettings,
+        lora: LoRAManager,
         sizes: Sequence[int],
-        max_num_blocks: int,
-        max_model_len: int,
-        block_size: int,
-        lora: LRUCacheWorkerLoRAManager | None = None,
         tokens_each: int = 1,
     ) -> None:
         """`sizes` are numbers of requests, each of at most `tokens_each` tokens.
 
-        With `lora` there are two graphs of each size, of which one has no launches for adapters.
+        With adapters there are two graphs of each size, of which one has no launches for them.
         """
         weight = model.embed_tokens.weight
         self.model, self.attention, self.sizes = model, attention, sorted(sizes)
-        self.max_model_len, self.block_size, self.tokens_each = max_model_len, block_size, tokens_each
-        most_tokens = self.sizes[-1] * tokens_each
+        self.max_model_len, self.block_size, self.tokens_each = settings.max_model_len, settings.block_size, tokens_each
+        most_tokens, max_num_blocks = self.sizes[-1] * tokens_each, -(-self.max_model_len // self.block_size)
         self.buffers = StepBuffers(self.sizes[-1], max_num_blocks, weight.device, tokens_each)
         self.hidden = torch.zeros(most_tokens, model.config.hidden_size, dtype=weight.dtype, device=weight.device)
         self.replays = self.pool_bytes = 0
         self._replay: dict[tuple[int, bool], Callable[[], None]] = {}
-        self.lora = lora and lora.for_graphs(most_tokens)
+        self.lora = lora.for_graphs(most_tokens)
         self._bytes_reduced: dict[int, int] = {}
 
     @torch.inference_mode()
@@ -179,33 +177,48 @@ class CudaGraphs:
         )
 
 
-def captured(
-    record: Record,
-    model: Decoder,
-    attention: PagedAttention | PagedLatentAttention,
-    max_num_seqs: int,
-    max_num_blocks: int,
-    max_model_len: int,
-    block_size: int,
-    lora: LRUCacheWorkerLoRAManager | None = None,
-    tokens_each: int = 1,
-) -> CudaGraphs | None:
-    """The graphs of steps in which a request has at most `tokens_each` tokens; None if one is too many for a graph."""
-    sizes = [size for size in capture_sizes(max_num_seqs) if size * tokens_each <= MOST_ROWS]
-    if not sizes:
+class CudaGraphManager:
+    """A rank's graphs: of decode steps, and of those that verify drafts. There are none before `capture`."""
+
+    def __init__(self) -> None:
+        self.decode: CudaGraphs | None = None
+        self.verification: CudaGraphs | None = None
+
+    def capture(
+        self,
+        record: Record,
+        model: Decoder,
+        attention: PagedAttention | PagedLatentAttention,
+        settings: WorkerSettings,
+        lora: LoRAManager,
+    ) -> None:
+        """Capture the graphs, using `record`.
+
+        Latents are attended to in a form that depends on their number, so they have graphs of decode steps only.
+        """
+
+        def captured(tokens_each: int) -> CudaGraphs | None:
+            sizes = [size for size in capture_sizes(settings.max_num_seqs) if size * tokens_each <= MOST_ROWS]
+            if not sizes:
+                return None
+            graphs = CudaGraphs(model, attention, settings, lora, sizes, tokens_each)
+            graphs.capture(record)
+            return graphs
+
+        self.decode = captured(1)
+        if settings.num_speculative_tokens and model.config.kv_lora_rank is None:
+            self.verification = captured(min(1 + settings.num_speculative_tokens, settings.max_model_len))
+
+    def dispatch(self, inputs: StepInputs) -> CudaGraphs | None:
+        """Return the graphs that hold this step, the smaller ones if both do."""
+        for graphs in (self.decode, self.verification):
+            if graphs is not None and graphs.size_for(inputs) is not None:
+                return graphs
         return None
-    graphs = CudaGraphs(
-        model,
-        attention,
-        sizes=sizes,
-        max_num_blocks=max_num_blocks,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        lora=lora,
-        tokens_each=tokens_each,
-    )
-    graphs.capture(record)
-    return graphs
+
+    def release_graphs(self) -> None:
+        """Forget them: from now on every step runs eagerly."""
+        self.decode = self.verification = None
 
 
 def cuda_recorder(ranks: int) -> Record:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+import torch
 
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import NewRequestData, SchedulerOutput
+from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.worker.sample.states import SamplingStates
 
 NUMBERS_OF_ROW = 32
@@ -81,11 +83,6 @@ class InputBatch:
         self.row_of: dict[str, int] = {}
         self.req_ids = [""] * max_num_reqs  # by row; one that is free keeps its last
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
-
-    @staticmethod
-    def num_bytes(max_num_reqs: int, max_model_len: int, block_size: int) -> int:
-        """Size of the tables: 4 bytes per token and per block, plus a few words per row."""
-        return max_num_reqs * (max_model_len + -(-max_model_len // block_size) + NUMBERS_OF_ROW) * 4
 
     def update(self, output: SchedulerOutput) -> None:
         """Applies the changes since the last step: requests that ended or were preempted, new ones, new blocks."""
@@ -213,6 +210,20 @@ class InputBatch:
             self.block_table[row, : self.num_blocks[row]] = 0
             self.lora_requests.pop(row, None)
             self._free_rows.append(row)
+
+
+def check_batch_memory(max_num_reqs: int, max_model_len: int, block_size: int) -> None:
+    """Refuse a batch whose tables exceed host memory: 4 bytes per token and per block, plus a few words per row.
+
+    Raises:
+        MinivllmError: they do.
+    """
+    refuse_beyond_memory(
+        max_num_reqs * (max_model_len + -(-max_model_len // block_size) + NUMBERS_OF_ROW) * 4,
+        torch.device("cpu"),
+        f"the batch of max_num_seqs = {max_num_reqs} requests of {max_model_len} tokens",
+        "lower max_num_seqs",
+    )
 
 
 def consecutive(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

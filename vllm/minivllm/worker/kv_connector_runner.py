@@ -25,7 +25,49 @@ from minivllm.worker.paged_attention import AttentionMetadata, LayerCache
 SAMPLED_PLACES, SAMPLED_BYTES = 16, 4096
 
 
-class KVConnectorRunner:
+class KVConnector:
+    """What the runner calls around a step's forward pass; without a connector, nothing happens."""
+
+    def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
+        """Tell the connector what the scheduler's side wants of this step, and let it begin to load."""
+
+    def around(self, attention: Attention, metadata: AttentionMetadata) -> Attention:
+        """Return the attention function of a step, with the connector's calls before and after each layer."""
+        return attention
+
+    def wait_for_layers(self) -> None:
+        """Wait for all layers at once, before a CUDA graph."""
+
+    def save_layers(self) -> None:
+        """Save all layers at once, after a CUDA graph."""
+
+    def post_forward(self, scheduler_output: SchedulerOutput) -> None:
+        """End the step's transfers, unless a drafter has layers that are still to be computed."""
+
+    def pre_draft(self) -> None:
+        """Wait for the layers of the drafter."""
+
+    def finalize_step(self, scheduler_output: SchedulerOutput) -> None:
+        """End the transfers that the drafter has kept open."""
+
+    def no_forward(self, scheduler_output: SchedulerOutput) -> None:
+        """Do what a step without tokens has to transfer."""
+
+    def take_output(self) -> KVConnectorOutput | None:
+        """Return what the step that has ended has to tell; None for nothing."""
+        return None
+
+    def reset(self) -> None:
+        """After a failed step: give up what is being loaded."""
+
+    def shutdown(self) -> None:
+        """End what the connector has started."""
+
+
+NO_OP_KV_CONNECTOR = KVConnector()
+
+
+class ActiveKVConnector(KVConnector):
     """Calls one rank's connector. `kv_caches` by layer: the model's, in their order, then its drafter's."""
 
     def __init__(
@@ -39,8 +81,8 @@ class KVConnectorRunner:
         self._output: KVConnectorOutput | None = None
         connector.register_kv_caches(kv_caches)
 
-    def begin(self, scheduler_output: SchedulerOutput) -> None:
-        """Tells the connector what the scheduler's side wants of this step, and lets it begin to load."""
+    def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
+        """Tell the connector what this step transfers, and begin to load; nothing in a warm-up."""
         metadata = scheduler_output.kv_connector_metadata
         if metadata is None:
             return  # warm-up
@@ -55,7 +97,7 @@ class KVConnectorRunner:
         self.connector.start_load_kv()
 
     def around(self, attention: Attention, metadata: AttentionMetadata) -> Attention:
-        """The attention function of a step, with the connector's calls before and after each layer."""
+        """Call the connector before and after each layer."""
         if not self._active:
             return attention
         connector = self.connector
@@ -70,15 +112,15 @@ class KVConnectorRunner:
         return attend
 
     def wait_for_layers(self) -> None:
-        """Waits for all layers at once, before a CUDA graph."""
+        """Wait for all of the model's layers."""
         self._wait_for(self.layer_names)
 
     def save_layers(self) -> None:
-        """Saves all layers at once, after a CUDA graph."""
+        """Save all of the model's layers."""
         self._save(self.layer_names)
 
-    def wait_for_drafter(self) -> None:
-        """Waits for the layers of the drafter, before it drafts."""
+    def pre_draft(self) -> None:
+        """Wait for all of the drafter's layers."""
         self._wait_for(self.drafter_names)
 
     def _wait_for(self, names: list[str]) -> None:
@@ -89,8 +131,22 @@ class KVConnectorRunner:
         for name in names if self._active else ():
             self.connector.save_kv_layer(name, self.kv_caches[name], None)
 
-    def end(self, scheduler_output: SchedulerOutput) -> None:
-        """Waits for what must be saved before the next step, and takes note of what has arrived and was sent."""
+    def post_forward(self, scheduler_output: SchedulerOutput) -> None:
+        """End the step's transfers if no drafter has layers to compute."""
+        if not self.drafter_names:
+            self._end(scheduler_output)
+
+    def finalize_step(self, scheduler_output: SchedulerOutput) -> None:
+        """End the step's transfers if that has not been done."""
+        self._end(scheduler_output)
+
+    def no_forward(self, scheduler_output: SchedulerOutput) -> None:
+        """Begin and end the transfers of a step without tokens."""
+        self.pre_forward(scheduler_output)
+        self._end(scheduler_output)
+
+    def _end(self, scheduler_output: SchedulerOutput) -> None:
+        """Wait for what must be saved before the next step, and take note of what has arrived and was sent."""
         if not self._active:
             return
         connector, output = self.connector, KVConnectorOutput()
@@ -107,15 +163,19 @@ class KVConnectorRunner:
         self._active, self._output = False, None if output.is_empty() else output
 
     def take_output(self) -> KVConnectorOutput | None:
-        """Returns what the step that has ended has to tell; None for nothing."""
+        """Return what the last step has to tell, once."""
         output, self._output = self._output, None
         return output
 
     def reset(self) -> None:
-        """After a failed step: gives up what is being loaded."""
+        """Give up what is being loaded."""
         self._active, self._output = False, None
         self.connector.clear_connector_metadata()
         self.connector.reset()
+
+    def shutdown(self) -> None:
+        """End what the connector has started."""
+        self.connector.shutdown()
 
 
 def tensors_of(cache: LayerCache | LatentCache) -> tuple[torch.Tensor, ...]:

@@ -6,13 +6,21 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_mem
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.memory import Device, LedgerRow, MemoryLedger, memory_ledger
+from minivllm.models.decoder import Decoder
 from minivllm.platforms.device_memory import available_memory
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.attention import without_attention
+from minivllm.worker.sample.sampler import sample
+from minivllm.worker.sample.states import SamplingStates
+from minivllm.worker.settings import WorkerSettings
+from minivllm.worker.spec_decode.speculator import Speculator
 
 UNKNOWN_MEMORY = 4 * GIB
 """Available memory that a CPU engine assumes if the system does not report it."""
@@ -77,6 +85,37 @@ def measure_memory(
         lora_bytes=lora_bytes,
         ranks_in_host_memory=ranks * (device.type == "cpu"),
     )
+
+
+def activation_peak(model: Decoder, speculator: Speculator, settings: WorkerSettings) -> int | None:
+    """Measure the bytes that the largest step needs beyond weights and cache; None on a CPU."""
+    device = model.embed_tokens.weight.device
+    if device.type != "cuda":
+        return None
+    most_tokens = settings.max_num_batched_tokens
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    dummy_run(model, most_tokens, min(settings.max_num_seqs, most_tokens), settings.max_model_len)
+    speculator.dummy_step(most_tokens)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+@torch.inference_mode()
+def dummy_run(model: Decoder, num_tokens: int, num_rows: int, max_model_len: int) -> None:
+    """Run the largest possible step, without attention; sampling applies top-p and min-p, but no bias or penalties."""
+    weight, stage = model.embed_tokens.weight, model.group.stage
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=weight.device)
+    received = None if stage.is_first else weight.new_zeros(2, num_tokens, model.config.hidden_size)
+    hidden = model(ids, ids, without_attention(model.config, max_model_len), None, received)
+    if not stage.is_last:
+        return
+    logits = model.compute_logits(hidden[:num_rows]).float()
+    states = SamplingStates(num_rows)
+    for row in range(num_rows):
+        states.add_request(row, SamplingParams(top_p=0.9, min_p=0.01))
+    none = np.zeros((num_rows, 0), np.int32)
+    sample(logits, states.metadata(np.arange(num_rows), none, np.zeros(num_rows, int), np.zeros(num_rows, int)))
 
 
 def profile_memory(

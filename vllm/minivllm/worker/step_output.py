@@ -1,8 +1,8 @@
-"""What a step's output says of each request: its tokens, what of its drafts was none, and whether it can go on."""
+"""What a step's output says of each request: its tokens, and whether it can go on."""
 
 import numpy as np
 
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import ModelRunnerOutput
 from minivllm.worker.input_batch import StepInputs
 from minivllm.worker.sample.sampler import SamplerOutput
 from minivllm.worker.spec_decode.rejection_sampler import kept_slices
@@ -27,12 +27,6 @@ def fill_in(copy: HostCopy, inputs: StepInputs, output: ModelRunnerOutput) -> No
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]
     output.sampled_token_ids = {req_id: [token] for req_id, token in zip(req_ids, token_ids.tolist(), strict=True)}
     output.nonfinite_req_ids = nonfinite_req_ids(inputs, largest)
-
-
-def num_invalid_of(scheduler_output: SchedulerOutput, inputs: StepInputs) -> dict[str, int]:
-    """By request, how many of its scheduled drafts were placeholders that nothing was drafted for."""
-    placeholders = scheduler_output.scheduled_spec_decode_tokens.items()
-    return {req_id: len(unknown) - len(inputs.drafts.get(req_id, ())) for req_id, unknown in placeholders}
 
 
 def nonfinite_req_ids(inputs: StepInputs, largest: np.ndarray) -> list[str]:

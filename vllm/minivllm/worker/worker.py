@@ -6,22 +6,21 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker`).
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minivllm.config import KVTransferConfig, LoRAConfig, ModelConfig, Parts, SpeculativeConfig
+from minivllm.config import ModelConfig, Parts
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.kv_connector.factory import create_connector
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head, load_eagle3
 from minivllm.models.loader import load_model, random_model
@@ -29,71 +28,15 @@ from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.pipeline import Stage
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.spinning import limit_spinning
-from minivllm.platforms.triton_utils import INTERPRETED
 from minivllm.worker.kernel_warmup import short_step, warm_up_steps
-from minivllm.worker.kv_connector_runner import KVConnectorRunner, model_fingerprint
-from minivllm.worker.memory_profiling import MemoryUse, measure_memory
+from minivllm.worker.kv_connector_runner import ActiveKVConnector, model_fingerprint
+from minivllm.worker.memory_profiling import MemoryUse, activation_peak, measure_memory
 from minivllm.worker.model_runner import ModelRunner
-from minivllm.worker.paged_attention import PagedAttention
-from minivllm.worker.spec_decode.proposer import MakeProposer, make_proposer
-from minivllm.worker.spec_decode.rejection_sampler import RejectionSample
+from minivllm.worker.settings import WorkerSettings
+from minivllm.worker.spec_decode.proposer import TokenSpeculator, make_proposer
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
-    """Settings sent to every rank, as in `EngineArgs`; `num_threads` is the total over all ranks."""
-
-    model: str | Path
-    device: str
-    dtype: str
-    load_format: str
-    seed: int
-    kv_cache_dtype: str
-    quantization: str | None
-    attention_backend: str | None
-    attention: Callable[..., PagedAttention] | None
-    draft_proposer: MakeProposer | None
-    rejection_sample: RejectionSample
-    use_kv_cache: bool
-    speculative_config: SpeculativeConfig | None
-    block_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    num_threads: int
-    enforce_eager: bool
-    async_scheduling: bool = False
-    kv_transfer_config: KVTransferConfig | None = None
-    kv_connector: Callable[..., Any] | None = None
-    data_parallel_rank: int = 0
-    lora_config: LoRAConfig | None = None
-    lora_slots: Callable[..., Any] | None = None
-
-    @property
-    def max_concurrent_batches(self) -> int:
-        """How many steps are to be in flight."""
-        return self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 1 + self.async_scheduling
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def uses_cuda_graphs(self) -> bool:
-        """Whether decode steps are captured: on a GPU, with its own kernels, a KV cache and one stage, unless eager."""
-        one_stage = self.pipeline_parallel_size == 1 and self.uses_unified_attention
-        return self.device == "cuda" and one_stage and not self.enforce_eager and not INTERPRETED
-
-    @property
-    def uses_unified_attention(self) -> bool:
-        """Whether attention is the engine's own kernel, over a KV cache."""
-        return self.attention_backend is None and self.attention is None and self.use_kv_cache
 
 
 class Worker:
@@ -106,65 +49,49 @@ class Worker:
         if self.device.type == "cpu":
             keep_freed_memory()
             limit_spinning()
-        self._without_tokens: SchedulerOutput | None = None
         model = load(settings, self.device, self.group)
-        self.runner = ModelRunner(
-            model,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            block_size=settings.block_size,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            speculative_config=settings.speculative_config,
-            drafter=load_drafter(settings, model),
-            attention_backend=settings.attention_backend,
-            attention=settings.attention,
-            draft_proposer=settings.draft_proposer,
-            rejection_sample=settings.rejection_sample,
-            use_kv_cache=settings.use_kv_cache,
-            async_scheduling=settings.async_scheduling,
-            lora_config=settings.lora_config,
-            lora_slots=settings.lora_slots,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-        )
+        self.runner = ModelRunner(model, settings, load_drafter(settings, model))
 
     def memory_use(self) -> MemoryUse:
         """Measures the memory of this rank's device and everything but the cache that uses it."""
-        settings = self.settings
+        runner, settings = self.runner, self.settings
         return measure_memory(
             self.device,
             self.group.world_size,
-            dtype=str(self.runner.dtype).removeprefix("torch."),
-            weights=self.runner.weight_bytes(),
-            drafter=self.runner.drafter.model_config if self.runner.drafter else None,
-            drafter_bytes=self.runner.drafter.num_bytes() if self.runner.drafter else 0,
-            activation_peak=self.runner.activation_peak(settings.max_num_batched_tokens, settings.max_num_seqs),
+            dtype=str(runner.dtype).removeprefix("torch."),
+            weights=runner.weight_bytes(),
+            drafter=runner.speculator.model_config,
+            drafter_bytes=runner.speculator.num_bytes(),
+            activation_peak=activation_peak(runner.model, runner.speculator, settings),
             cuda_graphs=settings.uses_cuda_graphs,
-            lora_bytes=self.runner.lora.manager.slot_bytes if self.runner.lora else 0,
+            lora_bytes=runner.lora.slot_bytes,
         )
+
+    @property
+    def _adapters(self) -> LRUCacheWorkerLoRAManager:
+        assert isinstance(self.runner.lora, LRUCacheWorkerLoRAManager)
+        return self.runner.lora
 
     def add_lora(self, lora_request: LoRARequest) -> tuple[str, str]:
         """Reads an adapter into host memory. Returns its fingerprint, or else, behind it, why it cannot be served.
 
         What it returns, rather than raises, leaves steps in flight alone.
         """
-        assert self.runner.lora is not None
         try:
-            return self.runner.lora.add_adapter(lora_request), ""
+            return self._adapters.add_adapter(lora_request), ""
         except MinivllmError as error:
             return "", str(error)
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forgets an adapter; returns whether it was there."""
-        assert self.runner.lora is not None
-        return self.runner.lora.manager.remove_adapter(lora_id)
+        return self._adapters.manager.remove_adapter(lora_id)
 
     def pin_lora(self, lora_request: LoRARequest) -> str | None:
         """Keeps an adapter in its slot from now on. Returns why that cannot be; None: it is."""
-        assert self.runner.lora is not None
-        manager = self.runner.lora.manager
+        manager = self._adapters.manager
         try:
             if lora_request.lora_int_id not in manager.registered:
-                self.runner.lora.add_adapter(lora_request)
+                self._adapters.add_adapter(lora_request)
             manager.pin_adapter(lora_request.lora_int_id)
         except MinivllmError as error:
             return str(error)
@@ -172,11 +99,11 @@ class Worker:
 
     def list_loras(self) -> list[int]:
         """The adapters in host memory, by id."""
-        return self.runner.lora.manager.list_adapters() if self.runner.lora else []
+        return self.runner.lora.list_adapters()
 
     def lora_slots(self) -> list[int | None]:
         """The adapter in each slot, by id."""
-        return list(self.runner.lora.manager.lora_index_to_id) if self.runner.lora else []
+        return list(self.runner.lora.lora_index_to_id)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocates the cache and, on a GPU, captures CUDA graphs and warms up, once. No bytes count yet."""
@@ -195,7 +122,7 @@ class Worker:
         settings, group = self.settings, self.group
         assert settings.kv_transfer_config is not None
         config, kv_caches = self.runner.model.whole_config, self.runner.named_kv_caches()
-        speculative = settings.speculative_config if self.runner.drafter else None
+        speculative = settings.speculative_config if self.runner.speculator.model_config else None
         stored_as = str(next(iter(kv_caches.values()))[0].dtype).removeprefix("torch.")
         computed_in = (str(self.runner.dtype), settings.quantization, speculative and speculative.model)
         weights = (settings.load_format, settings.seed if settings.load_format == "dummy" else 0)
@@ -220,7 +147,7 @@ class Worker:
             use_eagle=settings.speculative_config is not None and settings.speculative_config.use_eagle,
         )
         connector = create_connector(told, KVConnectorRole.WORKER, Parts(kv_connector=settings.kv_connector))
-        self.runner.kv_connector = KVConnectorRunner(connector, kv_caches, self.runner.config.num_hidden_layers)
+        self.runner.kv_connector = ActiveKVConnector(connector, kv_caches, self.runner.config.num_hidden_layers)
         return told, connector.get_handshake_metadata()
 
     def warm_up(self) -> None:
@@ -235,11 +162,10 @@ class Worker:
         """Runs steps of requests that nobody has made, and keeps nothing of them."""
         with self._own_parts():
             for step in steps:
-                if self.runner.keeps_drafts and step.scheduled_spec_decode_tokens:
+                if self.runner.draft_tokens_handler.keeps_drafts and step.scheduled_spec_decode_tokens:
                     self.runner.take_sampled({}, step.scheduled_spec_decode_tokens)
                 self.execute_model(step)
-        if self.runner.lora is not None:
-            self.runner.lora.warm_up()
+        self.runner.lora.warm_up()
         self.runner.reset()
         self.group.bytes_reduced = 0
 
@@ -247,25 +173,25 @@ class Worker:
     def _own_parts(self) -> Iterator[None]:
         """The engine's own in place of given ones, which are asked for requests only, and a proposer to throw away."""
         runner, settings = self.runner, self.settings
-        kept = runner.proposer, runner.rejection_sample
-        if runner.proposer is not None:
-            runner.proposer = make_proposer(settings.speculative_config, settings.max_model_len)
+        kept = runner.speculator, runner.rejection_sample
+        if settings.speculative_config is not None and isinstance(runner.speculator, TokenSpeculator):
+            proposer = make_proposer(settings.speculative_config, settings.max_model_len)
+            runner.speculator = TokenSpeculator(proposer)
         runner.rejection_sample = rejection_sample
         try:
             yield
         finally:
-            runner.proposer, runner.rejection_sample = kept
+            runner.speculator, runner.rejection_sample = kept
 
     def _compile_kernels(self) -> None:
         """Runs steps on a GPU in which the kernels take every form that they have."""
-        settings, speculative = self.settings, self.settings.speculative_config
+        settings = self.settings
         if not settings.uses_unified_attention:
             return
-        num_drafts = speculative.num_speculative_tokens if speculative else 0
         limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len
         assert self.runner.attention is not None
         num_blocks = len(self.runner.attention.kv_caches[0][0])
-        self.run_unobserved(warm_up_steps(*limits, settings.block_size, num_drafts, num_blocks))
+        self.run_unobserved(warm_up_steps(*limits, settings.block_size, settings.num_speculative_tokens, num_blocks))
 
     def defer_tokens(self) -> None:
         """From now on steps end before their tokens are on the host, where the host can do without them.
@@ -275,8 +201,8 @@ class Worker:
         """
         settings = self.settings
         alone = settings.world_size == 1 and settings.kv_transfer_config is None and settings.kv_connector is None
-        has_drafts = self.runner.proposer is not None or self.runner.drafter is not None
-        self.runner.defers_tokens = self.device.type == "cuda" and alone and not has_drafts and settings.use_kv_cache
+        needed = settings.num_speculative_tokens or not settings.use_kv_cache
+        self.runner.defers_tokens = self.device.type == "cuda" and alone and not needed
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Runs one step. Only one rank samples; it broadcasts the tokens to the others before the step ends.
@@ -291,15 +217,16 @@ class Worker:
         if self._times is not None:
             self._times.append((max(start, self.group.received_at), time.monotonic()))
         if scheduler_output.has_structured_output_requests:
-            self._without_tokens = scheduler_output
             return output
         return self._shared(scheduler_output, output)
 
     def sample_tokens(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
-        """Ends the step that `execute_model` began and that waits for its grammars."""
-        assert self._without_tokens is not None
-        scheduler_output, self._without_tokens = self._without_tokens, None
-        return self._shared(scheduler_output, self.runner.sample_by_grammar(grammar_output))
+        """End the step that `execute_model` began and that waits for its grammars."""
+        begun = self.runner.execute_model_state
+        assert begun is not None
+        output = self.runner.sample_tokens(grammar_output)
+        assert isinstance(output, ModelRunnerOutput)
+        return self._shared(begun.scheduler_output, output)
 
     def _shared(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
         if self.group.size > 1 and self.group.stage.size == 1 and scheduler_output.num_scheduled_tokens:
@@ -316,8 +243,8 @@ class Worker:
         req_ids = list(scheduler_output.num_scheduled_tokens)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         width = 1 + max(map(len, drafts.values()), default=0)
-        config, kept = self.settings.speculative_config, self.runner.kept_draft_token_ids
-        num_kept = config.num_speculative_tokens if config and self.runner.keeps_drafts else 0
+        kept = self.runner.draft_tokens_handler.kept
+        num_kept = self.settings.num_speculative_tokens if self.runner.draft_tokens_handler.keeps_drafts else 0
         rows = [_padded(sampled.get(req_id, []), width) + _padded(kept.get(req_id, []), num_kept) for req_id in req_ids]
         table = torch.tensor(rows, device=self.device)
         self.group.broadcast(table)
@@ -328,15 +255,12 @@ class Worker:
     def reset(self) -> None:
         """Drops all requests, in whatever state a failed step left them, and joins the group anew."""
         self.runner.reset()
-        if self.runner.kv_connector is not None:
-            self.runner.kv_connector.reset()
-        self._without_tokens = None
+        self.runner.kv_connector.reset()
         self.group.rejoin()
 
     def shutdown(self) -> None:
         """Ends what the KV connector has started, if there is one."""
-        if self.runner.kv_connector is not None:
-            self.runner.kv_connector.connector.shutdown()
+        self.runner.kv_connector.shutdown()
 
     def leave_group(self) -> None:
         """Makes the other ranks fail, too, where they would wait for this one."""

@@ -18,6 +18,7 @@ from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, CacheConfig
 from minivllm.core.messages import EngineCoreRequest
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
+from minivllm.worker.model_runner import ExecuteModelState
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import BLOCK_SIZE, NAME, PROMPT, Token, without_info
 from minivllm_lab.frames import Frames
@@ -121,18 +122,18 @@ def recorded(method: str = "ngram") -> list[Verified]:
     with without_info():
         core = bare_engine(EMBEDDED_MODEL, torch.device("cpu"), blocks, **settings)
     runner, ids, found = runner_of(core), tokenizer.encode(PROMPT).ids, []
-    sample = type(runner).sample_tokens
+    sample = type(runner).sample
 
-    def sample_tokens(inputs: Any, hidden: torch.Tensor, *others: Any) -> Any:
-        says = runner.model.compute_logits(hidden).argmax(-1).tolist()
-        output = sample(runner, inputs, hidden, *others)
+    def noted(step: ExecuteModelState, *others: Any) -> Any:
+        says = runner.model.compute_logits(step.hidden).argmax(-1).tolist()
+        output: Any = sample(runner, step, *others)
         kept = output.sampled_token_ids[NAME]
-        found.append(Verified(tokens(ids), tokens(inputs.drafts.get(NAME, [])), tokens(says), tokens(kept)))
+        found.append(Verified(tokens(ids), tokens(step.inputs.drafts.get(NAME, [])), tokens(says), tokens(kept)))
         ids.extend(kept)
         return output
 
     # Keeps what the model says where the drafts stand.
-    runner.sample_tokens = sample_tokens  # type: ignore[method-assign]
+    runner.sample = noted  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     core.add_request(EngineCoreRequest(NAME, list(ids), params, (), time.monotonic()))
     while core.has_unfinished_requests():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from minivllm.core.messages import TokenLogprobs
-from minivllm.core.output import NewRequestData
+from minivllm.core.output import SchedulerOutput
 from minivllm.worker.input_batch import InputBatch, StepInputs
 from minivllm.worker.sample.logprobs import token_logprobs
 
@@ -26,20 +26,22 @@ class PromptLogprobs:
         """Whether any prompt is in progress."""
         return bool(self._so_far)
 
-    def add_request(self, request: NewRequestData) -> None:
-        """Registers a request if it asked. One resumed with outputs was already answered before its preemption."""
-        asked = request.sampling_params.prompt_logprobs is not None
-        if asked and len(request.prefill_token_ids) == len(request.prompt_token_ids):
-            self._so_far[request.req_id] = []
+    def update(self, output: SchedulerOutput) -> None:
+        """Drop requests that finished or were preempted, and register new ones that asked.
 
-    def remove_request(self, req_id: str) -> None:
-        """Drops a request that finished or was preempted."""
-        self._so_far.pop(req_id, None)
+        One resumed with outputs was already answered before its preemption.
+        """
+        for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
+            self._so_far.pop(req_id, None)
+        for request in output.scheduled_new_reqs:
+            asked = request.sampling_params.prompt_logprobs is not None
+            if asked and len(request.prefill_token_ids) == len(request.prompt_token_ids):
+                self._so_far[request.req_id] = []
 
     def pass_over(self, inputs: StepInputs) -> None:
         """Drops the prompts that this step completes, without computing anything: for ranks other than 0."""
         for index in inputs.sampling:
-            self.remove_request(inputs.req_ids[index])
+            self._so_far.pop(inputs.req_ids[index], None)
 
     def observe(
         self,

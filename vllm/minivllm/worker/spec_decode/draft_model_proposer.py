@@ -22,9 +22,7 @@ from minivllm.worker.step_buffers import PADDING_SLOT
 class DraftModelProposer(ModelProposer):
     """Drafts greedily, or draws from the draft model's distribution at the request's temperature."""
 
-    def propose(
-        self, batch: InputBatch, inputs: StepInputs, num_drafts: int, aux_hidden_states: torch.Tensor | None = None
-    ) -> list[list[int]]:
+    def propose(self, batch: InputBatch, inputs: StepInputs, num_drafts: int) -> list[list[int]]:
         """Implements `ModelProposer.propose`."""
         hidden = self._follow(batch, inputs)
         rows = inputs.rows[inputs.sampling]  # [n]

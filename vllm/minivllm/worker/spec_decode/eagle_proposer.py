@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from minivllm.models.eagle3 import Eagle3Head
+from minivllm.models.forward_context import AuxHiddenStates
 from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
 from minivllm.worker.spec_decode.draft_model_proposer import DraftModelProposer
 
@@ -24,18 +25,16 @@ class EagleProposer(DraftModelProposer):
     """Drafts as a draft model does, one place behind it, and from hidden states."""
 
     model: Eagle3Head
+    _aux: AuxHiddenStates | None = None
 
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """Which hidden states of the target the head reads."""
-        return self.model.eagle_config.aux_layer_ids
+    def aux_hidden_states(self) -> AuxHiddenStates:
+        """Return where the target leaves the hidden states that the head reads."""
+        self._aux = AuxHiddenStates(self.model.eagle_config.aux_layer_ids)
+        return self._aux
 
-    def propose(
-        self, batch: InputBatch, inputs: StepInputs, num_drafts: int, aux_hidden_states: torch.Tensor | None = None
-    ) -> list[list[int]]:
+    def propose(self, batch: InputBatch, inputs: StepInputs, num_drafts: int) -> list[list[int]]:
         """Implements `ModelProposer.propose`."""
-        assert aux_hidden_states is not None
-        normed, hidden = self._follow_target(batch, inputs, aux_hidden_states)
+        normed, hidden = self._follow_target(batch, inputs, self._take_aux())
         rows = inputs.rows[inputs.sampling]  # [n]
         if not len(rows) or not num_drafts:
             return [[] for _ in rows]
@@ -46,6 +45,12 @@ class EagleProposer(DraftModelProposer):
             normed, hidden = self.model(drafts[-1], positions, hidden, self.forward_context(spans))
             drafts.append(self._choose(normed, batch, rows, index))
         return self._within_length(batch, rows, drafts)
+
+    def _take_aux(self) -> torch.Tensor:
+        """Return the target's hidden states side by side, [tokens, width], and forget them."""
+        assert self._aux is not None
+        aux, self._aux = self._aux, None
+        return torch.cat(aux.states, dim=-1)
 
     def _follow_target(
         self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor
@@ -69,9 +74,9 @@ class EagleProposer(DraftModelProposer):
 
     @torch.inference_mode()
     def dummy_step(self, num_tokens: int) -> None:
-        """The largest pass of the head, without attention: all of a step's tokens."""
+        """Run the largest pass of the head, without attention: all of a step's tokens."""
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        width = len(self.aux_layer_ids) * self.model.config.hidden_size
+        width = len(self.model.eagle_config.aux_layer_ids) * self.model.config.hidden_size
         hidden = self.model.combine_hidden_states(torch.zeros(num_tokens, width, dtype=self.dtype, device=self.device))
         normed, _ = self.model(ids, ids, hidden, lambda layer, q, k, v: torch.zeros_like(q))
         self.model.compute_logits(normed[: self.max_num_seqs]).float()

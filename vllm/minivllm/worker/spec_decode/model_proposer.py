@@ -3,12 +3,13 @@
 In vLLM v0.33.0: `vllm/v1/spec_decode/llm_base_proposer.py`; `vllm/v1/worker/gpu/spec_decode/speculator.py`.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from minivllm.config import ModelConfig, SpeculativeConfig
+from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head
@@ -19,9 +20,11 @@ from minivllm.worker.input_batch import InputBatch, StepInputs, TokenSpans
 from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.latent_attention import PagedLatentAttention
 from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
+from minivllm.worker.settings import WorkerSettings
+from minivllm.worker.spec_decode.speculator import Speculator, by_req_id
 
 
-class ModelProposer(ABC):
+class ModelProposer(Speculator):
     """Drafts by a model with a paged KV cache of its own.
 
     That cache has the target's blocks, block tables and slots, and holds keys and values for the same tokens: what the
@@ -32,38 +35,26 @@ class ModelProposer(ABC):
     save little and cost two all-reduces for each layer and draft; and the drafts have to come from one rank anyway.
     """
 
-    draft_logits: torch.Tensor | None = None
-    """The logits that drafts were drawn from, [max_num_seqs, num_speculative_tokens, vocab], float32, divided by their
-    request's temperature, by row of the batch; None if drafts are not drawn."""
-
     def __init__(
         self,
-        config: SpeculativeConfig,
+        settings: WorkerSettings,
         model: Decoder | Eagle3Head,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_size: int,
-        kv_cache_dtype: str,
         make_attention: Callable[..., PagedAttention | PagedLatentAttention],
     ) -> None:
-        self.config, self.model = config, model
+        self.settings, self.model, self.make_attention = settings, model, make_attention
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
+        self.max_num_seqs, self.max_model_len = settings.max_num_seqs, settings.max_model_len
         process_weights_after_loading(model)
-        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
-        self.block_size, self.kv_cache_dtype = block_size, kv_cache_dtype
-        self.make_attention = make_attention
         self.attention: PagedAttention | PagedLatentAttention | None = None
-        check_kv_cache_dtype(kv_cache_dtype, self.device, model.config)
-        if config.draft_sample_method == "probabilistic":
-            shape = (max_num_seqs, config.num_speculative_tokens, model.config.vocab_size)
+        check_kv_cache_dtype(settings.kv_cache_dtype, self.device, model.config)
+        config = settings.speculative_config
+        if config is not None and config.draft_sample_method == "probabilistic":
+            shape = (self.max_num_seqs, config.num_speculative_tokens, model.config.vocab_size)
             self.draft_logits = torch.empty(shape, dtype=torch.float32, device=self.device)
 
     @abstractmethod
-    def propose(
-        self, batch: InputBatch, inputs: StepInputs, num_drafts: int, aux_hidden_states: torch.Tensor | None = None
-    ) -> list[list[int]]:
+    def propose(self, batch: InputBatch, inputs: StepInputs, num_drafts: int) -> list[list[int]]:
         """Drafts for the requests that have just sampled, `inputs.sampling`: up to `num_drafts` for each.
 
         Called after every step, whether or not any request has sampled.
@@ -72,33 +63,38 @@ class ModelProposer(ABC):
             batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled.
             inputs: what the target has just computed; rejected drafts are among these tokens.
             num_drafts: the most for each request, 0 to `num_speculative_tokens`.
-            aux_hidden_states: [tokens, width], the target's hidden states of `aux_layer_ids` side by side; None if
-                there are no such ids.
         """
 
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """Which hidden states of the target `propose` reads, as in `AuxHiddenStates`."""
-        return ()
+    def propose_draft_token_ids(
+        self, batch: InputBatch, inputs: StepInputs, most: int | None = None
+    ) -> dict[str, list[int]]:
+        """Draft, even where `most` is 0: the drafter's KV cache must not fall behind."""
+        num_drafts = self.settings.num_speculative_tokens if most is None else most
+        return by_req_id(inputs, self.propose(batch, inputs, num_drafts))
 
     @property
     def model_config(self) -> ModelConfig:
-        """The drafting model's."""
+        """The drafting model's config."""
         return self.model.config
 
+    @property
+    def kv_caches(self) -> Sequence[Any]:
+        """The caches of the drafting model's layers."""
+        return self.attention.kv_caches if self.attention else ()
+
     def num_bytes(self) -> int:
-        """Bytes in memory, besides the cache: all of the drafter's parameters and tables, and the logits it keeps."""
+        """Return the bytes of all of the drafter's parameters and tables, and of the logits it keeps."""
         return weight_bytes(self.model) + (0 if self.draft_logits is None else self.draft_logits.nbytes)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the drafter's cache: as many blocks as the target's has. Called once."""
-        config, where = self.model.config, (self.device, self.dtype, self.kv_cache_dtype)
-        caches = allocate_kv_caches(config, num_blocks, self.block_size, *where)
+        """Allocate the drafter's cache."""
+        config, where = self.model.config, (self.device, self.dtype, self.settings.kv_cache_dtype)
+        caches = allocate_kv_caches(config, num_blocks, self.settings.block_size, *where)
         self.attention = self.make_attention(config, caches)
 
     @torch.inference_mode()
     def dummy_step(self, num_tokens: int) -> None:
-        """The largest pass of the drafter, without attention: a whole step's tokens, and one more for each request."""
+        """Run the largest pass, without attention: a whole step's tokens, and one more for each request."""
         ids = torch.zeros(num_tokens + self.max_num_seqs, dtype=torch.int64, device=self.device)
         hidden = self.model(ids, ids, without_attention(self.model.config, self.max_model_len))
         self.model.compute_logits(hidden[: self.max_num_seqs]).float()

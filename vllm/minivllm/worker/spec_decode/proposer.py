@@ -10,11 +10,17 @@ from typing import Protocol
 import numpy as np
 
 from minivllm.config import SpeculativeConfig
-from minivllm.worker.input_batch import InputBatch
+from minivllm.models.decoder import Decoder
+from minivllm.models.eagle3 import Eagle3Head
+from minivllm.worker.input_batch import InputBatch, StepInputs
+from minivllm.worker.latent_attention import PagedLatentAttention
+from minivllm.worker.paged_attention import PagedAttention
+from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.spec_decode.draft_model_proposer import DraftModelProposer
 from minivllm.worker.spec_decode.eagle_proposer import EagleProposer
-from minivllm.worker.spec_decode.model_proposer import ModelProposer
+from minivllm.worker.spec_decode.model_proposer import ModelProposer, check_drafter
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm.worker.spec_decode.speculator import Speculator, by_req_id
 
 
 class Proposer(Protocol):
@@ -42,10 +48,42 @@ MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {"draft_model": DraftModelProp
 """Proposers that run a model, by method."""
 
 
-def make_proposer(
-    config: SpeculativeConfig | None, max_model_len: int, part: MakeProposer | None = None
-) -> Proposer | None:
-    """The proposer that reads tokens, made by `part` if one is given; None without settings, or if a model drafts."""
-    if config is None or config.runs_model:
-        return None
+def make_proposer(config: SpeculativeConfig, max_model_len: int, part: MakeProposer | None = None) -> Proposer:
+    """Return the proposer that reads tokens, made by `part` if one is given."""
     return (part or PROPOSERS[config.method])(config, max_model_len)
+
+
+class TokenSpeculator(Speculator):
+    """Drafts by a `Proposer`, which is not asked where nothing is to be drafted."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer = proposer
+
+    def propose_draft_token_ids(
+        self, batch: InputBatch, inputs: StepInputs, most: int | None = None
+    ) -> dict[str, list[int]]:
+        """Draft from the requests' tokens."""
+        if most == 0:
+            return {}
+        drafts = self.proposer.propose(batch, inputs.rows[inputs.sampling])
+        return by_req_id(inputs, [token_ids[:most] for token_ids in drafts])
+
+
+def make_speculator(
+    settings: WorkerSettings,
+    target: Decoder,
+    draft_model: Decoder | Eagle3Head | None,
+    make_attention: Callable[..., PagedAttention | PagedLatentAttention],
+) -> Speculator:
+    """Return what drafts on this rank; only the rank that samples does, and only it has a `draft_model`.
+
+    Raises:
+        MinivllmError: the draft model does not fit the target.
+    """
+    config = settings.speculative_config
+    if config is None or not target.group.samples:
+        return Speculator()
+    if draft_model is not None:
+        check_drafter(draft_model.config, target.whole_config, settings.max_model_len)
+        return MODEL_PROPOSERS[config.method](settings, draft_model, make_attention)
+    return TokenSpeculator(make_proposer(config, settings.max_model_len, settings.draft_proposer))

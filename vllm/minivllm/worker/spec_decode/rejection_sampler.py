@@ -17,6 +17,8 @@ import torch
 
 from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import rejection_sample
+from minivllm.platforms.device import on_device
+from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
 from minivllm.worker.sample.gumbel import row_keys
 from minivllm.worker.sample.sampler import (
     Needs,
@@ -42,6 +44,16 @@ class StepDrafts:
     token_ids: np.ndarray
     num_drafts: np.ndarray
     logits: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: InputBatch, inputs: StepInputs, draft_logits: torch.Tensor | None) -> "StepDrafts":
+        """Return the drafts of a step as they lie in the batch; `draft_logits` as `Speculator` has them."""
+        rows, num_drafts = inputs.rows[inputs.sampling], inputs.num_sampled - 1  # [n] each
+        row_of, places = np.repeat(rows, num_drafts), consecutive(np.zeros(len(rows), np.int64), num_drafts)
+        token_ids = batch.token_ids[row_of, np.repeat(batch.num_tokens[rows], num_drafts) + places]
+        if draft_logits is not None:
+            draft_logits = draft_logits[tuple(on_device(index, draft_logits.device) for index in (row_of, places))]
+        return cls(token_ids, num_drafts.astype(np.int32), draft_logits)
 
 
 RejectionSample = Callable[[RejectionArguments], torch.Tensor]
