@@ -33,7 +33,7 @@ from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.threads import has_numba
 from minivllm.platforms.triton_utils import tl, triton
 
-CHUNK = 1024  # elements per program of four warps: 16 bytes per thread and load
+CHUNK = 2048  # elements per program: 16 bytes per thread and load
 
 
 @triton.jit
