@@ -139,7 +139,7 @@ def test_a_rank_has_half_of_the_cache_and_rank_0_all_of_the_drafters(engines):
 
 
 def test_the_runner_is_elsewhere(engines):
-    assert runner_of(engines[0]).block_size == 16
+    assert runner_of(engines[0]).settings.block_size == 16
     with pytest.raises(MinivllmError, match="runs in other processes"):
         _ = runner_of(engines[1])
 

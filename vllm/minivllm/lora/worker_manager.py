@@ -4,7 +4,7 @@ In vLLM v0.33.0: `vllm/lora/worker_manager.py` (`LRUCacheWorkerLoRAManager`),
 `vllm/v1/worker/lora_model_runner_mixin.py` (`LoRAModelRunnerMixin.set_active_loras`).
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ class NoLoRA:
     """What a rank has in the place of `LRUCacheWorkerLoRAManager` if no adapters are served: no row has a slot."""
 
     slot_bytes = 0
-    lora_index_to_id: tuple[()] = ()
+    lora_index_to_id: Sequence[int | None] = ()
 
     def slots_of_tokens(
         self, requests: Mapping[int, LoRARequest], rows: np.ndarray, query_start_loc: np.ndarray

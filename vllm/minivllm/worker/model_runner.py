@@ -227,7 +227,7 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden).float()  # [sum of num_sampled, vocab]
         mask_by_grammars(logits, inputs, grammar_output)
         metadata = self._sampling_metadata(inputs)
-        if step.on_device:
+        if step.on_device:  # the next step finds the tokens there; the host waits for a copy when it wants the output
             copy = self.tokens_in_flight.append(rows, *choose(logits, metadata))
             return AsyncModelRunnerOutput(ModelRunnerOutput({}), partial(fill_in, copy, inputs))
         if inputs.drafts:

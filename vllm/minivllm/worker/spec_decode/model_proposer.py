@@ -3,7 +3,7 @@
 In vLLM v0.33.0: `vllm/v1/spec_decode/llm_base_proposer.py`; `vllm/v1/worker/gpu/spec_decode/speculator.py`.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +24,7 @@ from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.spec_decode.speculator import Speculator, by_req_id
 
 
-class ModelProposer(Speculator):
+class ModelProposer(Speculator, ABC):
     """Drafts by a model with a paged KV cache of its own.
 
     That cache has the target's blocks, block tables and slots, and holds keys and values for the same tokens: what the
