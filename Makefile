@@ -11,7 +11,7 @@ export UV_NO_GROUP := torch
 endif
 
 UV_RUN := uv run
-WORKERS ?= 4
+WORKERS ?= 3
 BENCHMARKS := scheduler simulator kernels quality
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
@@ -34,7 +34,7 @@ run: setup ## lesson 01 on the embedded model
 	@$(UV_RUN) python vllm/01_kv_cache.py
 	@PATH='$(SHELLS_PATH)' command -v uv >/dev/null || printf '\n%s\n%s\n' 'uv lies in ~/.local/bin, where your shell does not look. For the commands that begin with "uv run":' '    export PATH="$$HOME/.local/bin:$$PATH"'
 
-test: setup ## every test that this machine can run, four at a time
+test: setup ## every test that this machine can run, three at a time
 	@$(UV_RUN) --group nixl pytest -n $(WORKERS)
 
 lesson: setup ## one lesson's script: make lesson N=01
