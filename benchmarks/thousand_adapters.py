@@ -37,8 +37,9 @@ from peers import SETTLED_SECONDS, VLLM_PYTHON, Peer, Running
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
 from minivllm.core.adapter_slots import AdapterSlots
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.policy import SchedulingPolicy, running_then_waiting
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.step import Step
 from minivllm.errors import MinivllmError
 from minivllm.memory.adapters import adapter_bytes
 from minivllm_lab.cli import Parser, positive_int, run
@@ -71,18 +72,17 @@ class Counting(AdapterSlots):
         return super().activate(adapter_id)
 
 
-class CountingScheduler(Scheduler):
-    """Counts the adapters of each step."""
+class StepCounts:
+    """Counts the steps, and the adapters of each."""
 
-    steps = adapters = 0
+    def __init__(self) -> None:
+        self.steps = self.adapters = 0
 
-    def schedule(self) -> SchedulerOutput:
-        """As the engine's."""
-        output = super().schedule()
-        names = {one.lora_request.lora_int_id for one in self.running if one.lora_request}
-        CountingScheduler.steps += 1
-        CountingScheduler.adapters += len(names)
-        return output
+    def schedule(self, scheduler: Scheduler, step: Step) -> None:
+        """Fill a step as the engine does, and count."""
+        running_then_waiting(scheduler, step)
+        self.steps += 1
+        self.adapters += len({one.lora_request.lora_int_id for one in scheduler.running if one.lora_request})
 
 
 def in_groups(adapters: int, requests: int) -> list[int]:
@@ -110,6 +110,7 @@ class Engine:
     """Our engine with all adapters in host memory."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
+        self.counts = StepCounts()
         self.llm = LLM(
             EMBEDDED_MODEL,
             dtype="float32",
@@ -122,7 +123,7 @@ class Engine:
             max_loras=SLOTS,
             max_lora_rank=RANK,
             max_cpu_loras=max(len(folders), SLOTS),
-            parts=Parts(scheduler=CountingScheduler, lora_slots=Counting),
+            parts=Parts(policy=SchedulingPolicy(schedule=self.counts.schedule), lora_slots=Counting),
         )
         self.requests = [LoRARequest(path.name, index, str(path)) for index, path in enumerate(folders, start=1)]
         start = time.perf_counter()
@@ -132,15 +133,15 @@ class Engine:
 
     def serve(self, prompts: Sequence[list[int]], wishes: Sequence[int]) -> dict[str, float]:
         """Seconds, adapters in a step and copies into slots."""
-        CountingScheduler.steps = CountingScheduler.adapters = Counting.copies = 0
+        self.counts.steps = self.counts.adapters = Counting.copies = 0
         named = [self.requests[wish - 1] if wish else None for wish in wishes]
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         start = time.perf_counter()
         self.llm.generate(inputs, params, lora_request=named, use_tqdm=False)
         seconds = time.perf_counter() - start
-        steps = CountingScheduler.steps
-        return {"seconds": seconds, "adapters_in_a_step": CountingScheduler.adapters / steps, "copies": Counting.copies}
+        adapters = self.counts.adapters / self.counts.steps
+        return {"seconds": seconds, "adapters_in_a_step": adapters, "copies": Counting.copies}
 
 
 def measure(counts: Sequence[int], requests: int, rounds: int, seed: int) -> dict[str, Any]:

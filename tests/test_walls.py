@@ -55,7 +55,9 @@ WITHOUT_TORCH = (
 )
 MODELS_OF_A_LESSON = (
     "attention_heads/siblings",
+    "chunked_prefill/learner_policy",
     "chunked_prefill/prefill_first",
+    "continuous_batching/learner_policy",
     "continuous_batching/scenes",
     "continuous_batching/slots",
     "disaggregation/goodput",
@@ -65,6 +67,7 @@ MODELS_OF_A_LESSON = (
     "flash_attention/attention_traffic",
     "flash_attention/online_softmax",
     "multi_lora/costs",
+    "multi_lora/learner_policy",
     "optimization_catalog/prefix_reuse",
     "optimization_catalog/sharing",
     "paged_attention/block_size_costs",
@@ -73,6 +76,7 @@ MODELS_OF_A_LESSON = (
     "paged_attention/played_pool",
     "paged_attention/pool_audit",
     "preemption/costs",
+    "preemption/learner_policy",
     "preemption/published_waste",
     "preemption/victims",
     "speculative_decoding/model_checks",
@@ -203,6 +207,61 @@ def test_a_front_end_whose_core_is_another_process_loads_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def classes_in(path: Path) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+
+
+def base_names(node: ast.ClassDef) -> set[str]:
+    return {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+
+
+def methods_of(node: ast.ClassDef) -> set[str]:
+    return {method.name for method in node.body if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@functools.cache
+def core_methods() -> dict[str, set[str]]:
+    """The methods of each class in `minivllm.core`, inherited ones too."""
+    classes = {node.name: node for path in sorted((ENGINE / "core").rglob("*.py")) for node in classes_in(path)}
+
+    def with_inherited(name: str) -> set[str]:
+        return methods_of(classes[name]).union(*map(with_inherited, base_names(classes[name]) & classes.keys()))
+
+    return {name: with_inherited(name) for name in classes}
+
+
+def private_overrides(path: Path) -> set[str]:
+    """The private methods of classes in `minivllm.core` that classes in this file override."""
+    derived = ((node, base) for node in classes_in(path) for base in base_names(node) & core_methods().keys())
+    return {
+        f"{base}.{name}"
+        for node, base in derived
+        for name in methods_of(node) & core_methods()[base]
+        if name.startswith("_") and not name.endswith("__")
+    }
+
+
+def test_private_overrides_are_found(tmp_path):
+    path = tmp_path / "derived.py"
+    path.write_text(
+        "class Own(core.Scheduler):\n"
+        "    def __init__(self): ...\n"
+        "    def schedule(self): ...\n"
+        "    def _make_output(self, step): ...\n"
+        "    def _mine(self): ...\n"
+    )
+    assert private_overrides(path) == {"Scheduler._make_output"}
+
+
+def test_only_the_core_overrides_its_private_methods():
+    """Whoever wants another decision gives the scheduler a policy (`core/policy.py`)."""
+    folders = [ROOT / name for name in ("vllm", "widgets", "benchmarks", "lessons", "tests", "tools")]
+    paths = [path for folder in folders for path in folder.rglob("*.py") if ENGINE / "core" not in path.parents]
+    assert len(paths) > 500
+    found = {str(path.relative_to(ROOT)): overrides for path in paths if (overrides := private_overrides(path))}
+    assert not found
 
 
 def test_no_script_imports_another():

@@ -1,6 +1,6 @@
 """`minivllm serve` with another scheduler: `python -P serve_with_scheduler.py first|own serve MODEL --port N ...`.
 
-`first` is `minivllm_lab.chunked_prefill.prefill_first.PrefillFirst`, the scheduler of vLLM V0; `own` the engine's.
+`first` is `minivllm_lab.chunked_prefill.prefill_first.PREFILL_FIRST`, the policy of vLLM V0; `own` the engine's.
 Either way it is a part, so the core is a thread of the server and not a process: compare these two with each other
 only.
 """
@@ -9,20 +9,20 @@ import argparse
 import sys
 
 from minivllm.config import Parts
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.policy import SchedulingPolicy, running_then_waiting
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.entrypoints.openai.chat_template import PLAIN
 from minivllm.entrypoints.openai.launcher import serve
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
+from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 
-SCHEDULERS = {"first": PrefillFirst, "own": Scheduler}
+POLICIES = {"first": PREFILL_FIRST, "own": SchedulingPolicy(schedule=lambda *step: running_then_waiting(*step))}
 
 
 def main() -> int:
     """Serves until it is told to end."""
     flags = argparse.ArgumentParser()
-    flags.add_argument("scheduler", choices=SCHEDULERS)
+    flags.add_argument("scheduler", choices=POLICIES)
     flags.add_argument("command", choices=("serve",))
     flags.add_argument("model")
     flags.add_argument("--port", type=int)
@@ -35,7 +35,7 @@ def main() -> int:
     kind, name, port = given.pop("scheduler"), given.pop("served_model_name"), given.pop("port")
     given.pop("command")
     settings = {"device": "cpu", "dtype": "float32", "enable_prefix_caching": False}
-    settings |= {"enable_chunked_prefill": kind != "first", "parts": Parts(scheduler=SCHEDULERS[kind])}
+    settings |= {"enable_chunked_prefill": kind != "first", "parts": Parts(policy=POLICIES[kind])}
     front_end = FrontendArgs(host="127.0.0.1", port=port, served_model_name=[name], disable_uvicorn_access_log=True)
     return serve(EngineArgs(**given, **settings), front_end, PLAIN)
 

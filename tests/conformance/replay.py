@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ def next_token(request_id: str, position: int) -> int:
     return int.from_bytes(digest[:2], "big") % 4000 + 1
 
 
-def make_scheduler(config: dict[str, Any], scheduler_class: type[Scheduler] = Scheduler) -> Scheduler:
+def make_scheduler(config: dict[str, Any], kind: Callable[..., Scheduler] = Scheduler) -> Scheduler:
     """The scheduler of a workload's `config`."""
-    return scheduler_class(
+    return kind(
         SchedulerConfig(**{key: config[key] for key in SCHEDULER_KEYS}),
         CacheConfig(
             num_gpu_blocks=config["num_blocks"],
@@ -80,9 +81,9 @@ def run_step(scheduler: Scheduler, step: int, arrivals: list[Request], aborts: l
     return row
 
 
-def replay(workload: dict[str, Any], scheduler_class: type[Scheduler] = Scheduler) -> list[dict[str, Any]]:
+def replay(workload: dict[str, Any], kind: Callable[..., Scheduler] = Scheduler) -> list[dict[str, Any]]:
     """The trace of a whole workload, from step 0 until nothing is unfinished and nobody is still to come."""
-    scheduler = make_scheduler(workload["config"], scheduler_class)
+    scheduler = make_scheduler(workload["config"], kind)
     entries = workload["requests"]
     last_arrival = max((entry["arrival_step"] for entry in entries), default=-1)
     steps: list[dict[str, Any]] = []

@@ -7,6 +7,7 @@ from core.invariants import check_scheduler
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
@@ -401,7 +402,7 @@ def test_priority_ties_go_by_arrival() -> None:
     assert d.step() == {"early": 1}
 
 
-def num_steps_of_equals(kind: type[Scheduler], must_fit: bool) -> int:
+def num_steps_of_equals(rules: SchedulingPolicy, must_fit: bool) -> int:
     """Steps until two equal requests, which fill the pool in chunks of 2 tokens, have ended; 500 if they do not end."""
     config = SchedulerConfig(
         max_model_len=10,
@@ -411,7 +412,7 @@ def num_steps_of_equals(kind: type[Scheduler], must_fit: bool) -> int:
         policy="priority",
         scheduler_reserve_full_isl=must_fit,
     )
-    d = Drive(kind(config, CacheConfig(num_gpu_blocks=6, block_size=2, enable_prefix_caching=False)))
+    d = Drive(Scheduler(config, CacheConfig(num_gpu_blocks=6, block_size=2, enable_prefix_caching=False), rules))
     for name in "ab":
         d.add(name, 7, max_tokens=2, arrival_time=1.0)
     for number in range(500):
@@ -424,13 +425,13 @@ def num_steps_of_equals(kind: type[Scheduler], must_fit: bool) -> int:
 def test_equal_requests_do_not_preempt_each_other_forever() -> None:
     """vLLM's rule takes the first of equals: they do, unless all known tokens must fit, which is the default."""
 
-    class FirstOfEquals(Scheduler):
-        def _choose_victim(self) -> Request:
-            return max(self.running, key=lambda request: (request.priority, request.arrival_time))
+    def first_of_equals(running, policy, blocks) -> Request:
+        return max(running, key=lambda request: (request.priority, request.arrival_time))
 
-    assert num_steps_of_equals(Scheduler, must_fit=False) < 20
-    assert num_steps_of_equals(FirstOfEquals, must_fit=False) == 500
-    assert num_steps_of_equals(FirstOfEquals, must_fit=True) < 20
+    vllms = SchedulingPolicy(victim=first_of_equals)
+    assert num_steps_of_equals(DEFAULT_POLICY, must_fit=False) < 20
+    assert num_steps_of_equals(vllms, must_fit=False) == 500
+    assert num_steps_of_equals(vllms, must_fit=True) < 20
 
 
 def test_priority_a_victim_that_is_the_requester_lets_the_next_one_go_on() -> None:

@@ -13,7 +13,7 @@ from minivllm import LLM, MinivllmError, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
 from minivllm.config.units import GIB
 from minivllm.core.messages import EngineCoreRequest
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm_lab.inside import core_of
 
@@ -30,6 +30,8 @@ WISHES = [
     SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[8, 9], min_tokens=3),
 ]
 SETTINGS = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 6, "block_size": 8}
+OWN_STEPS = SchedulingPolicy(schedule=lambda scheduler, step: None)
+OWN_VICTIM = SchedulingPolicy(victim=lambda running, policy, blocks: running[0])
 NGRAM = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
@@ -184,7 +186,8 @@ def test_interrupted_by_a_timer(llm, greedy_tokens):
         ({}, 80 * GIB, True),
         ({"async_scheduling": False}, 80 * GIB, False),
         ({"async_scheduling": True}, None, True),
-        ({"parts": Parts(scheduler=Scheduler)}, 80 * GIB, False),
+        ({"parts": Parts(policy=OWN_STEPS)}, 80 * GIB, False),
+        ({"parts": Parts(policy=OWN_VICTIM)}, 80 * GIB, True),
     ],
 )
 def test_it_is_on_by_default_where_a_gpu_computes(settings, gpu_memory, ahead):
@@ -197,5 +200,5 @@ def test_it_is_on_by_default_where_a_gpu_computes(settings, gpu_memory, ahead):
 def test_what_it_cannot_be_combined_with():
     with pytest.raises(MinivllmError, match="async_scheduling is 'yes'; it must be True or False"):
         EngineArgs(model=EMBEDDED_MODEL, async_scheduling="yes")
-    with pytest.raises(MinivllmError, match="needs the engine's own scheduler"):
-        EngineArgs(model=EMBEDDED_MODEL, async_scheduling=True, parts=Parts(scheduler=Scheduler))
+    with pytest.raises(MinivllmError, match="needs the engine's own schedule: leave it out"):
+        EngineArgs(model=EMBEDDED_MODEL, async_scheduling=True, parts=Parts(policy=OWN_STEPS))

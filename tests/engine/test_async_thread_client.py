@@ -9,7 +9,7 @@ import pytest
 
 from minivllm import SamplingParams
 from minivllm.config import EMBEDDED_MODEL, Parts
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.engine import async_llm
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
@@ -67,19 +67,18 @@ def test_every_output_of_a_large_step_reaches_its_reader(monkeypatch):
 
 
 def test_parts_of_the_core_run_and_the_end_is_told():
-    class Own(Scheduler):
-        pass
+    policy = SchedulingPolicy(victim=lambda running, *_: running[-1])
 
     async def work(engine):
         assert isinstance(engine.engine_core, AsyncThreadClient)
-        assert type(engine.engine_core.engine_core.scheduler) is Own
+        assert engine.engine_core.engine_core.scheduler.policy is policy
         first = [one async for one in engine.generate("x", params(2, RequestOutputKind.FINAL_ONLY), "a")]
         engine.engine_core.shutdown()
         with pytest.raises(EngineDeadError):
             [_ async for _ in engine.generate("x", params(200), "b")]
         return first[0].outputs[0].token_ids
 
-    assert len(with_engine(work, parts=Parts(scheduler=Own))) == 2
+    assert len(with_engine(work, parts=Parts(policy=policy))) == 2
 
 
 async def watched(engine):

@@ -6,7 +6,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.core.block_hash import hash_block_tokens
 from minivllm.core.block_pool import BlockPool
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError
 from minivllm.worker.paged_attention import PagedAttention
@@ -21,10 +21,6 @@ class OwnPool(BlockPool):
     pass
 
 
-class OwnScheduler(Scheduler):
-    pass
-
-
 class OwnAttention(PagedAttention):
     pass
 
@@ -36,17 +32,19 @@ def test_every_part_is_used_and_the_tokens_stay():
         hashed.append(list(token_ids))
         return hash_block_tokens(parent, token_ids, extra_keys)
 
-    parts = Parts(scheduler=OwnScheduler, block_pool=OwnPool, hash_block_tokens=own_hash, attention=OwnAttention)
+    policy = SchedulingPolicy(block_pool=OwnPool, hash_block_tokens=own_hash)
+    parts = Parts(policy=policy, attention=OwnAttention)
+    assert parts.names == ["hash_block_tokens", "block_pool", "attention"]
     llm = LLM(EMBEDDED_MODEL, parts=parts, **ARGUMENTS)
     plain = LLM(EMBEDDED_MODEL, **ARGUMENTS)
     tokens = [engine.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for engine in (llm, plain)]
     assert tokens[0] == tokens[1]
     assert hashed[:2] == [PROMPT[0][:16], PROMPT[0][16:32]]
     scheduler = core_of(llm).scheduler
-    assert type(scheduler) is OwnScheduler
+    assert scheduler.policy is policy
     assert type(scheduler.kv_cache_manager.block_pool) is OwnPool
     assert type(runner_of(llm).attention) is OwnAttention
-    assert type(core_of(plain).scheduler) is Scheduler
+    assert core_of(plain).scheduler.policy is DEFAULT_POLICY
     scheduler.start_over([])
     assert type(scheduler.kv_cache_manager.block_pool) is OwnPool, "also after a failed step"
 
@@ -62,12 +60,24 @@ def test_every_part_is_used_and_the_tokens_stay():
 )
 def test_parts_stay_in_this_process(other):
     with pytest.raises(MinivllmError, match=r"parts \(block_pool\) cannot go to another process"):
-        LLM(EMBEDDED_MODEL, parts=Parts(block_pool=OwnPool), **ARGUMENTS, **other)
+        LLM(EMBEDDED_MODEL, parts=Parts(policy=SchedulingPolicy(block_pool=OwnPool)), **ARGUMENTS, **other)
     EngineArgs(parts=Parts(stop_strings=list), **other)  # the front end's do stay
 
 
+def test_rules_that_know_no_connector_do_not_go_with_one():
+    transfer = {"kv_connector": "TCPConnector", "kv_role": "kv_both"}
+    EngineArgs(kv_transfer_config=transfer, parts=Parts(policy=SchedulingPolicy(victim=min)))
+    own = SchedulingPolicy(schedule=print, find_prefix=print)  # type: ignore[arg-type]
+    with pytest.raises(MinivllmError, match=r"this parts\.policy: leave out its schedule and find_prefix"):
+        EngineArgs(kv_transfer_config=transfer, parts=Parts(policy=own))
+
+
 def test_what_is_no_part_is_refused():
-    with pytest.raises(MinivllmError, match="the part block_pool is 3"):
-        Parts(block_pool=3)  # type: ignore[arg-type]
+    with pytest.raises(MinivllmError, match="the part attention is 3"):
+        Parts(attention=3)  # type: ignore[arg-type]
+    with pytest.raises(MinivllmError, match="the policy's victim is 3; it must be a function"):
+        SchedulingPolicy(victim=3)  # type: ignore[arg-type]
+    with pytest.raises(MinivllmError, match="the part policy is 3; it must be SchedulingPolicy"):
+        LLM(EMBEDDED_MODEL, parts=Parts(policy=3), **ARGUMENTS)  # type: ignore[arg-type]
     with pytest.raises(MinivllmError, match="it must be Parts"):
         LLM(EMBEDDED_MODEL, parts={}, **ARGUMENTS)

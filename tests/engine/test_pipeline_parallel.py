@@ -13,7 +13,7 @@ from executor.test_rank_processes import have_ended, pids_of
 
 from minivllm import LLM, LoRARequest, MinivllmError, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, Parts
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.errors import WorkerFailedError
 from minivllm.inputs import TokensPrompt
 from minivllm.memory import kv_bytes_per_token
@@ -152,7 +152,7 @@ def test_layers_by_stage():
         ({"speculative_config": {"num_speculative_tokens": 2}}, "speculative_config does not go with"),
         ({"async_scheduling": True}, "async_scheduling does not go with pipeline_parallel_size 2"),
         ({"distributed_executor_backend": "uni"}, r'tensor_parallel_size x pipeline_parallel_size is 2: use "mp"$'),
-        ({"parts": Parts(scheduler=Scheduler)}, r"parts \(scheduler\) cannot go to another process"),
+        ({"parts": Parts(policy=SchedulingPolicy(victim=min))}, r"parts \(victim\) cannot go to another process"),
     ],
     ids=str,
 )

@@ -4,7 +4,7 @@ import pytest
 
 from minivllm.config import Parts
 from minivllm.core.block_pool import BlockPool
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.errors import MinivllmError
 from minivllm.worker.paged_attention import PagedAttention
 from minivllm_lab.plugged import Plugged, compare
@@ -14,9 +14,11 @@ SMALL = {"num_gpu_blocks_override": 40}
 
 
 def test_the_same_part_gives_the_same_tokens_and_both_columns(capsys):
-    plugged = Plugged(
-        parts=Parts(block_pool=BlockPool), engine_args=SMALL, says=lambda llm: {"a fact": type(llm).__name__}, **FEW
-    )
+    class Own(BlockPool):
+        pass
+
+    parts = Parts(policy=SchedulingPolicy(block_pool=Own))
+    plugged = Plugged(parts=parts, engine_args=SMALL, says=lambda llm: {"a fact": type(llm).__name__}, **FEW)
     assert compare(plugged)
     out = capsys.readouterr().out
     assert "The engine with your block pool" in out
@@ -35,9 +37,8 @@ def test_wrong_text_is_told_though_nothing_raised(capsys):
 
 
 def test_a_part_that_raises_is_named():
-    class Broken(Scheduler):
-        def schedule(self):
-            raise IndexError("no such request")
+    def broken(scheduler, step):
+        raise IndexError("no such request")
 
     with pytest.raises(MinivllmError, match="the engine stopped in your part: IndexError: no such request"):
-        compare(Plugged(parts=Parts(scheduler=Broken), engine_args=SMALL, **FEW))
+        compare(Plugged(parts=Parts(policy=SchedulingPolicy(schedule=broken)), engine_args=SMALL, **FEW))

@@ -1,6 +1,7 @@
 """The simulation decides what the scheduler decides, loses no token, and its clock only goes forward."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.policy import SchedulingPolicy, running_then_waiting
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
@@ -315,12 +317,14 @@ def test_other_arguments_of_wrong_types_are_refused_too():
 @given(workloads(), st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_steps_that_need_no_decision_are_as_if_the_scheduler_had_been_asked(case, small_blocks):
-    class Asked(Scheduler):
-        """A scheduler that is derived from the engine's is asked in every step."""
+    def ask(scheduler, step):
+        """Fill the step as the engine does: another function is asked in every step."""
+        running_then_waiting(scheduler, step)
 
+    asked = partial(Scheduler, policy=SchedulingPolicy(schedule=ask))
     work, config, blocks = case
     blocks = blocks if small_blocks else replace(blocks, block_size=32)
-    assert simulate(work, config, blocks, COST) == simulate(work, config, blocks, COST, scheduler=Asked)
+    assert simulate(work, config, blocks, COST) == simulate(work, config, blocks, COST, scheduler=asked)
 
 
 def test_the_scheduler_is_asked_when_something_changes():
@@ -340,11 +344,12 @@ def test_the_scheduler_is_asked_when_something_changes():
 
 
 def test_another_scheduler_can_decide():
-    class OneAtATime(Scheduler):
-        def _schedule_waiting(self, step, chunk_limit):
-            if not self.running:
-                self._admit(self.waiting.peek_request(), step, chunk_limit)
+    def one_at_a_time(scheduler, step):
+        scheduler.schedule_running(step)
+        if not scheduler.running:
+            scheduler.admit(scheduler.waiting, step)
 
+    policy = SchedulingPolicy(schedule=one_at_a_time)
     config, blocks = SchedulerConfig(max_model_len=16, max_num_seqs=4), CacheConfig(num_gpu_blocks=12, block_size=4)
-    run = simulate([SimulatedRequest(4, 3)] * 3, config, blocks, COST, scheduler=OneAtATime)
+    run = simulate([SimulatedRequest(4, 3)] * 3, config, blocks, COST, scheduler=partial(Scheduler, policy=policy))
     assert {len(step.scheduled) for step in run.steps} == {1}

@@ -4,7 +4,7 @@
     uv run python -m minivllm_lab.capstone --serve    # and then `minivllm serve` with them, on port 8000
 
 An exercise whose checks pass gives its parts; for the others the engine's own serve. Not all parts fit into one engine:
-there are four attentions and three schedulers, and a pool without names cannot find prefixes. So there are five
+there are four attentions and three schedules, and a pool without names cannot find prefixes. So there are five
 servers, and the front end of exercise 06 is in each of them. Behind them stand two engines without a front end: one
 computes prompts, with the tiles of exercise 03, and the other one answers, with the keys and values that the connector
 of exercise 08 has fetched.
@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
+from minivllm.core.policy import SchedulingPolicy
 from minivllm_lab.cli import Parser, run
 from minivllm_lab.disaggregation.asking_connector import serve_through_both
 from minivllm_lab.exercise import checks_of, exercise_path, load, plug_of, run_checks, unready_parts
@@ -95,12 +96,14 @@ def solved(number: str) -> ModuleType | str:
 def parts_of(server: Server, modules: Mapping[str, ModuleType]) -> Parts:
     """The parts of all modules that are in this server."""
     found: dict[str, Callable[..., Any]] = {}
+    rules: dict[str, Callable[..., Any]] = {}
     for number in server.exercises:
         plug = plug_of(number) if number in modules else None
         if plug is not None:
             parts = plug(modules[number]).parts
-            found |= {name: getattr(parts, name) for name in parts.names}
-    return Parts(**found)
+            found |= parts.replaced
+            rules |= parts.policy.replaced if parts.policy else {}
+    return Parts(policy=SchedulingPolicy(**rules), **found)
 
 
 def serve_all(modules: Mapping[str, ModuleType]) -> bool:

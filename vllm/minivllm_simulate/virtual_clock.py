@@ -16,6 +16,7 @@ from typing import NamedTuple
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.config.checks import is_count, is_number, positive_count, require
 from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.policy import running_then_waiting
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
@@ -156,7 +157,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 ShapeOf = Callable[[Iterable[tuple[int, int]]], StepShape]
-SchedulerClass = Callable[[SchedulerConfig, CacheConfig], Scheduler]
+MakeScheduler = Callable[[SchedulerConfig, CacheConfig], Scheduler]
 
 
 def decoding_shapes(shape_of: ShapeOf, contexts: Sequence[int]) -> Callable[[int], StepShape]:
@@ -181,7 +182,7 @@ def simulate(
     *,
     acceptance: float = 0.0,
     shape_of: ShapeOf = StepShape.of,
-    scheduler: SchedulerClass = Scheduler,
+    scheduler: MakeScheduler = Scheduler,
 ) -> Simulation:
     """Run a workload to its end, or for `max_steps` steps.
 
@@ -193,7 +194,7 @@ def simulate(
         max_steps: stop after this many steps.
         acceptance: the probability that a draft is accepted if all drafts before it were.
         shape_of: computes a step's shape from (new tokens, tokens computed before) of each request.
-        scheduler: the engine's, or one derived from it that decides otherwise.
+        scheduler: makes the scheduler; `partial(Scheduler, policy=...)` makes one that decides otherwise.
 
     Raises:
         MinivllmError: the workload is empty or waits for a request that never comes, `acceptance` is outside [0, 1],
@@ -212,7 +213,7 @@ def simulate_in_parts(
     cost: Cost,
     *,
     steps: int,
-    scheduler: SchedulerClass = Scheduler,
+    scheduler: MakeScheduler = Scheduler,
 ) -> Iterator[Simulation | None]:
     """`simulate` with a pause after every `steps` steps, in which None is given; the last is the result.
 
@@ -313,12 +314,12 @@ class _Clock:
     def _steps_foreseen(self) -> int:
         """How many steps need no decision: each running request gets a token, and none ends, joins, or takes a block.
 
-        A scheduler that is derived from the engine's is asked in every step.
+        A policy that fills the steps in its own way is asked in every step.
         """
         scheduler, running = self.scheduler, self.scheduler.running
         config, manager = scheduler.config, scheduler.kv_cache_manager
         joins = scheduler.waiting and not config.static_batching and len(running) < config.max_num_seqs
-        if type(scheduler) is not Scheduler or joins or not running or self.drafts:
+        if scheduler.policy.schedule is not running_then_waiting or joins or not running or self.drafts:
             return 0
         if len(running) > config.max_num_batched_tokens:
             return 0

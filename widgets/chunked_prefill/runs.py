@@ -13,17 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.memory import memory_ledger
-from minivllm_lab.chunked_prefill.capping_scheduler import (
-    AdmittedTokens,
-    ChunkLimit,
-    RunningTokens,
-    scheduler_that_caps,
-)
-from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
+from minivllm_lab.chunked_prefill.learner_policy import AdmittedTokens, ChunkLimit, RunningTokens, learner_policy
+from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_simulate.cost_model import Cost, StepShape, chunk_seconds
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
@@ -308,8 +304,8 @@ class Serving:
         blocks = min(self.kv_tokens(budget), most) // BLOCK_SIZE
         cache = CacheConfig(num_gpu_blocks=1 + blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False)
         if self.policy == "first":
-            return PrefillFirst(config, cache)
-        return (scheduler_that_caps(*own) if own else Scheduler)(config, cache)
+            return Scheduler(config, cache, PREFILL_FIRST)
+        return Scheduler(config, cache, learner_policy(*own) if own else DEFAULT_POLICY)
 
 
 class Experiment:

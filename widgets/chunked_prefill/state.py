@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.config.checks import require
-from minivllm_lab.chunked_prefill.capping_scheduler import AdmittedTokens, ChunkLimit, RunningTokens
+from minivllm_lab.chunked_prefill.learner_policy import AdmittedTokens, ChunkLimit, RunningTokens
 from minivllm_simulate.load_sweep import Span, spans, within
 from widgets.chunked_prefill.runs import POLICIES, Experiment, Point, Serving, experiment
 from widgets.shell.spec import require_numbers

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minivllm.config.checks import require
-from minivllm_lab.continuous_batching.asking_scheduler import Schedule
+from minivllm_lab.continuous_batching.learner_policy import Schedule
 from minivllm_simulate.load_sweep import crossing
 from minivllm_simulate.workloads import workload
 from widgets.continuous_batching.runs import POLICIES, SATURATED, Experiment, Point, Stretch, experiment

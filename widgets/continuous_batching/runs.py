@@ -13,14 +13,15 @@ from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import groupby
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm_lab.bounded import bounded
-from minivllm_lab.continuous_batching.asking_scheduler import Schedule, scheduler_that_asks
+from minivllm_lab.continuous_batching.learner_policy import Schedule, learner_policy
 from minivllm_lab.continuous_batching.slots import seat
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
@@ -245,7 +246,8 @@ class Experiment:
         )
 
     def _scheduler(self, policy: str) -> Callable[[SchedulerConfig, CacheConfig], Scheduler]:
-        return scheduler_that_asks(self.schedule) if self.schedule and policy != "static" else Scheduler
+        own = self.schedule if policy != "static" else None
+        return partial(Scheduler, policy=learner_policy(own) if own else DEFAULT_POLICY)
 
     def _bound(self, policy: str) -> AbstractContextManager[None]:
         own = self.schedule and policy != "static"

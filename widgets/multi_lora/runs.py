@@ -14,6 +14,7 @@ from typing import Protocol
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.lora_request import LoRARequest
+from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
@@ -26,7 +27,7 @@ from minivllm_lab.multi_lora.costs import (
     zipf_adapters,
     zipf_shares,
 )
-from minivllm_lab.multi_lora.gating_scheduler import Admit, scheduler_that_gates
+from minivllm_lab.multi_lora.learner_policy import Admit, learner_policy
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
@@ -374,7 +375,7 @@ def _scheduler(serving: Serving, slots: int, admit: Admit | None) -> Scheduler:
     )
     blocks = min(serving.ledger(slots).num_blocks, MOST_BLOCKS)
     kv_cache = CacheConfig(num_gpu_blocks=blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False)
-    return (scheduler_that_gates(admit) if admit else Scheduler)(config, kv_cache)
+    return Scheduler(config, kv_cache, learner_policy(admit) if admit else DEFAULT_POLICY)
 
 
 @lru_cache(maxsize=64)

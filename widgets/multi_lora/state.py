@@ -9,7 +9,7 @@ from typing import Any
 from minivllm.config.checks import require
 from minivllm.memory import weight_bytes
 from minivllm_lab.multi_lora.costs import distinct_adapters
-from minivllm_lab.multi_lora.gating_scheduler import Admit
+from minivllm_lab.multi_lora.learner_policy import Admit
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import Span, spans, within
 from widgets.multi_lora.runs import ANSWER, PROMPT, Experiment, Own, Point, Serving, Slots, experiment

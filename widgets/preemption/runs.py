@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, memory_ledger
 from minivllm_lab.preemption.costs import LARGE, SMALL, Crossover, Pieces, effective_bandwidth
-from minivllm_lab.preemption.victim_scheduler import Victim, scheduler_with_victims
-from minivllm_lab.preemption.victims import VictimScheduler, scheduler_with
+from minivllm_lab.preemption.learner_policy import Victim, learner_victim
+from minivllm_lab.preemption.victims import SwapSpace, victim_rule
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
@@ -112,8 +113,9 @@ class Point:
 class _Watched(OpenEngine):
     """Notes who is preempted and comes back, what is computed twice, and what is copied."""
 
-    def __init__(self, load: OpenLoad, scheduler: Scheduler, serving: Serving, one_by_one: bool) -> None:
-        super().__init__(load, scheduler, serving.cost)
+    def __init__(self, serving: Serving, pool: int, own: Victim | None, one_by_one: bool) -> None:
+        self.swap = SwapSpace(BLOCK_SIZE)
+        super().__init__(serving.work(), serving.scheduler(pool, own, self.swap), serving.cost)
         self.serving, self.one_by_one = serving, one_by_one
         self.began: dict[int, tuple[str, float]] = {}
         self.spans: list[Span] = []
@@ -131,7 +133,7 @@ class _Watched(OpenEngine):
     def seconds_of(self, stretch: Stretch) -> float:
         """The steps, and the copies before them."""
         self.start, self.computed = self.now, self.computed + stretch.num_tokens
-        blocks = sum(self.scheduler.take_copied_blocks()) if isinstance(self.scheduler, VictimScheduler) else 0
+        blocks = sum(self.swap.take_copied_blocks())
         waited = blocks * self.serving.block_seconds
         self.copied, self.copying = self.copied + blocks, self.copying + waited
         return super().seconds_of(stretch) + waited
@@ -322,8 +324,8 @@ class Serving:
         )
         return step * sum(blocks) / len(self.lengths)
 
-    def scheduler(self, pool: int, own: Victim | None) -> Scheduler:
-        """The engine's, one with another rule, or one that asks the reader's function."""
+    def scheduler(self, pool: int, own: Victim | None, swap: SwapSpace) -> Scheduler:
+        """The engine's, with another rule or the reader's function; and with `swap`, where blocks are swapped."""
         priority = self.rule == PRIORITY
         config = SchedulerConfig(
             max_model_len=self.longest,
@@ -333,8 +335,9 @@ class Serving:
             scheduler_reserve_full_isl=self.admission == "whole",
         )
         cache = CacheConfig(num_gpu_blocks=1 + pool // BLOCK_SIZE, block_size=BLOCK_SIZE, enable_prefix_caching=False)
-        kind = scheduler_with("" if priority else self.rule, swaps=self.policy != "recompute")
-        return (scheduler_with_victims(own, kind) if own else kind)(config, cache)
+        victim = learner_victim(own) if own else victim_rule("" if priority else self.rule)
+        recompute = self.policy == "recompute"
+        return Scheduler(config, cache, SchedulingPolicy(victim=victim) if recompute else swap.policy(victim))
 
     def work(self) -> OpenLoad:
         """What comes."""
@@ -354,8 +357,7 @@ class Experiment:
     def _run(self, pool: int) -> Generator[None, None, Point]:
         if found := self._like_a_smaller_one(pool):
             return found
-        serving = self.serving
-        run = _Watched(serving.work(), serving.scheduler(pool, self.own), serving, self.one_by_one).watched()
+        run = _Watched(self.serving, pool, self.own, self.one_by_one).watched()
         return (yield from (patient(run, "your function") if self.own else run))
 
     def _like_a_smaller_one(self, pool: int) -> Point | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.config.checks import require
-from minivllm_lab.preemption.victim_scheduler import Victim
+from minivllm_lab.preemption.learner_policy import Victim
 from minivllm_simulate.kv_links import LINKS
 from minivllm_simulate.load_sweep import Span, spans
 from widgets.preemption.runs import ADMISSIONS, POLICIES, RULES, Experiment, Point, Serving, experiment

@@ -5,6 +5,7 @@ import random
 import torch
 
 from minivllm.config import Parts
+from minivllm.core.policy import SchedulingPolicy
 from minivllm_lab.kernel_trace import LOAD, KernelTrace, trace_kernel
 from minivllm_lab.plugged import PROMPTS, Plugged
 
@@ -289,7 +290,9 @@ def check_gather_all_sequences(module):
     _reads(
         trace, "block_table", len(own) * 4, "one entry for each program", "Look the block up once, not for each token."
     )
-    lengths, starts, tables = (torch.tensor(x, dtype=torch.int32) for x in ([5, 3], [0, 5], [[5, 2, 7, 0], [3, 1, 0, 0]]))
+    lengths, starts, tables = (
+        torch.tensor(x, dtype=torch.int32) for x in ([5, 3], [0, 5], [[5, 2, 7, 0], [3, 1, 0, 0]])
+    )
     slots = [10, 11, 4, 5, 14, 6, 7, 2]
     _takes_other_sizes(module.gather_cache_kernel, (2, 4), slots, tables, lengths, 4, starts=starts)
 
@@ -400,7 +403,7 @@ def plug(module) -> Plugged:
         return {"would run if each reserved 256 slots": 40 * 16 // 256}
 
     return Plugged(
-        parts=Parts(block_pool=Pool),
+        parts=Parts(policy=SchedulingPolicy(block_pool=Pool)),
         engine_args={"enable_prefix_caching": False, "num_gpu_blocks_override": 41, "max_num_seqs": 128},
         prompts=PROMPTS * 18,
         max_tokens=24,

@@ -13,7 +13,7 @@ from minivllm.config import CacheConfig, Parts, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm_lab.continuous_batching.asking_scheduler import CountedPool, scheduler_that_asks
+from minivllm_lab.continuous_batching.learner_policy import CountedPool, learner_policy
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
 from minivllm.platforms.triton_utils import tl, triton
@@ -407,7 +407,7 @@ def check_only_keys_that_are_seen_are_read(module):
 def plug(module) -> Plugged:
     """The learner's `schedule` decides every step of the engine, on a pool so small that it must preempt."""
     return Plugged(
-        parts=Parts(scheduler=scheduler_that_asks(module.schedule)),
+        parts=Parts(policy=learner_policy(module.schedule)),
         engine_args={
             "num_gpu_blocks_override": 12, "block_size": 4, "max_model_len": 40, "max_num_batched_tokens": 12,
             "enable_prefix_caching": False,

@@ -7,6 +7,7 @@ import torch
 
 from minivllm.config import Parts
 from minivllm.core.block_hash import hash_new_full_blocks
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
@@ -265,7 +266,10 @@ def plug(module) -> Plugged:
     """The learner's names find the prefixes, and the learner's integers are what attention reads."""
     prompts = [f"{INSTRUCTION}def {name}(a, b):\n    return" for name in ("mul", "div", "mod", "power")]
     return Plugged(
-        parts=Parts(hash_block_tokens=module.hash_block_tokens, attention=attention_over(module.quantize)),
+        parts=Parts(
+            policy=SchedulingPolicy(hash_block_tokens=module.hash_block_tokens),
+            attention=attention_over(module.quantize),
+        ),
         engine_args={"kv_cache_dtype": "int8", "block_size": 4, "num_gpu_blocks_override": 200},
         prompts=[*prompts, prompts[0]],
         says=prefill_saved,

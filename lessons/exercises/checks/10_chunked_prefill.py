@@ -3,7 +3,7 @@
 import gzip
 import json
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from minivllm.config import CacheConfig, Parts, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm_lab.chunked_prefill.capping_scheduler import scheduler_that_caps
+from minivllm_lab.chunked_prefill.learner_policy import learner_policy
 from minivllm_lab.exercise import load
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
@@ -23,7 +23,7 @@ CONFORMANCE = Path(__file__).parents[3] / "tests" / "conformance"
 
 
 def _capped(module):
-    return scheduler_that_caps(module.chunk_limit, module.running_tokens, module.admitted_tokens)
+    return learner_policy(module.chunk_limit, module.running_tokens, module.admitted_tokens)
 
 
 def _number(found, what):
@@ -376,7 +376,7 @@ def check_vllm_decided_the_same(module):
     """In all 12,718 steps of 74 workloads recorded from vLLM v0.33.0, your caps lead to what its scheduler decided."""
     driver = _driver()
     for name, workload, trace in _recorded():
-        scheduler = driver.make_scheduler(workload["config"], _capped(module))
+        scheduler = driver.make_scheduler(workload["config"], partial(Scheduler, policy=_capped(module)))
         for step, recorded in enumerate(trace):
             arrivals = [driver.make_request(one) for one in workload["requests"] if one["arrival_step"] == step]
             row = driver.run_step(scheduler, step, arrivals, workload["aborts"].get(str(step), []))
@@ -391,7 +391,7 @@ def check_vllm_decided_the_same(module):
 def plug(module) -> Plugged:
     """The learner's caps in both loops of the engine, with a threshold, a small budget, and a pool that is tight."""
     return Plugged(
-        parts=Parts(scheduler=_capped(module)),
+        parts=Parts(policy=_capped(module)),
         engine_args={
             "num_gpu_blocks_override": 16, "block_size": 4, "max_model_len": 48, "max_num_batched_tokens": 12,
             "long_prefill_token_threshold": 3, "long_prefill_token_threshold_adaptive": True,

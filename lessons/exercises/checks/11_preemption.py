@@ -3,7 +3,7 @@
 import gzip
 import json
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +19,14 @@ from minivllm_lab.exercise import load
 from minivllm_lab.inside import core_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
-from minivllm_lab.preemption.preempting_scheduler import scheduler_that_preempts
+from minivllm_lab.preemption.learner_policy import learner_policy
 from minivllm.platforms.triton_utils import tl, triton
 
 CONFORMANCE = Path(__file__).parents[3] / "tests" / "conformance"
 
 
 def _preempting(module):
-    return scheduler_that_preempts(module.schedule_running, module.resume_at)
+    return learner_policy(module.schedule_running, module.resume_at)
 
 
 def _close(found, right, what, hint=""):
@@ -399,7 +399,7 @@ def _driver():
 
 def check_vllm_decided_the_same(module):
     """In all 53 workloads in which vLLM v0.33.0 was recorded to preempt, 554 times, your loop decides the same."""
-    driver, kind = _driver(), _preempting(module)
+    driver, kind = _driver(), partial(Scheduler, policy=_preempting(module))
     for name, workload, trace in _recorded():
         scheduler = driver.make_scheduler(workload["config"], kind)
         for step, recorded in enumerate(trace):
@@ -414,7 +414,7 @@ def check_vllm_decided_the_same(module):
 def plug(module) -> Plugged:
     """The learner's loop in the engine, by priority, on a pool that is far too small."""
     return Plugged(
-        parts=Parts(scheduler=_preempting(module)),
+        parts=Parts(policy=_preempting(module)),
         engine_args={
             "num_gpu_blocks_override": 13, "block_size": 4, "max_model_len": 40, "max_num_batched_tokens": 32,
         },

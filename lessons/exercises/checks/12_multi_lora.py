@@ -9,10 +9,11 @@ import torch
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, Parts, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm_lab.multi_lora.gating_scheduler import scheduler_that_gates
+from minivllm_lab.multi_lora.learner_policy import learner_policy
 from minivllm_lab.inside import runner_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.numbers_made import numbers_made
@@ -22,12 +23,13 @@ from minivllm.platforms.triton_utils import tl, triton
 TOLERANCE = 1e-4
 
 
-def _steps(requests, max_loras, max_num_seqs, kind=Scheduler, steps=None):
+def _steps(requests, max_loras, max_num_seqs, policy=DEFAULT_POLICY, steps=None):
     """Who runs in each step of the engine's scheduler; requests: (name, adapter, steps, arrives)."""
     limits = SchedulerConfig(
         max_model_len=64, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_loras=max_loras
     )
-    scheduler, found = kind(limits, CacheConfig(num_gpu_blocks=200, enable_prefix_caching=False)), []
+    cache = CacheConfig(num_gpu_blocks=200, enable_prefix_caching=False)
+    scheduler, found = Scheduler(limits, cache, policy), []
     last = max(one[3] for one in requests)
     while scheduler.has_unfinished_requests() or len(found) <= last:
         for name, adapter, runs, arrives in requests:
@@ -420,7 +422,7 @@ def check_the_engines_scheduler_decides_the_same(module):
         ]
         requests.append(("first", 0, 1, 0))
         limits = draw.randint(1, 4), draw.randint(1, 6)
-        mine, right = (_steps(requests, *limits, kind) for kind in (scheduler_that_gates(module.admit), Scheduler))
+        mine, right = (_steps(requests, *limits, one) for one in (learner_policy(module.admit), DEFAULT_POLICY))
         for step, (one, other) in enumerate(zip(mine, right)):
             where = f"seed {seed}, {limits[0]} slots, {limits[1]} places, step {step}"
             assert one == other, f"{where}: {one} run, and with the engine's gate {other}"
@@ -441,7 +443,7 @@ def plug(module) -> Plugged:
     adapters = [LoRARequest(name, number, str(ADAPTERS / name)) for number, name in enumerate(TRAINED, start=1)]
     wanted = [adapters[0], adapters[1], adapters[2], adapters[0], None, adapters[1], adapters[2], adapters[0]]
     return Plugged(
-        parts=Parts(scheduler=scheduler_that_gates(module.admit), lora_slots=module.AdapterSlots),
+        parts=Parts(policy=learner_policy(module.admit), lora_slots=module.AdapterSlots),
         engine_args={
             "enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "max_cpu_loras": 3, "max_num_seqs": 3,
         },

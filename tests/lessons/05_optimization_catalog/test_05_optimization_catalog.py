@@ -11,6 +11,7 @@ from pictures import differences
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.kernels import packed_weights
 from minivllm.kernels import reshape_and_cache as engine_cache
 from minivllm.kernels.cpu import cache_calls
@@ -469,8 +470,10 @@ def test_names_without_a_parent_give_wrong_answers():
     """As the lesson tells it: after `sub`, the second `add` finds its own first block, and then one of `sub`."""
     prompts = ["def sub(a, b):\n    return", "def add(a, b):\n    return", "def add(a, b):\n    return"]
     requests = Plugged(parts=NO_PARTS, engine_args={"block_size": 4}, prompts=prompts, max_tokens=6)
-    names = Parts(hash_block_tokens=lambda parent, tokens, keys: lesson.hash_block_tokens(bytes(32), tokens, keys))
-    right, wrong = serve(requests, NO_PARTS), serve(requests, names)
+    policy = SchedulingPolicy(
+        hash_block_tokens=lambda parent, tokens, keys: lesson.hash_block_tokens(bytes(32), tokens, keys)
+    )
+    right, wrong = serve(requests, NO_PARTS), serve(requests, Parts(policy=policy))
     assert right.texts == [" a, b\n\ndef", " a + b\n\ndef", " a + b\n\ndef"]
     assert wrong.texts == [" a, b\n\ndef", " a + b\n\ndef", " a, b\n\ndef"]
 

@@ -13,14 +13,15 @@ from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_
 
 from minivllm.config import NO_PARTS, CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import kv_bytes_per_token, num_parameters
 from minivllm_lab.chunked_prefill import report
-from minivllm_lab.chunked_prefill.capping_scheduler import scheduler_that_caps
-from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
+from minivllm_lab.chunked_prefill.learner_policy import learner_policy
+from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import rows_of, serve
@@ -47,11 +48,10 @@ def workload(seed: int) -> tuple[dict[int, list[tuple[str, int, int]]], dict]:
     return arrivals, settings | {"max_num_batched_tokens": least + draw.choice([0, 1, 8, 40])}
 
 
-def engine_steps(arrivals, settings, kind=Scheduler) -> list[dict[str, int]]:
+def engine_steps(arrivals, settings, policy=DEFAULT_POLICY) -> list[dict[str, int]]:
     """What the engine's scheduler decides, with ample memory."""
-    scheduler = kind(
-        SchedulerConfig(max_model_len=64, **settings), CacheConfig(num_gpu_blocks=500, enable_prefix_caching=False)
-    )
+    cache = CacheConfig(num_gpu_blocks=500, enable_prefix_caching=False)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=64, **settings), cache, policy)
     steps, last = [], max(arrivals)
     while len(steps) <= last or scheduler.has_unfinished_requests():
         for name, prompt, output in arrivals.get(len(steps), ()):
@@ -83,7 +83,7 @@ def test_prefill_first_is_the_scheduler_of_v0():
         arrivals, settings = workload(seed)
         settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 0}
         policy = partial(lesson.prefill_first, token_budget=64, max_num_seqs=settings["max_num_seqs"])
-        assert lesson_steps(policy, arrivals) == engine_steps(arrivals, settings, PrefillFirst), seed
+        assert lesson_steps(policy, arrivals) == engine_steps(arrivals, settings, PREFILL_FIRST), seed
 
 
 def test_nobody_who_decodes_goes_without():
@@ -163,7 +163,7 @@ def test_the_engines_lines_are_short_and_are_the_ones_in_use(capsys):
 def test_a_cap_that_cannot_be_is_one_line(parts, about):
     arrivals = {0: [("a", 30, 4), ("b", 30, 4)]}
     with pytest.raises(MinivllmError, match=about):
-        engine_steps(arrivals, {"max_num_batched_tokens": 8}, scheduler_that_caps(**parts))
+        engine_steps(arrivals, {"max_num_batched_tokens": 8}, learner_policy(**parts))
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------

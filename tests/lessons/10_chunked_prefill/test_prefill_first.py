@@ -1,15 +1,19 @@
 """Prefill first: a step admits whole prompts or decodes, never both."""
 
+from functools import partial
+
 import pytest
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
+from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_simulate.cost_model import FittedCost
 from minivllm_simulate.virtual_clock import SimulatedRequest, StepRecord, simulate
 
 COST = FittedCost(1.0, 0.0, 0.0, 0.0)
 """A second a step."""
+MAKE = partial(Scheduler, policy=PREFILL_FIRST)
 CACHE = CacheConfig(num_gpu_blocks=65, block_size=4, enable_prefix_caching=False)
 
 
@@ -20,7 +24,7 @@ def config(**more) -> SchedulerConfig:
 
 
 def steps(*requests: SimulatedRequest, cache: CacheConfig = CACHE, **more) -> list[StepRecord]:
-    return simulate(requests, config(**more), cache, COST, scheduler=PrefillFirst).steps
+    return simulate(requests, config(**more), cache, COST, scheduler=MAKE).steps
 
 
 def test_whoever_waits_goes_before_those_who_run():
@@ -43,7 +47,7 @@ def test_without_room_for_whoever_waits_it_decodes():
 
 def test_everybody_ends_though_memory_is_short():
     tight = CacheConfig(num_gpu_blocks=6, block_size=4, enable_prefix_caching=False)
-    run = simulate([SimulatedRequest(4, 10)] * 3, config(), tight, COST, scheduler=PrefillFirst)
+    run = simulate([SimulatedRequest(4, 10)] * 3, config(), tight, COST, scheduler=MAKE)
     assert run.num_preemptions
     assert [len(one.token_times) for one in run.requests] == [10, 10, 10]
 

@@ -10,6 +10,7 @@ from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_
 
 from minivllm.config import NO_PARTS, CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
@@ -24,7 +25,7 @@ from minivllm_lab.preemption.costs import (
     effective_bandwidth,
     recompute_seconds,
 )
-from minivllm_lab.preemption.preempting_scheduler import scheduler_that_preempts
+from minivllm_lab.preemption.learner_policy import learner_policy
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 
@@ -47,14 +48,14 @@ def workload(seed: int) -> tuple[list[tuple[str, int, int, int]], dict]:
     return requests, {"blocks": blocks, "size": size, "budget": draw.choice([8, 20, 64])}
 
 
-def engine_steps(requests, settings, policy, kind=Scheduler) -> tuple[list, Scheduler]:
+def engine_steps(requests, settings, policy, rules=DEFAULT_POLICY) -> tuple[list, Scheduler]:
     """What the engine's scheduler gives in each step, and whom it preempts."""
     limits = SchedulerConfig(max_model_len=28, max_num_batched_tokens=settings["budget"], max_num_seqs=8, policy=policy)
     pool = CacheConfig(
         num_gpu_blocks=max(settings["blocks"], -(-28 // settings["size"])) + 1, block_size=settings["size"],
         enable_prefix_caching=False,
     )  # fmt: skip
-    scheduler, steps = kind(limits, pool), []
+    scheduler, steps = Scheduler(limits, pool, rules), []
     for at, (name, prompt, output, priority) in enumerate(requests):
         scheduler.add_request(
             Request(name, [0] * prompt, max_tokens=output, priority=priority, arrival_time=float(at), ignore_eos=True)
@@ -94,11 +95,11 @@ def test_the_steps_are_the_engines(policy):
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_the_learners_loop_in_the_engine_is_the_engines(policy):
-    kind = scheduler_that_preempts(lesson.schedule_running, lesson.resume_at)
+    rules = learner_policy(lesson.schedule_running, lesson.resume_at)
     for seed in range(60):
         requests, settings = workload(seed)
         expected, ours = engine_steps(requests, settings, policy)
-        found, yours = engine_steps(requests, settings, policy, kind)
+        found, yours = engine_steps(requests, settings, policy, rules)
         assert found == expected, seed
         assert (yours.num_preemptions, yours.num_recomputed_tokens) == (
             ours.num_preemptions,
@@ -139,12 +140,12 @@ def _too_many(running, waiting, memory, budget, policy):
 def test_a_step_that_cannot_be_is_one_line(parts, about):
     settings = {"blocks": 20, "size": 2, "budget": 8}
     with pytest.raises(MinivllmError, match=about):
-        engine_steps([("a", 3, 4, 0), ("b", 3, 4, 0)], settings, "fcfs", scheduler_that_preempts(**parts))
+        engine_steps([("a", 3, 4, 0), ("b", 3, 4, 0)], settings, "fcfs", learner_policy(**parts))
 
 
 def test_a_place_to_resume_that_cannot_be_is_one_line():
-    kind = scheduler_that_preempts(resume_at=lambda num_tokens, *_: num_tokens)
-    scheduler = kind(SchedulerConfig(max_model_len=16), CacheConfig(num_gpu_blocks=20, block_size=4))
+    rules = learner_policy(resume_at=lambda num_tokens, *_: num_tokens)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=16), CacheConfig(num_gpu_blocks=20, block_size=4), rules)
     scheduler.add_request(Request("a", [1] * 8, max_tokens=2))
     with pytest.raises(MinivllmError, match="your resume_at says 8 of 8 tokens"):
         scheduler.schedule()

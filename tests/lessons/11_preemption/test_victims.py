@@ -7,20 +7,23 @@ import pytest
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm_lab.preemption.victims import RULES, VictimScheduler, scheduler_with
+from minivllm_lab.preemption.victims import RULES, SwapSpace, victim_rule
 
 BLOCK = 4
 
 
-def made(victim: str, blocks: int, swaps: bool = False, policy: str = "fcfs", budget: int = 64) -> VictimScheduler:
+def made(victim: str, blocks: int, swap: SwapSpace | None = None, policy: str = "fcfs", budget: int = 64) -> Scheduler:
     config = SchedulerConfig(max_model_len=32, max_num_seqs=8, max_num_batched_tokens=budget, policy=policy)
     cache = CacheConfig(num_gpu_blocks=1 + blocks, block_size=BLOCK, enable_prefix_caching=False)
-    return scheduler_with(victim, swaps=swaps)(config, cache)
+    rule = victim_rule(victim)
+    return Scheduler(config, cache, swap.policy(rule) if swap else SchedulingPolicy(victim=rule))
 
 
-def step(scheduler: VictimScheduler) -> tuple[int, set[str]]:
+def step(scheduler: Scheduler) -> tuple[int, set[str]]:
     """One step in which everybody who has caught up samples; the tokens computed, and who was preempted."""
     output = scheduler.schedule()
     live = scheduler.requests
@@ -57,10 +60,10 @@ def test_without_a_rule_the_policy_decides():
     assert first_victim("", "priority") == "b"
 
 
-def run(victim: str, swaps: bool, seed: int, budget: int = 64) -> tuple[VictimScheduler, list[Request], int, list[int]]:
+def run(victim: str, swap: SwapSpace | None, seed: int, budget: int) -> tuple[Scheduler, list[Request], int, list[int]]:
     """Random requests in a pool that is too small; the scheduler, they, tokens computed, blocks out and back."""
     draw = random.Random(seed)
-    scheduler = made(victim, 10, swaps, budget=budget)
+    scheduler = made(victim, 10, swap, budget=budget)
     requests = [Request(str(index), [1] * draw.randint(1, 12), max_tokens=draw.randint(1, 20)) for index in range(16)]
     for request in requests:
         scheduler.add_request(request)
@@ -69,7 +72,8 @@ def run(victim: str, swaps: bool, seed: int, budget: int = 64) -> tuple[VictimSc
         if not scheduler.has_unfinished_requests():
             break
         computed += step(scheduler)[0]
-        copied = [total + now for total, now in zip(copied, scheduler.take_copied_blocks(), strict=True)]
+        now = swap.take_copied_blocks() if swap else (0, 0)
+        copied = [copied[0] + now[0], copied[1] + now[1]]
     assert not scheduler.has_unfinished_requests(), "nobody waits for ever"
     assert scheduler.kv_cache_manager.usage == 0
     return scheduler, requests, computed, copied
@@ -80,31 +84,33 @@ def run(victim: str, swaps: bool, seed: int, budget: int = 64) -> tuple[VictimSc
 def test_all_is_computed_once_and_what_is_lost_once_more(victim: str, swaps: bool):
     preempted = 0
     for seed, budget in itertools.product(range(12), (64, 8)):
-        scheduler, requests, computed, copied = run(victim, swaps, seed, budget)
+        swap = SwapSpace(BLOCK) if swaps else None
+        scheduler, requests, computed, copied = run(victim, swap, seed, budget)
         assert all(one.num_output_tokens == one.max_tokens for one in requests)
         useful = sum(one.num_tokens - 1 for one in requests)
         assert computed == useful + scheduler.num_recomputed_tokens
         preempted += scheduler.num_preemptions
         assert copied[0] == copied[1], "what goes out comes back"
         assert (copied[0] > 0) == (swaps and scheduler.num_preemptions > 0)
-        assert not scheduler.on_host
+        assert swap is None or not swap.on_host
         assert scheduler.num_recomputed_tokens == 0 or not swaps
         assert scheduler.num_recomputed_tokens > 0 or swaps or not scheduler.num_preemptions
     assert preempted > 24
 
 
 def test_a_swap_copies_the_blocks_of_what_was_computed():
-    scheduler = made("last in", 4, swaps=True)
+    swap = SwapSpace(BLOCK)
+    scheduler = made("last in", 4, swap)
     for name in "ab":
         scheduler.add_request(Request(name, [1] * 6, max_tokens=6))
     copied = []
     while scheduler.has_unfinished_requests():
         step(scheduler)
-        copied.append(scheduler.take_copied_blocks())
+        copied.append(swap.take_copied_blocks())
     # Both have 8 tokens in 2 blocks each when a needs a third one; b goes with 8 computed tokens.
     assert [one for one in copied if any(one)] == [(2, 0), (0, 2)]
 
 
 def test_a_rule_that_nobody_knows_is_refused():
     with pytest.raises(MinivllmError, match="victim is one of last in"):
-        scheduler_with("random")
+        victim_rule("random")

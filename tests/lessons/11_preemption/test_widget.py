@@ -11,7 +11,7 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
-from minivllm_lab.preemption.victims import VictimScheduler
+from minivllm_lab.preemption.victims import SwapSpace
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate
 from widgets import preemption as widget
@@ -144,8 +144,7 @@ def test_latencies_and_counts_are_those_of_a_plain_simulation(knobs: dict, monke
     monkeypatch.setattr(runs, "COUNTED", 40)
     state = here(**knobs)
     serving, pool = state.serving, state.pool
-    engine = serving.scheduler(pool, None)
-    assert isinstance(engine, VictimScheduler)
+    engine = serving.scheduler(pool, None, SwapSpace(runs.BLOCK_SIZE))
     work = [
         SimulatedRequest(one.prompt_tokens, one.output_tokens, at, int(index % runs.URGENT != 0))
         for index, (one, at) in enumerate(zip(serving.lengths, serving.arrivals, strict=True))

@@ -17,7 +17,7 @@ from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.memory.adapters import adapter_parameters, linear_shapes
 from minivllm_lab.exercise import checks_of, load, plug_of
 from minivllm_lab.multi_lora import report
-from minivllm_lab.multi_lora.gating_scheduler import scheduler_that_gates
+from minivllm_lab.multi_lora.learner_policy import learner_policy
 from minivllm_lab.plugged import rows_of, serve
 from minivllm_simulate.known_models import known_model
 
@@ -228,7 +228,7 @@ def test_what_leaves_the_host_leaves_its_slot():
 def test_a_gate_that_cannot_be_is_one_line(admit, about):
     steps = next(check for check in checks_of("12") if check.__name__ == "check_prediction").__globals__["_steps"]
     with pytest.raises(MinivllmError, match=about):
-        steps([("a", 1, 2, 0), ("b", 2, 2, 0)], 1, 4, scheduler_that_gates(admit))
+        steps([("a", 1, 2, 0), ("b", 2, 2, 0)], 1, 4, learner_policy(admit))
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------

@@ -1,30 +1,33 @@
 """Parts of the engine that a caller may replace with their own, such as the solutions of the exercises.
 
-    LLM(model, parts=Parts(scheduler=MyScheduler))
+    LLM(model, parts=Parts(policy=SchedulingPolicy(victim=mine), attention=MyAttention))
 
 A part takes the place of the engine's own and must offer what that one offers; the engine does not check it. Parts are
 Python objects, so those of the core need it in this process: one rank, without `multiprocess` (`AsyncLLM` then runs it
 in a thread). Those of a server's front end do not.
 
-In vLLM v0.33.0 a scheduler is replaced by `scheduler_cls` (`vllm/config/scheduler.py`), and an attention backend by
+In vLLM v0.33.0 the whole scheduler is replaced by `scheduler_cls` (`vllm/config/scheduler.py`), an attention backend by
 `register_backend` (`vllm/v1/attention/backends/registry.py`), a proposer by the method `custom_class`
 (`vllm/config/speculative.py`); the other parts have no such place there.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import MinivllmError
+
+if TYPE_CHECKING:
+    from minivllm.core.policy import SchedulingPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What takes the place of the engine's own parts; None leaves a part as it is.
 
-    - `scheduler`: called as `core.scheduler.Scheduler(scheduler_config, cache_config, parts)`.
-    - `block_pool`: called as `core.block_pool.BlockPool(num_gpu_blocks, enable_caching)`.
-    - `hash_block_tokens`: called as `core.block_hash.hash_block_tokens(parent, token_ids, extra_keys)`.
+    - `policy`: the scheduler's rules, a `core.policy.SchedulingPolicy`; the pool and the hash of its blocks, too.
     - `attention`: called as `worker.paged_attention.PagedAttention(kv_caches, scale, sliding_window)`, once the caches
       are allocated.
     - `draft_proposer`: called as `worker.spec_decode.ngram_proposer.NgramProposer(config, max_model_len)`, where
@@ -44,9 +47,7 @@ class Parts:
     - `until_disconnected`: called as `entrypoints.openai.stream.until_disconnected(work, disconnected)`.
     """
 
-    scheduler: Callable[..., Any] | None = None
-    block_pool: Callable[..., Any] | None = None
-    hash_block_tokens: Callable[..., bytes] | None = None
+    policy: SchedulingPolicy | None = None
     attention: Callable[..., Any] | None = None
     draft_proposer: Callable[..., Any] | None = None
     rejection_sample: Callable[..., Any] | None = None
@@ -57,15 +58,20 @@ class Parts:
     until_disconnected: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in self.names:
-            part = getattr(self, name)
+        for name, part in self.replaced.items():
             if not callable(part):  # its repr may be long: a connector holds tensors
                 raise MinivllmError(f"the part {name} is {part!r}; it must be a class or a function")
 
     @property
+    def replaced(self) -> dict[str, Callable[..., Any]]:
+        """The parts that are replaced, by name; all but the policy."""
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "policy"}
+        return {name: part for name, part in given.items() if part is not None}
+
+    @property
     def names(self) -> list[str]:
-        """Names of the parts that are replaced."""
-        return [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        """Names of the parts and rules that are replaced."""
+        return [*(self.policy.replaced if self.policy else ()), *self.replaced]
 
     @property
     def names_in_core(self) -> list[str]:

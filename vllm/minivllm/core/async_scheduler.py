@@ -15,7 +15,8 @@ In vLLM v0.33.0: `vllm/v1/core/sched/async_scheduler.py` (`AsyncScheduler`).
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
-from minivllm.core.scheduler import Scheduler, Step
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.step import Step
 
 UNKNOWN_TOKEN = -1
 """Stands for a draft token that only the worker will know."""
@@ -43,10 +44,11 @@ class AsyncScheduler(Scheduler):
                 # The mask of a grammar needs to know the drafts before it.
                 request.spec_token_ids = [] if request.structured_output_request else unknown_drafts
 
-    def _cap_num_tokens(self, request: Request, num_new_tokens: int, chunk_limit: int, token_budget: int) -> int:
+    def cap_num_tokens(self, request: Request, num_new_tokens: int, step: Step) -> int:
+        """Return 0 also for a request that has to wait for its outputs in flight."""
         if request.num_output_placeholders > 0 and not self._may_run_ahead(request):
             return 0
-        return super()._cap_num_tokens(request, num_new_tokens, chunk_limit, token_budget)
+        return super().cap_num_tokens(request, num_new_tokens, step)
 
     def _may_run_ahead(self, request: Request) -> bool:
         """Whether a step may be scheduled for a request with outputs in flight: not if they are sure to be its last.

@@ -4,9 +4,9 @@ In vLLM v0.33.0: `vllm/v1/core/kv_cache_manager.py` (`KVCacheManager`), here for
 `vllm/v1/core/single_type_kv_cache_manager.py` (`FullAttentionManager`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from minivllm.config import NO_PARTS, CacheConfig, Parts
+from minivllm.config import CacheConfig
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.stats import PrefixCacheStats
@@ -20,7 +20,7 @@ class KVCacheManager:
         cache_config: CacheConfig,
         max_model_len: int,
         watermark: float = 0.0,
-        parts: Parts = NO_PARTS,
+        make_block_pool: Callable[[int, bool], BlockPool] = BlockPool,
         use_eagle: bool = False,
     ) -> None:
         self.use_eagle = use_eagle
@@ -28,7 +28,7 @@ class KVCacheManager:
         self.enable_caching = cache_config.enable_prefix_caching
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * cache_config.num_gpu_blocks)
-        self.block_pool: BlockPool = (parts.block_pool or BlockPool)(cache_config.num_gpu_blocks, self.enable_caching)
+        self.block_pool = make_block_pool(cache_config.num_gpu_blocks, self.enable_caching)
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self.num_cached_block: dict[str, int] = {}
         self.prefix_cache_stats = PrefixCacheStats()

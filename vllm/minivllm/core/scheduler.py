@@ -6,62 +6,43 @@ prefills, decodes and draft tokens to verify share the step. If there is no free
 is preempted: it loses its blocks, keeps its tokens and is recomputed later.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_preempt_request`, `_update_after_schedule`,
-`update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs. What a KV connector
-has to do with requests: `minivllm.core.remote_kv`. Steps in flight: `minivllm.core.async_scheduler`. Each of several
-cores has a scheduler of its own.
+`update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs. The rules that a
+caller may replace: `minivllm.core.policy`. What a KV connector has to do with requests: `minivllm.core.remote_kv`.
+Steps in flight: `minivllm.core.async_scheduler`. Each of several cores has a scheduler of its own.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from minivllm.config import NO_PARTS, CacheConfig, Parts, SchedulerConfig
-from minivllm.core.block_hash import hash_block_tokens
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.kv_connector import KVConnectorBase_V1
 from minivllm.core.limits import RequestLimits
 from minivllm.core.messages import EngineCoreOutput
 from minivllm.core.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from minivllm.core.remote_kv import LOAD_FAILED, Prefix, RemoteKV
+from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
+from minivllm.core.remote_kv import LOAD_FAILED, RemoteKV
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import RequestQueue, create_request_queue
 from minivllm.core.stats import KVFetchStats, SchedulerStats, SpecDecodingStats
+from minivllm.core.step import Step
 from minivllm.core.stop import check_grammar, check_stop
 from minivllm.errors import MinivllmError
-
-
-@dataclass(slots=True)
-class Step:
-    """A step under construction. `position` is the index in `running` of the request being scheduled."""
-
-    token_budget: int
-    position: int = 0
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    spec_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    continued: list[Request] = field(default_factory=list)
-    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
-    admitted: list[Request] = field(default_factory=list)
-    preempted_req_ids: set[str] = field(default_factory=set)
-
-    def unschedule(self, request: Request) -> bool:
-        """Removes a running request from the step and refunds its tokens to the budget. Returns whether it was in."""
-        request_id = request.request_id
-        if request_id not in self.num_scheduled_tokens:
-            return False
-        self.token_budget += self.num_scheduled_tokens.pop(request_id)
-        self.continued.remove(request)
-        self.spec_token_ids.pop(request_id, None)
-        return True
 
 
 class Scheduler:
     """Decides each step, and keeps track of `running` (in order of admission), `waiting` and the block tables.
 
-    One iteration is `schedule()`, a forward pass, `update_from_output()`.
+    One iteration is `schedule()`, a forward pass, `update_from_output()`. `core.policy` has the rules by which it
+    decides: replace one of them, and derive no class. `AsyncScheduler` alone does; it extends `cap_num_tokens`,
+    `_is_blocked`, `_make_output`, `_update_after_schedule`, `_roll_back_rejected`, `_update_request_with_output` and
+    `_cache_accepted`.
     """
 
-    def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, parts: Parts = NO_PARTS) -> None:
-        self.config, self.drafting, self.parts = scheduler_config, scheduler_config.drafting, parts
-        self.cache_config = cache_config
+    def __init__(
+        self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, policy: SchedulingPolicy = DEFAULT_POLICY
+    ) -> None:
+        self.config, self.cache_config, self.policy = scheduler_config, cache_config, policy
+        self.drafting = scheduler_config.drafting
         self.kv_cache_manager = self._make_kv_cache_manager()
         self.limits = RequestLimits(
             scheduler_config.max_model_len,
@@ -96,7 +77,7 @@ class Scheduler:
         if self.remote is not None:
             self.remote.added(request)
         if self.cache_config.enable_prefix_caching or self.remote is not None:
-            request.enable_block_hashes(self.cache_config.block_size, self.parts.hash_block_tokens or hash_block_tokens)
+            request.enable_block_hashes(self.cache_config.block_size, self.policy.hash_block_tokens)
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 
@@ -176,12 +157,10 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Returns the next step. `num_computed_tokens` includes its tokens at once, before they are computed."""
-        step = Step(self.config.max_num_batched_tokens)
-        chunk_limit = self._chunk_limit()
-        may_admit = not (self.config.static_batching and self.running)
-        self._schedule_running(step, chunk_limit)
-        if may_admit and not step.preempted_req_ids and self._schedule_received(step, chunk_limit) and self.waiting:
-            self._schedule_waiting(step, chunk_limit)
+        budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
+        adaptive = self.config.long_prefill_token_threshold_adaptive
+        step = Step(budget, self.policy.chunk_limit(budget, threshold, len(self.requests), adaptive))
+        self.policy.schedule(self, step)
         output = self._make_output(step)
         if self.drafting.num_speculative_tokens_per_batch_size:
             output.num_spec_tokens_to_schedule = self._num_drafts_after(len(output.num_scheduled_tokens))
@@ -201,48 +180,35 @@ class Scheduler:
         scheduled = [drafts for first, _, drafts in schedule if first <= num_requests][-1]
         return min(self.drafting.num_speculative_tokens, scheduled)
 
-    def _chunk_limit(self) -> int:
-        """The most tokens that one request may get in this step."""
-        budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
-        if threshold == 0 or len(self.requests) <= 1:  # a lone request starves no other
-            return budget
-        fair_share = budget // len(self.requests)
-        return max(threshold, fair_share) if self.config.long_prefill_token_threshold_adaptive else threshold
-
-    def _schedule_running(self, step: Step, chunk_limit: int) -> None:
-        """Schedules running requests in order of admission. One that can get no tokens is skipped and blocks none."""
-        while step.position < len(self.running) and step.token_budget > 0:
-            request = self.running[step.position]
-            if self.remote is not None and self._waits_for_others(request, step):
+    def schedule_running(self, step: Step) -> None:
+        """Schedule running requests in order of admission. One that can get no tokens is skipped and blocks none."""
+        running, remote, allocate_slots = self.running, self.remote, self.kv_cache_manager.allocate_slots
+        num_lookahead_tokens, continue_running = self.drafting.num_lookahead_tokens, step.continue_running
+        while step.position < len(running) and step.token_budget > 0:
+            request = running[step.position]
+            if remote is not None and self._waits_for_others(request, step):
                 step.position += 1
                 continue
-            num_new_tokens = (
-                request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
-            )
-            if num_new_tokens > 1 or request.num_output_placeholders:
-                num_new_tokens = self._cap_num_tokens(request, num_new_tokens, chunk_limit, step.token_budget)
+            num_placeholders = request.num_output_placeholders
+            num_new_tokens = request.num_tokens_with_spec + num_placeholders - request.num_computed_tokens
+            if num_new_tokens > 1 or num_placeholders:
+                num_new_tokens = self.cap_num_tokens(request, num_new_tokens, step)
             if num_new_tokens == 0:
                 step.position += 1
                 continue
             while True:
-                new_blocks = self.kv_cache_manager.allocate_slots(
-                    request, num_new_tokens, num_lookahead_tokens=self.drafting.num_lookahead_tokens
-                )
+                new_blocks = allocate_slots(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
                 if new_blocks is not None:
                     break
-                if self.remote is not None and self.remote.connector.release_gpu_blocks():
+                if remote is not None and remote.connector.release_gpu_blocks():
                     continue
-                if self._preempt_one(step) is request:
+                victim = self.policy.victim(running, self.config.policy, self.kv_cache_manager.req_to_blocks)
+                self.preempt(victim, step)
+                if victim is request:
                     break
             if new_blocks is None:
                 continue  # It preempted itself. The next request, if any, is at its position now.
-            step.num_scheduled_tokens[request.request_id] = num_new_tokens
-            step.token_budget -= num_new_tokens
-            step.continued.append(request)
-            if new_blocks:
-                step.new_block_ids[request.request_id] = [block.block_id for block in new_blocks]
-            if request.spec_token_ids:
-                self._schedule_drafts(request, num_new_tokens, step)
+            continue_running(request, num_new_tokens, new_blocks)
             step.position += 1
 
     def _waits_for_others(self, request: Request, step: Step) -> bool:
@@ -251,39 +217,18 @@ class Scheduler:
         # By priority, one of the others could still be preempted in this step.
         return self.remote.must_wait(request, step.num_scheduled_tokens if self.config.policy == "fcfs" else {})
 
-    def _cap_num_tokens(self, request: Request, num_new_tokens: int, chunk_limit: int, token_budget: int) -> int:
+    def cap_num_tokens(self, request: Request, num_new_tokens: int, step: Step) -> int:
+        """Return how many of its missing tokens a running request may get in this step."""
         # Draft tokens must not take the last position: the token sampled after it would exceed max_model_len.
         up_to_last = self.config.max_model_len - 1 - request.num_computed_tokens
-        return min(num_new_tokens, chunk_limit, token_budget, up_to_last)
+        return min(self.policy.running_tokens(num_new_tokens, step.chunk_limit, step.token_budget), up_to_last)
 
-    def _schedule_drafts(self, request: Request, num_new_tokens: int, step: Step) -> None:
-        """Records which of a request's new tokens are draft tokens; those that do not fit into the step are dropped."""
-        num_known = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-        num_drafts = num_new_tokens - num_known
-        if num_drafts > 0:
-            step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
-        request.spec_token_ids = []
-
-    def _preempt_one(self, step: Step) -> Request:
-        """Preempts a running request and returns it."""
-        victim = self._choose_victim()
-        position = len(self.running) - 1 if victim is self.running[-1] else self.running.index(victim)
+    def preempt(self, request: Request, step: Step) -> None:
+        """Free a running request's blocks and put it back into the queue (FCFS: at the head). It keeps its tokens."""
+        position = len(self.running) - 1 if request is self.running[-1] else self.running.index(request)
         del self.running[position]
         if position < step.position:
             step.position -= 1
-        self._preempt_request(victim, step)
-        return victim
-
-    def _choose_victim(self) -> Request:
-        """Returns the last running request (FCFS), or the one with the greatest `sort_key` (priority)."""
-        if self.config.policy == "fcfs":
-            return self.running[-1]
-        # Ids break ties, as in the waiting queue. vLLM v0.33.0 takes the first of equal requests; where a first chunk
-        # is enough to be admitted, two of them can then preempt each other forever (tests/core/test_scheduler.py).
-        return max(self.running, key=Request.sort_key)
-
-    def _preempt_request(self, request: Request, step: Step) -> None:
-        """Frees a request's blocks and puts it back into the waiting queue (FCFS: at the head). It keeps its tokens."""
         was_scheduled = step.unschedule(request)
         if self.remote is not None:
             self.remote.lost_its_blocks(request)
@@ -296,26 +241,31 @@ class Scheduler:
         self.waiting.prepend_requests((request,))
         step.preempted_req_ids.add(request.request_id)
 
-    def _schedule_received(self, step: Step, chunk_limit: int) -> bool:
-        """Admits requests that have received what they waited for; returns whether there is room for others.
+    def schedule_waiting(self, step: Step) -> None:
+        """Admit waiting requests; before them those that have received keys and values from elsewhere."""
+        if self.config.static_batching and self.running:
+            return
+        if (self.remote is None or self._schedule_received(step)) and self.waiting:
+            self._admit_from(self.waiting, step)
+
+    def _schedule_received(self, step: Step) -> bool:
+        """Admit requests that have received what they waited for; return whether there is room for others.
 
         Whatever their priority, they go first: their blocks are of no use to anybody before they have run. Nobody waits
         for those that cannot run however many others end, since pinned adapters have all slots.
         """
-        if self.remote is None:
-            return True
+        assert self.remote is not None
         self.waiting.prepend_requests(self.remote.promote())
         if self.remote.received:
-            self._schedule_waiting(step, chunk_limit, self.remote.received)
+            self._admit_from(self.remote.received, step)
         return all(self._is_blocked(request, self.pinned_loras) for request in self.remote.received)
 
-    def _schedule_waiting(self, step: Step, chunk_limit: int, queue: RequestQueue | None = None) -> None:
-        """Admits waiting requests, of `queue` if it is given. One that does not fit blocks those behind it.
+    def _admit_from(self, queue: RequestQueue, step: Step) -> None:
+        """Admit requests of a queue. One that does not fit blocks those behind it.
 
         One that waits for its grammar, for a LoRA slot or for the word of a KV connector blocks nobody.
         """
         skipped: list[Request] = []
-        queue = self.waiting if queue is None else queue
         running_loras = self.running_loras()
         while queue and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = queue.peek_request()
@@ -326,7 +276,7 @@ class Scheduler:
             if self._is_blocked(request, running_loras):
                 skipped.append(queue.pop_request())
                 continue
-            admitted = self._admit(request, step, chunk_limit, queue)
+            admitted = self.admit(queue, step)
             if admitted is None:
                 skipped.append(queue.pop_request())
                 continue
@@ -359,25 +309,27 @@ class Scheduler:
         )
 
     def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
-        """Whether a waiting request cannot be admitted now, for want of a grammar or of a LoRA slot."""
+        """Whether a waiting request cannot be admitted now: its grammar is not compiled, or the policy says no."""
         if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return True
-        if request.lora_request is None or request.lora_request.lora_int_id in running_loras:
-            return False
-        return len(running_loras) >= self.config.max_loras
+        return not self.policy.may_admit(request, running_loras, self.config.max_loras)
 
-    def _admit(self, request: Request, step: Step, chunk_limit: int, queue: RequestQueue | None = None) -> bool | None:
-        """Moves the head of a waiting queue to `running`, scheduled, or to those that load keys and values.
+    def admit(self, queue: RequestQueue, step: Step) -> bool | None:
+        """Move the head of a waiting queue to `running`, scheduled, or to those that load keys and values.
 
-        If it does not fit, only returns False; None: a KV connector does not know yet.
+        Return False, and change nothing, if it does not fit; None: a KV connector does not know yet.
         """
-        prefix = self._find_prefix(request)
-        if prefix is None:
+        request = queue.peek_request()
+        if self.remote is None:
+            prefix = self.policy.find_prefix(request, self.kv_cache_manager)
+        elif (prefix := self.remote.find_prefix(request)) is None:
             return None
         num_new_tokens = 0
         if not prefix.loads_async:
             num_missing = request.num_tokens - prefix.num_tokens
-            num_new_tokens = self._cap_admitted(num_missing, chunk_limit, step.token_budget)
+            num_new_tokens = self.policy.admitted_tokens(
+                num_missing, step.chunk_limit, step.token_budget, self.config.enable_chunked_prefill
+            )
             if num_new_tokens == 0:
                 return False
         new_blocks = self.kv_cache_manager.allocate_slots(
@@ -398,9 +350,9 @@ class Scheduler:
         if self.remote is not None:
             self.remote.allocated(request, prefix)
             if prefix.loads_async:
-                self.waiting.pop_request()
+                queue.pop_request()
                 return True
-        self.running.append((self.waiting if queue is None else queue).pop_request())
+        self.running.append(queue.pop_request())
         self._start_running(request, step, prefix.num_tokens, num_new_tokens)
         return True
 
@@ -416,18 +368,6 @@ class Scheduler:
         step.num_scheduled_tokens[request.request_id] = num_new_tokens
         step.token_budget -= num_new_tokens
         step.admitted.append(request)
-
-    def _cap_admitted(self, num_new_tokens: int, chunk_limit: int, token_budget: int) -> int:
-        """How many of its missing tokens a waiting request gets; 0: it waits until they fit into a step whole."""
-        num_new_tokens = min(num_new_tokens, chunk_limit)
-        if num_new_tokens > token_budget and not self.config.enable_chunked_prefill:
-            return 0
-        return min(num_new_tokens, token_budget)
-
-    def _find_prefix(self, request: Request) -> Prefix | None:
-        if self.remote is None:
-            return Prefix(*self.kv_cache_manager.get_computed_blocks(request))
-        return self.remote.find_prefix(request)
 
     def _make_output(self, step: Step) -> SchedulerOutput:
         get_block_ids = self.kv_cache_manager.get_block_ids
@@ -575,7 +515,7 @@ class Scheduler:
             self.cache_config,
             self.config.max_model_len,
             self.config.watermark,
-            self.parts,
+            self.policy.block_pool,
             use_eagle=self.drafting.use_eagle,
         )
 

@@ -28,6 +28,7 @@ from minivllm.config.profiler import ProfilerConfig
 from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.config.speculative import NO_DRAFTS
 from minivllm.config.units import GIB
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger
 
@@ -253,8 +254,12 @@ class EngineArgs:
         if not isinstance(self.parts, Parts):
             raise MinivllmError(f"parts is {self.parts!r}; it must be Parts(...)")
         require(
-            not (self.async_scheduling and self.parts.scheduler),
-            "async_scheduling needs the engine's own scheduler: leave it out, or the part scheduler",
+            isinstance(self.parts.policy, SchedulingPolicy | None),
+            f"the part policy is {self.parts.policy!r}; it must be SchedulingPolicy(...)",
+        )
+        require(
+            not (self.async_scheduling and self._own_steps),
+            f"async_scheduling needs the engine's own {self._own_steps}: leave it out, or what the policy has instead",
         )
         require(
             not (self.parts.draft_proposer and self.speculation and self.speculation.runs_model),
@@ -267,6 +272,11 @@ class EngineArgs:
             "tensor_parallel_size, pipeline_parallel_size, data_parallel_size, data_parallel_backend and "
             "distributed_executor_backend",
         )
+
+    @property
+    def _own_steps(self) -> str:
+        """Those of the caller's rules that may know neither steps in flight nor KV connectors."""
+        return " and ".join(name for name in ("schedule", "find_prefix") if name in self.parts.names)
 
     def _check_numbers(self) -> None:
         require(
@@ -328,7 +338,7 @@ class EngineArgs:
             ("pipeline_parallel_size", alone or self.pipeline_parallel_size == 1, "use tensor_parallel_size"),
             ("data_parallel_size", alone or self.data_parallel_size == 1, "start a server for each core"),
             ("use_kv_cache", self.use_kv_cache, "leave it True"),
-            ("parts.scheduler", self.parts.scheduler is None, "leave it out"),
+            ("parts.policy", not self._own_steps, f"leave out its {self._own_steps}"),
         ):
             require(fits, f"kv_transfer_config does not go with this {name}: {instead}")
 
@@ -431,7 +441,7 @@ class EngineArgs:
     def _schedules_ahead(self, on_gpu: bool) -> bool:
         if self.async_scheduling is not None:
             return self.async_scheduling
-        return on_gpu and self.parts.scheduler is None and self.pipeline_parallel_size == 1
+        return on_gpu and not self._own_steps and self.pipeline_parallel_size == 1
 
     def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> "WorkerSettings":
         """Return the ranks' settings; `device` is "cpu" or "cuda", `num_threads` the CPU threads of all ranks."""

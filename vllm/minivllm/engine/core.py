@@ -27,6 +27,7 @@ from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole, join
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
@@ -93,8 +94,9 @@ class EngineCore:
             self.executor.shutdown()
             raise
         ahead = self.executor.max_concurrent_batches > 1
-        scheduler_class = args.parts.scheduler or (AsyncScheduler if ahead else Scheduler)
-        self.scheduler: Scheduler = scheduler_class(config, args.cache_config(num_blocks), args.parts)
+        scheduler_class = AsyncScheduler if ahead else Scheduler
+        policy = args.parts.policy or DEFAULT_POLICY
+        self.scheduler: Scheduler = scheduler_class(config, args.cache_config(num_blocks), policy)
         if connector is not None:
             recomputes = connector.config.kv_transfer_config.recomputes
             self.scheduler.use_connector(connector, recomputes)

@@ -1,7 +1,7 @@
 """Lesson 10's opening: a long prompt comes while the followed request decodes; in one piece, then in three.
 
 The pieces are the engine's steps of the scene "long prompt". The one piece is what the same requests get from
-`PrefillFirst`, the scheduler of before.
+`PREFILL_FIRST`, the policy of before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
-from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
+from minivllm.core.scheduler import Scheduler
+from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import MAX_TOKENS, NAME, Followed, Step, followed
 from minivllm_lab.frames import Frames
@@ -113,9 +114,10 @@ def _still(run: Followed, title: str, computed: int, said: Sequence[str], *step:
 
 
 def _before(run: Followed) -> list[dict[str, int]]:
-    """What `PrefillFirst` gives the same requests, step by step."""
+    """What `PREFILL_FIRST` gives the same requests, step by step."""
     limits = SchedulerConfig(max_model_len=32, max_num_batched_tokens=32, enable_chunked_prefill=False)
-    scheduler, steps = PrefillFirst(limits, CacheConfig(num_gpu_blocks=99, enable_prefix_caching=False)), []
+    cache = CacheConfig(num_gpu_blocks=99, enable_prefix_caching=False)
+    scheduler, steps = Scheduler(limits, cache, PREFILL_FIRST), []
     for name in (NAME, LONG):
         scheduler.add_request(Request(name, [0] * len(run.requests[name].prompt), max_tokens=MAX_TOKENS))
         step = scheduler.schedule()

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig, Parts, SchedulerConfig
+from minivllm.core import policy
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import num_parameters
 from minivllm_lab import palette
-from minivllm_lab.chunked_prefill.prefill_first import PrefillFirst
+from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.disturbed_chats import LONG, disturb
 from minivllm_lab.figures import panels
@@ -74,9 +75,9 @@ def show_steps(found: Mapping[str, Steps]) -> dict[str, list[dict[str, int]]]:
 
 
 def show_engine_lines() -> None:
-    """The lines of the engine's scheduler that cut a prompt, as they stand in its source."""
-    console.print("\nIn vllm/minivllm/core/scheduler.py; both loops ask these", style="bold")
-    for function in (Scheduler._chunk_limit, Scheduler._cap_num_tokens, Scheduler._cap_admitted):
+    """The lines of the engine's policy that cut a prompt, as they stand in its source."""
+    console.print("\nIn vllm/minivllm/core/policy.py; both loops ask these", style="bold")
+    for function in (policy.chunk_limit, policy.running_tokens, policy.admitted_tokens):
         console.print(textwrap.dedent(inspect.getsource(function)).rstrip(), markup=False, soft_wrap=True)
 
 
@@ -104,7 +105,7 @@ def show_order() -> list[dict[str, int]]:
 CHATS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "prefill first (V0)": {
-        "parts": Parts(scheduler=PrefillFirst),
+        "parts": Parts(policy=PREFILL_FIRST),
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": MAX_MODEL_LEN,
     },

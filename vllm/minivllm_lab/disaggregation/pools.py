@@ -20,11 +20,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from minivllm.config import NO_PARTS, CacheConfig, Parts, SchedulerConfig
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.block_hash import BlockHash
 from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorOutput, KVTransferParams
 from minivllm.core.output import SchedulerOutput
+from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm_simulate.cost_model import Cost, StepShape
@@ -193,8 +194,8 @@ class _Engine(Stretches):
 
     def __init__(self, configs: Configs, cost: Cost, connector: SimulatedConnector) -> None:
         named = configs[1].enable_prefix_caching or type(connector) is not SimulatedConnector
-        parts = NO_PARTS if named else Parts(hash_block_tokens=_no_name)
-        scheduler, self.connector = Scheduler(*configs, parts), connector
+        policy = DEFAULT_POLICY if named else SchedulingPolicy(hash_block_tokens=_no_name)
+        scheduler, self.connector = Scheduler(*configs, policy), connector
         scheduler.use_connector(self.connector)
         super().__init__((), scheduler, Acceptance(0.0), StepShape.of)
         self.cost, self.busy = cost, False

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, ModelConfig, Parts
 from minivllm.core.block_hash import hash_block_tokens
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.entrypoints.llm import LLM
 from minivllm.kernels.lora_linear import lora_linear
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
@@ -565,7 +566,8 @@ def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
     first, second, *_ = trained()
     found: dict[str, Any] = {}
     rows = []
-    for name, parts in (("as it is", NO_PARTS), ("names without the adapter", Parts(hash_block_tokens=by_tokens))):
+    own = Parts(policy=SchedulingPolicy(hash_block_tokens=by_tokens))
+    for name, parts in (("as it is", NO_PARTS), ("names without the adapter", own)):
         llm = with_adapters(embedded(arguments), AT_ONCE, max_lora_rank=RANK, block_size=4, parts=parts)
         _texts(llm, [first])
         (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=second)

@@ -7,16 +7,18 @@ blocks lose their names in it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from minivllm.config import CacheConfig, Parts, SchedulerConfig
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.config.checks import require
 from minivllm.core.block_hash import BlockHash, HashBlockTokens, hash_block_tokens
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.policy import SchedulingPolicy, running_then_waiting
+from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.step import Step
 from minivllm_lab.optimization_catalog.sharing import Sharing, sessions
 from minivllm_simulate.cost_model import Cost
 from minivllm_simulate.virtual_clock import percentile, simulate
@@ -110,22 +112,17 @@ def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:
         MinivllmError: the pool cannot hold a single request, or a block's name is not bytes.
     """
     work = sessions(load.kind, load.users, load.turns, load.prefix, at_random=load.at_random)
-    naming = _named(load.hash_block_tokens) if load.hash_block_tokens else _remembered
-    watched: list[_Watched] = []
-
-    def scheduler(scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> _Watched:
-        parts = Parts(block_pool=_WatchedPool, hash_block_tokens=naming)
-        watched.append(_Watched(load, scheduler_config, cache_config, parts))
-        return watched[0]
-
-    run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=1 + num_blocks), cost, scheduler=scheduler)
+    naming, watch = _named(load.hash_block_tokens) if load.hash_block_tokens else _remembered, _Watch(load)
+    policy = SchedulingPolicy(schedule=watch.schedule, block_pool=_WatchedPool, hash_block_tokens=naming)
+    cache = CacheConfig(num_gpu_blocks=1 + num_blocks)
+    run = simulate(work, CONFIG, cache, cost, scheduler=partial(Scheduler, policy=policy))
     return Reuse(
         tuple(one.prompt_tokens for one in work),
         tuple(one.num_cached_tokens for one in run.requests),
-        tuple(watched[0].wrong.get(index, 0) for index in range(len(work))),
+        tuple(watch.wrong.get(index, 0) for index in range(len(work))),
         tuple(one.ttft for one in run.requests),
-        watched[0].evicted,
-        watched[0].admissions(),
+        watch.evicted,
+        watch.admissions(),
     )
 
 
@@ -136,17 +133,23 @@ class _WatchedPool(BlockPool):
         super().__init__(num_gpu_blocks, enable_caching)
         self.evicted: list[int] = []
 
-    def _withdraw_hash(self, block: KVCacheBlock) -> None:
-        if block.block_hash is not None:
-            self.evicted.append(block.block_id)
-        super()._withdraw_hash(block)
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        self._note(self.free_block_queue.first(num_blocks))
+        return super().get_new_blocks(num_blocks)
+
+    def evict_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        blocks = list(blocks)
+        self._note(blocks)
+        super().evict_blocks(blocks)
+
+    def _note(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self.evicted += [block.block_id for block in blocks if block.block_hash is not None]
 
 
-class _Watched(Scheduler):
-    """The engine's scheduler, which keeps whose context each block holds."""
+class _Watch:
+    """Keeps whose context each block of one scheduler holds."""
 
-    def __init__(self, load: Load, scheduler_config: SchedulerConfig, cache_config: CacheConfig, parts: Parts) -> None:
-        super().__init__(scheduler_config, cache_config, parts)
+    def __init__(self, load: Load) -> None:
         self.load = load
         self.evicted = 0
         self.wrong: dict[int, int] = {}
@@ -154,45 +157,45 @@ class _Watched(Scheduler):
         self._whose: dict[int, int] = {}
         self._admitted: list[tuple[list[int], Counter[int]]] = []
 
-    def schedule(self) -> SchedulerOutput:
-        """The engine's own next step, written down."""
-        output = super().schedule()
-        new = [int(request.req_id) for request in output.scheduled_new_reqs if int(request.req_id) not in self.wrong]
+    def schedule(self, scheduler: Scheduler, step: Step) -> None:
+        """Fill a step as the engine does, and write down what it admitted and evicted."""
+        running_then_waiting(scheduler, step)
+        indices = [int(request.request_id) for request in step.admitted]
+        new = [index for index in indices if index not in self.wrong]
         if new:
             self._admitted.append((new, Counter()))
-        self._note_evictions()
-        for request in output.scheduled_new_reqs:
-            self._note_blocks(int(request.req_id), request.block_ids)
-        return output
+        pool = scheduler.kv_cache_manager.block_pool
+        assert isinstance(pool, _WatchedPool)
+        self._note_evictions(pool)
+        for request in step.admitted:
+            self._note_blocks(request, scheduler.kv_cache_manager.get_block_ids(request.request_id), pool)
 
     def admissions(self) -> tuple[Admission, ...]:
         """All steps that admitted requests."""
         return tuple(Admission(tuple(new), tuple(sorted(lost.items()))) for new, lost in self._admitted)
 
-    def _note_evictions(self) -> None:
-        pool = self.kv_cache_manager.block_pool
-        assert isinstance(pool, _WatchedPool)
+    def _note_evictions(self, pool: _WatchedPool) -> None:
         self.evicted += len(pool.evicted)
         if self._admitted:
             users = (self._whose.pop(block_id, None) for block_id in pool.evicted)
             self._admitted[-1][1].update(user for user in users if user is not None)
         pool.evicted.clear()
 
-    def _note_blocks(self, index: int, block_ids: Sequence[int]) -> None:
+    def _note_blocks(self, request: Request, block_ids: Sequence[int], pool: BlockPool) -> None:
         """The blocks of a request just admitted are its user's context from now on."""
-        load, request = self.load, self.requests[str(index)]
+        load, index = self.load, int(request.request_id)
         user, turn = divmod(index, load.turns)
         shared, context = load.shared_blocks, load.context_blocks(turn)
         for whose, ids in ((SHARED, block_ids[:shared]), (user, block_ids[shared:context])):
             self._whose.update(dict.fromkeys(ids, whose))
         if index not in self.wrong:
-            self.wrong[index] = self._wrong_tokens(request.block_hashes, block_ids, request.num_cached_tokens)
+            self.wrong[index] = self._wrong_tokens(request, [pool.blocks[block_id] for block_id in block_ids])
 
-    def _wrong_tokens(self, names: Sequence[BlockHash], block_ids: Sequence[int], found: int) -> int:
+    def _wrong_tokens(self, request: Request, blocks: Sequence[KVCacheBlock]) -> int:
         if self.load.hash_block_tokens is None:
             return 0
-        blocks = self.kv_cache_manager.block_pool.blocks
-        pairs = ((names[i], blocks[block_ids[i]].block_hash) for i in range(found // BLOCK_SIZE))
+        found = request.num_cached_tokens // BLOCK_SIZE
+        pairs = ((request.block_hashes[i], blocks[i].block_hash) for i in range(found))
         return BLOCK_SIZE * sum(_true(name) != _true(held) for name, held in pairs)
 
 

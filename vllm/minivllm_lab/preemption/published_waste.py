@@ -14,7 +14,9 @@ import random
 from dataclasses import dataclass
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm_lab.preemption.victims import scheduler_with
+from minivllm.core.policy import SchedulingPolicy
+from minivllm.core.scheduler import Scheduler
+from minivllm_lab.preemption.victims import victim_rule
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 
@@ -101,7 +103,7 @@ def waste(
         scheduler_reserve_full_isl=whole,
     )
     cache = CacheConfig(num_gpu_blocks=blocks + 1, enable_prefix_caching=caching)
-    scheduler = scheduler_with(victim)(limits, cache)
+    scheduler = Scheduler(limits, cache, SchedulingPolicy(victim=victim_rule(victim)))
     run = simulate(work, limits, cache, _OneEach(), scheduler=lambda *_: scheduler)
     computed = sum(step.shape.num_tokens for step in run.steps)
     return Waste(computed, scheduler.num_recomputed_tokens, run.num_preemptions, len(run.steps))

@@ -1,20 +1,26 @@
-"""A scheduler for the engine that leaves those that run, and who of them is preempted, to functions of exercise 11.
+"""A scheduling policy that leaves those that run, and who of them is preempted, to functions of exercise 11.
 
-    LLM(model, parts=Parts(scheduler=scheduler_that_preempts(schedule_running, resume_at)))
+    LLM(model, parts=Parts(policy=learner_policy(schedule_running, resume_at)))
+    Scheduler(scheduler_config, cache_config, SchedulingPolicy(victim=learner_victim(victim)))
 
-The functions see the engine's own requests and its waiting queue; `EngineMemory` is what they know of the block tables.
-Admissions, drafts and KV connectors stay the engine's own. No torch.
+`schedule_running` sees the engine's own requests and its waiting queue; `EngineMemory` is what it knows of the block
+tables. `victim` sees a `RunningRequest` for each. Admissions, drafts and KV connectors stay the engine's own. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.kv_cache_manager import KVCacheManager
+from minivllm.core.policy import SchedulingPolicy, find_prefix, running_then_waiting
 from minivllm.core.remote_kv import Prefix
 from minivllm.core.request import Request, RequestStatus
-from minivllm.core.scheduler import Scheduler, Step
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.step import Step
 from minivllm.errors import MinivllmError
 
 ScheduleRunning = Callable[[list, Any, Any, int, str], tuple[dict[str, int], list]]
@@ -23,12 +29,30 @@ ResumeAt = Callable[[int, int, int], int]
 """`resume_at(num_tokens, num_hit_blocks, block_size)`: from which token on a request is computed."""
 
 
+@dataclass(frozen=True)
+class RunningRequest:
+    """What `victim` sees of a request."""
+
+    request_id: str
+    priority: int
+    """Less goes first."""
+    arrival_time: float
+    num_tokens: int
+    """Of the prompt and of the answer so far."""
+    num_computed_tokens: int
+    num_blocks: int
+
+
+Victim = Callable[[list[RunningRequest], str], RunningRequest]
+"""`victim(running, policy)`: the victim, one of `running` (in order of admission); `policy` is "fcfs" or "priority"."""
+
+
 class EngineMemory:
     """The block tables of the engine, as `schedule_running` sees them, for one step."""
 
-    def __init__(self, scheduler: Scheduler, step: Step, chunk_limit: int) -> None:
-        self.scheduler, self.step, self.chunk_limit = scheduler, step, chunk_limit
-        self.new_blocks: dict[str, list[int]] = {}
+    def __init__(self, scheduler: Scheduler, step: Step) -> None:
+        self.scheduler, self.step = scheduler, step
+        self.new_blocks: dict[str, Sequence[KVCacheBlock]] = {}
         """Blocks that each request has got in this step."""
         self.freed: list[Request] = []
         self._before = list(scheduler.running)
@@ -39,7 +63,7 @@ class EngineMemory:
         self._asks_left -= 1
         _require(self._asks_left > 0, "never ends: it asks for the same requests again and again")
         missing = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
-        return self.scheduler._cap_num_tokens(request, missing, self.chunk_limit, missing)
+        return self.scheduler.cap_num_tokens(request, missing, self.step)
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
         """Blocks for a request's next tokens; False, and nothing has changed, if they do not fit."""
@@ -48,7 +72,7 @@ class EngineMemory:
         lookahead = self.scheduler.drafting.num_lookahead_tokens
         found = self.scheduler.kv_cache_manager.allocate_slots(request, num_tokens, num_lookahead_tokens=lookahead)
         if found is not None:
-            self.new_blocks[request.request_id] = [block.block_id for block in found]
+            self.new_blocks[request.request_id] = found
         return found is not None
 
     def free(self, name: str) -> None:
@@ -89,53 +113,50 @@ class EngineMemory:
         _require(not nobody, "gives nobody a token, though somebody wants one")
 
 
-def scheduler_that_preempts(
+def learner_policy(
     schedule_running: ScheduleRunning | None = None, resume_at: ResumeAt | None = None
-) -> type[Scheduler]:
-    """The engine's scheduler with these functions; None leaves the engine's own.
+) -> SchedulingPolicy:
+    """Return the policy with these functions; None leaves the engine's own.
 
     An answer that cannot be carried out raises `MinivllmError` in the engine's step; the message says which.
     """
-
-    class PreemptingScheduler(Scheduler):
-        def _schedule_running(self, step: Step, chunk_limit: int) -> None:
-            if schedule_running is None:
-                super()._schedule_running(step, chunk_limit)
-                return
-            memory = EngineMemory(self, step, chunk_limit)
-            given, preempted = schedule_running(
-                self.running, self.waiting, memory, step.token_budget, self.config.policy
-            )
-            memory.check_answer(given, preempted)
-            for request in preempted:
-                self.num_preemptions += 1
-                step.preempted_req_ids.add(request.request_id)
-            for name, num_tokens in given.items():
-                self._carry_out(self.requests[name], num_tokens, step, memory.new_blocks[name])
-
-        def _carry_out(self, request: Request, num_tokens: int, step: Step, new_blocks: list[int]) -> None:
-            step.num_scheduled_tokens[request.request_id] = num_tokens
-            step.token_budget -= num_tokens
-            step.continued.append(request)
-            if new_blocks:
-                step.new_block_ids[request.request_id] = new_blocks
-            if request.spec_token_ids:
-                self._schedule_drafts(request, num_tokens, step)
-
-        def _find_prefix(self, request: Request) -> Prefix | None:
-            if resume_at is None or self.remote is not None or not self.kv_cache_manager.enable_caching:
-                return super()._find_prefix(request)
-            return prefix_by(resume_at, request, self.kv_cache_manager)
-
-    return PreemptingScheduler
+    return SchedulingPolicy(
+        schedule=partial(_ask, schedule_running) if schedule_running else running_then_waiting,
+        find_prefix=partial(_prefix_by, resume_at) if resume_at else find_prefix,
+    )
 
 
-def prefix_by(resume_at: ResumeAt, request: Request, manager: KVCacheManager) -> Prefix:
+def learner_victim(victim: Victim) -> Callable[[Sequence[Request], str, Mapping[str, Sequence[Any]]], Request]:
+    """Return the policy's rule that asks `victim`.
+
+    An answer that is none of those who run raises `MinivllmError` in the engine's step.
+    """
+    return partial(_victim_by, victim)
+
+
+def _ask(schedule_running: ScheduleRunning, scheduler: Scheduler, step: Step) -> None:
+    memory = EngineMemory(scheduler, step)
+    given, preempted = schedule_running(
+        scheduler.running, scheduler.waiting, memory, step.token_budget, scheduler.config.policy
+    )
+    memory.check_answer(given, preempted)
+    for request in preempted:
+        scheduler.num_preemptions += 1
+        step.preempted_req_ids.add(request.request_id)
+    for name, num_tokens in given.items():
+        step.continue_running(scheduler.requests[name], num_tokens, memory.new_blocks[name])
+    if not preempted:
+        scheduler.schedule_waiting(step)
+
+
+def _prefix_by(resume_at: ResumeAt, request: Request, manager: KVCacheManager) -> Prefix:
     """What a waiting request takes over of the prefix cache, by `resume_at`.
 
     Raises:
         MinivllmError: `resume_at` names a token that is not a found block's end.
     """
+    if not manager.enable_caching:
+        return find_prefix(request, manager)
     pool, size, hits = manager.block_pool, manager.block_size, []
     for block_hash in request.block_hashes:
         if (block := pool.get_cached_block(block_hash)) is None:
@@ -148,6 +169,22 @@ def prefix_by(resume_at: ResumeAt, request: Request, manager: KVCacheManager) ->
             f"your resume_at says {start!r} of {request.num_tokens} tokens, {len(hits)} blocks of {size} found"
         )
     return Prefix(hits[: start // size], start)
+
+
+def _victim_by(victim: Victim, running: Sequence[Request], policy: str, blocks: Mapping[str, Sequence[Any]]) -> Request:
+    seen = [
+        RunningRequest(
+            one.request_id, one.priority, one.arrival_time, one.num_tokens, one.num_computed_tokens,
+            len(blocks.get(one.request_id, ())),
+        )
+        for one in running
+    ]  # fmt: skip
+    chosen = victim(list(seen), policy)
+    for request, shown in zip(running, seen, strict=True):
+        if shown is chosen:
+            return request
+    names = ", ".join(one.request_id for one in running)
+    raise MinivllmError(f"your victim says {chosen!r}, and those who run are {names}"[:300])
 
 
 def _require(holds: bool, about: str) -> None:

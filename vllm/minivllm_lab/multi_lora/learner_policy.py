@@ -1,6 +1,6 @@
-"""A scheduler for the engine that leaves the gate of the adapters to a function: `admit` of exercise 12.
+"""A scheduling policy that leaves the gate of the adapters to a function: `admit` of exercise 12.
 
-    LLM(model, enable_lora=True, max_loras=2, parts=Parts(scheduler=scheduler_that_gates(admit)))
+    LLM(model, enable_lora=True, max_loras=2, parts=Parts(policy=learner_policy(admit)))
 
 The function says who of those that wait may start; everything else (order, memory, budget) stays the engine's own.
 No torch.
@@ -8,9 +8,10 @@ No torch.
 
 from collections.abc import Callable, Sequence
 
+from minivllm.core.policy import SchedulingPolicy
 from minivllm.core.request import Request
-from minivllm.core.request_queue import RequestQueue
-from minivllm.core.scheduler import Scheduler, Step
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.step import Step
 from minivllm.errors import MinivllmError
 
 Admit = Callable[[Sequence[int], Sequence[int], int, int], Sequence[int]]
@@ -22,30 +23,36 @@ def adapter_of(request: Request) -> int:
     return request.lora_request.lora_int_id if request.lora_request else 0
 
 
-def scheduler_that_gates(admit: Admit) -> type[Scheduler]:
-    """The engine's scheduler with this function as its gate.
+def learner_policy(admit: Admit) -> SchedulingPolicy:
+    """Return the policy with this function as its gate.
 
     An answer that cannot be carried out raises `MinivllmError` in the engine's step; the message says which.
     """
+    may_start: set[str] = set()
 
-    class GatingScheduler(Scheduler):
-        def _schedule_waiting(self, step: Step, chunk_limit: int, queue: RequestQueue | None = None) -> None:
-            asked = list(self.waiting if queue is None else queue)
-            running, waiting = [adapter_of(one) for one in self.running], [adapter_of(one) for one in asked]
-            places = self.config.max_num_seqs - len(self.running)
-            found = admit(running, waiting, self.config.max_loras, places)
-            ensure_possible(found, running, waiting, self.config.max_loras, places)
-            self._may_start = {asked[index].request_id for index in found}
-            super()._schedule_waiting(step, chunk_limit, queue)
+    def schedule(scheduler: Scheduler, step: Step) -> None:
+        scheduler.schedule_running(step)
+        if step.preempted_req_ids or not scheduler.waiting:
+            return
+        waiting = list(scheduler.waiting)
+        chosen = _ask(admit, scheduler, waiting)
+        may_start.clear()
+        may_start.update(waiting[index].request_id for index in chosen)
+        scheduler.schedule_waiting(step)
 
-        def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
-            return super()._is_blocked(request, set()) or request.request_id not in self._may_start
+    return SchedulingPolicy(schedule=schedule, may_admit=lambda request, *_: request.request_id in may_start)
 
-    return GatingScheduler
+
+def _ask(admit: Admit, scheduler: Scheduler, requests: Sequence[Request]) -> Sequence[int]:
+    running, waiting = [adapter_of(one) for one in scheduler.running], [adapter_of(one) for one in requests]
+    max_loras, places = scheduler.config.max_loras, scheduler.config.max_num_seqs - len(running)
+    chosen = admit(running, waiting, max_loras, places)
+    ensure_possible(chosen, running, waiting, max_loras, places)
+    return chosen
 
 
 def ensure_possible(found: object, running: Sequence[int], waiting: Sequence[int], max_loras: int, places: int) -> None:
-    """Whether an engine can carry this answer out.
+    """Check that an engine can carry this answer out.
 
     Raises:
         MinivllmError: it is no list of indices, or there are not so many places or slots.

@@ -1,0 +1,86 @@
+"""A scheduling policy that leaves every decision to one function: the learner's `schedule` of exercise 04.
+
+    LLM(model, parts=Parts(policy=learner_policy(schedule)), enable_prefix_caching=False)
+
+The function decides on counts (tokens and blocks); this module carries out what it decided on the engine's requests and
+block tables. First come, first served, without prefix caching and drafts.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from minivllm.core.policy import SchedulingPolicy
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.step import Step
+from minivllm.errors import MinivllmError
+
+
+@dataclass
+class CountedRequest:
+    """What a scheduling function sees of a request."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+
+
+@dataclass
+class CountedPool:
+    """What a scheduling function sees of the KV cache."""
+
+    num_free_blocks: int
+    block_size: int
+
+
+Schedule = Callable[[list, deque, CountedPool, int, int, int], dict[str, int]]
+"""`schedule(running, waiting, pool, token_budget, chunk_limit, max_num_seqs)`, as exercise 04 describes it."""
+
+
+def learner_policy(schedule: Schedule) -> SchedulingPolicy:
+    """Return the policy whose steps `schedule` decides.
+
+    A decision that cannot be carried out raises `MinivllmError` in the engine's step; the message says which.
+    """
+    return SchedulingPolicy(schedule=partial(_ask, schedule))
+
+
+def _ask(schedule: Schedule, scheduler: Scheduler, step: Step) -> None:
+    """Ask for the whole step, admissions included, and carry it out."""
+    pool = CountedPool(scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), scheduler.cache_config.block_size)
+    running = [_counted(scheduler, one) for one in scheduler.running]
+    waiting = deque(_counted(scheduler, one) for one in scheduler.waiting)
+    decided = schedule(running, waiting, pool, step.token_budget, step.chunk_limit, scheduler.config.max_num_seqs)
+    kept = {one.request_id for one in running}
+    for request in [one for one in reversed(scheduler.running) if one.request_id not in kept]:
+        scheduler.preempt(request, step)
+    if scheduler.requests and not decided and not step.preempted_req_ids:  # the next step would be the same
+        raise MinivllmError(
+            f"your schedule gives nobody a token, and {len(scheduler.requests)} requests are unfinished"
+        )
+    for request_id, num_tokens in decided.items():
+        _carry_out(scheduler, request_id, num_tokens, step)
+
+
+def _counted(scheduler: Scheduler, request: Request) -> CountedRequest:
+    held = len(scheduler.kv_cache_manager.get_block_ids(request.request_id))
+    return CountedRequest(request.request_id, request.num_tokens, request.num_computed_tokens, held)
+
+
+def _carry_out(scheduler: Scheduler, request_id: str, num_tokens: int, step: Step) -> None:
+    gets = f"your schedule gives request {request_id!r} {num_tokens} tokens"
+    request = scheduler.requests.get(request_id)
+    if request is None or not 0 < num_tokens <= step.token_budget:
+        raise MinivllmError(f"{gets}, and {step.token_budget} are left of the budget")
+    if request.status is not RequestStatus.RUNNING:
+        step.chunk_limit = num_tokens
+        if scheduler.waiting.peek_request() is not request or not scheduler.admit(scheduler.waiting, step):
+            raise MinivllmError(f"{gets}, but it is not at the head of the queue, or its tokens do not fit")
+        return
+    new_blocks = scheduler.kv_cache_manager.allocate_slots(request, num_tokens)
+    if new_blocks is None:
+        raise MinivllmError(f"{gets}, and no block is free for them")
+    step.continue_running(request, num_tokens, new_blocks)
