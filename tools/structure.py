@@ -39,7 +39,7 @@ BUDGETS = {
     "widgets": 10_600,
     "benchmarks": 5_400,
     "tests": 39_900,
-    "the spine": 4_600,
+    "the spine": 4_400,
 }
 """Most code lines of each part."""
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
