@@ -154,7 +154,7 @@ def test_layers_by_stage():
         ({"distributed_executor_backend": "uni"}, r'tensor_parallel_size x pipeline_parallel_size is 2: use "mp"$'),
         ({"parts": Parts(policy=SchedulingPolicy(victim=min))}, r"parts \(victim\) cannot go to another process"),
     ],
-    ids=str,
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
 def test_what_cannot_be(settings, said):
     with pytest.raises(MinivllmError, match=said):

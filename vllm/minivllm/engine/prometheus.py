@@ -113,7 +113,7 @@ class PrometheusStatLogger:
         self._model = model_name
         self._families: dict[str, Any] = {}
         self._children: dict[tuple[str, int], Any] = {}
-        self._seen: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self._seen: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._external = _key("prompt_tokens_cached_by_source", "source", EXTERNAL_CACHES[-1])
         if is_tier(args.kv_transfer):
             self._external = _key("prompt_tokens_cached_by_source", "source", "host")

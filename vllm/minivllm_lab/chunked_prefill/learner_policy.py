@@ -9,7 +9,7 @@ the engine's own. No torch.
 from collections.abc import Callable
 from functools import partial
 
-from minivllm.core.policy import SchedulingPolicy
+from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.errors import MinivllmError
 
 ChunkLimit = Callable[[int, int, int, bool], int]
@@ -29,12 +29,12 @@ def learner_policy(
 
     An answer that cannot be carried out raises `MinivllmError` in the engine's step; the message says which.
     """
-    own = {
-        "chunk_limit": chunk_limit and partial(_limit, chunk_limit),
-        "running_tokens": running_tokens and partial(_running, running_tokens),
-        "admitted_tokens": admitted_tokens and partial(_admitted, admitted_tokens),
-    }
-    return SchedulingPolicy(**{name: rule for name, rule in own.items() if rule})
+    own = DEFAULT_POLICY
+    return SchedulingPolicy(
+        chunk_limit=partial(_limit, chunk_limit) if chunk_limit else own.chunk_limit,
+        running_tokens=partial(_running, running_tokens) if running_tokens else own.running_tokens,
+        admitted_tokens=partial(_admitted, admitted_tokens) if admitted_tokens else own.admitted_tokens,
+    )
 
 
 def _limit(chunk_limit: ChunkLimit, token_budget: int, threshold: int, num_requests: int, adaptive: bool) -> int:
