@@ -152,7 +152,11 @@ def test_layers_by_stage():
         ({"speculative_config": {"num_speculative_tokens": 2}}, "speculative_config does not go with"),
         ({"async_scheduling": True}, "async_scheduling does not go with pipeline_parallel_size 2"),
         ({"distributed_executor_backend": "uni"}, r'tensor_parallel_size x pipeline_parallel_size is 2: use "mp"$'),
-        ({"parts": Parts(policy=SchedulingPolicy(victim=min))}, r"parts \(victim\) cannot go to another process"),
+        pytest.param(
+            {"parts": Parts(policy=SchedulingPolicy(victim=min))},
+            r"parts \(victim\) cannot go to another process",
+            id="parts",
+        ),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )

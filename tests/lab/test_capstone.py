@@ -28,13 +28,14 @@ def test_every_exercise_is_in_a_server(solutions):
     assert {number for server in (*SERVERS, PAIR) for number in server.exercises} == set(NUMBERS)
     front_end = ["output_collector", "stop_strings", "until_disconnected"]
     named = [parts_of(server, solutions).names for server in SERVERS]
-    assert named[0] == ["scheduler", "block_pool", "attention", *front_end]
+    assert named[0] == ["schedule", "block_pool", "attention", *front_end]
     assert named[1] == ["attention", *front_end]
-    assert named[2] == ["scheduler", "hash_block_tokens", "attention", "draft_proposer", "rejection_sample", *front_end]
-    assert named[3] == ["scheduler", "attention", "draft_proposer", "rejection_sample", *front_end]
-    assert named[4] == ["scheduler", "lora_slots", *front_end]
+    drafts, caps = ["draft_proposer", "rejection_sample"], ["chunk_limit", "running_tokens", "admitted_tokens"]
+    assert named[2] == [*caps, "hash_block_tokens", "attention", *drafts, *front_end]
+    assert named[3] == ["schedule", "find_prefix", "attention", *drafts, *front_end]
+    assert named[4] == ["schedule", "may_admit", "lora_slots", *front_end]
     assert parts_of(PAIR, solutions).names == ["attention", "kv_connector"]
-    assert parts_of(SERVERS[0], {"04": solutions["04"]}).names == ["scheduler"], "ours where yours is not solved"
+    assert parts_of(SERVERS[0], {"04": solutions["04"]}).names == ["schedule"], "ours where yours is not solved"
 
 
 def test_the_solutions_serve_together(solutions, capsys):
