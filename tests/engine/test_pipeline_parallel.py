@@ -158,7 +158,7 @@ def test_layers_by_stage():
             id="parts",
         ),
     ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+    ids=str,
 )
 def test_what_cannot_be(settings, said):
     with pytest.raises(MinivllmError, match=said):
