@@ -28,8 +28,8 @@ def a_frame_for_each_block(monkeypatch):
 
 
 @pytest.fixture
-def engine():
-    """Makes engines, and closes them afterwards: no thread is left."""
+def engine(monkeypatch):
+    """Makes engines, and closes them afterwards: no thread is left, and none runs while `monkeypatch` is undone."""
     made, threads = [], threading.active_count()
 
     def make(*arguments, **named):
