@@ -446,7 +446,7 @@ def test_an_interrupted_wait_can_be_taken_up_again(ranks):
         assert future.result(PATIENCE) == (0, number, number)
         assert future.done()
         number += 1
-    assert number > 8
+    assert number > 5  # fewer lines run where the answer is there already
 
 
 def test_signals_at_any_moment_leave_the_ranks_usable(ranks):
