@@ -328,7 +328,7 @@ def replayed(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
 
 
 def layers_of(tensors: tuple[torch.Tensor, ...], device: torch.device) -> list[tuple[torch.Tensor, ...]]:
-    """Copies of a step's caches, as a model's layers have: so many that none is in the L2 cache when its turn comes.
+    """Copy a step's caches, as for several layers, so often that none is still in the L2 cache at its turn.
 
     A graph with one launch would be charged for the graph's start as well, 5 µs or more, which 32 layers share.
     """

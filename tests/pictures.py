@@ -72,7 +72,7 @@ def _same_coordinates(one: str, other: str) -> bool:
 
 
 def contents(path: Path) -> list[dict[str, Any]]:
-    """What a figure that `minivllm_lab.figures.panels` wrote shows, panel by panel: it keeps that beside its shapes."""
+    """Read what each panel of a figure shows, from the data that `minivllm_lab.figures.panels` stores in it."""
     description = ET.parse(path).find(DESCRIPTION)
     assert description is not None, f"{path.name} does not say what it shows: draw it again"
     return json.loads(description.text or "")

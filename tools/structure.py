@@ -1,4 +1,4 @@
-"""What the repository consists of: code lines and files of each package, imports between them, circles.
+"""Measure the repository's structure: code lines of each part, imports between packages, circular imports.
 
     uv run python tools/structure.py                     # tables
     uv run python tools/structure.py --map out/map.dot   # for Graphviz: an arrow is an import
@@ -139,28 +139,31 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def room_of(module: str) -> str:
-    """Return the package whose room a module is in: two names deep in the engine, the lab and the widgets."""
+def package_of(module: str) -> str:
+    """Return the package of a module, at most two names deep."""
     return ".".join(module.split(".")[:2])
 
 
-def rooms(graph: dict[str, set[str]]) -> Counter[tuple[str, str]]:
-    """Count the imports from one room to another."""
+def arrows_between(graph: dict[str, set[str]]) -> Counter[tuple[str, str]]:
+    """Count the imports from one package to another."""
     return Counter(
-        (room_of(name), room_of(other)) for name in graph for other in graph[name] if room_of(name) != room_of(other)
+        (package_of(name), package_of(other))
+        for name in graph
+        for other in graph[name]
+        if package_of(name) != package_of(other)
     )
 
 
 def drawing(graph: dict[str, set[str]]) -> str:
     """Draw the packages in Graphviz's language, an arrow where one imports another."""
-    packages = Counter(_package_of(name) for name in graph)
-    arrows = {(_package_of(name), _package_of(other)) for name in graph for other in graph[name]}
+    packages = Counter(_box_of(name) for name in graph)
+    arrows = {(_box_of(name), _box_of(other)) for name in graph for other in graph[name]}
     lines = [f'  "{name}" [label="{name}\\n{count} files"]' for name, count in sorted(packages.items())]
     lines += [f'  "{name}" -> "{other}"' for name, other in sorted(arrows) if name != other]
     return "digraph {\n  rankdir=TB; node [shape=box fontname=sans];\n" + "\n".join(lines) + "\n}\n"
 
 
-def _package_of(module: str) -> str:
+def _box_of(module: str) -> str:
     first, _, rest = module.partition(".")
     package = ENGINE / rest.split(".")[0]
     return rest.split(".")[0] if first == "minivllm" and package.is_dir() and rest else first
@@ -170,7 +173,7 @@ def _package_of(module: str) -> str:
 
 
 def files_of_lesson(number: str) -> list[Path]:
-    """List the tracked files whose path has a lesson's number or name.
+    """List the files whose path has a lesson's number or name; caches and environments are left out.
 
     Raises:
         MinivllmError: there is no such lesson.
@@ -203,7 +206,7 @@ def main(arguments: argparse.Namespace) -> None:
     )
     engine = {path.name: lines_of(path) for path in sorted(ENGINE.iterdir()) if path.is_dir() and path.name[0] != "_"}
     table("The engine", ("package", "lines"), [(name, f"{n:,}") for name, n in engine.items() if n])
-    print(f"{len(graph)} modules, {len(rooms(graph))} arrows between packages, {len(circles(graph))} circles")
+    print(f"{len(graph)} modules, {len(arrows_between(graph))} arrows between packages, {len(circles(graph))} circles")
     for group in circles(graph):
         print("  circle:", ", ".join(group))
     if arguments.map:

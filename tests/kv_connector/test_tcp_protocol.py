@@ -52,7 +52,7 @@ def ask(port, question, secret=OWN):
 
 
 def is_closed(sock):
-    """Whether the other side closes it, whatever it has said before."""
+    """Return whether the peer closes the connection; anything it sends before is ignored."""
     try:
         while sock.recv(4096):
             pass
@@ -216,7 +216,7 @@ def test_a_server_that_does_not_know_the_secret_is_left():
 
 @pytest.mark.parametrize("first", [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, frame(b"\xff" * 65), frame(b"\xc0")])
 def test_strangers_do_not_hold_up_others(first, monkeypatch):
-    """What they send is dropped, or what they do not send is not waited for; meanwhile others are served."""
+    """Garbage is dropped and silence is not waited for; other clients are served meanwhile."""
     monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.3)
     with prefill_engine() as (_, port):
         strangers = [raw(port) for _ in range(10)]

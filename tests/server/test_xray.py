@@ -66,7 +66,7 @@ def test_a_request_is_seen_by_its_id_and_lengths_and_not_by_its_text(chat: Serve
 
 
 class Engine:
-    """What a feed knows of an engine."""
+    """A stand-in for the part of an engine that a feed uses."""
 
     def __init__(self) -> None:
         self.errored = False

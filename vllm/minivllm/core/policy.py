@@ -1,4 +1,4 @@
-"""What a scheduler decides by rule: functions that a caller may replace, each with vLLM's rule as default.
+"""The scheduler's rules: functions that a caller may replace, each with vLLM's rule as its default.
 
     Scheduler(scheduler_config, cache_config, SchedulingPolicy(victim=mine))
     LLM(model, parts=Parts(policy=SchedulingPolicy(chunk_limit=mine)))

@@ -309,7 +309,7 @@ class Scheduler:
         )
 
     def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
-        """Whether a waiting request cannot be admitted now: its grammar is not compiled, or the policy says no."""
+        """Return whether a waiting request must wait on: its grammar is not compiled, or the policy refuses it."""
         if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return True
         return not self.policy.may_admit(request, running_loras, self.config.max_loras)

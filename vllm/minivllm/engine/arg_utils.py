@@ -275,7 +275,7 @@ class EngineArgs:
 
     @property
     def _own_steps(self) -> str:
-        """Those of the caller's rules that may know neither steps in flight nor KV connectors."""
+        """Return the replaced rules that may not support steps in flight or KV connectors."""
         return " and ".join(name for name in ("schedule", "find_prefix") if name in self.parts.names)
 
     def _check_numbers(self) -> None:

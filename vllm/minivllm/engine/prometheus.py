@@ -53,7 +53,7 @@ SCHEDULER = {
     "minivllm:recomputed_tokens":
         (Counter, "Tokens of preempted requests that were computed once more.", lambda s: s.num_recomputed_tokens),
 }  # fmt: skip
-"""By name and label: the type, the text, and the value, for a counter its total since the start."""
+"""Name to type, help text and value; a counter's value is its total since the start."""
 SPECULATIVE = {
     f"spec_decode_{name}": (Counter, text, lambda s, name=name: getattr(s.spec_decoding_stats, name))
     for name, text in {
@@ -73,7 +73,7 @@ ITERATION = {
     'prompt_tokens_cached_by_source{source="device"}':
         ("Tokens of prompts that were cached, by where.", lambda s: s.num_local_tokens),
 }  # fmt: skip
-"""By name and label: the text, and how many more there are."""
+"""Name to help text and the increase since the last call."""
 EXTERNAL_CACHES = ("host", "p2p", "disk", "external_unspecified")
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
@@ -85,7 +85,7 @@ HISTOGRAMS = {
     "request_max_num_generation_tokens":
         ("Tokens of the longest of n.", UP_TO_MAX_MODEL_LEN, lambda s: [most for _, most in s.finished_parents]),
 }  # fmt: skip
-"""By name: the text, the upper bounds of the buckets, and what to observe."""
+"""Name to help text, upper bounds of the buckets, and the values to observe."""
 FINISHED = {
     "request_prompt_tokens": ("num_prompt_tokens", "Tokens of the prompt.", UP_TO_MAX_MODEL_LEN),
     "request_generation_tokens": ("num_generation_tokens", "Tokens generated.", UP_TO_MAX_MODEL_LEN),

@@ -413,7 +413,7 @@ def _choose_and_launch(
 
     def launch(configuration: Configuration) -> None:
         programs = max(sequences, tokens * group // configuration.block_m) * kv_heads
-        # A one-byte cache costs arithmetic as well as memory: a multiprocessor is only busy with two programs.
+        # Two programs a multiprocessor for one-byte caches: with one, a long decode was slower there (PERFORMANCE.md).
         splits = num_kv_splits or splits_for(programs, keys, q.device, 1 if k_cache.itemsize > 1 else 2)
         launch_triton(out, arguments, splits, configuration, single)
 
