@@ -55,7 +55,7 @@ Measured = dict[str, Any]
 
 
 def ladder(names: Iterable[str]) -> list[On]:
-    """Nothing on, then one lever after another."""
+    """Return the rungs of the ladder: nothing on, then one lever more on each rung."""
     rungs: list[On] = [frozenset()]
     for name in names:
         rungs.append(rungs[-1] | {name})
@@ -63,17 +63,21 @@ def ladder(names: Iterable[str]) -> list[On]:
 
 
 def everything_of(names: Iterable[str]) -> On:
-    """All levers but those of `ALONE`: the whole that one at a time is left out of."""
+    """Return all levers but those of `ALONE`: the set that one lever at a time is left out of."""
     return frozenset(names) - set(ALONE)
 
 
 def base_of(names: Iterable[str]) -> On:
-    """What Shapley's subsets are added to: the plain engine, whose outputs are the reference."""
+    """Return the set to which Shapley's subsets are added: the plain engine, whose outputs are the
+    reference.
+    """
     return everything_of(names) - set(INTERACTING) - NOT_IN_BASE
 
 
 def configurations(names: list[str]) -> list[On]:
-    """All that have to run: rungs of the ladder, everything but one, and the subsets for Shapley; each once."""
+    """List every configuration to run, each once: the ladder, everything but one lever, and
+    Shapley's subsets.
+    """
     everything, base = everything_of(names), base_of(names)
     left_out = [everything - {name} for name in names if name in everything]
     return list(dict.fromkeys([*ladder(names), *left_out, *(base | some for some in subsets(INTERACTING))]))
@@ -117,7 +121,8 @@ def serve(core: EngineCore, work: Work) -> Measured:
 
 
 def turns_of(sets: list[On], rounds: int, seed: int) -> list[tuple[int, On]]:
-    """(round, configuration) of all runs. Each round has its own order and runs the common baselines three times.
+    """Return (round, configuration) of all runs. Each round has its own order and runs the common
+    baselines three times.
 
     Order matters: for some seconds after an engine that gathers keys, the next has been up to a fifth slower.
     """
@@ -129,7 +134,9 @@ def turns_of(sets: list[On], rounds: int, seed: int) -> list[tuple[int, On]]:
 
 
 def measure(turns: list[tuple[int, On]], work: list[Work], folder: Path, device: str) -> dict[On, dict[str, list]]:
-    """Every configuration on every kind of work, in turns: runs by configuration and work."""
+    """Run every configuration on every kind of work, in turns; return the runs by configuration and
+    work.
+    """
     runs: dict[On, dict[str, list]] = {on: {one.name: [] for one in work} for _, on in turns}
     for round_index, on in track(turns, "runs"):
         longest = max((run["seconds"] for runs_of_work in runs[on].values() for run in runs_of_work), default=0.0)
@@ -145,7 +152,9 @@ def measure(turns: list[tuple[int, On]], work: list[Work], folder: Path, device:
 
 
 def summary(runs: list[Measured], reference: list[list[int]]) -> Measured:
-    """Figures of the median run, its spread, and the share of its output that matches the plain engine's."""
+    """Return the figures of the median run, its spread, and the share of its output that matches
+    the plain engine's.
+    """
     rates = [one["tokens_per_second"] for one in runs]
     same = sum(map(list.__eq__, runs[0]["outputs"], reference)) / len(reference)
     middle = sorted(runs, key=lambda one: one["tokens_per_second"])[len(runs) // 2]
@@ -154,7 +163,9 @@ def summary(runs: list[Measured], reference: list[list[int]]) -> Measured:
 
 
 def shapley_of(runs: dict[On, dict[str, list]], work: str, base: On) -> dict[str, dict[str, float]]:
-    """Factors: 2 to the Shapley value of log2 tokens per second; median, least and greatest over the rounds."""
+    """Return each lever's factor, 2 to the Shapley value of log2 tokens per second: median, least
+    and greatest over the rounds.
+    """
     found = defaultdict(list)
     rounds = min(len(runs[base | some][work]) for some in subsets(INTERACTING))
     for index in range(rounds):
@@ -165,7 +176,7 @@ def shapley_of(runs: dict[On, dict[str, list]], work: str, base: On) -> dict[str
 
 
 def figures_of(runs: dict[On, dict[str, list]], names: list[str], work: list[Work]) -> dict[str, Any]:
-    """All that the tables show, by kind of work."""
+    """Return everything that the tables show, by kind of work."""
     everything, base = everything_of(names), base_of(names)
     found: dict[str, Any] = {}
     for one in work:
@@ -190,7 +201,7 @@ def figures_of(runs: dict[On, dict[str, list]], names: list[str], work: list[Wor
 
 
 def show(found: dict[str, Any]) -> None:
-    """The tables on the terminal."""
+    """Print the tables."""
     columns = (
         "lever", "tokens/s", "rounds", "bought", "first token, ms", "p99 gap, ms", "room, tokens", "at once", "hits",
         "same text",
@@ -219,7 +230,9 @@ def _rung(rung: Measured, before: float | None) -> tuple[str, ...]:
 
 
 def _comparison(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: the list's rank, each lever's gain here, our rank, and its modelled gain on an H100."""
+    """Return the columns and rows of the comparison: the list's rank, each lever's gain here, our
+    rank, and its modelled gain on an H100.
+    """
     figures, names, modelled = found["figures"], found["levers"], found["modelled"]
     order = _our_order(figures)
     columns = [
@@ -246,7 +259,7 @@ def _comparison(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _bought(rungs: list[Measured], name: str) -> float:
-    """Throughput of a rung relative to the one before."""
+    """Return the throughput of a rung relative to the rung before."""
     place = next(index for index, rung in enumerate(rungs) if rung["lever"] == name)
     return rungs[place]["tokens_per_second"] / rungs[place - 1]["tokens_per_second"]
 
@@ -260,13 +273,15 @@ def _spread(value: dict[str, float] | None) -> str:
 
 
 def _our_order(figures: dict[str, Any]) -> list[str]:
-    """Levers by what leaving them out costs, mean of the kinds of work; the most first."""
+    """Order the levers by what leaving them out costs, averaged over the kinds of work, the most
+    costly first.
+    """
     found = [work["leave_one_out"] for work in figures.values()]
     return sorted(found[0], key=lambda name: -sum(math.log(one[name]["factor"]) for one in found))
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The README's section: one sentence, the comparison, and how it was measured."""
+    """Return the README's section: one sentence, the comparison, and how it was measured."""
     where, figures, modelled = found["machine"], found["figures"], found["modelled"]
     order = _our_order(figures)
     columns = ["lever", "list", "here", "left out", "ladder", "average", "H100, *modelled*", "same tokens"]
@@ -291,7 +306,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def ranking(found: dict[str, Any]) -> str:
-    """The list of thirteen as it is passed on, beside what was measured: lesson 05's table."""
+    """Return lesson 05's table: the often repeated list of thirteen beside what was measured."""
     figures, modelled, order = found["figures"], found["modelled"], _our_order(found["figures"])
     columns = ["list", "technique", "its reason", "left out: chat / mixed", "here", "H100, *modelled*"]
     rows = [
@@ -310,7 +325,7 @@ def ranking(found: dict[str, Any]) -> str:
 
 
 def _finding(figures: dict[str, Any]) -> str:
-    """What the table says, in one sentence."""
+    """Say in one sentence what the table shows."""
     chat, mixed = (work["leave_one_out"] for work in figures.values())
     worth = {name: f"{chat[name]['factor']:.2f} and {mixed[name]['factor']:.2f}" for name in chat}
     return (
@@ -321,7 +336,7 @@ def _finding(figures: dict[str, Any]) -> str:
 
 
 def _model_note() -> str:
-    """What the modelled column is, and how far it can be trusted."""
+    """Say what the modelled column is, and how far it can be trusted."""
     return (
         "*Modelled*: left out, Llama-3.1-8B on an H100, by the simulator, whose constants are calibrated on "
         f"measured figures. Held against others, not used for that ({len(checks_of('decode'))} of decodes, "
@@ -330,13 +345,17 @@ def _model_note() -> str:
 
 
 def _pair(values: Iterable[float | None]) -> str:
-    """Factors of the two kinds of work, "chat / mixed"; a dash where there are none."""
+    """Format the factors of the two kinds of work as "chat / mixed", with a dash where there is
+    none.
+    """
     known = [_factor(value) for value in values if value is not None]
     return " / ".join(known) or "—"
 
 
 def draw(figures: dict[str, Any], path: str) -> None:
-    """The ladder as a waterfall, one panel for each kind of work; bars span what a lever adds or takes."""
+    """Draw the ladder as a waterfall, one panel for each kind of work; bars span what a lever adds
+    or takes.
+    """
     with panels(path, columns=len(figures), width=5.6, height=4.4) as axes:
         for axis, (work, found) in zip(axes, figures.items(), strict=True):
             rates = [rung["tokens_per_second"] for rung in found["ladder"]]
@@ -357,7 +376,7 @@ def draw(figures: dict[str, Any], path: str) -> None:
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The record of a whole run."""
+    """Run everything and return the record."""
     device = pick_device(arguments.device).type
     left_out = {"CUDA graphs"} if device == "cpu" else set()
     left_out |= {"tensor parallel"} if arguments.quick else set()
@@ -372,7 +391,6 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, or read what was measured; compare, show."""
     found = read_record(arguments.source, "ablation") if arguments.source else measured(arguments)
     if arguments.remodel:
         found["modelled"] = modelled_factors()
@@ -389,7 +407,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the engine runs")
     flags.add_argument("--rounds", type=positive_int, help="turns of every configuration (default: 3, quick: 1)")
@@ -401,9 +418,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--from", dest="source", metavar="FILE", help="show what was measured before instead of measuring"
     )
-    flags.add_argument(
-        "--remodel", action="store_true", help="with --from: compute the modelled column anew, and only that"
-    )
+    flags.add_argument("--remodel", action="store_true", help="with --from: compute only the modelled column again")
     flags.add_argument("--readme", action="store_true", help="put the tables into README.md and lesson 05")
     flags.add_argument("--seed", type=int, default=0, help="seed of lengths and passages (default: 0)")
     return flags

@@ -6,7 +6,7 @@
 The embedded model in fp32; 128 requests at once, prompts and outputs of 16 to 128 tokens; greedy. Each way to wait has
 a process of its own, and all take turns; the median counts. The busy processes are loops in Python that this script
 starts, and ends. The first way is the engine's own: its threads spin, and sleep while others want the cores. In
-the others the environment sets how long they spin: always (the library's own default), for so many turns, never.
+the others the environment sets how long they spin: always (the library's own default), for a number of turns, never.
 The table is followed by one line of JSON.
 """
 
@@ -47,7 +47,7 @@ LONGEST = 300.0
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """`count` processes that each keep a core busy until the block ends."""
+    """Keep `count` cores busy, each with a process of its own, until the block ends."""
     with ExitStack() as running:
         for _ in range(count):
             process = subprocess.Popen([sys.executable, "-S", "-c", SPIN, str(LONGEST)])
@@ -57,14 +57,16 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def work_of(requests: int, seed: int) -> dict[str, Any]:
-    """What `peer_engines/run_minivllm.py` reads."""
+    """Return the work as `peer_engines/run_minivllm.py` reads it."""
     vocab_size = ModelConfig.from_pretrained(EMBEDDED_MODEL).vocab_size
     shape = {"model": str(EMBEDDED_MODEL), "load_format": "auto", "max_model_len": 1024, "max_num_batched_tokens": 2048}
     return {**shape, "device": "cpu", "requests": requests_of(requests, 16, 128, vocab_size, seed)}
 
 
 def measure(neighbours: tuple[int, ...], rounds: int, work: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Tokens per second by way and number of busy processes: the median, and the turns."""
+    """Measure tokens per second by kind of waiting and number of busy processes: the median, and
+    the turns.
+    """
     tokens = sum(one["output"] for one in work["requests"])
     turns: dict[str, dict[str, list[float]]] = {way: {str(count): [] for count in neighbours} for way in WAYS}
     with tempfile.TemporaryDirectory() as name, ExitStack() as processes:
@@ -85,7 +87,9 @@ def measure(neighbours: tuple[int, ...], rounds: int, work: dict[str, Any]) -> d
 
 
 def against(rates: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float]:
-    """The engine's rate as a share: alone, of always spinning; beside others, of never spinning."""
+    """Return the engine's rate as a share: alone, of always spinning; beside busy processes, of
+    never spinning.
+    """
     return {
         count: one["rate"] / rates[SPINNING if count == "0" else PASSIVE][count]["rate"]
         for count, one in rates[OURS].items()
@@ -93,7 +97,7 @@ def against(rates: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float]:
 
 
 def show(rates: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """The table, and how far the engine's own way is from the best of both."""
+    """Print the table, and how far the engine's own choice is from the better of the two."""
     counts = list(rates[OURS])
     columns = ("threads that wait", *("alone" if count == "0" else f"beside {count}" for count in counts))
     rows = [(way, *(f"{found[count]['rate']:,.0f}" for count in counts)) for way, found in rates.items()]
@@ -106,7 +110,6 @@ def show(rates: dict[str, dict[str, dict[str, Any]]]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, show, keep."""
     quick = arguments.quick
     rounds = arguments.rounds or (1 if quick else 3)
     work = work_of(32 if quick else 128, arguments.seed)
@@ -120,7 +123,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--quick", action="store_true", help="32 requests, one round, alone and beside four")
     flags.add_argument("--rounds", type=positive_int, help="turns of each way (default: 3, quick: 1)")

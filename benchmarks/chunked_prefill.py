@@ -56,19 +56,19 @@ V0_BUDGET = 2048
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    """Random token ids."""
+    """Return random token ids."""
     draw = random.Random(seed)
     return [draw.randrange(300, 4000) for _ in range(length)]
 
 
 def ask(length: int, seed: int, max_tokens: int) -> Ask:
-    """A streamed request of random tokens that does not end before `max_tokens`."""
+    """Return a streamed request of random tokens that generates exactly `max_tokens`."""
     greedy = {"temperature": 0, "ignore_eos": True, "stream": True}
     return Ask({"model": NAME, "prompt": prompt(length, seed), "max_tokens": max_tokens, **greedy})
 
 
 def loaded(server: Serving, bursts: int, seed: int = 0) -> dict[str, float]:
-    """The figures of one server."""
+    """Load one server and return its figures."""
     chats = [ask(CHAT_PROMPT, seed + one, MAX_MODEL_LEN - CHAT_PROMPT) for one in range(CHATS)]
     longs = [ask(LONG_PROMPT, seed + 100 + one, ANSWER) for one in range(bursts * LONG)]
     load_beside(server.port, chats, longs[:1], "/v1/completions", quiet=4)  # to warm up
@@ -76,7 +76,9 @@ def loaded(server: Serving, bursts: int, seed: int = 0) -> dict[str, float]:
 
 
 def figures_of(chats: Sequence[Answer], longs: Sequence[Answer]) -> dict[str, float]:
-    """Gaps of the chats, first tokens of the others, and all tokens a second while those were under way."""
+    """Return the chats' gaps between tokens, the long prompts' times to first token, and all tokens
+    per second while those were running.
+    """
     gaps = [gap for chat in chats for gap in chat.itls[FIRST_EVENTS:]]
     firsts = [long.ttft for long in longs]
     seconds, tokens = 0.0, 0
@@ -97,12 +99,12 @@ def figures_of(chats: Sequence[Answer], longs: Sequence[Answer]) -> dict[str, fl
 
 
 def budget_flags(budget: int) -> tuple[str, ...]:
-    """The flag of a budget."""
+    """Return the server's flag that sets this budget."""
     return "--max-num-batched-tokens", str(budget)
 
 
 def measure(budgets: Sequence[int], bursts: int, peer: bool) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by kind of server and budget."""
+    """Measure every kind of server with every budget."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -125,7 +127,6 @@ def measure(budgets: Sequence[int], bursts: int, peer: bool) -> dict[str, dict[s
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, show, keep."""
     if arguments.peer and not vllm_cli.ENVIRONMENT.exists():
         raise MinivllmError(f"vLLM has no environment at {vllm_cli.ENVIRONMENT}: make .peers")
     bursts = 1 if arguments.quick else 2
@@ -148,7 +149,9 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
-    """The record with what the file has of servers that were not measured now."""
+    """Return the record together with the file's figures of servers that were not measured this
+    time.
+    """
     try:
         earlier = json.loads(Path(path or "").read_text())["figures"]
     except (OSError, ValueError, KeyError):
@@ -161,7 +164,6 @@ def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--budgets", type=positive_int, nargs="+", help="tokens a step (default: 64 to 16384)")
     flags.add_argument("--peer", action="store_true", help="vLLM's CPU server, and nothing of ours")

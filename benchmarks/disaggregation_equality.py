@@ -50,7 +50,7 @@ PHASES = ("prefill", "between", "loading", "decoding")
 
 @dataclass
 class Tally:
-    """What was compared for one connector; `with_feature` counts requests."""
+    """Counts for one connector; `with_feature` counts requests by feature."""
 
     requests: int = 0
     tokens: int = 0
@@ -68,7 +68,8 @@ class Tally:
 
 @dataclass
 class Journey:
-    """One request's way. `abort`: in which phase, and after how many steps there, or tokens, it is aborted.
+    """A request on its way through both engines. `abort` names the phase in which it is aborted,
+    and after how many steps or tokens of that phase.
 
     `alone`: the prefill engine serves all of it.
     """
@@ -85,14 +86,14 @@ class Journey:
     error: str | None = None
 
     def aborts_now(self) -> bool:
-        """Whether its client leaves at this moment."""
+        """Return whether its client leaves now."""
         if self.abort is None or self.abort[0] != self.phase:
             return False
         return (len(self.tokens) if self.phase == "decoding" else self.steps) >= self.abort[1]
 
 
 class Pair:
-    """A prefill and a decode engine in this process, and what a proxy does between them."""
+    """A prefill and a decode engine in this process, with the work of a proxy between them."""
 
     def __init__(self, connector: str, sides: list[dict[str, Any]], policy: str, draw: random.Random) -> None:
         self.draw, self.speaks = draw, connector != "ExampleConnector"
@@ -121,7 +122,9 @@ class Pair:
         }
 
     def serve(self, journeys: list[Journey]) -> bool:
-        """Brings all to their end, begun at random moments. Returns whether all came to one."""
+        """Start the requests at random moments and serve them to the end. Return whether all of
+        them ended.
+        """
         waiting, last, until = list(journeys), None, time.monotonic() + SECONDS_WITHOUT_PROGRESS
         while waiting or self.under_way:
             if waiting and self.draw.random() < 0.5:
@@ -139,7 +142,7 @@ class Pair:
         return True
 
     def held_blocks(self) -> int:
-        """The blocks that are not free on either side, once all leases have ended."""
+        """Count the blocks that are not free on either side once all leases have ended."""
         until = time.monotonic() + LEASE + 5
         while any(is_busy(llm) for llm in (self.prefill, self.decode)) and time.monotonic() < until:
             for llm in (self.prefill, self.decode):
@@ -149,7 +152,7 @@ class Pair:
         return sum(pool.num_usable_blocks - pool.get_num_free_blocks() for pool in pools)
 
     def shutdown(self) -> None:
-        """Ends both engines."""
+        """Shut both engines down."""
         for llm in (self.prefill, self.decode):
             llm.shutdown()
         self.folder.cleanup()
@@ -184,7 +187,7 @@ class Pair:
             journey.steps += (llm is self.prefill) == (journey.phase in ("prefill", "between"))
 
     def _take(self, journey: Journey, output: RequestOutput, is_prefill: bool) -> None:
-        """An engine has answered: on to the other one, or to the end."""
+        """Handle an engine's output: hand the request over to the other engine, or finish it."""
         choice = output.outputs[0]
         if choice.finish_reason == "error":
             journey.error = str(output)
@@ -200,7 +203,7 @@ class Pair:
                 del self.under_way[journey.name]
 
     def _hand_over(self) -> None:
-        """Gives the decode engine what the prefill engine has ended."""
+        """Send the decode engine every request that the prefill engine has finished."""
         for journey in self.under_way.values():
             if journey.phase == "between":
                 journey.phase, journey.steps = "loading", 0
@@ -208,17 +211,17 @@ class Pair:
 
 
 def is_busy(llm: LLM) -> bool:
-    """Whether steps must go on."""
+    """Return whether there is work left to step through."""
     return core_of(llm).has_unfinished_requests()
 
 
 def with_params(params: SamplingParams, told: dict[str, Any] | None) -> SamplingParams:
-    """These sampling params, with what a proxy tells the connector."""
+    """Return the sampling params with the connector's parameters, as a proxy would add them."""
     return replace(params, extra_args={"kv_transfer_params": told} if told else None)
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on, nor on the next one."""
+    """Find two neighbouring free ports; return the first."""
     import socket
 
     while True:
@@ -233,7 +236,7 @@ def free_port() -> int:
 
 
 def random_sides(draw: random.Random, connector: str) -> list[dict[str, Any]]:
-    """Settings of a prefill and a decode engine whose caches go together."""
+    """Draw settings of a prefill and a decode engine whose caches are compatible."""
     sides = [random_settings(draw) for _ in range(2)]
     ranks = draw.random() < 0.04
     for side in sides:
@@ -249,20 +252,20 @@ def random_sides(draw: random.Random, connector: str) -> list[dict[str, Any]]:
 
 
 def joined(batches: Iterable[Batch]) -> Batch:
-    """Several batches as one."""
+    """Join several batches."""
     prompts, params = zip(*batches, strict=True)
     return [*chain(*prompts)], [*chain(*params)]
 
 
 def random_journeys(draw: random.Random, batch: Batch, first: int) -> Iterator[Journey]:
-    """The batch's requests, with a moment at which some are aborted."""
+    """Yield the batch's requests, some with a moment at which they are aborted."""
     for index, (prompt, params) in enumerate(zip(*batch, strict=True)):
         abort = (draw.choice(PHASES), draw.randrange(6)) if draw.random() < 0.2 else None
         yield Journey(f"r{first + index}", prompt, params, abort, alone=draw.random() < 0.15)
 
 
 def compare(connector: str, draw: random.Random, texts: list[list[int]], most: int, tally: Tally) -> None:
-    """Serves at most so many requests by one pair of engines and by a plain one, and adds up what differs."""
+    """Serve up to `most` requests by one pair of engines and by a plain one, and count differences."""
     sides, policy, began = random_sides(draw, connector), draw.choice(["fail", "recompute"]), time.process_time()
     same_cache = {name: sides[0][name] for name in ("kv_cache_dtype", "block_size") if name in sides[0]}
     plain = LLM(EMBEDDED_MODEL, **SETTINGS | same_cache | ENOUGH_BLOCKS)
@@ -298,7 +301,7 @@ def compare(connector: str, draw: random.Random, texts: list[list[int]], most: i
 
 
 def count(journey: Journey, expected: list[int], tally: Tally) -> None:
-    """Compares one request with what the plain engine said. Of one that was aborted, what it got until then."""
+    """Compare a request with the plain engine's tokens; of an aborted one, only what it got before."""
     if journey.error == "aborted":
         assert journey.abort
         tally.aborted[journey.abort[0]] += 1
@@ -312,7 +315,7 @@ def count(journey: Journey, expected: list[int], tally: Tally) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Compares so many requests for each connector, and exits with 1 if anything differs."""
+    """Compare the requests for each connector, and exit with 1 if anything differs."""
     tokenizer = load_tokenizer(str(EMBEDDED_MODEL))
     texts = [ids for text in held_out_texts() if len(ids := tokenizer.encode(text).ids) > 100]
     names = [name for name in CONNECTORS if arguments.only in (None, name)]
@@ -335,7 +338,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def show(tallies: dict[str, Tally]) -> None:
-    """Prints the table."""
     columns = ["connector", "requests", "aborted", "tokens", "loaded", "preempted", "differing", "failed"]
     rows = [
         (
@@ -350,7 +352,6 @@ def show(tallies: dict[str, Tally]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument(
         "--requests", type=positive_int, default=340, help="random requests for each connector (default: 340)"

@@ -50,7 +50,7 @@ WAITS, LOADS, DECODES = "while the decoder has it waiting", "in the transfer", "
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, when, how; and what the client is to get with each of `POLICIES`."""
+    """A fault: what fails, when and how, and what the client should get under each of `POLICIES`."""
 
     what: str
     when: str
@@ -59,7 +59,7 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """Both in words."""
+        """Return the fault and its moment in words."""
         return f"{self.what} {self.when}".strip()
 
 
@@ -108,7 +108,9 @@ UNFINISHED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
 class Client:
-    """A streamed request in a thread: its text, what the client got (`got`), and in which words (`words`)."""
+    """A streamed request in a thread: its text, its outcome (`got`) and the error message
+    (`words`).
+    """
 
     def __init__(self, port: int, body: dict[str, Any]) -> None:
         self.text, self.got, self.words = "", STUCK, ""
@@ -119,12 +121,12 @@ class Client:
         self._thread.start()
 
     def leave(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._has_left = True
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
-        """Waits for its end, within limits."""
+        """Wait for its end, up to a time limit."""
         self._thread.join(SECONDS_TO_END)
         self.ended = self.ended or time.monotonic()
 
@@ -153,7 +155,9 @@ class Client:
 
 
 class Rig:
-    """Both servers, the proxy, both wires, with one policy; what has died is started again for each row."""
+    """Both servers, the proxy and both wires under one policy; whatever died is started again for
+    the next row.
+    """
 
     client: Client
 
@@ -165,7 +169,7 @@ class Rig:
         self.environment = os.environ | {SECRET_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
 
     def make_whole(self) -> None:
-        """Mends the wires, and starts what does not run."""
+        """Repair the wires, and start what is not running."""
         self.wire.mend()
         self.front.mend()
         for name, port in self.ports.items():
@@ -189,18 +193,18 @@ class Rig:
 
     @property
     def survivors(self) -> list[str]:
-        """Who runs, of the servers and the proxy."""
+        """List the servers and the proxy that are still running."""
         return [name for name, one in self.running.items() if one.process.poll() is None]
 
     def prepare(self, moment: str) -> None:
-        """Makes sure that a request stays at this moment."""
+        """Set things up so that a request stays at this moment."""
         if moment in (WORKS, WAITS):
             self._core(PREFILL if moment == WORKS else DECODE).suspend()
         if moment in (HAS_ANSWERED, LOADS):
             self.wire.fail(0 if moment == HAS_ANSWERED else MIDDLE, "hold")
 
     def wait_for(self, moment: str) -> None:
-        """Returns when the request is there; raises `RuntimeError` if it never is."""
+        """Return when the request has reached the moment; raise `RuntimeError` if it never does."""
         events = {
             WORKS: self.front.asked,
             WAITS: self.front.answered,
@@ -214,13 +218,13 @@ class Rig:
             time.sleep(0.3 if moment != DECODES else 0.0)
 
     def let_go(self) -> None:
-        """Whatever was made to stand still goes on."""
+        """Resume everything that was paused."""
         self.wire.opened.set()
         for name in self.survivors:
             self._resume(name)
 
     def kill(self, name: str) -> None:
-        """Ends a server, or the proxy, at once."""
+        """Kill a server or the proxy."""
         for one in self._family(name):
             with suppress(psutil.NoSuchProcess):
                 one.kill()
@@ -228,25 +232,25 @@ class Rig:
         self._resume_cores()
 
     def freeze(self, name: str) -> None:
-        """It stands still with all its processes."""
+        """Pause a process and its children."""
         for one in self._family(name):
             one.suspend()
 
     def freeze_for_a_while(self, name: str) -> None:
-        """Longer than the lease; then it goes on."""
+        """Pause a process for longer than the lease, then resume it."""
         self.freeze(name)
         time.sleep(A_WHILE)
         self._resume(name)
 
     def freeze_proxy_past_the_lease(self) -> None:
-        """The prefiller answers; the proxy goes on when its lease is over."""
+        """Let the prefill server answer, and resume the proxy only after the lease has expired."""
         self.freeze(PROXY)
         self._resume_cores()
         time.sleep(A_WHILE)
         self._resume(PROXY)
 
     def spoil(self, kind: str, times: int | None = None) -> None:
-        """The wire fails in the middle of the transfer, so many times, or each time."""
+        """Break the wire in the middle of the transfer, `times` times, or each time."""
         self.wire.fail(MIDDLE, kind, times)
 
     def _resume(self, name: str) -> None:
@@ -266,7 +270,6 @@ class Rig:
         return next(one for one in self._family(name) if "minivllm.engine.core_entry" in one.cmdline())
 
     def stop(self) -> None:
-        """Ends all."""
         self.let_go()
         for one in self.running.values():
             one.tell_to_end()
@@ -276,7 +279,9 @@ class Rig:
 
 @dataclass
 class Row:
-    """What came of a fault. `held` and `unfinished`: blocks and requests of survivors; `answers`: as before."""
+    """The outcome of a fault. `held` and `unfinished` are the survivors' blocks and requests;
+    `answers` says whether they answer as before.
+    """
 
     fault: str
     policy: str
@@ -291,7 +296,7 @@ class Row:
 
     @property
     def is_well(self) -> bool:
-        """Whether all is as it should be."""
+        """Return whether the outcome is the right one."""
         left = [*self.held.values(), *self.unfinished.values()]
         is_clear = self.got != ERROR or bool(self.words)
         return (
@@ -300,7 +305,7 @@ class Row:
 
 
 def played(fault: Fault, rig: Rig) -> Row:
-    """Lets it happen."""
+    """Play a fault and return its outcome."""
     rig.make_whole()
     draw = random.Random(f"{fault.name} {rig.policy}")  # a prompt that no server has in its cache
     body = {"prompt": [draw.randrange(4, 800) for _ in range(PROMPT_TOKENS)], "temperature": 0, "ignore_eos": True}
@@ -338,17 +343,17 @@ def played(fault: Fault, rig: Rig) -> Row:
 
 
 def url(port: int) -> str:
-    """Of a server on this machine."""
+    """Return the address of a server on this machine."""
     return f"http://127.0.0.1:{port}"
 
 
 def answer(port: int, body: dict[str, Any]) -> str:
-    """What a server says, asked directly."""
+    """Return a server's answer to a direct request."""
     return httpx.post(f"{url(port)}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
 
 
 def short_answer(port: int) -> str | None:
-    """What a server says to a short prompt; None if it does not."""
+    """Return a server's answer to a short prompt, or None if there is none."""
     try:
         return answer(port, {"prompt": "def add(a, b):", "temperature": 0, "max_tokens": 8})
     except (httpx.TransportError, KeyError):
@@ -356,13 +361,13 @@ def short_answer(port: int) -> str | None:
 
 
 def metrics_of(port: int) -> dict[str, float]:
-    """A server's metrics by name, of those that have one set of labels."""
+    """Return a server's metrics by name, only those with a single set of labels."""
     lines = httpx.get(f"{url(port)}/metrics", timeout=20).text.splitlines()
     return {line.partition("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
 
 
 def show(rows: list[Row]) -> None:
-    """Prints a row for each fault, what the client got with each policy, and what was said to it."""
+    """Print a row for each fault: what the client got under each policy, and the error message."""
     found = {(row.fault, row.policy): row for row in rows}
     policies = [policy for policy in POLICIES if any(row.policy == policy for row in rows)]
     words = list(dict.fromkeys(row.words for row in rows if row.words))
@@ -376,7 +381,7 @@ def show(rows: list[Row]) -> None:
 
 
 def cell(row: Row | None, words: list[str]) -> str:
-    """What a client got; a row that is not as it should be says so."""
+    """Format a client's outcome; a wrong one is marked."""
     if row is None:
         return ""
     number = f" {words.index(row.words) + 1}" if row.words else ""
@@ -385,7 +390,7 @@ def cell(row: Row | None, words: list[str]) -> str:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """Counts: rows, those that are as they should be, those that left blocks held, what clients got by policy."""
+    """Count rows, correct rows, rows that left blocks held, and the client's outcomes by policy."""
     return {
         "rows": len(rows),
         "well": sum(row.is_well for row in rows),
@@ -397,7 +402,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 @contextmanager
 def rig_of(policy: str) -> Iterator[Rig]:
-    """A rig that is ended in any case."""
+    """Set a rig up, and tear it down in any case."""
     rig = Rig(policy)
     try:
         yield rig
@@ -406,7 +411,7 @@ def rig_of(policy: str) -> Iterator[Rig]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Plays all faults; exits with 1 if one does not end well."""
+    """Play all faults; exit with 1 if one ends badly."""
     rows = list[Row]()
     for policy in arguments.policies.split(","):
         with rig_of(policy) as rig:
@@ -424,7 +429,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--only", default="", help="faults whose names have this in them")
     flags.add_argument("--policies", default=",".join(POLICIES), help="fail, recompute, or both (the default)")

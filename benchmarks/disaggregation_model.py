@@ -47,14 +47,18 @@ PROMPT = 2048
 
 
 def pools(cost: Cost | None = None) -> tuple[Colocated, Disaggregated]:
-    """GPUs that do both, and as many in two pools; budget and split are still to be found."""
+    """Return GPUs that do both phases, and as many GPUs in two pools; budget and split are found
+    later.
+    """
     model, gpu = known_model(MODEL), get_hardware(GPU)
     link = get_link(LINK)
     return Colocated(model, gpu, GPUS, cost=cost), Disaggregated(model, gpu, 1, GPUS - 1, link, True, cost=cost)
 
 
 def cell(prompt: int, output: int, objective: Objective, counted: int) -> dict[str, Any]:
-    """Goodput per GPU with the best budget, with vLLM's default and with the best split; and which these are."""
+    """Return the goodput per GPU with the best budget, with vLLM's default and with the best split,
+    and which these are.
+    """
     work, (one, two) = Work(prompt, output, counted=counted), pools()
     tuned, split = best_budget(one, work, objective, ROUNDS), best_split(two, work, objective, ROUNDS)
     default = goodput(replace(one, budget=DEFAULT_BUDGET), work, objective, ROUNDS)
@@ -69,7 +73,7 @@ def cell(prompt: int, output: int, objective: Objective, counted: int) -> dict[s
 
 
 def goodput_map(kinds: tuple[tuple[int, int], ...], counted: int) -> dict[str, dict[str, Any]]:
-    """ "1024/128" -> "200 ms/10 ms" -> `cell`."""
+    """Map "1024/128" and "200 ms/10 ms" to their `cell`."""
     cells = [(kind, level) for kind in kinds for level in LEVELS]
     found: dict[str, dict[str, Any]] = {}
     for (prompt, output), (ttft, tpot) in track(cells, "serving"):
@@ -79,7 +83,7 @@ def goodput_map(kinds: tuple[tuple[int, int], ...], counted: int) -> dict[str, d
 
 
 def print_map(found: dict[str, dict[str, Any]]) -> None:
-    """A row for each cell."""
+    """Print a row for each cell."""
     columns = ("in/out", "first/each", "one pool", "best budget", f"with {DEFAULT_BUDGET:,}", "two pools", "best split",
                "gain", "one pool wins with")  # fmt: skip
     rows = []
@@ -94,7 +98,9 @@ def print_map(found: dict[str, dict[str, Any]]) -> None:
 
 
 def edges(kinds: tuple[tuple[int, int], ...], levels: tuple[float, ...], counted: int) -> dict[str, Any]:
-    """ "4096/32" -> "arithmetic at 64 %" -> for each level of a token what a mixed step may cost more, in ms."""
+    """Map kind of requests, share of peak and TPOT limit to the extra cost of a mixed step, in ms,
+    at which both designs sustain the same load.
+    """
     cost = PlacedModel(known_model(MODEL), get_hardware(GPU), Layout(1, 1, 1)).cost
     costs = {ARITHMETIC_EFFICIENCY: cost, MATMUL_EFFICIENCY: cost.at_best()}
     found: dict[str, Any] = {}
@@ -107,14 +113,16 @@ def edges(kinds: tuple[tuple[int, int], ...], levels: tuple[float, ...], counted
 
 
 def edge(ways: tuple[Colocated, Disaggregated], work: Work, objective: Objective) -> float:
-    """Milliseconds more of each mixed step with which one pool, tuned, sustains as much as two."""
+    """Return the extra milliseconds of each mixed step at which one tuned pool sustains as much as
+    two.
+    """
     one, two = ways
     split = best_split(two, work, objective, ROUNDS)
     return round(1e3 * break_even(one, split.goodput.rate, work, objective), 2)
 
 
 def print_edges(found: dict[str, Any], levels: tuple[float, ...]) -> None:
-    """A row for each kind of requests and share of the peak."""
+    """Print a row for each kind of requests and share of the peak."""
     rows = [
         (kind, f"{float(share):.0%}", *map("{:.2f}".format, ones))
         for kind, shares in found.items()
@@ -126,7 +134,9 @@ def print_edges(found: dict[str, Any], levels: tuple[float, ...]) -> None:
 
 
 def draw(found: dict[str, Any], levels: tuple[float, ...], path: str) -> None:
-    """The edge over the level of a token: a band for each kind of requests, between both shares of the peak."""
+    """Draw the break-even cost over the TPOT limit: a band for each kind of requests, between both
+    shares of the peak.
+    """
     milliseconds = [1e3 * level for level in levels]
     with panels(path, 1, 7.2, 4.2) as (axes,):
         for (kind, shares), colour in zip(found.items(), (palette.BLUE, palette.ORANGE, palette.GREEN), strict=False):
@@ -145,7 +155,9 @@ def draw(found: dict[str, Any], levels: tuple[float, ...], path: str) -> None:
 
 
 def transfers() -> dict[str, dict[str, dict[str, float]]]:
-    """Model -> link -> seconds of a transfer, of the prefill, and what is left layer by layer."""
+    """Map model and link to the seconds of a transfer, of the prefill, and of what a layer-by-layer
+    transfer leaves.
+    """
     found: dict[str, dict[str, dict[str, float]]] = {}
     for model, gpu in LINK_MODELS:
         for name, link in LINKS.items():
@@ -156,7 +168,7 @@ def transfers() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def print_transfers(found: dict[str, dict[str, dict[str, float]]]) -> None:
-    """A row for each link; a transfer that the prefill hides is marked."""
+    """Print a row for each link; a transfer that the prefill hides is marked."""
     rows = []
     for name in LINKS:
         ones = [links[name] for links in found.values()]
@@ -172,7 +184,7 @@ def print_transfers(found: dict[str, dict[str, dict[str, float]]]) -> None:
 
 
 def print_checks(counted: int) -> list[dict[str, Any]]:
-    """A row for each published figure."""
+    """Print a row for each published figure."""
     checks = disaggregation_checks(counted)
     rows = [
         (
@@ -196,7 +208,6 @@ def print_checks(counted: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Map, links, errors."""
     kinds, counted = (KINDS[1:2], 60) if arguments.quick else (KINDS, arguments.requests)
     found = goodput_map(kinds, counted)
     print_map(found)
@@ -219,7 +230,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--requests", type=int, default=60, help="requests that are looked at in a run (default: 60)")
     flags.add_argument("--quick", action="store_true", help="one kind of request, 60 requests")

@@ -7,17 +7,19 @@ import threading
 from collections.abc import Callable
 
 Passage = Callable[[bytes, int], bytes]
-"""What becomes of some bytes of a connection, of which so many have passed before. `ConnectionError` ends it."""
+"""(data, bytes passed so far) -> the data to pass on. Raise `ConnectionError` to end the connection."""
 LOST_BYTES = 100
 
 
 def unchanged(data: bytes, before: int) -> bytes:
-    """Passes all on."""
+    """Pass all data on."""
     return data
 
 
 class Wire:
-    """Relays TCP connections at `port` to `target`, a port as well. `up` and `down` see what passes, each way."""
+    """A relay of TCP connections from `port` to the port `target`. `up` and `down` see what passes
+    in each direction.
+    """
 
     def __init__(self, target: int = 0) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -28,7 +30,7 @@ class Wire:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def mend(self) -> None:
-        """All passes again; connections are made anew."""
+        """Pass everything again, over new connections."""
         self.up = self.down = unchanged
         self.opened.set()
         while self._open:
@@ -36,7 +38,8 @@ class Wire:
         self.opened, self.reached = threading.Event(), threading.Event()
 
     def fail(self, after: int, kind: str, times: int | None = None) -> None:
-        """Something happens after so many bytes downwards of a connection, on so many connections; None: on each.
+        """Fail after `after` downstream bytes of a connection, on the next `times` connections, or
+        on each if None.
 
         `kind`: "hold" (nothing more passes until `opened` is set), "cut", "lose" (some bytes), "flip" (a bit).
         """
@@ -85,7 +88,8 @@ class Wire:
 
 
 class Front(Wire):
-    """What a proxy takes for a prefill server: it says that the server's keys and values are at another wire.
+    """A stand-in for a prefill server that tells the proxy to fetch keys and values from another
+    wire.
 
     `asked` and `answered`: whether a request has gone to the server, and whether it has said where they are.
     """
@@ -95,7 +99,6 @@ class Front(Wire):
         super().__init__(target)
 
     def mend(self) -> None:
-        """See `Wire`."""
         super().mend()
         self.asked, self.answered = threading.Event(), threading.Event()
         self.up, self.down = self._see_question, self._rewrite

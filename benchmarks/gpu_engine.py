@@ -70,7 +70,9 @@ BLOCKS = 6500
 
 
 def engines(model: str, device: str, quick: bool) -> tuple[dict[str, LLM], list[float]]:
-    """Both engines, and how many seconds each took to start; the first one compiles the kernels."""
+    """Start both engines; return them and the seconds each took. The first one compiles the
+    kernels.
+    """
     found, seconds = {}, []
     for name in (AHEAD, WAITING):
         start = time.perf_counter()
@@ -90,7 +92,7 @@ def engines(model: str, device: str, quick: bool) -> tuple[dict[str, LLM], list[
 
 
 def serve(llm: LLM, prompts: list[list[int]], answer: int, temperature: float = 0.0) -> float:
-    """Seconds that answers of so many tokens to these prompts take."""
+    """Return the seconds it takes to answer these prompts with `answer` tokens each."""
     params = SamplingParams(temperature=temperature, max_tokens=answer, ignore_eos=True, seed=0)
     start = time.perf_counter()
     llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
@@ -98,18 +100,22 @@ def serve(llm: LLM, prompts: list[list[int]], answer: int, temperature: float = 
 
 
 def prompts_of(count: int, length: int, vocab_size: int, draw: random.Random) -> list[list[int]]:
-    """Random prompts of one length."""
+    """Return random prompts of one length."""
     return [[draw.randrange(1, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def numbers_read(config: ModelConfig) -> int:
-    """All weights but the embedding, of which a step reads a few rows, unless it is the head as well."""
+    """Count the weights that a step reads: all but the embedding, of which it reads a few rows,
+    unless it is the head as well.
+    """
     groups = parameter_groups(config)
     return sum(groups.values()) - (groups["embedding"] if groups["head"] else 0)
 
 
 def decode(llms: dict[str, LLM], requests: int, prompt: int, bandwidth: float, rounds: int) -> dict[str, Any]:
-    """One row: milliseconds of a decode step of each engine, and of the floor in the middle of the answer."""
+    """Measure one row: milliseconds of a decode step of each engine, and of the floor in the middle
+    of the answer.
+    """
     config = runner_of(llms[AHEAD]).config
     draw, steps = random.Random(0), {name: [] for name in llms}
     for _ in range(rounds):
@@ -134,7 +140,7 @@ def decode(llms: dict[str, LLM], requests: int, prompt: int, bandwidth: float, r
 
 
 def prefill(llm: LLM, requests: int, prompt: int, rounds: int) -> dict[str, Any]:
-    """One row: milliseconds until all have their first token, and operations a second."""
+    """Measure one row: milliseconds until all have their first token, and operations per second."""
     config = runner_of(llm).config
     head = config.vocab_size * config.hidden_size
     pairs = requests * prompt * (prompt + 1) // 2
@@ -155,7 +161,9 @@ def prefill(llm: LLM, requests: int, prompt: int, rounds: int) -> dict[str, Any]
 
 @contextmanager
 def kernels_compiled() -> Iterator[list[str]]:
-    """A list to which each kernel's name is added that Triton compiles, or loads, for the first time."""
+    """Yield a list to which the name of each kernel is added that Triton compiles, or loads, for
+    the first time.
+    """
     names: list[str] = []
 
     def note(**launch: Any) -> bool:
@@ -170,7 +178,7 @@ def kernels_compiled() -> Iterator[list[str]]:
 
 
 def compiled_later(llms: dict[str, LLM], quick: bool) -> list[str]:
-    """The kernels that are compiled while random requests are served."""
+    """List the kernels that are compiled while random requests are served."""
     draw, vocab_size = random.Random(2), runner_of(llms[AHEAD]).config.vocab_size
     with kernels_compiled() as names:
         for _ in range(3 if quick else 20):
@@ -182,7 +190,7 @@ def compiled_later(llms: dict[str, LLM], quick: bool) -> list[str]:
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The record of a run."""
+    """Run everything and return the record."""
     device = pick_device(arguments.device)
     rounds = arguments.rounds or (1 if arguments.quick else 3)
     name, config = SHAPES[arguments.shape]
@@ -210,7 +218,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def decode_table(figures: dict[str, Any]) -> Table:
-    """Columns and rows."""
+    """Return the columns and rows of the decode table."""
     columns = ("requests", "prompt", "waiting, ms", "ahead, ms", "gain", "floor, ms", "floor ÷ ahead", "tokens/s")
     rows = [
         (
@@ -224,7 +232,7 @@ def decode_table(figures: dict[str, Any]) -> Table:
 
 
 def prefill_table(figures: dict[str, Any]) -> Table:
-    """Columns and rows."""
+    """Return the columns and rows of the prefill table."""
     rows = [
         (row["requests"], f"{row['prompt']:,}", f"{row['ms']:.1f}", f"{row['tokens_per_s']:,}", f"{row['tflops']:.0f}")
         for row in figures["prefill"]
@@ -233,7 +241,7 @@ def prefill_table(figures: dict[str, Any]) -> Table:
 
 
 def kernel_table(figures: dict[str, Any]) -> Table:
-    """Columns and rows of what `benchmarks/kernels.py` has measured of attention."""
+    """Return the columns and rows of what `benchmarks/kernels.py` measured of attention."""
     rows: list[tuple[object, ...]] = [
         (f"{row['case']}, {row['kv']}", f"{row['engine_us']:.0f}", f"{row['gb_per_s']:,.0f} GB/s, of a copy's",
          f"{row['share_of_copy']:.0%}")
@@ -246,7 +254,7 @@ def kernel_table(figures: dict[str, Any]) -> Table:
 
 
 def markdown(found: dict[str, Any], kernels: dict[str, Any]) -> str:
-    """What PERFORMANCE.md says of a GPU."""
+    """Return PERFORMANCE.md's section on the GPU."""
     figures, where = found["figures"], found["machine"]
     start, again = figures["start_seconds"]
     versions = where["versions"]
@@ -263,7 +271,7 @@ def markdown(found: dict[str, Any], kernels: dict[str, Any]) -> str:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """The tables."""
+    """Print the tables."""
     table(f"A decode step; {figures['model']}, {figures['dtype']}", *decode_table(figures))
     table("First tokens of prompts", *prefill_table(figures))
     start, again = figures["start_seconds"]
@@ -297,7 +305,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="cuda", help="where it runs (default: cuda)"

@@ -70,7 +70,7 @@ class Case:
     head_dim: int = 32
 
     def kv_bytes(self, kv: torch.dtype) -> int:
-        """Bytes of K and V that the step must read once, int8's scales included."""
+        """Count the bytes of K and V that the step must read once, int8's scales included."""
         head = self.head_dim * kv.itemsize + (4 if kv == torch.int8 else 0)
         return 2 * sum(self.lengths) * self.kv_heads * head
 
@@ -82,18 +82,20 @@ class Case:
 
 
 def decodes(name: str, lengths: Sequence[int], **shape: int) -> Case:
-    """A step in which every sequence decodes one token."""
+    """Return a step in which every sequence decodes one token."""
     return Case(name, (1,) * len(lengths), tuple(lengths), **shape)
 
 
 def prefill(name: str, length: int, **shape: int) -> Case:
-    """A step that is one whole prompt."""
+    """Return a step that is one whole prompt."""
     return Case(name, (length,), (length,), **shape)
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A step that verifies `drafts` drafts of each of some requests; `drawn`: from logits, which are read too."""
+    """A step that verifies `drafts` drafts of each of some requests; `drawn`: from logits, which
+    are read too.
+    """
 
     requests: int
     drafts: int
@@ -102,7 +104,7 @@ class Verification:
 
     @property
     def name(self) -> str:
-        """The step in words."""
+        """Return the step in words."""
         what = "drawn drafts" if self.drawn else "drafts"
         return f"{self.requests} × {self.drafts} {what}, vocabulary {self.vocab:,}"
 
@@ -113,7 +115,7 @@ class Verification:
         return 4 * self.vocab * rows
 
     def step(self, device: torch.device) -> RejectionArguments:
-        """What is verified, random: more than half of the drafts are accepted."""
+        """Return random arguments of a verification that accepts more than half of the drafts."""
         torch.manual_seed(0)
         target = 2 * torch.randn(self.requests, self.drafts + 1, self.vocab, device=device)
         theirs = (target[:, :-1] + torch.randn_like(target[:, :-1])).flatten(0, 1)
@@ -129,7 +131,9 @@ class Verification:
 
 
 def step_tensors(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """What `unified_attention` takes, random: every sequence's blocks lie scattered over the pool."""
+    """Return random arguments of `unified_attention`: every sequence's blocks lie scattered over
+    the pool.
+    """
     torch.manual_seed(0)
     needed = [-(-length // BLOCK_SIZE) for length in case.lengths]
     shape = (1 + sum(needed), BLOCK_SIZE, case.kv_heads, case.head_dim)
@@ -145,7 +149,9 @@ def step_tensors(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[
 
 
 def stored_as(kv: torch.dtype, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict]:
-    """The step with its caches in another type, and int8's scales as `unified_attention` takes them."""
+    """Return the step with its caches in another type, and int8's scales as `unified_attention`
+    takes them.
+    """
     q, *caches, starts, lengths, blocks = tensors
     if kv == torch.int8:
         (keys, k_scales), (values, v_scales) = (quantize(cache) for cache in caches)
@@ -155,7 +161,7 @@ def stored_as(kv: torch.dtype, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple
 
 
 def medians_in_turn(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each function."""
+    """Return the median seconds of each function, called in turns."""
     return {name: statistics.median(seconds) for name, seconds in in_turns(functions, repeats).items()}
 
 
@@ -163,7 +169,7 @@ def medians_in_turn(functions: dict[str, Callable[[], object]], repeats: int) ->
 
 
 def cpu_cases(quick: bool) -> list[Case]:
-    """The steps of the first table."""
+    """List the steps of the first table."""
     draw = random.Random(0)
     chat = decodes("128 decodes of 32–500", [draw.randint(32, 500) for _ in range(128)])
     if quick:
@@ -178,7 +184,9 @@ def cpu_cases(quick: bool) -> list[Case]:
 
 
 def cpu_attention(case: Case, kv: torch.dtype, repeats: int) -> dict:
-    """One row: seconds of the floor, of the CPU backend and of gather + torch's attention, and their quotients."""
+    """Measure one row: seconds of the floor, of the CPU backend and of gather + torch's attention,
+    and their quotients.
+    """
     asked_in = torch.bfloat16 if kv == torch.bfloat16 else torch.float32
     tensors, scales = stored_as(kv, step_tensors(case, torch.device("cpu"), asked_in))
     scale, kv_bytes = case.head_dim**-0.5, case.kv_bytes(kv)
@@ -204,7 +212,7 @@ def cpu_attention(case: Case, kv: torch.dtype, repeats: int) -> dict:
 
 
 def cpu_writes(tokens: int, repeats: int) -> dict:
-    """One row: microseconds of writing K and V of some tokens, fp32, 2 KV heads, d = 32."""
+    """Measure one row: microseconds of writing K and V of some tokens, fp32, 2 KV heads, d = 32."""
     torch.manual_seed(0)
     key, value = torch.randn(2, tokens, 2, 32)
     key_cache, value_cache = torch.zeros(2, 256, BLOCK_SIZE, 2, 32)
@@ -225,7 +233,7 @@ def cpu_writes(tokens: int, repeats: int) -> dict:
 
 
 def cpu_verification(case: Verification, repeats: int) -> dict:
-    """One row: microseconds of summing up all logits, of the compiled loops and of torch."""
+    """Measure one row: microseconds of summing up all logits, of the compiled loops and of torch."""
     step, as_many_bytes = case.step(torch.device("cpu")), torch.ones(case.logit_bytes // 4)
     seconds = medians_in_turn(
         {
@@ -241,7 +249,9 @@ def cpu_verification(case: Verification, repeats: int) -> dict:
 
 
 def compiled_ahead(quick: bool) -> list[dict]:
-    """Every configuration of the attention kernel, bf16, d = 128, 4 query heads to a KV head, on every target."""
+    """Compile every configuration of the attention kernel, bf16, d = 128, 4 query heads to a KV
+    head, for every target.
+    """
     rows = []
     kinds = {"decode": 4, "prefill": 4096}
     wanted = [
@@ -272,7 +282,7 @@ def _figures(built) -> dict:
 
 
 def measure_cpu(quick: bool) -> dict:
-    """All tables of a machine without a GPU."""
+    """Measure all tables of a machine without a GPU."""
     keep_freed_memory()
     repeats = 7 if quick else 31
     cases = [(case, kv) for case in cpu_cases(quick) for kv in (torch.float32, torch.bfloat16, torch.int8)]
@@ -306,7 +316,7 @@ def _print(title: str, columns: dict[str, str], rows: list[dict]) -> None:
 
 
 def _short(value: object) -> object:
-    """Three digits of a measurement."""
+    """Round a measurement to three digits."""
     return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else value
 
 
@@ -343,7 +353,9 @@ def layers_of(tensors: tuple[torch.Tensor, ...], device: torch.device) -> list[t
 def attention_seconds(
     layers: Sequence[tuple[torch.Tensor, ...]], scales: dict, case: Case, splits: int | None, device: torch.device
 ) -> float:
-    """Median seconds of one layer's launch, all replayed in turn where they are on a GPU."""
+    """Return the median seconds of one layer's launch, all replayed in turn where they are on a
+    GPU.
+    """
     options = {"num_kv_splits": splits, "max_seq_len": max(case.lengths), "max_query_len": max(case.queries), **scales}
     launches = [partial(unified_attention, *layer, case.head_dim**-0.5, **options) for layer in layers]
     launch = replayed(launches) if device.type == "cuda" else launches[0]
@@ -351,7 +363,9 @@ def attention_seconds(
 
 
 def gpu_decode(case: Case, kv: torch.dtype, bandwidth: float, device: torch.device) -> dict:
-    """Bytes that a decode must move over the time it takes, as a share of `bandwidth`; with keys split, and not."""
+    """Divide the bytes that a decode must move by its time, as a share of `bandwidth`; with keys
+    split, and not.
+    """
     tensors, scales = stored_as(kv, step_tensors(case, device, torch.bfloat16))
     moved = case.kv_bytes(kv) + 2 * tensors[0].nbytes
     layers = layers_of(tensors, device)
@@ -369,7 +383,9 @@ def gpu_decode(case: Case, kv: torch.dtype, bandwidth: float, device: torch.devi
 
 
 def gpu_prefill(case: Case, device: torch.device) -> dict:
-    """One prompt: our time against each of torch's, which get K and V contiguous and repeated for all heads."""
+    """Compare one prompt's time with each of torch's attentions, which get K and V contiguous and
+    repeated for all heads.
+    """
     tensors = step_tensors(case, device, torch.bfloat16)
     q, k_cache, v_cache, _, _, block_table = tensors
     ours = attention_seconds([tensors], {}, case, None, device)
@@ -396,7 +412,7 @@ def gpu_prefill(case: Case, device: torch.device) -> dict:
 
 
 def gpu_verification(case: Verification, bandwidth: float, device: torch.device) -> dict:
-    """Bytes of all logits over the time that verifying takes, as a share of `bandwidth`."""
+    """Divide the bytes of all logits by the time of verifying, as a share of `bandwidth`."""
     step = case.step(device)
     starts = (case.drafts + 1) * torch.arange(case.requests + 1, dtype=torch.int32, device=device)
     out = torch.empty(case.requests, case.drafts + 1, dtype=torch.int64, device=device)
@@ -419,7 +435,9 @@ def gpu_verification(case: Verification, bandwidth: float, device: torch.device)
 
 
 def torch_attentions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """Those of torch's causal attentions that run here, by name; all `[1, heads, tokens, head_dim]`."""
+    """Return those of torch's causal attentions that run here, by name; all take `[1, heads,
+    tokens, head_dim]`.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def with_backend(backend: SDPBackend) -> Callable[[], torch.Tensor]:
@@ -445,7 +463,7 @@ def torch_attentions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[
 
 
 def measure_gpu(quick: bool, device: torch.device) -> dict:
-    """All tables of a GPU."""
+    """Measure all tables of a GPU."""
     bandwidth = copy_bandwidth(device)
     tokens = 1024 if quick else 4096
     cases = [
@@ -491,7 +509,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--device", choices=DEVICES, default="auto", help="what to measure (default: the GPU, if any)")
     flags.add_argument("--quick", action="store_true", help="fewer and smaller cases, nothing written")

@@ -52,12 +52,16 @@ COPIES = ((4, 16), (64, 16), (64, 64), (64, 512))  # (KiB of a block in a region
 
 
 def paged(block_bytes: int, blocks: int, regions: int, device: torch.device) -> list[torch.Tensor]:
-    """The regions of a cache, four times as large as what is moved, written once so that the pages exist."""
+    """Return the regions of a cache, four times as large as what is moved, written once so that the
+    pages exist.
+    """
     return [torch.full((4 * blocks, block_bytes), 1, dtype=torch.uint8, device=device) for _ in range(regions)]
 
 
 def copies(block_kib: int, blocks: int, rounds: int, device: torch.device) -> dict[str, float]:
-    """GB/s (bytes gathered, not counting that each is read and written) and shares of a plain copy."""
+    """Measure GB/s (bytes gathered, not counting that each is read and written) and shares of a
+    plain copy.
+    """
     regions = BlockRegions.of(paged(block_kib * 1024, blocks, 2 * LAYERS, device))
     ids = (torch.randperm(4 * blocks - 1)[:blocks] + 1).to(device)
     staging = torch.zeros(blocks * regions.record_bytes, dtype=torch.uint8, device=device)
@@ -76,7 +80,7 @@ def copies(block_kib: int, blocks: int, rounds: int, device: torch.device) -> di
 
 
 def worker(role: str, secret: str, blocks: int) -> TCPConnectorWorker:
-    """One rank's side of the connector over a cache of so many blocks, and no engine around it."""
+    """Return one rank's side of the connector over a cache of `blocks` blocks, without an engine."""
     extra = {"secret": secret, "kv_lease_duration": 600.0}
     transfer = KVTransferConfig(kv_connector="TCPConnector", kv_role=role, kv_connector_extra_config=extra)
     config = KVConnectorConfig(
@@ -97,7 +101,9 @@ def worker(role: str, secret: str, blocks: int) -> TCPConnectorWorker:
 
 
 def serve(secret: str, blocks: int) -> None:
-    """The other process: a rank that keeps all its blocks for each request that it is told, and a plain socket."""
+    """Run the other process: a rank that keeps all its blocks for each request it is told of, and a
+    plain socket.
+    """
     side = worker("kv_producer", secret, blocks)
     everything = scattered(blocks)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -110,12 +116,14 @@ def serve(secret: str, blocks: int) -> None:
 
 
 def scattered(blocks: int) -> list[int]:
-    """All blocks but the first, in an order that both processes know: a request is read in the order of its blocks."""
+    """Return all blocks but the first, in an order that both processes know: a request is read in
+    the order of its blocks.
+    """
     return (torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist()
 
 
 def send_plainly(listener: socket.socket, blocks: int) -> None:
-    """Sends as many bytes as 8 bytes ask for, from one buffer, for as long as there is somebody."""
+    """Answer each 8-byte length with that many bytes of one buffer until the connection closes."""
     buffer = memoryview(bytearray(b"\1") * (blocks * MEBIBYTE // 2))
     sock, _ = listener.accept()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -137,7 +145,9 @@ class Peer:
         self.room = memoryview(bytearray(b"\1") * (blocks * MEBIBYTE // 2))
 
     def next_turn(self) -> tuple[float, float]:
-        """Has all blocks kept for another request; returns seconds of processor time so far, of both processes."""
+        """Let the other process keep all blocks for another request; return the processor seconds
+        so far of both processes.
+        """
         assert self.process.stdin is not None
         self.loads += 1
         self.process.stdin.write(f"{self.loads}\n")
@@ -145,7 +155,7 @@ class Peer:
         return float(self._answer()), time.process_time()
 
     def load(self, blocks: int) -> float:
-        """Seconds of a load of so many blocks, scattered over both caches."""
+        """Return the seconds of loading `blocks` blocks, scattered over both caches."""
         assert self.process.stdin is not None
         self.loads += 1
         self.process.stdin.write(f"{self.loads}\n")
@@ -158,7 +168,7 @@ class Peer:
         return self.side._load(order)["xfer_time_seconds"]
 
     def plain(self, nbytes: int) -> float:
-        """Seconds of as many bytes over a plain socket."""
+        """Return the seconds of as many bytes over a plain socket."""
         start, received = time.perf_counter(), 0
         self.sock.sendall(nbytes.to_bytes(8, "big"))
         while received < nbytes:
@@ -166,7 +176,7 @@ class Peer:
         return time.perf_counter() - start
 
     def close(self) -> None:
-        """Ends both sides."""
+        """Close both sides."""
         self.side.shutdown()
         self.sock.close()
         assert self.process.stdin is not None
@@ -181,7 +191,9 @@ class Peer:
 
 
 def transfers(rounds: int) -> dict[str, dict[str, float]]:
-    """For each size: GB/s and processor time over TCP, of the plain socket, and the share of its rate, in turns."""
+    """Measure GB/s and processor time over TCP and over a plain socket for each size, and the ratio
+    of both rates, in turns.
+    """
     block = MEBIBYTE // 2
     peer = Peer(1 + TRANSFERS[-1] * MEBIBYTE // block)
     try:
@@ -191,7 +203,7 @@ def transfers(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def compared(peer: Peer, nbytes: int, rounds: int) -> dict[str, float]:
-    """One size."""
+    """Compare both ways at one size."""
     ways = {"plain": lambda: peer.plain(nbytes), "tcp": lambda: peer.load(2 * nbytes // MEBIBYTE)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     spent = {name: [0.0, 0.0] for name in ways}
@@ -212,7 +224,7 @@ def compared(peer: Peer, nbytes: int, rounds: int) -> dict[str, float]:
 
 
 def show(figures: dict) -> None:
-    """The tables."""
+    """Print the tables."""
     rows = []
     for name, one in figures["copies"].items():
         rates = [f"{one[key]:.1f}" for key in ("copy_gb_s", "gather_gb_s", "scatter_gb_s")]
@@ -231,7 +243,7 @@ def show(figures: dict) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measures what the device has."""
+    """Measure what the device has."""
     torch.set_num_threads(1)
     if arguments.serve:
         serve(arguments.secret, arguments.serve)
@@ -253,7 +265,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--device", choices=DEVICES, default="auto", help="default: the GPU if there is one")
     flags.add_argument("--rounds", type=positive_int, default=15, help="turns of each comparison (default: 15)")

@@ -34,7 +34,9 @@ KV_TEXTS = 12  # full-length texts that fit in fp32 with grouped heads: the memo
 
 @dataclass(frozen=True)
 class Lever:
-    """One technique. `rank`: its place in the list of thirteen; `exact`: whether it leaves every token as it was."""
+    """A technique. `rank` is its place in the list of thirteen; `exact` says whether it leaves
+    every token unchanged.
+    """
 
     name: str
     rank: int | None
@@ -71,7 +73,8 @@ BY_NAME = {lever.name: lever for lever in LEVERS}
 
 @dataclass(frozen=True)
 class Ranked:
-    """A row of the list of thirteen: its reason as it is passed on, our levers for it, or where it is shown.
+    """A row of the list of thirteen: the reason that is usually given, and our levers for it or
+    where it is shown.
 
     `term` is the anchor of its entry in the glossary.
     """
@@ -112,7 +115,7 @@ INTERACTING = ("paging", "continuous batching", "unified kernel", "prefix cachin
 
 
 def settings_of(on: Iterable[str]) -> dict[str, Any]:
-    """The engine's settings with these levers on and all others off."""
+    """Return the engine's settings with these levers on and all others off."""
     on, settings = set(on), {"block_size": 16}
     for lever in LEVERS:
         settings |= lever.on if lever.name in on else lever.off
@@ -121,7 +124,9 @@ def settings_of(on: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Work:
-    """Requests that all arrive at once: prompts as token ids, and the number of output tokens of each."""
+    """Requests that all arrive at once: prompts as token ids, and the number of output tokens of
+    each.
+    """
 
     name: str
     prompts: list[list[int]]
@@ -129,7 +134,9 @@ class Work:
 
 
 def works(quick: bool, seed: int) -> list[Work]:
-    """A chat whose users share a system prompt; long and short texts mixed. All of it text that the model never saw."""
+    """Return a chat whose users share a system prompt, and a mix of long and short texts, none of
+    which the model has seen.
+    """
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
     text = [token for document in held_out_texts() for token in tokenizer.encode(document).ids]
     rng, users = random.Random(seed), 8 if quick else 48
@@ -148,7 +155,8 @@ def works(quick: bool, seed: int) -> list[Work]:
 
 
 def engine_of(on: Iterable[str], folder: Path, device: str) -> EngineCore:
-    """The engine with these levers on, and as many blocks as the budget holds beside the null block.
+    """Return the engine with these levers on, and as many blocks as the budget holds beside the
+    null block.
 
     `folder` keeps a model that is made.
     """
@@ -162,14 +170,14 @@ def engine_of(on: Iterable[str], folder: Path, device: str) -> EngineCore:
 
 @cache
 def budget(device: str) -> int:
-    """Bytes for weights and cache together."""
+    """Return the bytes that weights and cache may take together."""
     kv = KV_TEXTS * MAX_MODEL_LEN * kv_bytes_per_token(ModelConfig.from_pretrained(EMBEDDED_MODEL), "float32")
     return kv + _weights(EMBEDDED_MODEL, None, device)
 
 
 @cache
 def _weights(model: Path, quantization: str | None, device: str) -> int:
-    """Bytes of the weights as the engine holds them."""
+    """Count the bytes of the weights as the engine holds them."""
     chosen = {"quantization": quantization} if quantization else {}
     core = _engine(model, device, num_gpu_blocks_override=1 + MAX_MODEL_LEN // 16, **chosen)
     return runner_of(core).weight_bytes()
@@ -181,7 +189,9 @@ def _engine(model: Path, device: str, **settings: Any) -> EngineCore:
 
 
 def ungrouped_model(folder: Path) -> Path:
-    """The embedded model with as many key-value heads as heads, copies: the same function, four times the cache."""
+    """Write the embedded model with as many key-value heads as heads, copies: the same function,
+    four times the cache.
+    """
     target = folder / "ungrouped"
     if target.exists():
         return target
@@ -218,7 +228,8 @@ MODELLED_REQUESTS = 640
 
 @cache
 def modelled_factors(gpu: str = "H100", model: str = "Llama-3.1-8B") -> dict[str, dict[str, float]]:
-    """Leave one out on a GPU, by kind of work, from the simulator: everything on one GPU over the same without it.
+    """Simulate leaving one lever out on a GPU, by kind of work; return everything's throughput over
+    that without it.
 
     Tensor parallelism is the other way round: two GPUs over one.
     """

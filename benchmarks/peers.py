@@ -52,7 +52,7 @@ SETTLED_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Peer:
-    """One engine with one setting."""
+    """An engine with one setting."""
 
     title: str
     script: str
@@ -63,7 +63,9 @@ class Peer:
 
 
 def peers_of(device: str, vllm_python: Path) -> list[Peer]:
-    """The engines that run on this device. Ours is first; the second is the usual starting point."""
+    """List the engines that run on this device. Ours is first; the second is the usual starting
+    point.
+    """
     if device == "cuda":
         return [
             Peer("minivllm bf16", "run_minivllm.py", "bfloat16"),
@@ -86,14 +88,14 @@ def peers_of(device: str, vllm_python: Path) -> list[Peer]:
 
 
 def requests_of(count: int, least: int, most: int, vocab_size: int, seed: int) -> list[dict]:
-    """Random prompts; both lengths uniform from `least` to `most`."""
+    """Return random prompts; both lengths are uniform from `least` to `most`."""
     rng = random.Random(seed)
     lengths = [(rng.randint(least, most), rng.randint(least, most)) for _ in range(count)]
     return [{"prompt": [rng.randrange(1, vocab_size) for _ in range(p)], "output": o} for p, o in lengths]
 
 
 def work_of(device: str, quick: bool, seed: int, folder: Path) -> dict[str, Any]:
-    """The protocol of this device, as every engine's process reads it."""
+    """Return the work for this device, as every engine's process reads it."""
     if device == "cuda":
         (folder / "config.json").write_text(json.dumps(QWEN3_06B))
         requests = requests_of(32 if quick else 256, 100, 1024, QWEN3_06B["vocab_size"], seed)
@@ -135,7 +137,7 @@ class Running:
         return self._answer()
 
     def __enter__(self) -> "Running":
-        """Waits until the engine is ready."""
+        """Wait until the engine is ready."""
         self.facts = self._answer()["ready"]
         return self
 
@@ -162,7 +164,7 @@ class Turn:
 
     @classmethod
     def of(cls, running: Running) -> "Turn":
-        """Have a peer serve."""
+        """Let a peer serve one turn."""
         answers = {}
         for what in ("all", "one"):
             time.sleep(SETTLED_SECONDS)
@@ -171,12 +173,12 @@ class Turn:
 
 
 def agreement(outputs: list[list[int]], reference: list[list[int]]) -> float:
-    """Share of requests with the same tokens."""
+    """Return the share of requests with the same tokens."""
     return sum(map(list.__eq__, outputs, reference)) / len(reference)
 
 
 def measure(peers: list[Peer], work: dict[str, Any], rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Tokens per second of every peer, the median of its turns, and how many times that is ours.
+    """Measure every peer's tokens per second, the median of its turns, and their ratio to ours.
 
     Ours takes a turn before and after each of another's, which is compared with the mean of the two: the speed of a
     shared machine changes by a third within minutes. The median of these ratios counts.
@@ -213,7 +215,7 @@ def measure(peers: list[Peer], work: dict[str, Any], rounds: int, folder: Path) 
 
 
 def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
-    """What our engine's steps must read and write on a GPU, at the measured copy bandwidth."""
+    """Return what our engine's steps must read and write on a GPU, at the measured copy bandwidth."""
     import torch
 
     from minivllm.config import CacheConfig
@@ -233,7 +235,7 @@ def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
 
 
 def table_of(found: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and rows."""
+    """Return the columns and rows of the comparison."""
     plain = list(found.values())[1]["all"]
     rows = [
         (
@@ -251,7 +253,9 @@ def table_of(found: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list[tu
 
 
 def table_of_processors(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns, and a row for each kind of processor: ours in both types, and how many times vLLM's rate that is."""
+    """Return the columns, and a row for each kind of processor: our rate in both types, and its
+    ratio to vLLM's.
+    """
     rows = []
     for one in all_kinds(found):
         peers, row = one["figures"]["peers"], [kind_of(one), one["date"]]
@@ -264,13 +268,13 @@ def table_of_processors(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tu
 
 
 def show(found: dict[str, Any]) -> None:
-    """The tables."""
+    """Print the tables."""
     table("Output tokens a second: all requests at once, and one alone", *table_of(found["figures"]["peers"]))
     table("By kind of processor: output tokens a second, all requests at once", *table_of_processors(found))
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The comparison as PERFORMANCE.md shows it."""
+    """Return the comparison as PERFORMANCE.md shows it."""
     figures, where = found["figures"], found["machine"]
     versions = where["versions"]
     vllm = {one["version"] for title, one in figures["peers"].items() if title.startswith("vLLM")}
@@ -285,7 +289,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The record of a whole run: start all, run in turns."""
+    """Start all engines, run them in turns, and return the record."""
     device = pick_device(arguments.device).type
     rounds = arguments.rounds or (1 if arguments.quick else 5)
     with tempfile.TemporaryDirectory() as name:
@@ -317,7 +321,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where all of them run")
     flags.add_argument("--rounds", type=positive_int, help="turns that each engine gets (default: 5, quick: 1)")

@@ -57,7 +57,9 @@ SHOWN = ("p99_e2el_ms", "p99_ttft_ms", "output_throughput")
 
 
 def measure_waste(quick: bool) -> dict[str, Any]:
-    """Share of all computed tokens that had been computed before: by pool, victim and rule of admission."""
+    """Return the share of all computed tokens that had been computed before, by pool, victim and
+    rule of admission.
+    """
     rules = ("last in", "least computed") if quick else tuple(RULES)
     pools = [one for one in PUBLISHED if not quick or one in (2800, 400)]
     wanted = [(victim, whole, blocks) for victim in rules for whole in (False, True) for blocks in pools]
@@ -71,7 +73,7 @@ def measure_waste(quick: bool) -> dict[str, Any]:
 
 
 def show_waste(found: dict[str, Any]) -> None:
-    """The table, published row first."""
+    """Print the table, published row first."""
     pools = list(found["published"])
     rows = [("published, last in", *(f"{found['published'][blocks]:.1%}" for blocks in pools))]
     for words, admission in (("first chunk", "first_chunk"), ("all of it", "whole")):
@@ -89,20 +91,20 @@ def show_waste(found: dict[str, Any]) -> None:
 
 
 def metrics(port: int) -> dict[str, float]:
-    """Counts since the start, and how full the pool is."""
+    """Return the server's counts since its start, and how full its pool is."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         text = page.read().decode()
     return {name: counted(text, full) for name, full in (*COUNTERS.items(), ("usage", USAGE))}
 
 
 def counted(text: str, name: str) -> float:
-    """The sum of a metric's values in Prometheus's text; 0 where it is not there."""
+    """Sum a metric's values in Prometheus's text; 0 where it is missing."""
     return sum(float(value) for value in re.findall(rf"^{re.escape(name)}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE))
 
 
 @contextmanager
 def watched(port: int) -> Iterator[list[float]]:
-    """How full the pool is, asked again and again while something else runs."""
+    """Poll how full the pool is while something else runs."""
     seen: list[float] = []
     done = threading.Event()
 
@@ -120,7 +122,7 @@ def watched(port: int) -> Iterator[list[float]]:
 
 
 def loaded(server: Serving, asks: Sequence[Ask]) -> dict[str, float]:
-    """The figures of one pool under the open load, what the server has counted meanwhile included."""
+    """Return the figures of one pool under the open load, together with the server's own counts."""
     before = metrics(server.port)
     with watched(server.port) as usage:
         found = server.loaded(asks)
@@ -134,7 +136,9 @@ def loaded(server: Serving, asks: Sequence[Ask]) -> dict[str, float]:
 
 
 def measure_cliff(pools: Sequence[int], number: int) -> dict[str, Any]:
-    """The same load on servers whose pools differ; the largest first, which says how much load that is."""
+    """Load servers whose pools differ in the same way; the largest pool first, which decides how
+    much load that is.
+    """
     asks = random_asks(number, INPUT_LEN, OUTPUT_LEN, RANGE_RATIO, seed=1)
     found: dict[str, Any] = {"pools": {}}
     rate = 0.0
@@ -155,7 +159,7 @@ def measure_cliff(pools: Sequence[int], number: int) -> dict[str, Any]:
 
 
 def serving(blocks: int, folder: Path) -> Serving:
-    """A server whose requests can use so many blocks."""
+    """Start a server whose requests can use `blocks` blocks."""
     flags = (
         "--host", "127.0.0.1", "--dtype", "float32", "--served-model-name", NAME, "--max-model-len", str(MAX_MODEL_LEN),
         "--max-num-seqs", "64", "--no-enable-prefix-caching", "--block-size", str(BLOCK_SIZE),
@@ -165,7 +169,7 @@ def serving(blocks: int, folder: Path) -> Serving:
 
 
 def show_cliff(found: dict[str, Any]) -> None:
-    """The table, the largest pool first."""
+    """Print the table, the largest pool first."""
     rows = []
     for blocks, one in found["pools"].items():
         times = [f"{one[name]:,.0f}" for name in SHOWN]
@@ -182,7 +186,6 @@ def show_cliff(found: dict[str, Any]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, show, keep."""
     figures: dict[str, Any] = {}
     if arguments.part != "waste":
         figures = timed_cliff(arguments)
@@ -197,7 +200,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def timed_cliff(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The cliff, and whether anything disturbed it."""
+    """Measure the cliff, and note whether anything disturbed it."""
     control = Control(loads_cores=True)
     pools = arguments.pools or (QUICK_POOLS if arguments.quick else POOLS)
     with control.watch():
@@ -208,7 +211,7 @@ def timed_cliff(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
-    """The record with what the file has of a part that was not measured now."""
+    """Return the record together with the file's part that was not measured this time."""
     try:
         earlier = json.loads(Path(path or "").read_text())["figures"]
     except (OSError, ValueError, KeyError):
@@ -217,7 +220,6 @@ def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument(
         "--pools", type=positive_int, nargs="+", help="blocks that requests can use (default: 768 to 80)"

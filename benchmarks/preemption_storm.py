@@ -45,7 +45,9 @@ SECONDS_WITHOUT_PROGRESS = 60.0
 
 @dataclass
 class Tally:
-    """Counts over the workloads with the same tier below the pool; `with_feature` counts workloads."""
+    """Counts over the workloads with the same tier below the pool; `with_feature` counts workloads
+    by feature.
+    """
 
     workloads: int = 0
     requests: int = 0
@@ -63,7 +65,9 @@ class Tally:
 
 @dataclass
 class Ask:
-    """One request: when it comes, in steps; after how many tokens its client leaves, if it does."""
+    """A request: the step at which it arrives, and the number of tokens after which its client
+    leaves, if it does.
+    """
 
     name: str
     prompt: list[int]
@@ -78,7 +82,7 @@ class Ask:
 
 
 def random_engine(draw: random.Random, tier: str, processes: bool) -> dict[str, Any]:
-    """An engine's settings; few of them have several processes, which take long to start."""
+    """Draw an engine's settings; few have several processes, which take long to start."""
     block_size = draw.choice([4, 8, 16])
     settings: dict[str, Any] = {
         "block_size": block_size,
@@ -103,7 +107,7 @@ def random_engine(draw: random.Random, tier: str, processes: bool) -> dict[str, 
 
 
 def random_tier(draw: random.Random, tier: str) -> dict[str, Any]:
-    """What the engine has below its pool."""
+    """Draw what the engine has below its pool."""
     if tier == "none":
         return {"enable_prefix_caching": draw.random() < 0.7}
     extra: dict[str, Any] = {"num_cpu_blocks": draw.choice([4, 16, 60, 400])}
@@ -114,7 +118,7 @@ def random_tier(draw: random.Random, tier: str) -> dict[str, Any]:
 
 
 def features(settings: dict[str, Any]) -> list[str]:
-    """The names of what these settings try."""
+    """Name what these settings test."""
     extra = (settings.get("kv_transfer_config") or {}).get("kv_connector_extra_config", {})
     tried = {
         "priority": settings["scheduling_policy"] == "priority",
@@ -130,7 +134,7 @@ def features(settings: dict[str, Any]) -> list[str]:
 
 
 def random_asks(draw: random.Random, texts: list[list[int]], first: int) -> list[Ask]:
-    """Two to ten requests."""
+    """Draw two to ten requests."""
     asks: list[Ask] = []
     while len(asks) < 2:
         for prompt, params in (pair for _ in range(2) for pair in zip(*random_batch(draw, texts), strict=True)):
@@ -143,7 +147,8 @@ def random_asks(draw: random.Random, texts: list[list[int]], first: int) -> list
 
 
 def serve(llm: LLM, asks: list[Ask], preempted: set[str]) -> bool:
-    """Steps until all have ended, reading tokens as they come. Returns whether there was always progress.
+    """Step until all requests have ended, and read tokens as they come. Return whether there was
+    always progress.
 
     Ids of requests that were preempted, as the core knows them, are added to `preempted`.
     """
@@ -174,7 +179,9 @@ def serve(llm: LLM, asks: list[Ask], preempted: set[str]) -> bool:
 
 
 def held_blocks(llm: LLM) -> int:
-    """Blocks that somebody holds though nobody is left, in the pool and in the tier, and copies under way."""
+    """Count blocks that are held although no request is left, in the pool and in the tier, and
+    copies still in flight.
+    """
     scheduler = core_of(llm).scheduler
     pool = scheduler.kv_cache_manager.block_pool
     held = pool.num_usable_blocks - pool.get_num_free_blocks()
@@ -185,13 +192,15 @@ def held_blocks(llm: LLM) -> int:
 
 
 class PlainEngines:
-    """An engine with blocks for everybody for each kind of numbers; one with several ranks is not kept."""
+    """Engines with enough blocks for all requests, one for each numeric setting; one with several
+    ranks is not kept.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, LLM] = {}
 
     def expected(self, settings: dict[str, Any], batches: list[list[Ask]]) -> list[list[list[int]]]:
-        """Each request's tokens, in one batch for each workload."""
+        """Return each request's tokens, in one batch for each workload."""
         same = {name: settings[name] for name in SAME_NUMBERS if name in settings}
         key = json.dumps(same)
         llm = self._kept.pop(key, None) or LLM(EMBEDDED_MODEL, **SETTINGS | same | ENOUGH_BLOCKS)
@@ -212,7 +221,7 @@ class PlainEngines:
 def compare(
     tier: str, draw: random.Random, texts: list[list[int]], count: int, plain: PlainEngines, processes: bool
 ) -> Tally:
-    """Serves so many workloads by one engine, and counts what differs from the plain one."""
+    """Serve `count` workloads by one engine, and count what differs from the plain one."""
     tally = Tally()
     settings = random_engine(draw, tier, processes)
     batches = [random_asks(draw, texts, 10 * number) for number in range(count)]
@@ -235,7 +244,7 @@ def compare(
 
 
 def count_workload(llm: LLM, asks: list[Ask], expected: list[list[int]], tally: Tally) -> bool:
-    """Serves one workload; returns whether it came to its end."""
+    """Serve one workload; return whether it ended."""
     preempted: set[str] = set()
     ended = serve(llm, asks, preempted)
     tally.workloads += 1
@@ -252,7 +261,7 @@ def count_workload(llm: LLM, asks: list[Ask], expected: list[list[int]], tally: 
 
 
 def added(tallies: list[Tally]) -> Tally:
-    """Several tallies as one."""
+    """Add several tallies up."""
     total = Tally()
     for one in tallies:
         for name, value in vars(one).items():
@@ -274,7 +283,7 @@ def storm(workloads: int, seed: int, processes: bool = True) -> dict[str, Tally]
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Serves the workloads, and exits with 1 if anything differs."""
+    """Serve the workloads, and exit with 1 if anything differs."""
     torch.set_num_threads(1)  # steps are small, and threads would wait for each other
     began = time.process_time()
     tallies = storm(40 if arguments.quick else arguments.workloads, arguments.seed)
@@ -296,7 +305,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--workloads", type=positive_int, default=1000, help="random workloads (default: 1000)")
     flags.add_argument("--quick", action="store_true", help="40 of them")

@@ -11,17 +11,17 @@ OTHERS = "other_processors"
 
 
 def kind_of(found: dict[str, Any]) -> str:
-    """The processor of a record, as a person says it."""
+    """Return the name of a record's processor."""
     return f"{found['machine']['cpu']}, {found['machine']['cores']} cores"
 
 
 def all_kinds(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The record and those of other processors that it holds."""
+    """Return the record and those of other processors inside it."""
     return [{name: value for name, value in found.items() if name != OTHERS}, *found.get(OTHERS, [])]
 
 
 def with_others(path: str | Path, found: dict[str, Any]) -> dict[str, Any]:
-    """The record with what the file at `path` holds of other kinds of processor."""
+    """Return the record together with those of other processors in the file at `path`."""
     try:
         earlier = json.loads(Path(path).read_text())
     except (OSError, ValueError):

@@ -66,12 +66,13 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def projection_bytes(model: Decoder) -> int:
-    """Bytes of the layers' matrices as they are stored: in panels, or plain, or integers with their scales."""
+    """Count the bytes of the layers' matrices as stored: in panels, or plain, or integers with
+    their scales.
+    """
     return sum(weight_bytes(linear) for linear in model.layers.modules() if isinstance(linear, Linear))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="another model's folder or name")
     flags.add_argument("--texts", type=positive_int, default=16, help="how many texts (default: 16)")

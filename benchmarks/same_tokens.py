@@ -44,7 +44,7 @@ Batch = tuple[list[list[int]], list[SamplingParams]]
 
 @dataclass
 class Tally:
-    """What was compared for one method; `with_feature` counts batches."""
+    """Counts for one method; `with_feature` counts batches by feature."""
 
     batches: int = 0
     requests: int = 0
@@ -57,7 +57,7 @@ class Tally:
 
 
 def random_settings(draw: random.Random) -> dict[str, Any]:
-    """An engine's settings; few of them have two ranks, whose processes take long to start."""
+    """Draw an engine's settings; few have two ranks, whose processes take long to start."""
     block_size = draw.choice([4, 8, 16])
     tight = draw.random() < 0.5
     settings: dict[str, Any] = {
@@ -76,7 +76,7 @@ def random_settings(draw: random.Random) -> dict[str, Any]:
 
 
 def features(settings: dict[str, Any]) -> Iterator[str]:
-    """The names of what these settings try."""
+    """Name what these settings test."""
     yield "small pool" if settings["num_gpu_blocks_override"] < 400 else "large pool"
     yield from (name for name in ("enable_prefix_caching", "async_scheduling") if settings[name])
     yield from (name for name in ("kv_cache_dtype", "tensor_parallel_size") if name in settings)
@@ -85,7 +85,7 @@ def features(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def random_batch(draw: random.Random, texts: list[list[int]]) -> Batch:
-    """One to six requests, of which most begin with parts of one text."""
+    """Draw one to six requests, most of which begin with parts of one text."""
     whole = draw.choice(texts)
     first, prompts, params = draw.randrange(len(whole) - 60), [], []
     for index in range(draw.randrange(1, 7)):
@@ -97,12 +97,12 @@ def random_batch(draw: random.Random, texts: list[list[int]]) -> Batch:
 
 
 def generated(llm: LLM, batch: Batch) -> list[list[int]]:
-    """Each request's tokens."""
+    """Return each request's tokens."""
     return [list(one.outputs[0].token_ids) for one in llm.generate(*batch, use_tqdm=False)]
 
 
 def compare(way: dict[str, Any], settings: dict[str, Any], batches: list[Batch], tally: Tally) -> None:
-    """Serves the batches with drafts and without, and adds up what differs."""
+    """Serve the batches with drafts and without, and count differences."""
     same_numbers = {name: settings[name] for name in SAME_NUMBERS if name in settings}
     plain = LLM(EMBEDDED_MODEL, **SETTINGS | same_numbers | ENOUGH_BLOCKS)
     drafting = LLM(EMBEDDED_MODEL, **SETTINGS | settings, speculative_config=way)
@@ -123,7 +123,7 @@ def compare(way: dict[str, Any], settings: dict[str, Any], batches: list[Batch],
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Compares so many batches for each method, and exits with 1 if anything differs."""
+    """Compare the batches for each method, and exit with 1 if anything differs."""
     tokenizer, draw = load_tokenizer(str(EMBEDDED_MODEL)), random.Random(arguments.seed)
     texts = [ids for text in held_out_texts() if len(ids := tokenizer.encode(text).ids) > 100]
     tallies = {name: Tally() for name in WAYS}
@@ -151,7 +151,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument(
         "--batches", type=positive_int, default=300, help="random batches for each method (default: 300)"

@@ -32,7 +32,9 @@ STEPS = 4 * BLOCK_SIZE
 
 
 def work_of(num_requests: int, repeats: int, enable_prefix_caching: bool) -> dict[str, Any]:
-    """Requests that are all under way after one step, and room for all steps to come; `config` as in the traces."""
+    """Return requests that all run after one step, and room for all steps to come; `config` as in
+    the traces.
+    """
     num_steps = repeats * STEPS
     blocks_per_request = 3 + -(-num_steps // BLOCK_SIZE)
     lengths = [BLOCK_SIZE + index % BLOCK_SIZE for index in range(num_requests)]
@@ -56,7 +58,7 @@ def work_of(num_requests: int, repeats: int, enable_prefix_caching: bool) -> dic
 
 
 def scheduler_for(work: dict[str, Any]) -> Scheduler:
-    """Our scheduler with the work's requests."""
+    """Return our scheduler with the work's requests."""
     config = work["config"]
     cache = CacheConfig(
         num_gpu_blocks=config["num_blocks"],
@@ -71,12 +73,14 @@ def scheduler_for(work: dict[str, Any]) -> Scheduler:
 
 
 def sampled(request_ids: list[str]) -> ModelRunnerOutput:
-    """One token for each request."""
+    """Return an output with one token for each request."""
     return ModelRunnerOutput({request_id: [index] for index, request_id in enumerate(request_ids)})
 
 
 def measure_vllm(python: Path, works: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same works by vLLM's scheduler, in its own environment: version, and figures in the order of `works`."""
+    """Run the same works on vLLM's scheduler in its own environment; return its version, and
+    figures in the order of `works`.
+    """
     asked = json.dumps({"model": str(EMBEDDED_MODEL), "works": works})
     with tempfile.TemporaryDirectory() as folder:  # not the repository, whose folder vllm/ would pose as the library
         command = [str(python), str(ENGINES / "vllm_scheduler.py")]
@@ -88,7 +92,7 @@ def measure_vllm(python: Path, works: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measures all batch sizes, with the prefix cache and without; ours, vLLM's, and ours again."""
+    """Measure all batch sizes, with the prefix cache and without: ours, vLLM's, and ours again."""
     cases = [(batch, caching) for batch in BATCHES for caching in (True, False)]
     works = [work_of(batch, arguments.repeats, caching) for batch, caching in cases]
     ours = [fastest_run(scheduler_for(work), sampled, work["steps"], work["repeats"]) for work in works]
@@ -117,7 +121,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument(
         "--repeats", type=positive_int, default=7, help=f"the fastest of this many runs of {STEPS} steps"

@@ -7,7 +7,9 @@ from typing import Any
 
 
 def step_seconds(scheduler: Any, sampled: Callable[[list[str]], Any]) -> tuple[float, float]:
-    """Seconds of `schedule` and of `update_from_output` in one step; `sampled` makes what the model would answer."""
+    """Return the seconds of `schedule` and of `update_from_output` in one step; `sampled` stands in
+    for the model.
+    """
     start = time.thread_time()
     output = scheduler.schedule()
     scheduled = time.thread_time()
@@ -18,7 +20,9 @@ def step_seconds(scheduler: Any, sampled: Callable[[list[str]], Any]) -> tuple[f
 
 
 def fastest_run(scheduler: Any, sampled: Callable[[list[str]], Any], steps: int, repeats: int) -> dict[str, float]:
-    """Microseconds a step, the mean of `steps`, in the fastest of `repeats` runs; one for the prompts goes before."""
+    """Return the microseconds of a step, the mean of `steps`, in the fastest of `repeats` runs,
+    after one run for the prompts.
+    """
     step_seconds(scheduler, sampled)
     num_requests = len(scheduler.running)
     runs: list[tuple[float, float]] = []

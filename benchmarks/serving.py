@@ -80,7 +80,7 @@ class Serving:
             self.process = subprocess.Popen(whole, stdout=log, stderr=log, env=dict(environment), cwd=folder)
 
     def __enter__(self) -> "Serving":
-        """Waits until it is ready."""
+        """Wait until the server is ready."""
         end = time.monotonic() + SECONDS_TO_START
         while time.monotonic() < end and self.process.poll() is None:
             try:
@@ -105,7 +105,7 @@ class Serving:
 
 
 def random_asks(number: int, input_len: int, output_len: int, range_ratio: float, seed: int = 0) -> list[Ask]:
-    """Streamed requests, all at once, whose prompts are texts of random tokens.
+    """Return streamed requests that arrive all at once, with texts of random tokens as prompts.
 
     Both lengths are uniform within `range_ratio` of these. A text is not always tokenized as it was made, so what is
     tokenized once is cut to its length.
@@ -131,12 +131,14 @@ def at_rate(asks: Sequence[Ask], rate: float) -> list[Ask]:
 
 
 def prompt_tokens(asks: Sequence[Ask]) -> list[list[int]]:
-    """The prompts as the server reads them."""
+    """Return the prompts' token ids as the server sees them."""
     return [one.ids for one in load_tokenizer(EMBEDDED_MODEL).encode_batch([ask.body["prompt"] for ask in asks])]
 
 
 def figures_of(answers: Sequence[Answer], asks: Sequence[Ask]) -> dict[str, float]:
-    """Rates from the first request to the last event; time to the first event, between events, and to the last."""
+    """Return rates from the first request to the last event, and times to the first event, between
+    events, and to the last.
+    """
     duration = max(one.events[-1] for one in answers) - min(one.due for one in answers)
     generated = sum(ask.body["max_tokens"] for ask in asks)
     found = {
@@ -157,7 +159,7 @@ def figures_of(answers: Sequence[Answer], asks: Sequence[Ask]) -> dict[str, floa
 
 
 def medians(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each figure."""
+    """Return the median of each figure."""
     return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 
 
@@ -171,7 +173,7 @@ def in_turns(rounds: int, what: str, **kinds: Callable[[], dict[str, float]]) ->
 
 
 def compare_servers(ours: Serving, vllm: Serving, asks: Sequence[Ask], rounds: int) -> dict[str, Any]:
-    """At saturation, then at a share of vLLM's capacity."""
+    """Compare both servers at saturation, then at a share of vLLM's capacity."""
     servers = {"minivllm": ours, "vllm": vllm}
     closed = in_turns(
         rounds,
@@ -185,7 +187,9 @@ def compare_servers(ours: Serving, vllm: Serving, asks: Sequence[Ask], rounds: i
 
 
 def share_of_offline(ours: Serving, asks: Sequence[Ask], rounds: int, folder: Path) -> dict[str, Any]:
-    """Output tokens per second of the server, and of `LLM.generate` with the same requests."""
+    """Compare the server's output tokens per second with those of `LLM.generate` on the same
+    requests.
+    """
     outputs = [ask.body["max_tokens"] for ask in asks]
     prompts = prompt_tokens(asks)
     requests = [{"prompt": prompt, "output": output} for prompt, output in zip(prompts, outputs, strict=True)]
@@ -205,7 +209,7 @@ def share_of_offline(ours: Serving, asks: Sequence[Ask], rounds: int, folder: Pa
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The record of a whole run."""
+    """Run everything and return the record."""
     rounds = arguments.rounds or (1 if arguments.quick else 5)
     number = 24 if arguments.quick else 256
     asks = random_asks(number, INPUT_LEN, OUTPUT_LEN, RANGE_RATIO)
@@ -229,7 +233,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(figures: Mapping[str, Any]) -> None:
-    """The tables."""
+    """Print the tables."""
     shares = figures["share"]["shares"]
     rows = [(name, f"{one['output_throughput']:,.0f}") for name, one in figures["share"]["turns"].items()]
     table("Output tokens a second: LLM.generate and our server", ("requests", "tokens/s"), rows)
@@ -247,7 +251,6 @@ def show(figures: Mapping[str, Any]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, show, keep."""
     found = measured(arguments)
     show(found["figures"])
     print(json.dumps(found))
@@ -256,7 +259,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--rounds", type=positive_int, help="turns that each gets (default: 5, quick: 1)")
     flags.add_argument("--quick", action="store_true", help="a tenth of the requests, one round")

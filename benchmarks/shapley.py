@@ -11,12 +11,14 @@ from math import factorial
 
 
 def subsets(levers: Sequence[str]) -> list[frozenset[str]]:
-    """All sets of levers that can be on, the empty one first: 2**len(levers)."""
+    """Return all sets of levers that can be on, the empty one first: 2**len(levers)."""
     return [frozenset(which) for size in range(len(levers) + 1) for which in combinations(levers, size)]
 
 
 def shapley_values(levers: Sequence[str], worth: Mapping[frozenset[str], float]) -> dict[str, float]:
-    """Each lever's mean contribution, from the worth of every subset. The worth may be of any unit that adds up."""
+    """Return each lever's mean contribution over every subset. `worth` may have any unit that adds
+    up.
+    """
     count, values = len(levers), dict.fromkeys(levers, 0.0)
     for lever in levers:
         others = [other for other in levers if other != lever]

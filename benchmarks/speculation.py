@@ -65,7 +65,9 @@ LESSON = Path(__file__).resolve().parents[1] / "lessons" / "07_speculative_decod
 
 @dataclass(frozen=True)
 class Served:
-    """One run: each request's tokens, timed tokens and their seconds, verifications and the drafts they accepted."""
+    """One run: each request's tokens, timed tokens and their seconds, verifications and the drafts
+    they accepted.
+    """
 
     outputs: list[list[int]]
     num_tokens: int
@@ -75,30 +77,31 @@ class Served:
 
     @property
     def throughput(self) -> float:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return self.num_tokens / self.seconds
 
     def and_then(self, other: "Served") -> "Served":
-        """Both runs as one."""
+        """Return both runs as one."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Served(*(one + another for one, another in pairs))
 
 
 def available() -> dict[str, dict[str, Any]]:
-    """The ways that this engine can run."""
+    """Return the drafting methods that this engine can run."""
     here = {name: way for name, way in WAYS.items() if way["method"] in METHODS}
     return {name: way for name, way in here.items() if "model" not in way or Path(way["model"]).is_dir()}
 
 
 def docstrings(source: str) -> str:
-    """All docstrings of a Python file, in their order."""
+    """Return all docstrings of a Python file, in order."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = [ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
     return "\n\n".join(filter(None, found))
 
 
 def windows(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> list[list[int]]:
-    """So many prompts of PROMPT_TOKENS tokens, cut out of the texts, of which some overlap; beginnings are left out.
+    """Cut `count` prompts of PROMPT_TOKENS tokens out of the texts; some overlap, none is a text's
+    beginning.
 
     Raises:
         MinivllmError: there are not so many.
@@ -114,7 +117,7 @@ def windows(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> list[list
 
 
 def prompts_of(kind: str, model: str, count: int) -> list[list[int]]:
-    """So many prompts of one kind."""
+    """Return `count` prompts of one kind."""
     tokenizer = load_tokenizer(model)
     if kind == "random":
         draw = random.Random(0)
@@ -124,7 +127,7 @@ def prompts_of(kind: str, model: str, count: int) -> list[list[int]]:
 
 
 def engine_of(arguments: argparse.Namespace, way: dict[str, Any] | None, batch: int) -> EngineCore:
-    """An engine that serves `batch` requests at once."""
+    """Return an engine that serves `batch` requests at once."""
     cache = CacheConfig(
         num_gpu_blocks=2 + batch * (MAX_MODEL_LEN // BLOCK_SIZE + 1),
         block_size=BLOCK_SIZE,
@@ -136,7 +139,8 @@ def engine_of(arguments: argparse.Namespace, way: dict[str, Any] | None, batch: 
 
 
 def costs(model: str, ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Way -> bytes by the engine's ledger, bytes of a token in its cache, minutes of training; OFF is the target.
+    """Map each method to its bytes by the engine's ledger, bytes of a token in its cache, and
+    minutes of training; OFF is the target.
 
     The minutes are those of `training.json` beside the weights, 0 where there is none. What lies on the host is not in
     the ledger.
@@ -155,7 +159,7 @@ def costs(model: str, ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, fl
 
 
 def ledger_of(model: str, way: dict[str, Any] | None) -> MemoryLedger:
-    """Where the memory of an engine for one request goes, float32 as in the comparison."""
+    """Return the memory ledger of an engine for one request, in float32 as in the comparison."""
     settings = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 1, "dtype": "float32", "skip_tokenizer_init": True}
     core = EngineCore(EngineArgs(model=model, device="cpu", speculative_config=way, **settings))
     try:
@@ -194,7 +198,9 @@ def serve_in_batches(core: EngineCore, prompts: Sequence[list[int]], batch: int,
 
 
 def compare(arguments: argparse.Namespace, batch: int, ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Way -> kind of text -> acceptance length, speed-up over no drafts, share of equal texts."""
+    """Map each method and kind of text to acceptance length, speed-up over no drafts, and share of
+    equal texts.
+    """
     least = 2 if arguments.quick else LEAST_PROMPTS
     cores = {name: engine_of(arguments, way, batch) for name, way in {OFF: None, **ways}.items()}
     prompts = {kind: prompts_of(kind, arguments.model, max(batch, least)) for kind in KINDS}
@@ -219,7 +225,9 @@ def compare(arguments: argparse.Namespace, batch: int, ways: dict[str, dict[str,
 
 
 def cells(outcome: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Columns and rows of the table of what was found: `ways`, way -> batch -> kind of text, and `costs`, by way."""
+    """Return the columns and rows of the table of results: `ways`, method -> batch -> kind of text,
+    and `costs`, by method.
+    """
     ways, costs_of = outcome["ways"], outcome["costs"]
     of_batches = [*chain.from_iterable((f"length, {b}", f"× off, {b}") for b in next(iter(ways.values())))]
     rows = [("no drafts", "", *[""] * len(of_batches), *shown_costs(costs_of[OFF]))]
@@ -233,13 +241,13 @@ def cells(outcome: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
 
 
 def shown_costs(cost: dict[str, float]) -> tuple[str, ...]:
-    """Megabytes, bytes a token, and minutes of training; a dash where there are none."""
+    """Format megabytes, bytes of a token, and minutes of training, with a dash where there is none."""
     shown = f"{cost['bytes'] / 1e6:.1f}", f"{cost['bytes_per_token']:,}", f"{cost['minutes']:.0f}"
     return tuple(one if float(one.replace(",", "")) else "–" for one in shown)
 
 
 def page_table(outcome: dict[str, Any]) -> str:
-    """The same table as lesson 07 has it, and what it says of its last columns."""
+    """Return lesson 07's table, and the sentence on its last columns."""
     return f"{markdown_table(*cells(outcome))}\n\n{LAST_COLUMNS}"
 
 
@@ -255,7 +263,7 @@ def main(arguments: argparse.Namespace) -> None:
     same = statistics.mean(one["same"] for way in figures.values() for batch in way.values() for one in batch.values())
     drafts = {name: arguments.drafts or way["num_speculative_tokens"] for name, way in ways.items()}
     outcome = {"drafts": drafts, "ways": figures, "costs": costs(arguments.model, ways)}
-    caption = f"Length and speed-up for so many requests. Same texts as without: {same:.1%}. {LAST_COLUMNS}"
+    caption = f"Length and speed-up by number of requests. Same texts as without: {same:.1%}. {LAST_COLUMNS}"
     table("Speculation, method by method", *cells(outcome), caption)
     result = record("speculation", outcome)
     if arguments.json:
@@ -266,7 +274,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="another model's folder or name")
     flags.add_argument("--drafts", type=positive_int, help="num_speculative_tokens of all (default: 5 and 3)")

@@ -54,7 +54,9 @@ PARTS = ("schedule", "prepare", "attention", "rest of forward", "head", "sample"
 
 @dataclass(frozen=True)
 class Variant:
-    """The engine with something replaced: `patch` (module, name, value), or an environment variable set."""
+    """The engine with something replaced: `patch` (module, name, value), or an environment
+    variable.
+    """
 
     title: str
     patch: tuple[str, str, Any] | None = None
@@ -62,19 +64,19 @@ class Variant:
 
 
 class OneDNNLinearMethod(UnquantizedLinearMethod):
-    """The method of one linear whose weight oneDNN has laid out once, as `F.linear` with a packed weight."""
+    """The method of a linear whose weight oneDNN laid out once, as `F.linear` with a packed weight."""
 
     def __init__(self, linear: Linear) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self.bias = linear.bias
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        """[rows, in] to [rows, out]."""
+        """Map [rows, in] to [rows, out]."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 def pack_for_onednn(model: Decoder) -> None:
-    """In the place of `process_weights_after_loading`: the products of a library instead of our own."""
+    """Pack all linears for oneDNN, in the place of `process_weights_after_loading`."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.method = OneDNNLinearMethod(module)
@@ -104,7 +106,7 @@ VARIANTS = {variant.title: variant for variant in (*LEDGER, *SWITCHED)}
 
 
 def check_environment(variant: Variant) -> None:
-    """Raises a `MinivllmError` unless this process was started with the variant's variable set."""
+    """Raise a `MinivllmError` unless this process was started with the variant's variable set."""
     if variant.environment and os.environ.get(variant.environment[0]) != variant.environment[1]:
         raise MinivllmError(
             f"start this with {'='.join(variant.environment)}: that makes the variant {variant.title!r}"
@@ -112,7 +114,7 @@ def check_environment(variant: Variant) -> None:
 
 
 def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:
-    """(part, object, method): what a step is made of, outer ones included."""
+    """List (part, object, method) of everything that a step consists of, outer methods included."""
     scheduler, runner = core_of(engine).scheduler, runner_of(engine)
     return [
         ("schedule", scheduler, "schedule"),
@@ -128,7 +130,7 @@ def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:
 
 
 def make_engine(arguments: argparse.Namespace) -> LLMEngine:
-    """The engine that all variants change."""
+    """Return the engine that all variants change."""
     return LLMEngine(
         EngineArgs(
             model=EMBEDDED_MODEL,
@@ -145,7 +147,9 @@ def make_engine(arguments: argparse.Namespace) -> LLMEngine:
 
 
 def add_requests(engine: LLMEngine, requests: list[dict]) -> None:
-    """Each with its prompt and number of tokens, greedy; text is made at the end, as in `LLM.generate`."""
+    """Add each request with its prompt and number of tokens, greedy; text is made at the end, as in
+    `LLM.generate`.
+    """
     for index, one in enumerate(requests):
         params = SamplingParams(
             temperature=0.0, max_tokens=one["output"], ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
@@ -154,7 +158,7 @@ def add_requests(engine: LLMEngine, requests: list[dict]) -> None:
 
 
 def run_once(engine: LLMEngine, requests: list[dict]) -> tuple[dict[str, float], int]:
-    """(seconds by part, steps) of serving these requests."""
+    """Serve these requests; return the seconds by part, and the number of steps."""
     watch, steps = Stopwatch(), 0
     add_requests(engine, requests)
     with ExitStack() as patches:
@@ -187,7 +191,7 @@ def figures_of(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any
 
 
 def show(figures: dict[str, Any], title: str) -> None:
-    """The parts of a step as a table."""
+    """Print the parts of a step as a table."""
     parts = figures["milliseconds"]
     total = sum(parts.values())
     rows = [(part, f"{value:.3f}", f"{value / total:.0%}") for part, value in parts.items()]
@@ -196,7 +200,7 @@ def show(figures: dict[str, Any], title: str) -> None:
 
 
 def measure_ledger(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Every variant in a process of its own, in turns; of each the fastest turn counts."""
+    """Measure every variant in a process of its own, in turns; of each the fastest turn counts."""
     best: dict[str, dict[str, Any]] = {}
     turns = [variant for _ in range(arguments.rounds) for variant in LEDGER]
     for variant in track(turns, "variants"):
@@ -246,7 +250,7 @@ def measure_switched(arguments: argparse.Namespace) -> dict[str, dict[str, float
 
 
 def step_of_all(engine: LLMEngine, names: list[str]) -> dict[str, tuple[float, float]]:
-    """A step by each variant: seconds by the clock, seconds of the processor."""
+    """Run a step by each variant; return wall and processor seconds."""
     seconds = {}
     for name in names:
         with ExitStack() as patches:
@@ -259,14 +263,14 @@ def step_of_all(engine: LLMEngine, names: list[str]) -> dict[str, tuple[float, f
 
 
 def show_switched(found: dict[str, dict[str, float]], title: str) -> None:
-    """A row for each variant."""
+    """Print a row for each variant."""
     rows = [(name, *(f"{value:.3f}" for value in one.values())) for name, one in found.items()]
     columns = ("variant", "fastest ms", "median ms", "processor ms", "of the engine", "of its processor time")
     table(title, columns, rows)
 
 
 def ledger_text(ledger: dict[str, dict[str, Any]], where: dict[str, Any]) -> str:
-    """The ledger as a table in Markdown."""
+    """Return the ledger as a table in Markdown."""
     whole = ledger[AS_IT_IS.title]["tokens_per_second"]
     rows = []
     for title, figures in ledger.items():
@@ -281,12 +285,12 @@ def ledger_text(ledger: dict[str, dict[str, Any]], where: dict[str, Any]) -> str
 
 
 def write_ledger(text: str) -> None:
-    """Puts the table between its marks in PERFORMANCE.md."""
+    """Put the table between its marks in PERFORMANCE.md."""
     PERFORMANCE.write_text(put_between_marks(PERFORMANCE.read_text(), "ledger", text))
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """One variant's parts, the ledger of all, or those that can be switched."""
+    """Measure one variant's parts, the ledger of all, or those that can be switched."""
     figures: dict[str, Any]
     if arguments.switch:
         figures = measure_switched(arguments)
@@ -309,7 +313,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="of weights, cache and computation")
     flags.add_argument("--requests", type=positive_int, default=128, help="how many (default: 128)")

@@ -62,18 +62,18 @@ FLAT = 0.15
 
 
 class Counting(AdapterSlots):
-    """Counts the copies into slots."""
+    """A LoRA model manager that counts copies into slots."""
 
     copies = 0
 
     def activate(self, adapter_id: int) -> int:
-        """As the engine's."""
+        """Count the copy, then activate the adapter."""
         Counting.copies += adapter_id not in self
         return super().activate(adapter_id)
 
 
 class StepCounts:
-    """Counts the steps, and the adapters of each."""
+    """A count of steps, and of the adapters in each."""
 
     def __init__(self) -> None:
         self.steps = self.adapters = 0
@@ -86,12 +86,14 @@ class StepCounts:
 
 
 def in_groups(adapters: int, requests: int) -> list[int]:
-    """The adapter of each request, from 1: four in a row ask for the same, one adapter after another."""
+    """Return the adapter of each request, counted from 1: four in a row use the same one, then the
+    next.
+    """
     return [index // GROUP % adapters + 1 for index in range(requests)]
 
 
 def wishes_of(counts: Sequence[int], requests: int, seed: int) -> dict[str, list[int]]:
-    """The adapter of each request, 0 for none, by the kind of run."""
+    """Return the adapter of each request, 0 for none, by the kind of run."""
     found = {NONE: [0] * requests}
     for count in counts:
         found[f"five in a batch, {count}"] = in_groups(count, requests)
@@ -101,7 +103,7 @@ def wishes_of(counts: Sequence[int], requests: int, seed: int) -> dict[str, list
 
 
 def prompts_of(requests: int, seed: int) -> list[list[int]]:
-    """Random token ids."""
+    """Return random token ids."""
     draw, vocab_size = random.Random(seed), ModelConfig.from_pretrained(EMBEDDED_MODEL).vocab_size
     return [[draw.randrange(1, vocab_size) for _ in range(PROMPT)] for _ in range(requests)]
 
@@ -132,7 +134,7 @@ class Engine:
         self.seconds_to_read = time.perf_counter() - start
 
     def serve(self, prompts: Sequence[list[int]], wishes: Sequence[int]) -> dict[str, float]:
-        """Seconds, adapters in a step and copies into slots."""
+        """Serve the prompts; return the seconds, adapters in a step and copies into slots."""
         self.counts.steps = self.counts.adapters = Counting.copies = 0
         named = [self.requests[wish - 1] if wish else None for wish in wishes]
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
@@ -145,7 +147,7 @@ class Engine:
 
 
 def measure(counts: Sequence[int], requests: int, rounds: int, seed: int) -> dict[str, Any]:
-    """Figures by the kind of run, all in one engine."""
+    """Measure every kind of run, all in one engine."""
     wishes, prompts = wishes_of(counts, requests, seed), prompts_of(requests, seed)
     turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in wishes}
     with tempfile.TemporaryDirectory() as name:
@@ -169,7 +171,7 @@ def measure(counts: Sequence[int], requests: int, rounds: int, seed: int) -> dic
 
 
 def figures_of(turns: Sequence[dict[str, float]], requests: int) -> dict[str, Any]:
-    """One kind of run: the median of its turns."""
+    """Return the median turn of one kind of run."""
     rates = sorted(requests / turn["seconds"] for turn in turns)
     return {
         "requests_per_second": statistics.median(rates),
@@ -180,7 +182,9 @@ def figures_of(turns: Sequence[dict[str, float]], requests: int) -> dict[str, An
 
 
 def flatness(found: dict[str, Any], counts: Sequence[int]) -> float:
-    """Requests a second with the most adapters over those with the fewest, five of them in a batch."""
+    """Return requests per second with the most adapters over those with the fewest, five of them in
+    a batch.
+    """
     most, least = (found[f"five in a batch, {count}"]["requests_per_second"] for count in (counts[-1], counts[0]))
     return most / least
 
@@ -189,7 +193,7 @@ def flatness(found: dict[str, Any], counts: Sequence[int]) -> float:
 
 
 def measure_peers(counts: Sequence[int], requests: int, rounds: int, seed: int) -> dict[str, Any]:
-    """Requests a second of both engines, in turns, on the same requests."""
+    """Measure requests per second of both engines, in turns, on the same requests."""
     wishes, prompts = wishes_of(counts, requests, seed), prompts_of(requests, seed)
     wishes = {kind: some for kind, some in wishes.items() if not kind.startswith("Zipf")}
     turns: dict[str, dict[str, list[float]]] = {}
@@ -235,7 +239,7 @@ def measure_peers(counts: Sequence[int], requests: int, rounds: int, seed: int) 
 
 
 def show(figures: dict[str, Any]) -> None:
-    """The tables."""
+    """Print the tables."""
     columns = ("requests", "adapters", "adapters in a step", "copies into slots", "requests/s", "of the fewest")
     rows = []
     first: dict[str, float] = {}
@@ -260,7 +264,6 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, show, keep."""
     if arguments.peer and not VLLM_PYTHON.exists():
         raise MinivllmError(f"vLLM has no environment at {VLLM_PYTHON.parent.parent}: make .peers")
     rounds = arguments.rounds or (1 if arguments.quick else 2)
@@ -288,14 +291,13 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def joined(path: str | None, figures: dict[str, Any]) -> dict[str, Any]:
-    """These figures with what the file has of the other kind of run."""
+    """Return these figures together with the file's figures of the other kind of run."""
     if not path or not Path(path).exists():
         return figures
     return read_record(path, "thousand_adapters")["figures"] | figures
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--peer", action="store_true", help="our engine and vLLM's CPU build, in turns")
     flags.add_argument("--adapters", type=positive_int, nargs="+", help="how many (default: 5 50 200 1000)")

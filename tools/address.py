@@ -25,7 +25,7 @@ SLUG = r"([\w.-]+/[\w.-]*\w)"
 
 
 def address(root: Path = ROOT) -> str:
-    """The address, as pyproject.toml has it: `https://github.com/OWNER/NAME`.
+    """Return the address, as pyproject.toml has it: `https://github.com/OWNER/NAME`.
 
     Raises:
         MinivllmError: it has none, or one that is not on GitHub.
@@ -37,7 +37,7 @@ def address(root: Path = ROOT) -> str:
 
 
 def colab(stem: str, root: Path = ROOT) -> str:
-    """The address that opens a notebook in Colab."""
+    """Return the address that opens a notebook in Colab."""
     return f"https://{OPENERS[0]}{_slug(address(root))}/blob/main/notebooks/{stem}.ipynb"
 
 
@@ -49,7 +49,9 @@ def _slug(url: str) -> str:
 
 
 def tracked_text(root: Path) -> dict[str, str]:
-    """The text of every file that git tracks or would add, by name; binary files and recorded data are left out."""
+    """Return the text of every file that git tracks or would add, by name; binary files and
+    recorded data are left out.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -64,7 +66,9 @@ def tracked_text(root: Path) -> dict[str, str]:
 
 
 def strangers(root: Path = ROOT) -> list[str]:
-    """One line for every other address of this repository, and for every word that stands for one."""
+    """Return one line for every other address of this repository, and for every word that stands
+    for one.
+    """
     slug, found = _slug(address(root)), []
     ours = re.compile(rf"github\.com/([\w.-]+/{re.escape(slug.split('/')[1])})(?![\w-])")
     opened = re.compile(f"(?:{'|'.join(map(re.escape, OPENERS))}){SLUG}")
@@ -90,7 +94,6 @@ def change(root: Path, new: str) -> list[str]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Print, set or check."""
     if arguments.set:
         print("\n".join(change(ROOT, arguments.set)))
         print("now: uv run python tools/notebooks.py --write")
@@ -103,7 +106,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = flags.add_mutually_exclusive_group()
     action.add_argument("--set", metavar="ADDRESS", help="write this address wherever the present one stands")

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Embedded:
-    """What stands below the cells that show something, and the scripts that it needs.
+    """The HTML that stands below the cells that show something, and the scripts that it needs.
 
     Args:
         specs: the widgets, by module.
@@ -47,7 +47,7 @@ class Embedded:
         self.specs, self.static, self.most_views = specs, static, most_views
 
     def __call__(self, module: str, function: str, arguments: Mapping[str, Any]) -> str:
-        """The HTML of one call, "" where nothing is shown."""
+        """Return the HTML of one call, "" where nothing is shown."""
         package, _, name = module.rpartition(".")
         if (package, function) == ("widgets", "show") and name in self.specs:
             return self.widget(name, arguments)
@@ -56,7 +56,7 @@ class Embedded:
         return ""
 
     def widget(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A widget: its first picture, which the script takes the place of."""
+        """Return a widget: its first picture, which the script takes the place of."""
         table = site_widgets.table(self.specs[name], arguments, self.most_views)
         known = "-".join([name, *(f"{key}-{value}" for key, value in arguments.items())])
         path = self.static / "widgets" / f"{known}.js"
@@ -120,7 +120,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--out", type=Path, default=ROOT / "out" / "site", help="folder of the site (default: out/site)")
     return flags

@@ -40,7 +40,7 @@ HEADER = ("The claim", "Who says so", "Measured here", "Verdict")
 
 
 class _Figures(string.Formatter):
-    """Formats a template whose fields are dotted paths into one results file."""
+    """A formatter of templates whose fields are dotted paths into one results file."""
 
     def __init__(self, figures: dict, name: str):
         self.figures, self.name = figures, name
@@ -56,7 +56,9 @@ class _Figures(string.Formatter):
 
 
 def _picked(value: object, part: str) -> object:
-    """The part of that name, or the only row that has all values joined by " + "; None where there is none."""
+    """Return the part of that name, or the only row that has all values joined by " + "; None where
+    there is none.
+    """
     if isinstance(value, dict):
         return value.get(part)
     if not isinstance(value, list):
@@ -66,7 +68,7 @@ def _picked(value: object, part: str) -> object:
 
 
 def read_claims(path: Path = CLAIMS) -> list[dict]:
-    """The rows of claims.toml, each complete and named once."""
+    """Return the rows of claims.toml, each complete and named once."""
     rows = tomllib.loads(path.read_text())["claim"]
     for row in rows:
         if missing := REQUIRED - row.keys():
@@ -78,7 +80,9 @@ def read_claims(path: Path = CLAIMS) -> list[dict]:
 
 
 def results_of(script: str, stem: str = "") -> list[tuple[str, dict]]:
-    """(machine, record) of every committed result of a script, in files of this stem (default: the script's)."""
+    """Return (machine, record) of every committed result of a script, in files of this stem
+    (default: the script's).
+    """
     stem = stem or Path(script).stem
     found = sorted(RESULTS.glob(f"{stem}.*.json"))
     if not found:
@@ -87,7 +91,9 @@ def results_of(script: str, stem: str = "") -> list[tuple[str, dict]]:
 
 
 def measured(row: dict) -> str:
-    """This repository's measurements, one per machine; a figure equal on all machines is given once."""
+    """Format this repository's measurements, one per machine; a figure equal on all machines is
+    given once.
+    """
     texts = {}
     for machine, record in results_of(row["script"], row.get("results", "")):
         figures = _Figures(record["figures"], f"{machine}'s result of {row['script']}")
@@ -99,13 +105,15 @@ def measured(row: dict) -> str:
 
 
 def quoted(results: str, template: str) -> str:
-    """A template filled with the figures of one results file, `<stem>.<machine>`."""
+    """Return a template filled with the figures of one results file, `<stem>.<machine>`."""
     path = RESULTS / f"{results}.json"
     return _Figures(json.loads(path.read_text())["figures"], path.name).format(template)
 
 
 def missing_sentences(path: Path = CLAIMS, lessons: Path = LESSONS) -> list[str]:
-    """The sentences of claims.toml that no page of their lesson has, each with its lesson's number."""
+    """Return the sentences of claims.toml that no page of their lesson has, each with its lesson's
+    number.
+    """
     missing = []
     for row in tomllib.loads(path.read_text()).get("sentence", []):
         words = re.sub(r"(?<=\d)%", " %", quoted(row["results"], row["words"]))
@@ -116,13 +124,13 @@ def missing_sentences(path: Path = CLAIMS, lessons: Path = LESSONS) -> list[str]
 
 
 def claims_table(rows: list[dict]) -> str:
-    """The Markdown table of one lesson's claims."""
+    """Return the Markdown table of one lesson's claims."""
     cells = [(f"“{row['words']}”", row["source"], measured(row), f"**{row['verdict']}.** {row['why']}") for row in rows]
     return markdown_table(HEADER, cells, words=True)
 
 
 def page_with_claims(number: str, lessons: Path = LESSONS) -> Path:
-    """The page of a lesson that has the marks: its text or its notes.
+    """Return the page of a lesson that has the marks: its text or its notes.
 
     Raises:
         MinivllmError: none of them has, or both have.
@@ -135,12 +143,14 @@ def page_with_claims(number: str, lessons: Path = LESSONS) -> Path:
 
 
 def filled(text: str, number: str, rows: list[dict]) -> str:
-    """A page's text with its table put between the markers."""
+    """Return a page's text with its table put between the markers."""
     return put_between_marks(text, f"claims:{number}", claims_table(rows))
 
 
 def published_table() -> str:
-    """The Markdown table of the cost model beside published measurements that it was not calibrated on."""
+    """Return the Markdown table of the cost model beside published measurements that it was not
+    calibrated on.
+    """
     rows = [
         (check.what, check.source, f"{check.measured:.4g}", f"{check.modelled:.4g}", f"{check.error:+.0%}")
         for check in published_checks()

@@ -24,7 +24,7 @@ THEIRS = ("jupyterlab", "ipywidgets")
 
 
 def wanting() -> list[str]:
-    """The requirements of pyproject.toml that this Python does not meet."""
+    """Return the requirements of pyproject.toml that this Python does not meet."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     return [text for text in listed if not _is_met(Requirement(text))]
 

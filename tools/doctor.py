@@ -33,20 +33,20 @@ class Finding:
 
 
 def check_python() -> Finding:
-    """Python and its packages' home."""
+    """Check Python's version and where its packages are."""
     ok = sys.version_info >= (3, 11)
     advice = "use Python 3.11 or newer (uv brings one: uv python install 3.12)"
     return Finding("Python", ok, platform.python_version(), "" if ok else advice)
 
 
 def check_uv() -> Finding:
-    """The tool that installs everything else."""
+    """Return the tool that installs everything else."""
     path = shutil.which("uv")
     return Finding("uv", bool(path), "found" if path else "missing", "" if path else "make setup installs it")
 
 
 def check_packages() -> Finding:
-    """The packages that lessons and engine import."""
+    """Return the packages that lessons and engine import."""
     wanted = ("torch", "transformers", "safetensors", "numpy", "numba", "rich", "matplotlib", "ipywidgets")
     missing = [name for name in wanted if find_spec(name) is None]
     if missing:
@@ -55,7 +55,7 @@ def check_packages() -> Finding:
 
 
 def check_memory() -> Finding:
-    """The test suite and lesson 05 want a few GiB."""
+    """Return the test suite and lesson 05 want a few GiB."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     except (ValueError, OSError, AttributeError):
@@ -65,7 +65,7 @@ def check_memory() -> Finding:
 
 
 def check_disk() -> Finding:
-    """Room for the packages."""
+    """Check that there is room for the packages."""
     free = shutil.disk_usage(ROOT).free / GIB
     enough = free >= 8 or check_packages().ok
     advice = "the packages take 6 GB; make setup-cpu takes about 2"
@@ -73,14 +73,14 @@ def check_disk() -> Finding:
 
 
 def check_model() -> Finding:
-    """The embedded model's weights."""
+    """Return the embedded model's weights."""
     found = EMBEDDED.exists()
     advice = "clone the repository again: it is part of it"
     return Finding("embedded model", found, "found" if found else "missing", "" if found else advice)
 
 
 def check_triton() -> Finding:
-    """Kernels: compiled, interpreted, or not at all."""
+    """Check whether kernels can be compiled, interpreted, or neither."""
     if find_spec("triton") is None:
         advice = "kernels need Linux (or WSL); everything else runs" if sys.platform != "linux" else "make setup"
         return Finding("Triton", None, "missing", advice)
@@ -90,7 +90,7 @@ def check_triton() -> Finding:
 
 
 def check_gpu() -> Finding:
-    """A CUDA device, and what it can do."""
+    """Return a CUDA device, and what it can do."""
     if find_spec("torch") is None:
         return Finding("GPU", None, "unknown", "make setup, then ask again")
     import torch
@@ -105,13 +105,13 @@ def check_gpu() -> Finding:
 
 
 def check_jupyter() -> Finding:
-    """The widgets' home."""
+    """Return the widgets' home."""
     found = find_spec("jupyterlab") is not None
     return Finding("JupyterLab", found, "found" if found else "missing", "" if found else "make setup")
 
 
 def check_browser() -> Finding:
-    """Only the browser test needs it on the PATH."""
+    """Return only the browser test needs it on the PATH."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     advice = "make test leaves the browser test out; apt-get install chromium brings it"
     return Finding("Chromium", True if path else None, "found" if path else "not found", "" if path else advice)

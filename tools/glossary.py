@@ -55,12 +55,12 @@ class Term:
 
     @property
     def anchor(self) -> str:
-        """As GitHub makes it from the heading."""
+        """The anchor that GitHub makes from the heading."""
         return re.sub(r"[^\w\- ]", "", self.name.lower()).replace(" ", "-")
 
 
 def read_glossary(text: str) -> list[Term]:
-    """The entries of the glossary.
+    """Return the entries of the glossary.
 
     Raises:
         MinivllmError: an entry is out of order, stands twice, or names no lesson.
@@ -84,14 +84,16 @@ def _term(name: str, text: str) -> Term:
 
 
 def readable(text: str) -> str:
-    """A page's prose. Bold, and the text of links, stay."""
+    """Return a page's prose. Bold, and the text of links, stay."""
     for pattern in UNREAD:
         text = pattern.sub(lambda match: "\n" if match[0].startswith("\n") else " ", text)
     return text
 
 
 def paragraphs(text: str) -> list[str]:
-    """The paragraphs, list items and table rows below the first section heading, without what nobody reads there."""
+    """Return the paragraphs, list items and table rows below the first section heading, without
+    what nobody reads there.
+    """
     body = text[text.find("\n## ") :] if "\n## " in text else text
     for pattern in UNREAD[:3]:
         body = pattern.sub("\n\n", body)
@@ -99,7 +101,7 @@ def paragraphs(text: str) -> list[str]:
 
 
 def unexplained(text: str, terms: list[Term]) -> Iterator[str]:
-    """A sentence for each term that a lesson uses before it is linked or explained."""
+    """Yield a sentence for each term that a lesson uses before it is linked or explained."""
     parts = paragraphs(text)
     found = [_used(readable(part), terms) for part in parts]
     for term in terms:
@@ -111,7 +113,9 @@ def unexplained(text: str, terms: list[Term]) -> Iterator[str]:
 
 
 def _used(text: str, terms: list[Term]) -> set[str]:
-    """The names of the terms in a text. Where one term's form contains another's, the longer one counts."""
+    """Return the names of the terms in a text. Where one term's form contains another's, the longer
+    one counts.
+    """
     names = {form.lower(): term.name for term in terms for form in term.forms}
     longest_first = "|".join(re.escape(form) for form in sorted(names, key=len, reverse=True))
     one_line = " ".join(text.split())
@@ -136,19 +140,19 @@ def _around(text: str, term: Term) -> str:
 
 
 def dead_anchors(text: str, terms: list[Term]) -> list[str]:
-    """The anchors of glossary links that no entry has."""
+    """Return the anchors of glossary links that no entry has."""
     return sorted(set(GLOSSARY_LINK.findall(text)) - {term.anchor for term in terms})
 
 
 def without_use(terms: list[Term], lessons: Path) -> Iterator[str]:
-    """A sentence for each term that no lesson uses."""
+    """Yield a sentence for each term that no lesson uses."""
     pages = [*lessons.glob("[0-9][0-9]_*.md"), *lessons.glob("notes/*.md")]
     used = {name for page in pages for name in _used(readable(page.read_text()), terms)}
     yield from (f"{GLOSSARY}: no lesson uses {term.name!r}" for term in terms if term.name not in used)
 
 
 def problems_of(number: str, terms: list[Term], lessons: Path) -> Iterator[str]:
-    """What is wrong with the terms of one lesson and its notes."""
+    """Yield what is wrong with the terms of one lesson and its notes."""
     lesson = lesson_page(lessons, number)
     for page in pages_of(lessons, number):
         yield from (
@@ -158,7 +162,7 @@ def problems_of(number: str, terms: list[Term], lessons: Path) -> Iterator[str]:
 
 
 def all_problems(lessons: Path) -> list[str]:
-    """What `--check` prints."""
+    """Return what `--check` prints."""
     terms = read_glossary((lessons / GLOSSARY).read_text())
     numbers = [path.name[:2] for path in sorted(lessons.glob("[0-9][0-9]_*.md"))]
     found = [line for number in numbers if notes_page(lessons, number) for line in problems_of(number, terms, lessons)]
@@ -179,7 +183,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--check", action="store_true", help="fail where a term is not explained")
     flags.add_argument("number", nargs="?", metavar="NN", help="the number of one lesson")

@@ -21,7 +21,7 @@ ELSEWHERE = ("http://", "https://", "mailto:")
 
 
 def tracked_markdown() -> list[Path]:
-    """Every Markdown file that git tracks or would add."""
+    """Return every Markdown file that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -29,12 +29,14 @@ def tracked_markdown() -> list[Path]:
 
 
 def prose(path: Path) -> str:
-    """A file's text without fenced and inline code, where brackets are not links."""
+    """Return a file's text without fenced and inline code, where brackets are not links."""
     return INLINE_CODE.sub("", FENCE.sub("", path.read_text()))
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors that GitHub gives a file's headings: `words`, and `words-1` where the same words stand again."""
+    """Return the anchors that GitHub gives a file's headings: `words`, and `words-1` where the same
+    words stand again.
+    """
     text, seen = FENCE.sub("", path.read_text()), Counter[str]()
     found = set()
     for heading in HEADING.findall(text):
@@ -45,7 +47,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def broken_links(path: Path) -> list[str]:
-    """What is wrong with the links of one file, one line each."""
+    """Return what is wrong with the links of one file, one line each."""
     problems = []
     for target in LINK.findall(prose(path)):
         if target.startswith(ELSEWHERE):

@@ -36,7 +36,7 @@ HEADING = re.compile(r"(\d.*?\. .*|What you saw)")
 
 
 def stem_of(number: str) -> str:
-    """The stem of a lesson's six parts."""
+    """Return the stem of a lesson's six parts."""
     found = sorted((ROOT / "vllm").glob(f"{number}_*.py"))
     if not found:
         raise MinivllmError(f"no lesson {number!r}: say for example 01")
@@ -44,7 +44,9 @@ def stem_of(number: str) -> str:
 
 
 def output_of(command: str, more: list[str]) -> str:
-    """What a command prints, errors included, as on a terminal of `WIDTH` columns; not which files `more` wrote."""
+    """Return what a command prints, errors included, as on a terminal of `WIDTH` columns; not which
+    files `more` wrote.
+    """
     arguments = [sys.executable, *shlex.split(command), *more]
     environment = {**os.environ, "COLUMNS": WIDTH}
     done = subprocess.run(
@@ -56,7 +58,9 @@ def output_of(command: str, more: list[str]) -> str:
 
 
 def part_of(output: str, start: str) -> str:
-    """The section under a heading, or the lines from the one that starts with `start` to the next blank one."""
+    """Return the section under a heading, or the lines from the one that starts with `start` to the
+    next blank one.
+    """
     lines = output.splitlines()
     begin = next((index for index, line in enumerate(lines) if line.startswith(start)), None)
     if begin is None:
@@ -69,7 +73,9 @@ def part_of(output: str, start: str) -> str:
 
 
 def filled(text: str, outputs: dict[str, str]) -> str:
-    """A page's text with every quoted output made anew; commands that `outputs` lacks are run, and put there."""
+    """Return a page's text with every quoted output refreshed. Commands that `outputs` lacks are
+    run and added to it.
+    """
 
     def quote(match: re.Match) -> str:
         command = match["command"].strip()

@@ -145,7 +145,7 @@ class Lesson:
 
     @property
     def notebook(self) -> Path:
-        """Where its notebook belongs."""
+        """The path of its notebook."""
         return self.path.parents[1] / "notebooks" / f"{self.path.stem}.ipynb"
 
 
@@ -174,7 +174,7 @@ def read_lesson(path: Path) -> Lesson:
 
 
 def _opens(line: str) -> int:
-    """The change in <details> nesting depth made by this line."""
+    """Return the change in <details> nesting depth made by this line."""
     return line.count("<details") - line.count("</details>")
 
 
@@ -194,7 +194,7 @@ def _read_fence(opening: str, number: int, lines: Iterator[tuple[int, str]], pla
 
 
 def _words(words: list[str], place: str) -> tuple[str, str | None, dict[str, str]]:
-    """A fence's language, the kind of cell it makes, and its `key=value` options."""
+    """Return a fence's language, the kind of cell it makes, and its `key=value` options."""
     language, rest = (words[0], words[1:]) if words else ("", [])
     kinds = [word for word in rest if word in CELL_KINDS]
     options = dict(word.split("=", 1) for word in rest if word.startswith(("script=", "region=")))
@@ -208,7 +208,8 @@ def _words(words: list[str], place: str) -> tuple[str, str | None, dict[str, str
 
 
 def quote(root: Path, script: str, region: str | None) -> str:
-    """The text of a script's region, or of the whole script, without the marks and without a common indent.
+    """Return the text of a script's region, or of the whole script, without the marks and without a
+    common indent.
 
     Raises:
         MinivllmError: no such file or region; the message lists the regions there are.
@@ -238,7 +239,7 @@ def _region(lines: list[str], name: str, script: str) -> list[str]:
 
 
 def with_fresh_quotes(lesson: Lesson) -> Lesson:
-    """The lesson with every quoted region as the script has it now."""
+    """Return the lesson with every quoted region as the script has it now."""
     root = lesson.path.parents[1]
 
     def fresh(part: str | Fence) -> str | Fence:
@@ -254,7 +255,7 @@ def with_fresh_quotes(lesson: Lesson) -> Lesson:
 
 
 def lesson_text(lesson: Lesson) -> str:
-    """The lesson's Markdown, reassembled."""
+    """Return the lesson's Markdown, reassembled."""
     lines: list[str] = []
     for part in lesson.parts:
         lines += [part] if isinstance(part, str) else [part.opening, *part.body, part.closing]
@@ -262,7 +263,9 @@ def lesson_text(lesson: Lesson) -> str:
 
 
 def notebook_text(lesson: Lesson) -> str:
-    """The notebook's JSON, the same bytes for the same lesson: jupytext makes the cells, the ids follow from them."""
+    """Return the notebook's JSON, the same bytes for the same lesson: jupytext makes the cells, the
+    ids follow from them.
+    """
     notebook = jupytext.reads("\n".join(_jupytext_lines(lesson)), fmt=JUPYTEXT)
     notebook.metadata = KERNEL
     for index, cell in enumerate(notebook.cells):
@@ -274,7 +277,7 @@ def notebook_text(lesson: Lesson) -> str:
 
 
 def _jupytext_lines(lesson: Lesson) -> Iterator[str]:
-    """The lesson as jupytext reads it: code fences are cells, but for those that say NO_CELL."""
+    """Yield the lesson as jupytext reads it: code fences are cells, but for those that say NO_CELL."""
     headings, stem, drawn_live = _heading_ids(lesson), lesson.path.stem, _pictures_of_widgets(lesson.parts)
     yield HOW_TO_GET_HERE.format(stem=stem, mend=MEND, colab=ADDRESS.colab(stem))
     yield f'```python tags=["setup"]\n{SETUP.format(address=ADDRESS.address())}```\n'
@@ -293,7 +296,9 @@ def _jupytext_lines(lesson: Lesson) -> Iterator[str]:
 
 
 def _pictures_of_widgets(parts: Sequence[str | Fence]) -> set[int]:
-    """Which parts are a picture with only blank lines between it and a cell that shows a widget."""
+    """Return which parts are a picture with only blank lines between it and a cell that shows a
+    widget.
+    """
     filled = [index for index, part in enumerate(parts) if part != ""]
     beside = [pair for one, other in pairwise(filled) for pair in ((one, other), (other, one))]
     return {index for index, near in beside if _is_picture(parts[index]) and _shows_widget(parts[near])}
@@ -308,14 +313,14 @@ def _shows_widget(part: str | Fence) -> bool:
 
 
 def _heading_ids(lesson: Lesson) -> dict[str, str]:
-    """Anchors of the lesson's headings: as GitHub makes them (key) and as JupyterLab does (value)."""
+    """Map the anchors of the lesson's headings: GitHub's form to JupyterLab's."""
     prose = (part for part in lesson.parts if isinstance(part, str))
     titles = [re.sub(r"[`*]", "", match[2]).strip() for line in prose if (match := HEADING.match(line))]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-"): title.replace(" ", "-") for title in titles}
 
 
 def _relinked(line: str, headings: dict[str, str]) -> str:
-    """The line with its links as seen from `notebooks/`; code spans are left alone."""
+    """Return the line with its links as seen from `notebooks/`; code spans are left alone."""
 
     def turn(match: re.Match[str]) -> str:
         spans = (span.span() for span in CODE_SPAN.finditer(match.string))
@@ -340,7 +345,7 @@ def _target(target: str, headings: dict[str, str]) -> str:
 
 
 def lessons_in(root: Path, numbers: list[str]) -> list[Path]:
-    """The lessons of these numbers (all where none is given), in order.
+    """Return the lessons of these numbers (all where none is given), in order.
 
     Raises:
         MinivllmError: there is no lesson of some number.
@@ -355,13 +360,15 @@ def lessons_in(root: Path, numbers: list[str]) -> list[Path]:
 
 
 def outputs(path: Path) -> dict[Path, str]:
-    """What `--write` writes for one lesson: the lesson with fresh quotes, and its notebook."""
+    """Return what `--write` writes for one lesson: the lesson with fresh quotes, and its notebook."""
     lesson = with_fresh_quotes(read_lesson(path))
     return {path: lesson_text(lesson), lesson.notebook: notebook_text(lesson)}
 
 
 def index_page(root: Path) -> str:
-    """The list of notebooks: titles and minutes from the lessons, questions from the repository's README."""
+    """Return the list of notebooks: titles and minutes from the lessons, questions from the
+    repository's README.
+    """
     readme = root / "README.md"
     questions = dict(ROW_OF_README.findall(readme.read_text(encoding="utf-8") if readme.is_file() else ""))
     rows = []
@@ -375,7 +382,9 @@ def index_page(root: Path) -> str:
 
 
 def everything(root: Path, numbers: list[str]) -> dict[Path, tuple[str, str]]:
-    """All that is built, for the lessons of these numbers: file to (its text, what to say where it has another)."""
+    """Return all that is built, for the lessons of these numbers: file to (its text, what to say
+    where it has another).
+    """
     built = {}
     for path in lessons_in(root, numbers):
         for target, text in outputs(path).items():
@@ -387,7 +396,9 @@ def everything(root: Path, numbers: list[str]) -> dict[Path, tuple[str, str]]:
 
 
 def drift(root: Path, numbers: list[str]) -> list[str]:
-    """One line for each file that is not what `--write` would write, and for each notebook without a lesson."""
+    """Return one line for each file that differs from what `--write` would write, and for each
+    notebook without a lesson.
+    """
     found = []
     for target, (text, what) in everything(root, numbers).items():
         name = target.relative_to(root).as_posix()
@@ -429,7 +440,7 @@ def execute(path: Path, again: bool = False) -> float:
 
 
 def run_cells(notebook: nbformat.NotebookNode, path: Path) -> float:
-    """`execute` for cells in memory, in the folder of `path`: their outputs are put into them."""
+    """Run a notebook's cells in memory, in the folder of `path`, and store their outputs in them."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
@@ -443,12 +454,11 @@ def run_cells(notebook: nbformat.NotebookNode, path: Path) -> float:
 
 
 def demos(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """The code cells that only show something: not the set-up, the exercise and its checks."""
+    """Return the code cells that only show something: not the set-up, the exercise and its checks."""
     return [cell for cell in notebook.cells if cell.cell_type == "code" and "tags" not in cell.metadata]
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Write, check or execute, as the flags say."""
     numbers: list[str] = arguments.lessons
     if arguments.write:
         _say(write(REPOSITORY, numbers), "{} written", "nothing to write")
@@ -468,7 +478,7 @@ def _say(lines: list[str], form: str, otherwise: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = flags.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="write the notebooks, and quoted code into the lessons")

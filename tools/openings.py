@@ -24,19 +24,19 @@ MEND = "uv run python tools/openings.py --write"
 
 
 def names() -> list[str]:
-    """The folders of `minivllm_lab` that have an opening."""
+    """Return the folders of `minivllm_lab` that have an opening."""
     return sorted(path.parent.name for path in LAB.glob("*/opening.py"))
 
 
 def figure_path(name: str) -> Path:
-    """Where the drawing of one module belongs."""
+    """Return where the drawing of one module belongs."""
     lessons = sorted((ROOT / "lessons").glob(f"[0-9][0-9]_{name}.md"))
     stem = f"{lessons[0].name[:2]}_opening" if lessons else name
     return ROOT / "lessons" / "figures" / f"{stem}.svg"
 
 
 def drawing(name: str) -> str:
-    """The animated SVG of one module.
+    """Return the animated SVG of one module.
 
     Raises:
         MinivllmError: there is no such module, or it has no function `frames()`.
@@ -50,7 +50,9 @@ def drawing(name: str) -> str:
 
 
 def stale(name: str) -> list[str]:
-    """How the file of one module differs from its drawing, a line each. Compared as data, not as bytes."""
+    """Return how the file of one module differs from its drawing, a line each. Compared as data,
+    not as bytes.
+    """
     path = figure_path(name)
     if not path.is_file():
         return [f"{path.name} is missing"]
@@ -59,7 +61,6 @@ def stale(name: str) -> list[str]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Draw, or say what is stale."""
     chosen = arguments.names or names()
     if arguments.check:
         found = [line for name in chosen for line in stale(name)]
@@ -74,7 +75,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = flags.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="draw the figures")

@@ -42,7 +42,7 @@ Embed = Callable[[str, str, Mapping[str, Any]], str]
 
 @dataclass(frozen=True)
 class Pages:
-    """Which files of a repository are pages, and where everything else of it is to be found."""
+    """The files of a repository that are pages, and where everything else of it can be found."""
 
     root: Path
     repository: str
@@ -51,11 +51,11 @@ class Pages:
     """The Markdown files that are pages, as paths from the root."""
 
     def staged(self, name: str) -> str:
-        """Where a page is written, as a path from the top of the site."""
+        """Return where a page is written, as a path from the top of the site."""
         return INDEX if name == "README.md" else name
 
     def target(self, page: str, target: str) -> str:
-        """A link of `page` as the site has it.
+        """Return a link of `page` as the site has it.
 
         Raises:
             MinivllmError: it leads to no file.
@@ -75,7 +75,9 @@ class Pages:
 
 
 def pages_of(root: Path, repository: str) -> Pages:
-    """The pages of a repository: its README, the lessons with what belongs to them, and what explains the engine."""
+    """Return the pages of a repository: its README, the lessons with what belongs to them, and what
+    explains the engine.
+    """
     wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/GLOSSARY.md", "site/exercises.md"]
     wanted += ["lessons/bugs/README.md", "lessons/notes/*.md", "ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
     wanted += ["vllm/models/README.md", "vllm/minivllm/FROM_VLLM.md", "CONTRIBUTING.md", "CHANGELOG.md"]
@@ -97,7 +99,9 @@ def stage(pages: Pages, folder: Path, embed: Embed) -> None:
 
 
 def page_lines(pages: Pages, name: str, embed: Embed) -> list[str]:
-    """A page's Markdown, as the generator reads it. What is live takes the place of its own still picture."""
+    """Return a page's Markdown, as the generator reads it. What is live takes the place of its own
+    still picture.
+    """
     lines: list[str] = []
     diagrams, embedded = 0, False
     for part in read_lesson(pages.root / name).parts:
@@ -134,7 +138,7 @@ def remove_still(lines: list[str], opening: bool) -> bool:
 
 
 def relinked(line: str, turn: Callable[[str], str]) -> str:
-    """The line with `turn` applied to the target of each link; code spans are left alone."""
+    """Return the line with `turn` applied to the target of each link; code spans are left alone."""
 
     def replaced(match: re.Match[str]) -> str:
         spans = (span.span() for span in CODE_SPAN.finditer(match.string))
@@ -148,7 +152,9 @@ def relinked(line: str, turn: Callable[[str], str]) -> str:
 
 
 def calls(cell: Fence) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Calls `imported_module.function(name=literal)` that stand alone in a cell; others are the reader's to run."""
+    """Call `imported_module.function(name=literal)` that stand alone in a cell; others are the
+    reader's to run.
+    """
     modules = {}
     for statement in ast.parse("\n".join(cell.body)).body:
         match statement:
@@ -162,7 +168,7 @@ def calls(cell: Fence) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def diagram(fence: Fence, number: int) -> str:
-    """A Mermaid diagram as SVG in one line.
+    """Return a Mermaid diagram as SVG in one line.
 
     Raises:
         MinivllmError: Mermaid does not understand it.
@@ -180,12 +186,12 @@ def diagram(fence: Fence, number: int) -> str:
 
 
 def one_line(html: str) -> str:
-    """HTML that a blank line would end, as Markdown reads it."""
+    """Remove the blank lines of HTML: in Markdown they would end it."""
     return re.sub(r"\s*\n\s*", " ", html)
 
 
 def contents(pages: Pages) -> str:
-    """The order of all pages, for the side bar and for `previous` and `next`."""
+    """Return the order of all pages, for the side bar and for `previous` and `next`."""
 
     def these(pattern: str) -> list[str]:
         return [name.removesuffix(".md") for name in pages.names if re.fullmatch(pattern, name)]
@@ -212,7 +218,9 @@ def contents(pages: Pages) -> str:
 
 
 def definitions(pages: Pages) -> dict[str, str]:
-    """Anchor of each entry of the glossary -> its words without links, for the hint beside a link to it."""
+    """Map the anchor of each glossary entry to its words without links, for the hint beside a link
+    to it.
+    """
     text = (pages.root / "lessons" / glossary.GLOSSARY).read_text()
     found = {}
     for term, match in zip(glossary.read_glossary(text), glossary.ENTRY.finditer(text), strict=True):

@@ -29,12 +29,13 @@ PIECE = re.compile(r"(?=<)")
 
 
 def specs() -> dict[str, Spec]:
-    """Every widget's specification, by its module."""
+    """Return every widget's specification, by its module."""
     return {name: import_module(f"widgets.{name}").SPEC for name in widgets.names()}
 
 
 def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEWS) -> dict[str, Any]:
-    """All that a page needs to show a widget without a kernel; `tableHost` in `shell.js` reads it.
+    """Return all that a page needs to show a widget without a kernel; `tableHost` in `shell.js`
+    reads it.
 
     Returns:
         described: the texts and knobs; a knob that can be turned has only the values for which there are views; a
@@ -75,7 +76,9 @@ def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEW
 
 
 def choose(spec: Spec, start: Mapping[str, Value], swept: str | None, most_views: int) -> dict[str, list[Value]]:
-    """The knobs that can be turned, each with its values: the swept one first, then those that still fit, in order."""
+    """Return the knobs that can be turned, each with its values: the swept one first, then those
+    that still fit, in order.
+    """
     knobs = spec.flat()
     chosen, views = {}, 1
     for name in sorted(knobs, key=lambda name: name != swept):
@@ -88,7 +91,9 @@ def choose(spec: Spec, start: Mapping[str, Value], swept: str | None, most_views
 
 
 def values_of(knob: Knob, start: Value, needed: list[Any], most: int) -> list[Value]:
-    """The values of a knob. A slider with more than `most` is thinned evenly, but stands where it must."""
+    """Return the values of a knob. A slider with more than `most` is thinned evenly, but stands
+    where it must.
+    """
     if knob.kind == "entry":
         return []
     if knob.kind == "switch":
@@ -105,7 +110,9 @@ def values_of(knob: Knob, start: Value, needed: list[Any], most: int) -> list[Va
 def settings_of(
     spec: Spec, start: Mapping[str, Value], turned: Mapping[str, list[Value]], most_views: int
 ) -> Iterator[dict[str, Value]]:
-    """The knobs of every view: all combinations of those that can be turned, then the presets, swept if that fits."""
+    """Yield the knobs of every view: all combinations of those that can be turned, then the
+    presets, swept if that fits.
+    """
     names = [*turned][::-1]  # the swept one last, so that it changes fastest: sweeps keep what it does not change
     grid = [dict(zip(names, values, strict=True)) for values in itertools.product(*(turned[name] for name in names))]
     yield from ({**start, **values} for values in grid)
@@ -121,7 +128,9 @@ def settings_of(
 
 
 def _described(session: Session, turned: Mapping[str, list[Value]]) -> dict[str, Any]:
-    """The texts and knobs; a slider that can be turned becomes steps over the values for which there are views."""
+    """Return the texts and knobs; a slider that can be turned becomes steps over the values for
+    which there are views.
+    """
     described, knobs = session.described(), session.spec.flat()
     for group in described["groups"]:
         for knob in group["knobs"]:
@@ -133,25 +142,27 @@ def _described(session: Session, turned: Mapping[str, list[Value]]) -> dict[str,
 
 
 def script(name: str, table: Mapping[str, Any]) -> str:
-    """A table as a script, which a page opened from disk may load, while it may not fetch data."""
+    """Return a table as a script, which a page opened from disk may load, while it may not fetch
+    data.
+    """
     return f"(window.widgetTables ??= {{}})[{json.dumps(name)}] = {json.dumps(table, ensure_ascii=False)};\n"
 
 
 def front_end(source: str) -> str:
-    """The shell's module as a plain script: a page opened from disk may not import modules."""
+    """Return the shell's module as a plain script: a page opened from disk may not import modules."""
     body = re.sub(r"^export default ", "const anywidget = ", source, count=1, flags=re.MULTILINE)
     body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
     return f"(() => {{\n{body}\nwindow.lessonWidgets = {{ mount, tableHost }};\n}})();\n"
 
 
 def still(table: Mapping[str, Any]) -> str:
-    """The picture at the start."""
+    """Return the picture at the start."""
     first = next(view for view in table["views"] if view["values"] == table["values"])
     return "".join(table["pieces"][index] for index in first["svg"])
 
 
 def note(table: Mapping[str, Any]) -> str:
-    """A line below the widget: what turns here, and where everything does."""
+    """Return a line below the widget: what turns here, and where everything does."""
     labels = {knob["name"]: knob["label"] for group in table["described"]["groups"] for knob in group["knobs"]}
     turned = ", ".join(f"<em>{escape(labels[name])}</em>" for name in table["turns"])
     return f"Drawn in advance for this page: {turned} can be turned here, and in the notebook all the rest."

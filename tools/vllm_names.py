@@ -55,7 +55,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Mention:
-    """What one passage says of vLLM: paths, and the identifiers beside them."""
+    """A passage's mention of vLLM: paths, and the identifiers beside them."""
 
     where: str
     paths: tuple[str, ...]

@@ -28,19 +28,23 @@ WORD = re.compile(r"\S*[^\W_]\S*")
 
 
 def prose(text: str) -> str:
-    """A page's text without fences, comments, tags, pictures, displayed formulas and the targets of links."""
+    """Return a page's text without fences, comments, tags, pictures, displayed formulas and the
+    targets of links.
+    """
     for what, left in ((FENCE, ""), (COMMENT, ""), (PICTURE, ""), (LINK, r"\1"), (FORMULA, ""), (TAG, "")):
         text = what.sub(left, text)
     return text
 
 
 def count(text: str) -> int:
-    """The words of a page: what stands between blanks and has a letter or a digit."""
+    """Return the words of a page: what stands between blanks and has a letter or a digit."""
     return len(WORD.findall(prose(text)))
 
 
 def by_section(text: str) -> dict[str, int]:
-    """The words under each second-level heading, its own included; what stands before the first is "(before)"."""
+    """Return the words under each second-level heading, its own included; what stands before the
+    first is "(before)".
+    """
     parts = HEADING.split(prose(text))
     sections = {
         "(before)": parts[0],
@@ -62,7 +66,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("number", help="the lesson's number, as in 01")
     return flags

@@ -18,7 +18,8 @@ os.dup2(2, 1)
 
 
 def workload() -> dict:
-    """Model, dtype, device, and the requests as {"prompt": token ids, "output": tokens}; settings of drafts, if any.
+    """Read the work: model, dtype, device, the requests as {"prompt": token ids, "output": tokens},
+    and settings of drafts, if any.
 
     With `lora`, settings of adapters, `adapters` has under each name the folder of each request's adapter, or None.
     """
@@ -26,7 +27,7 @@ def workload() -> dict:
 
 
 def lora_ids(requests: list[dict]) -> list[tuple[int, str] | None]:
-    """For each request the id and folder of its adapter, or None; an adapter keeps its id."""
+    """Return the id and folder of each request's adapter, or None; an adapter keeps its id."""
     folders = [request.get("adapter") for request in requests]
     for folder in folders:
         if folder:
@@ -38,7 +39,9 @@ IDS: dict[str, int] = {}
 
 
 def serve(generate: Callable[[list[dict]], list[list[int]]], **facts: Any) -> None:
-    """Warm up, then answer until standard input ends. `generate` gives the output tokens of each request."""
+    """Warm up, then answer until standard input ends. `generate` returns the output tokens of each
+    request.
+    """
     work = workload()
     requests = work["requests"]
     chosen_by_name = {

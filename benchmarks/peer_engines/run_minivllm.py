@@ -8,7 +8,6 @@ from minivllm.sampling_params import SamplingParams
 
 
 def main() -> None:
-    """Serve."""
     work = workload()
     llm = LLM(
         work["model"],

@@ -9,7 +9,6 @@ PAD = 0
 
 
 def main() -> None:
-    """Serve."""
     work = workload()
     dtype, batch = getattr(torch, work["dtype"]), work["batch"]
     if work["load_format"] == "dummy":
@@ -21,7 +20,9 @@ def main() -> None:
 
     @torch.inference_mode()
     def together(requests: list[dict]) -> list[list[int]]:
-        """One batch, to the end of its longest request; what a request made beyond its own length does not count."""
+        """Generate for one batch up to its longest request; drop what a request generated beyond
+        its own length.
+        """
         longest = max(len(request["prompt"]) for request in requests)
         padding = [longest - len(request["prompt"]) for request in requests]
         rows = [[PAD] * pad + request["prompt"] for pad, request in zip(padding, requests, strict=True)]

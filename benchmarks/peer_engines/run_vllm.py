@@ -15,7 +15,6 @@ from protocol import lora_ids, serve, workload
 
 
 def main() -> None:
-    """Serve."""
     from vllm.lora.request import LoRARequest
 
     import vllm

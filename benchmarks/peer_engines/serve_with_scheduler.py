@@ -20,7 +20,6 @@ POLICIES = {"first": PREFILL_FIRST, "own": SchedulingPolicy(schedule=lambda *ste
 
 
 def main() -> int:
-    """Serves until it is told to end."""
     flags = argparse.ArgumentParser()
     flags.add_argument("scheduler", choices=POLICIES)
     flags.add_argument("command", choices=("serve",))

@@ -25,7 +25,7 @@ from vllm import __version__  # noqa: E402
 
 
 def scheduler_for(work: dict[str, Any], model: Path) -> Scheduler:
-    """vLLM's scheduler with the work's requests."""
+    """Return vLLM's scheduler with the work's requests."""
     scheduler = make_scheduler(work["config"], model)
     for index, prompt in enumerate(work["prompts"]):
         entry = {"id": f"request-{index}", "prompt": prompt, "max_tokens": work["max_tokens"]}
@@ -35,7 +35,7 @@ def scheduler_for(work: dict[str, Any], model: Path) -> Scheduler:
 
 
 def sampled(request_ids: list[str]) -> ModelRunnerOutput:
-    """One token for each request."""
+    """Return a model output with one token for each request."""
     return ModelRunnerOutput(
         req_ids=request_ids,
         req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},

@@ -58,7 +58,7 @@ _TENSOR_CORE = ("UTCHMMA", "HGMMA", "HMMA", "v_mfma")
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Resource usage of one kernel's machine code on one target."""
+    """Resources that one kernel's machine code uses on one target."""
 
     kernel: str
     target: str
@@ -113,14 +113,14 @@ def compile_for(
 
 
 def _python_function(kernel: Any) -> Any:
-    """The function under `triton.jit`, `triton.autotune` and the interpreter's wrapper."""
+    """Return the function under `triton.jit`, `triton.autotune` and the interpreter's wrapper."""
     while not inspect.isfunction(kernel):
         kernel = kernel.fn
     return kernel
 
 
 def _describe(value: Any) -> dict:
-    """One example argument as JSON."""
+    """Return one example argument as JSON."""
     if isinstance(value, str):
         return {"type": value} if re.fullmatch(r"\*?[a-z]+\d+\w*", value) else {"value": value}
     if hasattr(value, "data_ptr"):
@@ -208,12 +208,12 @@ def _find_kernel(request: dict) -> Any:
 
 
 def _specializes(parameter: Any, value: object) -> bool:
-    """Whether a launch is compiled for this very number."""
+    """Return whether a launch is compiled for this very number."""
     return not (parameter.do_not_specialize or isinstance(value, (bool, float)))
 
 
 def _specialize(kernel: Any, arguments: dict) -> tuple[dict, dict, dict]:
-    """(signature, constants, attributes) of a launch with these arguments."""
+    """Return (signature, constants, attributes) of a launch with these arguments."""
     import triton.language as tl
 
     signature, constants, attributes = {}, {}, {}
@@ -261,8 +261,10 @@ def _compile(request: dict) -> dict:
 
 
 def _key(source: Any, target: Any, options: Mapping[str, Any]) -> str:
-    """Triton's own key of a compilation: of the kernel's source and all that it calls, its arguments, options, target,
-    the compiler's files and what it reads from the environment."""
+    """Return Triton's own key of a compilation, which covers the kernel's source and all that it
+    calls, its arguments, options, target, the compiler's files and what it reads from the
+    environment.
+    """
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler.compiler import make_backend
     from triton.runtime.cache import get_cache_key
@@ -275,7 +277,7 @@ def _key(source: Any, target: Any, options: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _read_record(path: str) -> dict[str, dict]:
-    """Triton's key -> the kernel's name, its target and its figures."""
+    """Map Triton's key to the kernel's name, its target and its figures."""
     return json.loads(Path(path).read_text()) if Path(path).is_file() else {}
 
 

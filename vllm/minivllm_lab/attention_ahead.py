@@ -34,7 +34,8 @@ def compile_attention(
     wide_offsets: bool = False,
     single: bool = False,
 ) -> Compiled:
-    """Resource usage of the kernel's machine code on `target`, one of `minivllm_lab.aot.TARGETS`.
+    """Compile attention for `target`, one of `minivllm_lab.aot.TARGETS`, and return the resources
+    that it uses.
 
     `dtype` is the name of q's torch dtype, `kv_dtype` that of the caches if different; `group` query heads share a KV
     head; `sliding_window` 0 means none; `wide_offsets` is for caches of 2**31 elements or more; `single` is for
@@ -62,7 +63,9 @@ def compile_attention(
 
 
 def compile_combine(target: str, *, dtype: str = "bfloat16", head_dim: int = 128, splits: int = 128) -> Compiled:
-    """Resource usage of the kernel that merges `splits` partial results."""
+    """Compile the kernel that merges `splits` partial results, and return the resources that it
+    uses.
+    """
     arguments = {
         "out": POINTERS[dtype], "partial_acc": "*fp32", "partial_stats": "*fp32", "query_start_loc": "*i32",
         "num_seqs": 7, "num_splits": splits, "out_stride": 32 * head_dim, "HEAD_DIM": head_dim,

@@ -16,12 +16,12 @@ AGAIN = 0.05
 
 
 class _Over(BaseException):
-    """The time is over. No `except Exception` of the code that runs catches it."""
+    """Raised when the time is over. No `except Exception` of the code that runs catches it."""
 
 
 @contextmanager
 def bounded(seconds: float, whose: str) -> Iterator[None]:
-    """Ends what runs inside after `seconds` of the processor's time.
+    """End what runs inside after `seconds` of the processor's time.
 
     The main thread is stopped by a signal, any other (JupyterLab's messages to widgets come in one) by a thread beside
     it. Code that waits instead of computing is not stopped, nor a single call into C, before it returns.
@@ -84,12 +84,12 @@ def _by_thread(seconds: float) -> Iterator[None]:
 
 
 def _raise_in(thread: int) -> None:
-    """Raises `_Over` in a thread, as soon as it runs Python; one at a time is on its way."""
+    """Raise `_Over` in a thread, as soon as it runs Python; one at a time is on its way."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Over))
 
 
 def _take_what_is_on_its_way() -> None:
-    """Has this thread's pending exception raised and dropped.
+    """Raise this thread's pending exception now, and drop it.
 
     Were it only withdrawn, the interpreter would go on looking for it, in every thread: all code is slower then, and
     CPython 3.11 stands still under `sys.settrace`.
@@ -103,7 +103,7 @@ def _take_what_is_on_its_way() -> None:
 
 
 def _clock() -> Callable[[], float]:
-    """This thread's time on the processor; the time of day where a system does not tell."""
+    """Return this thread's processor time, or wall-clock time on systems without one."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic
     clock = time.pthread_getcpuclockid(threading.get_ident())

@@ -27,7 +27,7 @@ KINDS = {FullLayer: "full attention", WindowLayer: "sliding windows", StateLayer
 
 
 def find_model(name: str) -> ModelConfig:
-    """A local model, a well-known one, or one from the hub, in this order.
+    """Return a local model, a well-known one, or one from the hub, in this order.
 
     Raises:
         MinivllmError: no such model exists.
@@ -119,7 +119,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The calculator's own flags, named as in vLLM."""
+    """Return the calculator's own flags, named as in vLLM."""
     flags = Parser(
         prog="minivllm_lab.calculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

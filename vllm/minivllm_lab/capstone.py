@@ -36,7 +36,9 @@ PORT = 8000
 
 @dataclass(frozen=True)
 class Server:
-    """One of the servers, or the pair: which exercises are in it, the engine's arguments that they need, adapters."""
+    """One of the servers, or the pair: the exercises in it, the engine arguments that they need,
+    and adapters.
+    """
 
     name: str
     exercises: tuple[str, ...]
@@ -86,7 +88,7 @@ CLIENTS = (
 
 
 def solved(number: str) -> ModuleType | str:
-    """A learner's module, or what is missing in it."""
+    """Return a learner's module, or what is missing in it."""
     module = load(exercise_path(number))
     results = run_checks(module, checks_of(number))
     missing = sum(not result.passed for result in results)
@@ -94,7 +96,7 @@ def solved(number: str) -> ModuleType | str:
 
 
 def parts_of(server: Server, modules: Mapping[str, ModuleType]) -> Parts:
-    """The parts of all modules that are in this server."""
+    """Return the parts of all modules that are in this server."""
     found: dict[str, Callable[..., Any]] = {}
     rules: dict[str, Callable[..., Any]] = {}
     for number in server.exercises:
@@ -128,7 +130,7 @@ def serve_all(modules: Mapping[str, ModuleType]) -> bool:
 
 
 def _load_on(server: Server, parts: Parts) -> Load:
-    """The clients on this server, each adapter asked for by some of them."""
+    """Return the clients on this server, each adapter asked for by some of them."""
     wanted = [None, *server.adapters]
     clients = [replace(one, model=wanted[number % len(wanted)]) for number, one in enumerate(CLIENTS)]
     modules = [f"{name}={ADAPTERS_FOLDER / name}" for name in server.adapters]
@@ -136,7 +138,9 @@ def _load_on(server: Server, parts: Parts) -> Load:
 
 
 def serve_pair(modules: Mapping[str, ModuleType]) -> tuple[Served, Served]:
-    """Prompts through two engines with the learner's connector, and through one engine of ours."""
+    """Return prompts through two engines with the learner's connector, and through one engine of
+    ours.
+    """
     plug = plug_of("08")
     assert plug is not None
     plugged = plug(modules["08"])
@@ -144,7 +148,7 @@ def serve_pair(modules: Mapping[str, ModuleType]) -> tuple[Served, Served]:
 
 
 def difference_of(yours: Load, ours: Load) -> str | None:
-    """What is not the same, in a few words."""
+    """Return what is not the same, in a few words."""
     mine, other = ([(answer.token_ids, answer.text) for answer in load.answers] for load in (yours, ours))
     if difference := _difference_of_answers(mine, other):
         return difference
@@ -155,7 +159,7 @@ def difference_of(yours: Load, ours: Load) -> str | None:
 
 
 def difference_in_row(yours: Served, ours: Served) -> str | None:
-    """As `difference_of`, of two engines in a row and of one."""
+    """Compare two engines in a row with a single one, as `difference_of` does."""
     mine, other = (list(zip(one.token_ids, one.texts, strict=True)) for one in (yours, ours))
     wrong = [f"{name}: {value}" for name, value in yours.equal.items() if value != ours.equal[name]]
     return _difference_of_answers(mine, other) or next(iter(wrong), None)
@@ -190,7 +194,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def serve_here(modules: Mapping[str, ModuleType], port: int) -> None:
-    """`minivllm serve` on the embedded model, with the parts of the first server, until Ctrl-C."""
+    """Run `minivllm serve` on the embedded model, with the parts of the first server, until Ctrl-C."""
     from minivllm.engine.arg_utils import EngineArgs
     from minivllm.entrypoints.openai.chat_template import PLAIN
     from minivllm.entrypoints.openai.launcher import serve
@@ -212,7 +216,7 @@ def _parts(number: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `python -m minivllm_lab.capstone`."""
+    """Return the command line of `python -m minivllm_lab.capstone`."""
     flags = Parser(prog="capstone", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--serve", action="store_true", help="then serve with the parts of the first server")
     flags.add_argument("--port", type=int, default=PORT, help="where to serve (default: 8000)")

@@ -19,7 +19,7 @@ FIGURE_KINDS = (".png", ".svg")
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
-    """An argparse type: an integer from `least` to `most` (None: without an upper limit)."""
+    """Return an argparse type: an integer from `least` to `most` (None: without an upper limit)."""
     limits = f"at least {least}" if most is None else f"from {least} to {most}"
 
     def parse(text: str) -> int:
@@ -43,22 +43,22 @@ seed = whole_number(0, 2**32 - 1)
 
 
 def figure_file(text: str) -> str:
-    """An argparse type: the name of a figure to write."""
+    """Return an argparse type: the name of a figure to write."""
     if not text.endswith(FIGURE_KINDS):
         raise argparse.ArgumentTypeError(f"a figure's name ends in {' or '.join(FIGURE_KINDS)}, got {text!r}")
     return text
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors in one line and exits with code 2."""
+    """An argument parser that reports errors in one line and exits with code 2."""
 
     def error(self, message: str):
-        """Called by argparse when the command line is invalid."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def lesson_parser(doc: str, model: Path) -> argparse.ArgumentParser:
-    """A parser with the common flags; --help shows `doc`, the script's docstring. Add the lesson's own knobs to it.
+    """Return a parser with the common flags; --help shows `doc`, the script's docstring. Add the
+    lesson's own knobs to it.
 
     `model` is the directory of the model that the lesson runs unless `--model` names another one.
     """
@@ -98,7 +98,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
 
 
 def log_warnings_only() -> None:
-    """From now on, here and in processes started later, unless the environment sets a level."""
+    """Log warnings only, here and in processes started later, unless the environment sets a level."""
     if LEVEL_VARIABLE not in os.environ:
         os.environ[LEVEL_VARIABLE] = "WARNING"  # for subprocesses
         init_logger("minivllm").setLevel("WARNING")  # for this process: configured when the engine was imported
@@ -106,7 +106,7 @@ def log_warnings_only() -> None:
 
 @contextmanager
 def _warnings_only() -> Iterator[None]:
-    """Start-up lines would clutter the tables."""
+    """Hide start-up messages inside the block: they would clutter the tables."""
     if LEVEL_VARIABLE in os.environ:
         yield
         return

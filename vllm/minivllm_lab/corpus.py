@@ -21,7 +21,9 @@ SKIPPED = {"site-packages", "__pycache__", "encodings", "pydoc_data", "bad_codin
 
 
 def corpus_files() -> list[Path]:
-    """The standard library's Python files, in a fixed order; tables of numbers and dumped documentation left out."""
+    """Return the standard library's Python files, in a fixed order; tables of numbers and dumped
+    documentation left out.
+    """
     found: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         folders[:] = [name for name in folders if name not in SKIPPED]  # the walk goes into what is left here
@@ -30,12 +32,14 @@ def corpus_files() -> list[Path]:
 
 
 def is_held_out(path: Path) -> bool:
-    """Depends only on the file's name, so it does not change when other files are added or removed."""
+    """Return whether a file is held out. The answer depends only on its name, so it stays the same
+    when others come or go.
+    """
     return int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 
 
 def read_texts(paths: list[Path]) -> list[str]:
-    """File contents; files that are not UTF-8 are dropped."""
+    """Return the files' contents; files that are not UTF-8 are dropped."""
     texts = []
     for path in paths:
         try:
@@ -46,12 +50,12 @@ def read_texts(paths: list[Path]) -> list[str]:
 
 
 def held_out_texts() -> list[str]:
-    """Contents of the files that no embedded model was trained on."""
+    """Return the contents of the files that no embedded model was trained on."""
     return read_texts([path for path in corpus_files() if is_held_out(path)])
 
 
 def first_passages(texts: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:
-    """The first `length` tokens of `count` texts that have as many.
+    """Return the first `length` tokens of `count` texts that have as many.
 
     Where there are fewer such texts, the second `length` tokens of each come after them, then the third, and so on.
 

@@ -34,7 +34,7 @@ class DeviceRates:
 
     @property
     def fastest(self) -> str:
-        """The dtype in which the matrix product is fastest."""
+        """The dtype in which matmuls are fastest."""
         return max(self.flops, key=self.flops.__getitem__)
 
 
@@ -54,7 +54,7 @@ def measure_device(device: torch.device, dtypes: tuple[str, ...] = ("float32",),
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, reads plus writes, of copying a tensor larger than any cache."""
+    """Return bytes per second, reads plus writes, of copying a tensor larger than any cache."""
     import torch
 
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.int8, device=device)
@@ -63,7 +63,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def matmul_rate(device: torch.device, dtype: str, quick: bool = False) -> float:
-    """Operations per second of a square matrix product."""
+    """Return operations per second of a square matrix product."""
     import torch
 
     n = MATRIX[device.type] // (4 if quick else 1)
@@ -72,7 +72,7 @@ def matmul_rate(device: torch.device, dtype: str, quick: bool = False) -> float:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of memory of the device."""
+    """Return bytes of memory of the device."""
     import torch
 
     if device.type == "cuda":

@@ -33,7 +33,9 @@ PIECES = 5
 
 
 def fixed_work() -> None:
-    """About 5 ms of arithmetic on one core, long enough to be interrupted by other busy processes."""
+    """Do about 5 ms of arithmetic on one core, long enough to be interrupted by other busy
+    processes.
+    """
     total = 0
     for number in range(150_000):
         total += number & 7
@@ -48,7 +50,7 @@ class Disturbance:
     slowdown: float
 
     def __str__(self) -> str:
-        """The signs over their limits, in words; empty if there are none."""
+        """Return the signs over their limits, in words; empty if there are none."""
         found = []
         if self.waited > WAITED_LIMIT:
             found.append(f"its threads waited {self.waited:.0%} of the time for a core")
@@ -60,7 +62,7 @@ class Disturbance:
 
 
 class Control:
-    """Watches parts of a script. Its sources of readings can be replaced for tests."""
+    """A watch over parts of a script. Its sources of readings can be replaced for tests."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class Control:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Context manager for a part that measures. Adds about 50 ms."""
+        """Watch a part that measures. Adds about 50 ms."""
         first = self._read()
         threads, stolen, start = self.threads(), self.stolen(), self.clock()
         yield
@@ -89,7 +91,7 @@ class Control:
         self.parts.append((seconds, beside if self.loads_cores else whole, stolen))
 
     def figures(self) -> Disturbance:
-        """The disturbance over all parts together."""
+        """Return the disturbance over all parts together."""
         seconds = sum(part[0] for part in self.parts) or math.inf
         of_threads = CpuTimes(sum(part[1].ran for part in self.parts), sum(part[1].waited for part in self.parts))
         slowdown = max(self.readings) / min(self.readings) if self.readings else 1.0
@@ -97,15 +99,15 @@ class Control:
         return Disturbance(of_threads.waited_share, stolen, slowdown)
 
     def disturbance(self) -> str:
-        """What disturbed the parts, in words for `closing`; empty if nothing did."""
+        """Return what disturbed the parts, in words for `closing`; empty if nothing did."""
         return str(self.figures())
 
     def record(self) -> dict[str, float]:
-        """The same for a results file."""
+        """Return the same for a results file."""
         return {name: round(value, 3) for name, value in asdict(self.figures()).items()}
 
     def _read(self) -> CpuTimes:
-        """Times the fixed work; returns the times of the threads meanwhile."""
+        """Time the fixed work; return the times of the threads meanwhile."""
         pieces, threads = [], self.threads()
         for _ in range(PIECES):
             start = self.clock()

@@ -23,7 +23,8 @@ QUIET, AFTER, UNCOUNTED = 16, 24, 8
 
 @dataclass
 class Disturbed:
-    """Times are seconds of `time.perf_counter()`.
+    """The moments at which chats and long prompts got their tokens, in seconds of
+    `time.perf_counter()`.
 
     - `chats`: when each chat's tokens came. `firsts`: seconds to first token of each long prompt.
     - `scheduled`: tokens by request of each step.
@@ -35,18 +36,18 @@ class Disturbed:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between two tokens of a chat, of all chats."""
+        """The gaps between two tokens of a chat, of all chats, in seconds."""
         return [later - earlier for times in self.chats for earlier, later in pairwise(times)]
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
-    """Token ids that share no prefix with those of another seed."""
+    """Return token ids that share no prefix with those of another seed."""
     draw = random.Random(seed)
     return [draw.randrange(300, 4000) for _ in range(length)]
 
 
 def disturb(core: EngineCore, prompt_tokens: int, prompts: int, chats: int = 4, chat_prompt: int = 32) -> Disturbed:
-    """Serves the chats, and so many long prompts one after another, each answered by one token."""
+    """Serve the chats, and `prompts` long prompts one after another, each answered by one token."""
     _warm_up(core, (prompt_tokens, chat_prompt))
     found = Disturbed([[] for _ in range(chats)], [], [])
     times = dict(zip((f"chat {index}" for index in range(chats)), found.chats, strict=True))

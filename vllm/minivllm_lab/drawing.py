@@ -26,7 +26,9 @@ Point = tuple[float, float]
 
 
 def svg(width: float, height: float, *elements: str, label: str = "") -> str:
-    """A white card of this size with `elements` on it, later ones on top; a screen reader says `label`."""
+    """Return a white card of this size with `elements` on it, later ones on top; a screen reader
+    says `label`.
+    """
     size = f'width="{number(width)}" height="{number(height)}" viewBox="0 0 {number(width)} {number(height)}"'
     card = '<rect width="100%" height="100%" rx="8" fill="#FFFFFF"/>'
     return (
@@ -51,7 +53,9 @@ def rect(
     mono: bool = False,
     size: float = BODY,
 ) -> str:
-    """A rectangle with its top left corner at (x, y); `label` is written in its middle, black or white by `fill`."""
+    """Return a rectangle with its top left corner at (x, y); `label` is written in its middle,
+    black or white by `fill`.
+    """
     style = attributes(fill=fill, stroke=stroke, stroke_width=stroke_width, stroke_dasharray=dash, fill_opacity=opacity)
     shape = f"<rect{attributes(x=x, y=y, width=width, height=height, rx=radius or None)}{style}/>"
     if not label:
@@ -72,7 +76,9 @@ def text(
     bold: bool = False,
     mono: bool = False,
 ) -> str:
-    """One line of text with its baseline at y; at x is its `anchor`: start, middle or end. Blanks are kept."""
+    """Return one line of text with its baseline at y and its `anchor` (start, middle or end) at x.
+    Blanks are kept.
+    """
     style = attributes(font_size=size, fill=colour, text_anchor=None if anchor == "start" else anchor)
     style += attributes(font_weight=600 if bold else None, font_family=MONO if mono else None)
     kept = ' xml:space="preserve"' if "  " in content or content != content.strip() else ""
@@ -80,7 +86,7 @@ def text(
 
 
 def paragraph(x: float, y: float, content: str, width: float, *, size: float = BODY, colour: str = INK) -> str:
-    """Text wrapped into lines no wider than `width`; the first baseline is at y."""
+    """Return text wrapped into lines no wider than `width`; the first baseline is at y."""
     lines = enumerate(wrapped(content, width, size))
     return "".join(text(x, y + index * size * 1.4, line, size=size, colour=colour) for index, line in lines)
 
@@ -88,7 +94,7 @@ def paragraph(x: float, y: float, content: str, width: float, *, size: float = B
 def line(
     start: Point, end: Point, colour: str = QUIET, *, width: float = 1.5, dash: str | None = None, opacity: float = 1
 ) -> str:
-    """A straight line."""
+    """Return a straight line."""
     shape = attributes(x1=start[0], y1=start[1], x2=end[0], y2=end[1])
     style = attributes(stroke=colour, stroke_width=width, stroke_dasharray=dash)
     return f"<line{shape}{style}{attributes(stroke_opacity=None if opacity == 1 else opacity)}/>"
@@ -97,7 +103,7 @@ def line(
 def arrow(
     start: Point, end: Point, colour: str = QUIET, *, width: float = 1.5, dash: str | None = None, head: float = 7
 ) -> str:
-    """A straight line with a head of `head` pixels at `end`."""
+    """Return a straight line with a head of `head` pixels at `end`."""
     turn = math.atan2(end[1] - start[1], end[0] - start[0])
     base = (end[0] - head * math.cos(turn), end[1] - head * math.sin(turn))
     side = (head * 0.45 * math.sin(turn), -head * 0.45 * math.cos(turn))
@@ -116,7 +122,8 @@ def block(
     stroke: str = "#80868B",
     name: str = "",
 ) -> str:
-    """A block of the KV cache: a slot beside another, each `width` wide with its token's piece of text (None: empty).
+    """Return a block of the KV cache: a slot beside another, each `width` wide with its token's
+    piece of text (None: empty).
 
     `fill` is one colour for the slots that hold a token, or one for each slot. `name` is written above the block.
     """
@@ -132,7 +139,7 @@ def block(
 
 
 def _piece(x: float, y: float, width: float, height: float, content: str, fill: str) -> str:
-    """Text in the middle of a slot; as large as fits, from 13 down to 11 pixels."""
+    """Return text in the middle of a slot; as large as fits, from 13 down to 11 pixels."""
     size = max(11.0, min(float(BODY), (width - 4) / max(len(content), 1) / 0.61))
     return text(
         x + width / 2, y + height / 2 + 4.5, content, size=size, colour=ink_on(fill), anchor="middle", mono=True
@@ -140,13 +147,13 @@ def _piece(x: float, y: float, width: float, height: float, content: str, fill: 
 
 
 def tint(colour: str, share: float = 0.25) -> str:
-    """A pale form of `#RRGGBB`: `share` of it on white, so that black text can stand on it."""
+    """Return a pale form of `#RRGGBB`: `share` of it on white, so that black text can stand on it."""
     channels = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round(255 + (channel - 255) * share):02X}" for channel in channels)
 
 
 def wrapped(content: str, width: float, size: float = BODY) -> list[str]:
-    """The words of `content` in lines no wider than `width`."""
+    """Return the words of `content` in lines no wider than `width`."""
     lines: list[str] = []
     for word in content.split():
         if lines and text_width(f"{lines[-1]} {word}", size) <= width:
@@ -157,17 +164,17 @@ def wrapped(content: str, width: float, size: float = BODY) -> list[str]:
 
 
 def number(value: float) -> str:
-    """A coordinate with at most two decimals."""
+    """Return a coordinate with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def points(corners: Iterable[Point]) -> str:
-    """The coordinates of a polygon or a line, as SVG writes them."""
+    """Return the coordinates of a polygon or a line, as SVG writes them."""
     return " ".join(f"{number(x)},{number(y)}" for x, y in corners)
 
 
 def attributes(**values: float | str | None) -> str:
-    """Attributes of an element, None left out; `stroke_width` becomes `stroke-width`."""
+    """Return an element's attributes, None left out; `stroke_width` becomes `stroke-width`."""
     named: Mapping[str, float | str] = {
         name.replace("_", "-"): value for name, value in values.items() if value is not None
     }
@@ -175,12 +182,14 @@ def attributes(**values: float | str | None) -> str:
 
 
 def text_width(content: str, size: float = BODY) -> float:
-    """Roughly how many pixels wide a text is: enough to decide whether a label fits."""
+    """Return roughly how many pixels wide a text is: enough to decide whether a label fits."""
     return size * sum(_glyph_width(glyph) for glyph in content)
 
 
 def _glyph_width(glyph: str) -> float:
-    """In parts of the font size, after DejaVu Sans: the widest of the fonts that FONT may turn out to be."""
+    """Return a glyph's width as a fraction of the font size, after DejaVu Sans, the widest font
+    that FONT may resolve to.
+    """
     if glyph in "iljtfrI.,:;|'()[] !/":
         return 0.36
     if glyph in "mwMW%@":
@@ -189,13 +198,15 @@ def _glyph_width(glyph: str) -> float:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever reads better on `colour` (#RRGGBB): the higher contrast ratio of WCAG 2."""
+    """Return black or white, whichever has the higher WCAG 2 contrast ratio on `colour` (#RRGGBB)."""
     light = luminance(colour) + 0.05
     return "#000000" if light / 0.05 > 1.05 / light else "#FFFFFF"
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of `#RRGGBB`, from 0 (black) to 1 (white), as WCAG 2 defines it."""
+    """Return the relative luminance of `#RRGGBB`, from 0 (black) to 1 (white), as WCAG 2 defines
+    it.
+    """
     channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

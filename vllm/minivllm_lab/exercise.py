@@ -54,7 +54,7 @@ class CheckResult:
 
     @property
     def name(self) -> str:
-        """The check's, in words."""
+        """The name of the check in words."""
         return self.function.removeprefix("check_").replace("_", " ")
 
     @property
@@ -64,12 +64,12 @@ class CheckResult:
 
     @property
     def is_stretch(self) -> bool:
-        """Whether it asks for more than the engine needs."""
+        """Whether the check requires more than the engine needs."""
         return self.statement.startswith("Stretch:")
 
 
 def exercise_path(number: str | int) -> Path:
-    """The stub of a lesson's exercise; `number` is 1, "1" or "01".
+    """Return the stub of a lesson's exercise; `number` is 1, "1" or "01".
 
     Raises:
         MinivllmError: no such exercise; the message lists the existing ones.
@@ -95,7 +95,7 @@ def load(path: str | Path) -> ModuleType:
 
 
 def module_from(source: str, path: Path) -> ModuleType:
-    """A module made of `source`; `path` names it and need not be a file.
+    """Return a module made of `source`; `path` names it and need not be a file.
 
     Raises:
         MinivllmError: running the source fails; the message names the line.
@@ -116,13 +116,13 @@ def module_from(source: str, path: Path) -> ModuleType:
 
 
 def checks_of(number: str | int) -> list[Check]:
-    """The checks of a lesson's exercise, in source order."""
+    """Return the checks of a lesson's exercise, in source order."""
     module = load(_numbered(EXERCISES / "checks", number))
     return [check for name, check in vars(module).items() if name.startswith("check_") and inspect.isfunction(check)]
 
 
 def plug_of(number: str | int) -> Callable[[ModuleType], Plugged] | None:
-    """How a lesson's exercise takes its place in the engine; None if it does not."""
+    """Return how a lesson's exercise takes its place in the engine; None if it does not."""
     return getattr(load(_numbered(EXERCISES / "checks", number)), "plug", None)
 
 
@@ -143,7 +143,9 @@ def run_checks(module: ModuleType, checks: Iterable[Check]) -> list[CheckResult]
 
 
 def check_here(number: str | int, module: ModuleType) -> None:
-    """In a notebook: check the module of an exercise (`mine`). Prints what is missing, never raises."""
+    """Check the module of an exercise (`mine`) in a notebook: print what is missing, and never
+    raise.
+    """
     try:
         show_and_run(number, module, f"Exercise {number}")
     except MinivllmError as error:
@@ -189,7 +191,9 @@ def unready_parts(number: str | int, module: ModuleType, results: Iterable[Check
 
 
 def parts_taken(number: str | int, module: ModuleType) -> list[str]:
-    """The functions and classes of an exercise that the engine runs with: what `plug` takes, and what that calls."""
+    """Return the functions and classes of an exercise that the engine runs with: what `plug` takes,
+    and what that calls.
+    """
     return sorted(_parts_behind("plug", number, module))
 
 
@@ -218,7 +222,7 @@ def _to_write(number: str | int) -> list[str]:
 
 
 def _source(module: ModuleType) -> str:
-    """A module's source as it is now, "" for one that has none."""
+    """Return a module's source as it is now, "" for one that has none."""
     filename = getattr(module, "__file__", None) or ""
     linecache.checkcache(filename)
     return "".join(linecache.getlines(filename))
@@ -256,7 +260,7 @@ def _run_check(module: ModuleType, check: Check) -> CheckResult:
 
 
 def _problem(error: BaseException, module: ModuleType) -> str:
-    """What is missing, in one line."""
+    """Return what is missing, in one line."""
     if isinstance(error, AttributeError) and error.obj is module:
         return f"there is no {error.name!r} yet"
     if isinstance(error, NotImplementedError):
@@ -270,7 +274,9 @@ def _problem(error: BaseException, module: ModuleType) -> str:
 
 
 def _described(error: BaseException, files: set[str]) -> str:
-    """The error, and the innermost line of the learner's own `files` that led to it (or of any file, if none did)."""
+    """Return the error, and the innermost line of the learner's own `files` that led to it (or of
+    any file, if none did).
+    """
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -300,7 +306,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `python -m minivllm_lab.exercise`."""
+    """Return the command line of `python -m minivllm_lab.exercise`."""
     flags = Parser(prog="exercise", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("number", help="the lesson's number, such as 01")
     flags.add_argument("--file", metavar="FILE", help="check this file (default: the lesson's stub)")

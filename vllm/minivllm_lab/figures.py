@@ -33,7 +33,8 @@ STYLE: Any = {  # matplotlib types the names of its settings as literals
 
 @contextmanager
 def panels(path: str | Path, columns: int, width: float = 4.2, height: float = 3.6) -> Iterator[list]:
-    """Yields `columns` axes side by side, each `width` inches wide; on exit the figure is written to `path`.
+    """Yield `columns` axes side by side, each `width` inches wide; on exit the figure is written to
+    `path`.
 
     The extension, .svg or .png, selects the format. The file holds no date, but the description holds the plotted data
     as JSON, so that drawings of the same data can be recognized whatever version of matplotlib made them.
@@ -53,7 +54,9 @@ def panels(path: str | Path, columns: int, width: float = 4.2, height: float = 3
 
 
 def shown_on(axes: Any) -> dict[str, Any]:
-    """The contents of one panel as plain data: its text, lines and bars, numbers to four digits."""
+    """Return the contents of one panel as plain data: its text, lines and bars, numbers to four
+    digits.
+    """
     words = [axes.get_title("left"), axes.get_xlabel(), axes.get_ylabel(), *(text.get_text() for text in axes.texts)]
     names = [label.get_text() for axis in (axes.xaxis, axes.yaxis) for label in _own_labels(axis)]
     lines = [[_rounded(line.get_xdata(False)), _rounded(line.get_ydata(False))] for line in axes.lines]
@@ -64,7 +67,9 @@ def shown_on(axes: Any) -> dict[str, Any]:
 
 
 def _own_labels(axis: Any) -> list[Any]:
-    """The tick labels set by the drawing; matplotlib chooses all others, which vary by its version."""
+    """Return the tick labels set by the drawing; matplotlib chooses all others, which vary by its
+    version.
+    """
     from matplotlib.category import StrCategoryLocator
     from matplotlib.ticker import FixedLocator
 

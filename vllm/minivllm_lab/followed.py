@@ -86,7 +86,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Row:
-    """One request's part in a step: a row of the batch.
+    """A request's part in a step: a row of the batch.
 
     - `num_computed_tokens`: tokens that the cache held before the step; `positions`, `tokens`, `slots`: of the tokens
       that this step computes. Slot s is place s % block size of block s // block size.
@@ -113,7 +113,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its rows in scheduling order, and what became of queues and blocks.
+    """A step: its rows in scheduling order, and what became of queues and blocks.
 
     - `waiting`: requests still in the queue after scheduling; `finished`: those that ended with this step.
     - `query_start_loc`: where each row's tokens begin in the flat batch, and where the last one's end.
@@ -130,13 +130,15 @@ class Step:
     cached_blocks: dict[int, str]
 
     def row(self, request: str = NAME) -> Row | None:
-        """A request's row, or None if it has none in this step."""
+        """Return a request's row, or None if it has none in this step."""
         return next((row for row in self.rows if row.request == request), None)
 
 
 @dataclass(frozen=True)
 class Followed:
-    """A scene: the requests by name, and all steps. Block 0 is the null block, which holds nobody's tokens."""
+    """A scene: the requests by name, and all steps. Block 0 is the null block, which never holds
+    tokens.
+    """
 
     requests: dict[str, Served]
     steps: tuple[Step, ...]
@@ -152,7 +154,7 @@ class Followed:
 
 @cache
 def followed(scene: str = "alone") -> Followed:
-    """Serves the requests of a scene and records every step.
+    """Serve the requests of a scene and record every step.
 
     Raises:
         MinivllmError: there is no such scene.
@@ -165,7 +167,7 @@ def followed(scene: str = "alone") -> Followed:
 
 @contextmanager
 def without_info() -> Iterator[None]:
-    """Where the memory of this engine goes is of no interest to whoever looks at a picture."""
+    """Silence the engine's start-up messages, which would distract from a picture."""
     root = init_logger("minivllm")
     level = root.level
     root.setLevel(max(level, logging.WARNING))
@@ -186,7 +188,7 @@ class _Recorder:
         self.steps: list[Step] = []
 
     def run(self) -> Followed:
-        """Every step until all requests have arrived and ended."""
+        """Return every step until all requests have arrived and ended."""
         while self.arrivals or self.core.has_unfinished_requests():
             self._admit_arrivals()
             self._step()

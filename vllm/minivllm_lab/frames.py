@@ -40,11 +40,12 @@ class Frames:
         return len(self.stills)
 
     def still(self, index: int) -> str:
-        """The SVG of one step; -1 is the last."""
+        """Return the SVG of one step; -1 is the last."""
         return self.stills[index]
 
     def animated(self, seconds: float = 2.0) -> str:
-        """One SVG that shows each still for `seconds`, the last one for twice as long, and begins again.
+        """Return one SVG that shows each still for `seconds`, the last one for twice as long, in a
+        loop.
 
         It needs no script. The last still is shown by viewers that do not animate, and to readers who asked for reduced
         motion.
@@ -62,7 +63,9 @@ class Frames:
         )
 
     def html(self) -> str:
-        """The steps with buttons, for a notebook: no kernel and no script is needed to move through them."""
+        """Return the steps with buttons, for a notebook: no kernel and no script is needed to move
+        through them.
+        """
         name = f"{self._name()}-{uuid.uuid4().hex[:8]}"  # the same figure may stand on a page twice
         inputs = "".join(self._radio(name, index) for index in range(len(self)))
         steps = "".join(self._step(name, index) for index in range(len(self)))
@@ -72,7 +75,9 @@ class Frames:
         return {"text/html": self.html(), "image/svg+xml": self.animated(), "text/plain": f"{len(self)} steps"}
 
     def _name(self) -> str:
-        """A name for the styles: they hold for a whole page, on which other figures may stand."""
+        """Return a name for the styles: they hold for a whole page, on which other figures may
+        stand.
+        """
         return "f" + hashlib.sha256("\n".join(self.captions).encode()).hexdigest()[:8]
 
     def _motion(self, name: str, seconds: float) -> str:
@@ -99,7 +104,9 @@ class Frames:
         return f'<g class="{name}"{attributes(visibility=shown)}>{self.stills[index]}{"".join(words)}{count}</g>'
 
     def _radio(self, name: str, index: int) -> str:
-        """One of the inputs that hold which step is shown. The arrow keys move between them, as in any radio group."""
+        """Return one of the radio inputs that hold which step is shown; the arrow keys move between
+        them.
+        """
         checked = " checked" if index == 0 else ""
         label = escape(f"Step {index + 1} of {len(self)}: {self.captions[index]}")
         return (

@@ -27,7 +27,7 @@ HOME = str(Path(__file__).resolve().parents[1])
 
 @dataclass
 class Ask:
-    """A request's body, and when it is sent, in seconds from the beginning; only an open load looks at that."""
+    """A request's body, and in an open load the second at which it is sent."""
 
     body: dict[str, Any]
     at: float = 0.0
@@ -35,7 +35,8 @@ class Ask:
 
 @dataclass
 class Answer:
-    """When a request was due, sent, and answered piece by piece: seconds of `time.monotonic()`, one clock a machine.
+    """The moments at which a request was due, sent, and answered piece by piece, in seconds of
+    `time.monotonic()`, which all processes share.
 
     A closed load's request is due when it is sent. `failed` says what went wrong; an answer that failed has no times
     to go by. `token_ids` are there if the body has `return_token_ids`.
@@ -55,7 +56,7 @@ class Answer:
 
     @property
     def latency(self) -> float:
-        """From when the request was due to its last event."""
+        """Seconds from when the request was due to its last event."""
         return self.events[-1] - self.due
 
     @property
@@ -64,23 +65,26 @@ class Answer:
         return [later - earlier for earlier, later in zip(self.events, self.events[1:], strict=False)]
 
     def tpot(self, tokens: int) -> float:
-        """Time per output token after the first."""
+        """Return time per output token after the first."""
         return (self.events[-1] - self.events[0]) / max(1, tokens - 1)
 
 
 def start_load(port: int, asks: Sequence[Ask], clients: int | None = None, path: str = "/") -> subprocess.Popen[str]:
-    """The client's process, at work. `clients`: how many ask at once, closed; None: open, by the times of the asks."""
+    """Return the client's process, at work. `clients`: how many ask at once, closed; None: open, by
+    the times of the asks.
+    """
     return _start({"port": port, "path": path, "clients": clients, "asks": [asdict(ask) for ask in asks]})
 
 
 def load_beside(
     port: int, chats: Sequence[Ask], asks: Sequence[Ask], path: str = "/", quiet: int = 16, burst: int = 1
 ) -> tuple[list[Answer], list[Answer]]:
-    """Chats run all the time, and the others come one after another, each when the chats had `quiet` events alone.
+    """Run chats all the time, and the other requests one after another, each after the chats had
+    `quiet` events undisturbed.
 
-    Or `burst` of them come at once, and the next when all of these are answered. The chats leave when the last one has
-    been answered and they had so many events more: theirs must be longer. Returns the answers of both. Raises as
-    `answers_of`.
+    Or `burst` of them come at once, and the next when all of these are answered. The chats leave
+    when the last one has been answered and each has had `quiet` events more, so their answers must
+    be longer. Returns the answers of both. Raises as `answers_of`.
     """
     work = {"port": port, "path": path, "chats": [asdict(one) for one in chats], "asks": [asdict(ask) for ask in asks]}
     answers = answers_of(_start({**work, "quiet": quiet, "burst": burst}))
@@ -97,7 +101,7 @@ def _start(work: dict[str, Any]) -> subprocess.Popen[str]:
 
 
 def answers_of(process: subprocess.Popen[str]) -> list[Answer]:
-    """What a started client found; waits for its end.
+    """Return what a started client found; waits for its end.
 
     Raises:
         MinivllmError: a request was refused or cut off.
@@ -115,14 +119,16 @@ def load(port: int, asks: Sequence[Ask], clients: int | None = None, path: str =
 
 
 def post(path: str, body: dict[str, Any]) -> bytes:
-    """The bytes of a request on a connection of its own."""
+    """Return the bytes of a request on a connection of its own."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"
     return "\r\n".join((*head, f"Content-Length: {len(content)}", "", "")).encode() + content
 
 
 async def ask(port: int, path: str, body: dict[str, Any], due: float, answer: Answer | None = None) -> Answer:
-    """One request on a connection of its own. `answer` is filled as events come, so that others can look on."""
+    """Send one request on a connection of its own. `answer` is filled as events come, so that
+    others can read along.
+    """
     content, keeps = post(path, body), body.get("return_token_ids")
     answer = answer or Answer(due, due)
     answer.sent = time.monotonic()
@@ -147,20 +153,22 @@ async def ask(port: int, path: str, body: dict[str, Any], due: float, answer: An
 
 
 def _refusal(said: bytes) -> str:
-    """What a server says that does not answer with 200, in one line: its status and its body."""
+    """Return what a server says that does not answer with 200, in one line: its status and its
+    body.
+    """
     head, _, body = said.decode(errors="replace").partition("\r\n\r\n")
     status = head.splitlines()[0].partition(" ")[2] if head else "no answer"
     return " ".join(f"{status}: {body}".split()) if body else status
 
 
 def token_ids_of(line: bytes) -> list[int]:
-    """The tokens of an event of a stream; it may have none."""
+    """Return the tokens of an event of a stream; it may have none."""
     choices = json.loads(line.removeprefix(b"data: ")).get("choices")
     return (choices and choices[0].get("token_ids")) or []
 
 
 async def closed(work: dict[str, Any]) -> list[Answer]:
-    """So many clients, each of which asks again when it is answered."""
+    """Run a closed load: each client sends its next request when the previous one is answered."""
     asks, answers = iter(work["asks"]), []
 
     async def client() -> None:
@@ -172,7 +180,7 @@ async def closed(work: dict[str, Any]) -> list[Answer]:
 
 
 async def opened(work: dict[str, Any]) -> list[Answer]:
-    """Each request at its time, whether the others are answered or not."""
+    """Return each request at its time, whether the others are answered or not."""
     begin = time.monotonic()
 
     async def one(due: float, body: dict[str, Any]) -> Answer:
@@ -183,7 +191,9 @@ async def opened(work: dict[str, Any]) -> list[Answer]:
 
 
 async def beside(work: dict[str, Any]) -> list[Answer]:
-    """Each burst of requests when those before it are answered and all chats have gone on; then the chats leave."""
+    """Return each burst of requests when those before it are answered and all chats have gone on;
+    then the chats leave.
+    """
     port, path, now = work["port"], work["path"], time.monotonic()
     chats, answers = [Answer(now, now) for _ in work["chats"]], []
     running = [
@@ -201,7 +211,7 @@ async def beside(work: dict[str, Any]) -> list[Answer]:
 
 
 async def gone_on(chats: Sequence[Answer], running: Sequence[asyncio.Task[Answer]], events: int) -> None:
-    """Until each chat has got so many events more, or one has ended, which fails it: it was to go on."""
+    """Wait until each chat has `events` more events. Raise if one ends before."""
     wanted = [len(chat.events) + events for chat in chats]
     while any(len(chat.events) < count for chat, count in zip(chats, wanted, strict=True)):
         for chat, task in zip(chats, running, strict=True):
@@ -212,7 +222,7 @@ async def gone_on(chats: Sequence[Answer], running: Sequence[asyncio.Task[Answer
 
 
 def main() -> None:
-    """Do the work on standard input."""
+    """Read the work from standard input, do it, and write the answers to standard output."""
     work = json.loads(sys.stdin.readline())
     if "chats" in work:
         answers = asyncio.run(beside(work))

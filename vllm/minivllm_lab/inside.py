@@ -13,7 +13,7 @@ from minivllm.worker.model_runner import ModelRunner
 
 
 def core_of(engine: LLM | LLMEngine) -> EngineCore:
-    """The core of an engine.
+    """Return the core of an engine.
 
     Raises:
         MinivllmError: it runs in another process.
@@ -25,7 +25,7 @@ def core_of(engine: LLM | LLMEngine) -> EngineCore:
 
 
 def runner_of(engine: LLM | LLMEngine | EngineCore) -> ModelRunner:
-    """The model runner of an engine, or of its core.
+    """Return the model runner of an engine, or of its core.
 
     Raises:
         MinivllmError: it runs in another process, as with several ranks.

@@ -32,7 +32,9 @@ Program = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Access:
-    """One load, store or atomic of one program: which elements of which argument, by number in row-major order."""
+    """A load, store or atomic of one program: which elements of which argument, by number in
+    row-major order.
+    """
 
     kind: str
     program: Program
@@ -43,7 +45,8 @@ class Access:
 
 @dataclass
 class Traffic:
-    """Bytes that went between the programs and memory. An element counts once for each load or store that has it.
+    """Bytes that went between the programs and memory. An element counts once for each load or
+    store that touches it.
 
     `bytes_read_once` and `bytes_written_once` count it once for the whole launch: what would be moved at the least.
     """
@@ -78,7 +81,7 @@ def trace_kernel(
     reached: Mapping[str, torch.Tensor] | None = None,
     **constants: Any,
 ) -> KernelTrace:
-    """Runs `kernel[grid](*args, **constants)` in the interpreter and returns what it read and wrote.
+    """Run `kernel[grid](*args, **constants)` in the interpreter and return what it read and wrote.
 
     `reached`: tensors that the kernel finds by addresses in a table, by the names they get in the trace. They stay
     where they are, contiguous or not.
@@ -126,7 +129,7 @@ def _run(kernel: Any, grid: Program, args: list[Any], constants: dict[str, Any])
 
 
 class _Tensor:
-    """An argument of the kernel, and where its elements lie."""
+    """An argument of the kernel, and the addresses of its elements."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name, self.shape, self.itemsize = name, tuple(tensor.shape), tensor.element_size()
@@ -140,7 +143,7 @@ class _Tensor:
             self._addresses = self.begin + offsets[self._numbers] * self.itemsize
 
     def elements(self, addresses: np.ndarray) -> np.ndarray:
-        """[n] addresses to numbers of elements in row-major order, -1 for those outside."""
+        """Map addresses [n] to element numbers in row-major order, -1 for those outside."""
         if self.contiguous:
             numbers, rest = np.divmod(addresses - self.begin, self.itemsize)
             return np.where((numbers >= 0) & (numbers < self.count) & (rest == 0), numbers, -1)
@@ -148,25 +151,26 @@ class _Tensor:
         return np.where(self._addresses[places] == addresses, self._numbers[places], -1)
 
     def distance(self, address: int) -> int:
-        """Bytes from its first or last element to an address outside."""
+        """Return bytes from its first or last element to an address outside."""
         end = self.begin + self.count * self.itemsize
         return max(self.begin - address, address - end, 0)
 
     def outside(self, address: int) -> str:
-        """An address near it, in words."""
+        """Return an address near it, in words."""
         if not self.contiguous:
             return f"memory beside the elements of {self.name}, a view of shape {list(self.shape)}"
         number = (address - self.begin) // self.itemsize
         return f"element {number:,} of {self.name}, which has {self.count:,} {list(self.shape)}"
 
     def element(self, number: int) -> str:
-        """An element as one writes it in Python: keys[3, 0]."""
+        """Return an element as one writes it in Python: keys[3, 0]."""
         return f"{self.name}[{', '.join(map(str, np.unravel_index(number, self.shape)))}]" if self.shape else self.name
 
 
 @contextmanager
 def _moved(given: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[_Tensor]]]:
-    """The arguments with each tensor in memory of its own; afterwards the tensors get what was written there.
+    """Yield the arguments with each tensor in memory of its own; afterwards copy back what was
+    written.
 
     Tensors whose memory overlaps stay together, as they lie.
     """
@@ -193,7 +197,7 @@ def _moved(given: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[_Ten
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int, list[str]]]:
-    """(first byte, one past the last, names) of each group of tensors that share memory."""
+    """Yield (first byte, one past the last, names) of each group of tensors that share memory."""
     spans = sorted((tensor.data_ptr(), _end(tensor), name) for name, tensor in tensors.items() if tensor.numel())
     group: tuple[int, int, list[str]] | None = None
     for begin, end, name in spans:
@@ -216,7 +220,9 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 class _Recorder:
-    """Stands between the interpreter and memory: notes every access, and lets only those inside an argument through."""
+    """A layer between the interpreter and memory that notes every access and lets only those inside
+    an argument through.
+    """
 
     def __init__(self, tensors: list[_Tensor], grid: Program) -> None:
         self.tensors, self.grid = tensors, grid
@@ -226,7 +232,9 @@ class _Recorder:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Replaces the four operations that touch memory; all others of the interpreter come down to these."""
+        """Replace the four operations that touch memory; all others of the interpreter come down to
+        these.
+        """
         from triton.runtime.interpreter import interpreter_builder
 
         self.builder = builder = cast(Any, interpreter_builder)
@@ -264,7 +272,7 @@ class _Recorder:
         return tuple(self.builder.grid_idx[: len(self.grid)])
 
     def _noted(self, kind: str, ptrs: Any, mask: Any) -> Any:
-        """Notes an access; returns its mask without what lies outside."""
+        """Note an access; return its mask without what lies outside."""
         import triton.language as tl
         from triton.runtime.interpreter import TensorHandle
 
@@ -293,7 +301,7 @@ class _Recorder:
         self.outside[kind, nearest.name].append(words)
 
     def _note_torn(self, ptrs: Any, value: Any, mask: Any) -> None:
-        """Notes a store that writes different values into one element: which of them stays is open."""
+        """Note a store that writes different values into one element: which of them stays is open."""
         pointers = np.asarray(ptrs.data)[mask.data].astype(np.int64)
         if len(np.unique(pointers)) == len(pointers):
             return
@@ -311,7 +319,7 @@ class _Recorder:
             self.torn.setdefault(tensor.name, words)
 
     def trace(self) -> KernelTrace:
-        """What was noted."""
+        """Return what was noted."""
         arguments = {tensor.name: self._traffic(tensor) for tensor in self.tensors}
         totals = {
             name: sum(getattr(traffic, name) for traffic in arguments.values())
@@ -334,7 +342,9 @@ class _Recorder:
         return Traffic(_bytes(read), _bytes_once(read), _bytes(written), _bytes_once(written))
 
     def _races(self, tensor: _Tensor) -> Iterator[str]:
-        """Elements of one argument that two programs touch, at least one of them writing; two atomics are no race."""
+        """Yield the elements of one argument that two programs touch, at least one of them writing;
+        two atomics are no race.
+        """
         plain, atomic, read = (self._touched(tensor, kind) for kind in (STORE, ATOMIC, LOAD))
         written = np.concatenate([plain, atomic])
         yield from self._clashes(tensor, plain, plain, "programs {} and {} both write {}")
@@ -342,7 +352,7 @@ class _Recorder:
         yield from self._clashes(tensor, read, written, "program {} reads what program {} writes: {}")
 
     def _touched(self, tensor: _Tensor, kind: str) -> np.ndarray:
-        """[n, 2]: each (element, program) pair once."""
+        """Return each (element, program) pair once, [n, 2]."""
         pairs = [
             np.stack([access.elements, np.full(len(access.elements), self._number(access.program))], axis=1)
             for access in self._of(tensor, kind)
@@ -350,7 +360,7 @@ class _Recorder:
         return np.unique(np.concatenate(pairs), axis=0) if pairs else np.zeros((0, 2), np.int64)
 
     def _clashes(self, tensor: _Tensor, ones: np.ndarray, others: np.ndarray, what: str) -> Iterator[str]:
-        """One sentence if an element of `ones` is touched in `others` by another program."""
+        """Yield one sentence if an element of `ones` is touched in `others` by another program."""
         if not len(ones) or not len(others):
             return
         others = others[np.lexsort((others[:, 1], others[:, 0]))]
@@ -375,7 +385,9 @@ class _Recorder:
         return tuple(int(index) for index in np.unravel_index(number, self.grid))
 
     def _sentences(self) -> list[str]:
-        """One sentence for each argument and kind of access that went outside: the first, and how many came after."""
+        """Return one sentence for each argument and kind of access that went outside: the first,
+        and how many came after.
+        """
         return [
             words[0] + (f"; {len(words) - 1:,} such accesses follow" if len(words) > 1 else "")
             for words in self.outside.values()
@@ -383,7 +395,9 @@ class _Recorder:
 
 
 def _undefined(ptrs: Any) -> Any:
-    """NaN for what a load masks and names no `other` for: a GPU may put anything there. None for integers, so 0."""
+    """Return NaN for what a load masks without naming `other`, since a GPU may put anything there;
+    None for integers, so 0.
+    """
     from triton.runtime.interpreter import TensorHandle
 
     element = ptrs.get_element_ty()
@@ -404,5 +418,5 @@ def _bytes_once(accesses: list[Access]) -> int:
 
 
 def _name(program: Program) -> str:
-    """A program as one writes it: 3, or (3, 0) on a grid of two dimensions."""
+    """Return a program as one writes it: 3, or (3, 0) on a grid of two dimensions."""
     return str(program[0]) if len(program) == 1 else str(program)

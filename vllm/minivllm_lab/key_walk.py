@@ -32,7 +32,8 @@ def attend_blocks(
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The same for keys that lie in blocks: key t in place t % BLOCK_SIZE of block `table[t // BLOCK_SIZE]`.
+    """Attend as `attend_keys` does over keys that lie in blocks: key t is at t % BLOCK_SIZE of
+    block `table[t // BLOCK_SIZE]`.
 
     k_cache, v_cache [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]; `table` points at the request's row of int32 numbers.
     """
@@ -52,7 +53,9 @@ def attend_blocks(
 
 @triton.jit
 def add_keys(peak, total, result, query, k, v, seen, scale):
-    """One tile of keys into the online softmax: (peak, total, weighted sum) after it. `seen` [rows, keys] is a mask."""
+    """Add one tile of keys to the online softmax and return its new (peak, total, weighted sum).
+    `seen` [rows, keys] is a mask.
+    """
     scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(seen, scores, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))

@@ -6,7 +6,7 @@ from minivllm.errors import MinivllmError
 
 
 def put_between_marks(page: str, name: str, text: str) -> str:
-    """The page with the content between its marks replaced by `text`.
+    """Return the page with the content between its marks replaced by `text`.
 
     Raises:
         MinivllmError: the page does not have each mark once, in this order.
@@ -19,7 +19,7 @@ def put_between_marks(page: str, name: str, text: str) -> str:
 
 
 def lesson_page(lessons: Path, number: str) -> Path:
-    """`lessons/NN_*.md`; `number` is "1" or "01".
+    """Return `lessons/NN_*.md`; `number` is "1" or "01".
 
     Raises:
         MinivllmError: there is no such lesson; the message lists those there are.
@@ -32,12 +32,12 @@ def lesson_page(lessons: Path, number: str) -> Path:
 
 
 def notes_page(lessons: Path, number: str) -> Path | None:
-    """`lessons/notes/NN_*.md`: what a lesson says further on a page of its own; None if it has no such page."""
+    """Return `lessons/notes/NN_*.md`, a lesson's page of further detail, or None if it has none."""
     path = lessons / "notes" / lesson_page(lessons, number).name
     return path if path.is_file() else None
 
 
 def pages_of(lessons: Path, number: str) -> list[Path]:
-    """The pages of a lesson: its text, and its notes where it has any."""
+    """Return the pages of a lesson: its text, and its notes where it has any."""
     notes = notes_page(lessons, number)
     return [lesson_page(lessons, number), *([notes] if notes else [])]

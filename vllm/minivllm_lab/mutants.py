@@ -45,7 +45,7 @@ def load_mutant(path: Path, mutant: Mutant) -> ModuleType:
 
 
 def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
-    """The script's source with the mutant's change, in the form that `ast.unparse` gives it."""
+    """Return the script's source with the mutant's change, in the form that `ast.unparse` gives it."""
     where, old, new = mutant
     tree, sound = _tree(source), _unparsed(source)
     pattern, replacement = _parsed(old, new)
@@ -64,19 +64,21 @@ def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
 
 @functools.lru_cache(maxsize=8)
 def _tree(source: str) -> ast.Module:
-    """The syntax of a file, parsed once for all its mutants: each leaves it as it was."""
+    """Return the syntax of a file, parsed once for all its mutants: each leaves it as it was."""
     return ast.parse(source)
 
 
 @functools.lru_cache(maxsize=8)
 def _unparsed(source: str) -> tuple[str, ...]:
-    """The statements of a file, which most mutants leave as they are: to unparse them is most of the work."""
+    """Return the statements of a file, which most mutants leave as they are: to unparse them is
+    most of the work.
+    """
     return tuple(map(ast.unparse, _tree(source).body))
 
 
 @functools.lru_cache(maxsize=128)
 def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
-    """The source with the mutant's change and no other: every other line stays as it is.
+    """Return the source with the mutant's change and no other: every other line stays as it is.
 
     The replacement stands there as the mutant spells it, so it should keep to the file's style. Where it takes
     statements away, the comment above them goes too: it would give the missing line away.
@@ -101,7 +103,7 @@ def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
 
 @functools.lru_cache(maxsize=128)
 def changed_lines(before: str, after: str) -> tuple[int, ...]:
-    """The numbers of the lines of `after` that `before` has not, from 1.
+    """Return the numbers of the lines of `after` that `before` has not, from 1.
 
     Where lines were only taken away, those on both sides of the gap.
     """
@@ -114,7 +116,7 @@ def changed_lines(before: str, after: str) -> tuple[int, ...]:
 
 
 def function_lines(source: str, name: str) -> range:
-    """The line numbers of a function (`f`, `Class.method`), with its decorators.
+    """Return the line numbers of a function (`f`, `Class.method`), with its decorators.
 
     Raises:
         MinivllmError: it is not there exactly once.
@@ -125,7 +127,7 @@ def function_lines(source: str, name: str) -> range:
 
 
 def _spliced(source: str, pieces: list, text: str) -> str:
-    """The source with `text` in place of the nodes `pieces`, which stand in a row."""
+    """Return the source with `text` in place of the nodes `pieces`, which stand in a row."""
     lines = source.splitlines(keepends=True)
     first, last = pieces[0], pieces[-1]
     line = lines[first.lineno - 1].encode()
@@ -149,7 +151,7 @@ def _text_of(source: str, hole: ast.AST | list[ast.stmt]) -> str:
 
 
 def _with_holes_filled(new: str, texts: list[str]) -> str:
-    """`new` with the text of each of its `...`, in order."""
+    """Fill each `...` of `new` with the texts, in order."""
     holes = [node for node in ast.walk(ast.parse(new)) if isinstance(node, ast.Constant) and _is_hole(node)]
     lines = new.splitlines()
     in_order = sorted(holes, key=lambda node: (node.lineno, node.col_offset))
@@ -167,7 +169,7 @@ def _only(found: list, what: str, where: str):
 
 
 def _functions(node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """The functions that `name` leads to, through the classes and functions around them."""
+    """Yield the functions that `name` leads to, through the classes and functions around them."""
     first, _, rest = name.partition(".")
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -178,7 +180,7 @@ def _functions(node: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _parsed(old: str, new: str) -> tuple[Piece, Piece]:
-    """Both as expressions where both are one, else both as statements."""
+    """Return both as expressions where both are one, else both as statements."""
     first, second = ast.parse(old).body, ast.parse(new).body
     if all(len(body) == 1 and isinstance(body[0], ast.Expr) for body in (first, second)):
         return first[0].value, second[0].value  # type: ignore[attr-defined]
@@ -186,7 +188,7 @@ def _parsed(old: str, new: str) -> tuple[Piece, Piece]:
 
 
 def _places(function: ast.AST, piece: Piece) -> Iterator[tuple[Place, list]]:
-    """Where in the function the piece stands, and what its `...` stand for there."""
+    """Yield where in the function the piece stands, and what its `...` stand for there."""
     for node in ast.walk(function):
         for field, value in ast.iter_fields(node):
             for at, found in _candidates(value, piece):
@@ -205,7 +207,9 @@ def _candidates(value: object, piece: Piece) -> Iterator[tuple[slice | int | Non
 
 
 def _same(piece: object, found: object, holes: list) -> bool:
-    """Whether the two are the same syntax; what each `...` of the piece stands for is added to `holes`."""
+    """Return whether the two are the same syntax; what each `...` of the piece stands for is added
+    to `holes`.
+    """
     if _is_hole(piece) and isinstance(found, ast.expr):
         holes.append(found)
         return True
@@ -227,7 +231,7 @@ def _is_hole(node: object) -> bool:
 
 
 def _filled(piece: Piece, holes: list) -> Piece:
-    """The replacement with each `...` as what the pattern's stood for."""
+    """Return the replacement with each `...` as what the pattern's stood for."""
     left = iter(copy.deepcopy(holes))
 
     class Fill(ast.NodeTransformer):
@@ -244,7 +248,7 @@ def _filled(piece: Piece, holes: list) -> Piece:
 
 @contextmanager
 def _replaced(place: Place, piece: Piece) -> Iterator[None]:
-    """A `with` block in which the piece stands at that place."""
+    """Put the piece in that place for the length of a `with` block."""
     node, field, at = place
     before = getattr(node, field)
     after: Any = piece

@@ -28,15 +28,18 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 class CellSyntaxError(Exception):
-    """The code of an exercise's cell is no Python. (IPython shows a SyntaxError with more frames than the reader's.)"""
+    """The code of an exercise's cell is not valid Python. (IPython shows a SyntaxError with more
+    frames than the reader's.)
+    """
 
 
 class _Cell(ModuleType):
-    """What the cell of an exercise defines."""
+    """The names that the cell of an exercise defines."""
 
 
 def begin() -> None:
-    """The first cell of each notebook: `%%exercise` can be used, and the packages that take long are loaded.
+    """Prepare a notebook in its first cell: define `%%exercise` and load the packages that take
+    long.
 
     The engine logs warnings only, which the page shows in red.
     """
@@ -49,7 +52,8 @@ def begin() -> None:
 
 
 def written(*parts: Any) -> bool:
-    """Whether these functions or classes of an exercise are written, with all of the cell that they use.
+    """Return whether these functions or classes of an exercise are written, with all of the cell
+    that they use.
 
     Prints what is missing: each function that still raises NotImplementedError, with what its stub says.
     """
@@ -60,7 +64,9 @@ def written(*parts: Any) -> bool:
 
 
 def _exercise(line: str, cell: str) -> None:
-    """%%exercise NAME: run the cell in a module of its own, which the notebook knows as NAME (`mine`, if left out)."""
+    """Run the cell in a module of its own, which the notebook knows as the magic's NAME (`mine`, if
+    left out).
+    """
     shell, name = get_ipython(), line.strip() or MODULE
     assert shell is not None
     before = sys.modules.get(name)
@@ -90,7 +96,7 @@ def _exercise(line: str, cell: str) -> None:
 
 
 def _give_back(name: str, before: ModuleType | None) -> None:
-    """What `name` stood for, where the cell that was to take its place has failed."""
+    """Restore what `name` stood for, where the cell that was to redefine it has failed."""
     if before is None:
         del sys.modules[name]
     else:
@@ -107,7 +113,9 @@ def _run(code: str, filename: str, module: ModuleType) -> None:
 
 
 def _shown_as(lines: list[str], error: Exception) -> Exception:
-    """The error, which IPython shows as these lines: without the frames of the magic, from the reader's own on."""
+    """Return the error, which IPython shows as these lines: without the frames of the magic, from
+    the reader's own on.
+    """
     error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
     return error
 
@@ -119,7 +127,9 @@ def _from_the_cell_on(trace: TracebackType | None, filename: str) -> TracebackTy
 
 
 def _unwritten(part: Any) -> list[str]:
-    """A line for each function that raises NotImplementedError among `part` and what it uses of its module."""
+    """Return a line for each function that raises NotImplementedError among `part` and what it uses
+    of its module.
+    """
     lines = linecache.getlines(sys.modules[part.__module__].__file__ or "")
     body = ast.parse("".join(lines)).body
     defined = {node.name: node for node in body if isinstance(node, Definition)}
@@ -135,7 +145,7 @@ def _unwritten(part: Any) -> list[str]:
 
 
 def _stubs(node: Definition, name: str) -> list[str]:
-    """`name: what the stub says`, for a function or for each method of a class."""
+    """Describe a function, or each method of a class, as `name: what the stub says`."""
     found = []
     for statement in node.body:
         if isinstance(node, ast.ClassDef) and isinstance(statement, ast.FunctionDef):

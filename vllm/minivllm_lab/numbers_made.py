@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 
 def numbers_made(act: Callable[[], object]) -> int:
-    """Numbers of all tensors that `act` makes; views of what is there cost nothing.
+    """Return numbers of all tensors that `act` makes; views of what is there cost nothing.
 
     Raises:
         AssertionError: it leaves torch for numpy, where nothing can be counted.
@@ -23,14 +23,13 @@ def numbers_made(act: Callable[[], object]) -> int:
 
 
 class _Made(TorchDispatchMode):
-    """Adds up the results of all operations whose memory is not that of an argument."""
+    """A counter of the results of all operations whose memory is not that of an argument."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation."""
         made = func(*args, **(kwargs or {}))
         known = {x.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)}
         new = (x for x in tree_flatten(made)[0] if isinstance(x, torch.Tensor))

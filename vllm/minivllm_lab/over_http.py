@@ -36,9 +36,9 @@ SMALL_BUFFER = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """One client: what it asks for, and how it behaves.
+    """A client: what it requests, and how it behaves.
 
-    - `leaves_after`: it closes its connection after so many events; an answer that is no stream is never waited for.
+    - `leaves_after`: it closes its connection after this many events; an answer that is no stream is never waited for.
     - `reads_late`: it reads nothing before the engine has nothing left to do.
     - `model`: the adapter that it asks for; None: the model itself.
     """
@@ -52,7 +52,7 @@ class Client:
     reads_late: bool = False
 
     def body(self) -> dict[str, Any]:
-        """What it posts to /v1/completions."""
+        """Return what it posts to /v1/completions."""
         asked = {"prompt": self.prompt, "max_tokens": self.max_tokens, "stop": list(self.stop), "temperature": 0}
         asked |= {"model": self.model} if self.model else {}
         return {**asked, "stream": self.stream, "ignore_eos": True, "return_token_ids": True}
@@ -60,7 +60,7 @@ class Client:
 
 @dataclass
 class Answer:
-    """What a client got: the text, its tokens, in how many events."""
+    """An answer as a client got it: the text, its tokens, and the number of events."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass
 class Load:
-    """The answers in the order of the clients, and what the server says of itself afterwards."""
+    """The answers in the order of the clients, and the server's metrics afterwards."""
 
     answers: list[Answer]
     num_aborted: int
@@ -81,7 +81,7 @@ class Load:
 def serve_load(clients: Sequence[Client], parts: Parts, lora_modules: Sequence[str] = (), **engine_args: Any) -> Load:
     """Serve these clients, all at once, on the embedded model, with these adapters (name=path).
 
-    If fewer requests were aborted than clients have left, all are served anew, `TRIES` times at most.
+    If fewer requests were aborted than clients have left, all are served again, `TRIES` times at most.
 
     Raises:
         MinivllmError: an answer was an error, or never came.
@@ -97,7 +97,7 @@ def serve_load(clients: Sequence[Client], parts: Parts, lora_modules: Sequence[s
 def _load_once(
     clients: Sequence[Client], parts: Parts, lora_modules: Sequence[str], engine_args: dict[str, Any]
 ) -> Load:
-    """As `serve_load`, once: in a thread with a loop of its own."""
+    """Serve the load once, in a thread with an event loop of its own."""
     ended: list[Load | BaseException] = []
 
     def run() -> None:
@@ -138,11 +138,11 @@ async def _serve_load(
 
 @asynccontextmanager
 async def _serving(engine: AsyncLLM, args: EngineArgs, lora_modules: Sequence[str] = ()) -> AsyncIterator[int]:
-    """The server in this loop; yields its port."""
+    """Run the server in this event loop; yield its port."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Narrow(H11Protocol):
-        """Keeps no bytes for a reader who is slow."""
+        """A connection that buffers nothing for a slow reader."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             transport.set_write_buffer_limits(high=0)
@@ -167,7 +167,7 @@ async def _serving(engine: AsyncLLM, args: EngineArgs, lora_modules: Sequence[st
 
 
 async def _idle(engine: AsyncLLM, seconds: float = 20.0) -> None:
-    """Waits until the core has nothing to do, at most so long."""
+    """Wait until the core has nothing to do, at most so long."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     while loop.time() < end and (engine.has_unfinished_requests() or engine.stats.num_running_reqs):
@@ -175,7 +175,7 @@ async def _idle(engine: AsyncLLM, seconds: float = 20.0) -> None:
 
 
 async def _answer_of(client: Client, port: int, engine: AsyncLLM) -> Answer:
-    """What this client gets.
+    """Return what this client gets.
 
     Raises:
         MinivllmError: an error, or half an answer.
@@ -205,7 +205,7 @@ async def _answer_of(client: Client, port: int, engine: AsyncLLM) -> Answer:
 
 
 def _read(client: Client, received: bytes, answer: Answer) -> None:
-    """Takes an answer's bytes apart."""
+    """Take an answer's bytes apart."""
     lines = received.decode().splitlines()
     status = lines[0].split()[1] if lines else "none"
     found = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]

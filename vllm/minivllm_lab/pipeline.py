@@ -1,4 +1,4 @@
-"""How full a pipeline is: when each stage computed, with so many steps in flight.
+"""How full a pipeline is: when each stage computed, by the number of steps in flight.
 
     one, two = (record_pipeline(core_of(llm), lambda: llm.generate(prompts, params), batches) for batches in (1, 2))
     print(one.fullness, two.fullness, *two.timeline(), sep="\\n")
@@ -30,18 +30,19 @@ class PipelineRecord:
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return self._end - self._start
 
     @property
     def fullness(self) -> float:
-        """Fraction of the stages that was at work, on average over the time: 0 to 1."""
+        """The fraction of the stages that was busy, averaged over the time: 0 to 1."""
         busy = sum(end - start for spans in self.spans for start, end in spans)
         return busy / (self.seconds * len(self.spans))
 
     def timeline(self, columns: int = 60) -> list[str]:
-        """A line for each stage: the number of the step, from 0 to 9 and again, that it computed most of each column's
-        time; a dot where it rested."""
+        """Return a line for each stage: the number of the step, from 0 to 9 and again, that it
+        computed most of each column's time; a dot where it rested.
+        """
         width = self.seconds / columns
         edges = [self._start + column * width for column in range(columns)]
         return ["".join(_mark(spans, edge, edge + width) for edge in edges) for spans in self.spans]
@@ -56,7 +57,7 @@ class PipelineRecord:
 
 
 def record_pipeline(core: EngineCore, serve: Callable[[], Any], batches: int) -> PipelineRecord:
-    """Records what `serve()` has the engine do, with at most `batches` steps in flight.
+    """Record what `serve()` has the engine do, with at most `batches` steps in flight.
 
     Raises:
         MinivllmError: the model is not in stages, or `serve` ran no step.

@@ -32,7 +32,8 @@ WARM_UP = "x = 1\nx = 1\nx"
 
 @dataclass(frozen=True, kw_only=True)
 class Plugged:
-    """How the functions of an exercise take a part's place in the engine, and on which requests that is shown.
+    """An exercise's functions in the place of a part of the engine, and the requests on which that
+    is shown.
 
     - `engine_args`: further arguments of `LLM`, for both engines.
     - `ours`: arguments for our engine only, where it must differ to do the same work.
@@ -55,7 +56,9 @@ class Plugged:
 
 @dataclass
 class Served:
-    """What one engine did with the requests; `rows` are further facts by name, `equal` those that both must share."""
+    """The result of one engine on the requests; `rows` are further facts by name, `equal` those
+    that both engines must share.
+    """
 
     token_ids: list[list[int]]
     texts: list[str]

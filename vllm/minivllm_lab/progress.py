@@ -48,7 +48,9 @@ def _track_in_notebook(items: Iterable[Item], description: str, total: int | Non
 
 @contextmanager
 def _line_in_notebook() -> Iterator[Callable[[str], None]]:
-    """A line of a cell's output that can change. (Rich's leaves a widget without its state in the saved file.)"""
+    """Show one line of a cell's output that can change. (Rich's leaves a widget without its state
+    in the saved file.)
+    """
     from IPython.display import display
 
     handle = display(_as_output(""), raw=True, display_id=True)

@@ -23,7 +23,9 @@ def prove(proof: Callable[[torch.device], dict], device: torch.device) -> dict |
 
 
 def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference between two tensors, on any devices; NaN counts as infinitely far."""
+    """Return the largest difference between two tensors, on any devices; NaN counts as infinitely
+    far.
+    """
     return (found.cpu() - exact.cpu()).abs().nan_to_num(math.inf).max().item()
 
 
@@ -44,7 +46,7 @@ def show_errors(
 
 
 def refusal(act: Callable[[], object]) -> str:
-    """The error message of a call that must be refused.
+    """Return the error message of a call that must be refused.
 
     Raises:
         AssertionError: the call was not refused.

@@ -38,7 +38,9 @@ class Reading:
     favourites: tuple[int, ...]
 
     def agreement(self, other: Reading) -> float:
-        """The fraction of positions at which both predict the same next token, given the same text so far."""
+        """Return the fraction of positions at which both predict the same next token, given the
+        same text so far.
+        """
         if len(self.favourites) != len(other.favourites):
             raise MinivllmError(f"readings of {len(self.favourites)} and {len(other.favourites)} tokens do not compare")
         pairs = zip(self.favourites, other.favourites, strict=True)
@@ -46,7 +48,8 @@ class Reading:
 
 
 def held_out_tokens(llm: LLM, texts: int = 16, tokens: int = 256) -> list[list[int]]:
-    """The first `tokens` tokens of `texts` held-out texts, in the engine's own tokenization; see `first_passages`.
+    """Return the first `tokens` tokens of `texts` held-out texts, in the engine's own tokenization;
+    see `first_passages`.
 
     Raises:
         MinivllmError: the engine has no tokenizer, or there are not enough texts of that length.
@@ -73,7 +76,9 @@ def read(llm: LLM, texts: Sequence[list[int]]) -> Reading:
 
 @torch.inference_mode()
 def decoder_loss(model: Decoder, texts: Sequence[list[int]], attention: Attention | None = None) -> float:
-    """Loss in nats per token over texts of equal length; `attention` (None: plain) gets them concatenated."""
+    """Return the loss in nats per token over texts of equal length; `attention` (None: plain) gets
+    them concatenated.
+    """
     ids = torch.tensor(texts, device=model.lm_head.weight.device)
     count, tokens = ids.shape
     positions = torch.arange(tokens, device=ids.device).repeat(count)
@@ -96,7 +101,6 @@ class RoundedCache(CausalAttention):
         self.rounded, self.outlier = rounded, outlier
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `AttentionFunction`."""
         q, k, group = q.clone(), k.clone(), q.shape[1] // k.shape[1]
         k[:, 0, 0] *= self.outlier
         q[:, :group, 0] /= self.outlier
@@ -105,7 +109,8 @@ class RoundedCache(CausalAttention):
 
 @contextmanager
 def rounded_weights(model: Decoder, rounded: Callable[[Tensor], Tensor], outlier: float = 1.0) -> Iterator[float]:
-    """Temporarily replaces every layer's weights `[out, in]` by `rounded` of them; restores them on exit.
+    """Replace every layer's weights `[out, in]` by `rounded` of them inside the block, and restore
+    them on exit.
 
     Yields the root mean square error of the weights, relative to their own root mean square. `outlier` multiplies the
     first input channel of qkv and of gate and up by this factor, and divides the norm before them there: without

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Set
 
 @functools.lru_cache(maxsize=16)  # a lesson's checks ask for the same files, each of them
 def names_in(source: str) -> Mapping[str, frozenset[str]]:
-    """All names and attributes in each function and class of a file, by its name."""
+    """Return all names and attributes in each function and class of a file, by its name."""
     parts = [
         node
         for node in ast.parse(source).body
@@ -23,12 +23,14 @@ def _name(node: ast.AST) -> str:
 
 
 def joined(*files: Mapping[str, Set[str]]) -> dict[str, set[str]]:
-    """As `names_in`, of several files together."""
+    """Join the names of several files, as `names_in` returns them."""
     return {name: set().union(*(file.get(name, ()) for file in files)) for name in set().union(*files)}
 
 
 def reached(start: str, named: Mapping[str, Set[str]]) -> dict[str, int]:
-    """What a function leads to, itself included, and how many functions lie nearer to it; `named` as of `names_in`."""
+    """Return what a function leads to, itself included, and how many functions lie nearer to it;
+    `named` as of `names_in`.
+    """
     found, latest = {}, {start} & named.keys()
     while latest:
         found |= dict.fromkeys(latest, len(found))

@@ -60,9 +60,10 @@ class Recording:
 
 
 def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **settings: Any) -> EngineCore:
-    """An engine without a tokenizer that has exactly this pool; `settings` are further engine arguments.
+    """Return an engine without a tokenizer that has exactly this pool; `settings` are further
+    engine arguments.
 
-    Whoever drives it takes one step after another. So no step is scheduled ahead, on a GPU neither, unless `settings`
+    Its caller takes one step after another, so no step is scheduled ahead, on a GPU neither, unless `settings`
     say otherwise: there the worker would keep the drafts and the sampled tokens for the step in flight.
 
     Raises:
@@ -75,7 +76,9 @@ def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **s
 
 
 def own_clock(core: EngineCore) -> Callable[[], float]:
-    """The clock for this engine: process time on a CPU with one thread, since other processes do not affect it."""
+    """Return the clock for this engine: process time on a CPU with one thread, since other
+    processes do not affect it.
+    """
     here = isinstance(core.executor, UniprocExecutor) and runner_of(core).device.type == "cpu"
     return time.process_time if here and torch.get_num_threads() == 1 else time.perf_counter
 
@@ -113,7 +116,8 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
 
 
 def foretell(lengths: Sequence[tuple[int, int]], recording: Recording, cost: Cost) -> float:
-    """(modelled − measured) / measured seconds of a recorded run of these (prompt, output) lengths.
+    """Return (modelled − measured) / measured seconds of a recorded run of these (prompt, output)
+    lengths.
 
     Raises:
         MinivllmError: the simulated steps differ from the engine's: the lengths are another run's, or there is a bug.

@@ -30,7 +30,9 @@ def _cpu_name() -> str:
 
 
 def machine() -> dict:
-    """The machine that the figures were measured on. Nothing identifies the computer beyond its kind."""
+    """Return the machine that the figures were measured on. Nothing identifies the computer beyond
+    its kind.
+    """
     facts: dict = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -48,7 +50,7 @@ def machine() -> dict:
 
 
 def record(name: str, figures: dict, **context: object) -> dict:
-    """The figures of one run with everything needed to interpret them."""
+    """Return the figures of one run with everything needed to interpret them."""
     return {
         "name": name,
         "date": datetime.date.today().isoformat(),

@@ -24,7 +24,9 @@ def median_seconds(
     device: torch.device | None = None,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Median seconds of one call: CUDA events on a GPU (after a flush of its L2 cache), elsewhere `clock`."""
+    """Return median seconds of one call: CUDA events on a GPU (after a flush of its L2 cache),
+    elsewhere `clock`.
+    """
     for _ in range(warmup):
         function()
     if device is not None and device.type == "cuda":
@@ -33,7 +35,7 @@ def median_seconds(
 
 
 def wall_seconds(function: Callable[[], object], clock: Clock = time.perf_counter) -> float:
-    """Seconds of one call, on the wall clock unless another one is given."""
+    """Return seconds of one call, on the wall clock unless another one is given."""
     start = clock()
     function()
     return clock() - start
@@ -45,7 +47,8 @@ def in_turns(
     device: torch.device | None = None,
     clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each function's calls, interleaved in rounds so that changes of the machine's speed affect all alike.
+    """Return seconds of each function's calls, interleaved in rounds so that changes of the
+    machine's speed affect all alike.
 
     A warm-up round comes first. Clocks as in `median_seconds`.
     """
@@ -59,7 +62,9 @@ def in_turns(
 
 
 class Stopwatch:
-    """Seconds by part. Time in a nested part is not counted in the outer one."""
+    """A stopwatch that counts seconds by part. Time in a nested part is not counted in the outer
+    one.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -67,7 +72,7 @@ class Stopwatch:
         self._inside: list[float] = []
 
     def watch(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the function so that its time is counted as `part`."""
+        """Wrap the function so that its time is counted as `part`."""
 
         def timed(*arguments: Any, **named: Any) -> Any:
             self._inside.append(0.0)

@@ -29,7 +29,7 @@ BLOCKS = "{} blocks the event loop, and nobody else is served meanwhile: wait wi
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`turns`: how often the loop has looked for what is ready, so far."""
+    """An event loop in virtual time. `turns` counts how often it has looked for ready callbacks."""
 
     def __init__(self, whose: str) -> None:
         self.now, self.turns = 0.0, 0
@@ -41,7 +41,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Clock(selectors.DefaultSelector):
-    """Where a loop would wait, the virtual clock goes on."""
+    """A selector that advances the virtual clock instead of waiting."""
 
     def __init__(self, loop: VirtualLoop, whose: str) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ class _Clock(selectors.DefaultSelector):
 
 
 def turns() -> int:
-    """How often the running virtual loop has turned so far."""
+    """Return how often the running virtual loop has turned so far."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     return loop.turns
 
 
 def run_virtual(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> Result:
-    """The result of `work()` in a virtual loop. What it raises is raised here.
+    """Return the result of `work()` in a virtual loop. What it raises is raised here.
 
     Raises:
         AssertionError: it never ends: it waits for what nobody will do, or turns without end, or blocks the loop.
@@ -102,7 +102,7 @@ def _run(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> Result:
 
 
 def _end(loop: VirtualLoop) -> None:
-    """Cancels what is left. A task that refuses is left behind."""
+    """Cancel the remaining tasks. A task that refuses is left behind."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
@@ -114,7 +114,7 @@ def _end(loop: VirtualLoop) -> None:
 
 
 def _no_sleep(whose: str):
-    """`time.sleep` in this thread is the mistake that it is."""
+    """Refuse `time.sleep` in this thread: in an event loop it is a mistake."""
     here, sleep = threading.current_thread(), time.sleep
 
     def instead(seconds: float) -> None:

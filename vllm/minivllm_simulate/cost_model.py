@@ -50,7 +50,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, scheduled: Iterable[tuple[int, int]]) -> StepShape:
-        """From (new tokens, tokens computed before) of each scheduled request."""
+        """Count the work from (new tokens, tokens computed before) of each scheduled request."""
         reqs = tokens = keys = pairs = 0
         for new, before in scheduled:
             reqs += 1
@@ -61,7 +61,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def without_cache(cls, scheduled: Iterable[tuple[int, int]]) -> StepShape:
-        """The same step without a KV cache: everything computed before is recomputed."""
+        """Return the same step without a KV cache: everything computed before is recomputed."""
         return cls.of((new + before, 0) for new, before in scheduled)
 
 
@@ -69,7 +69,7 @@ class Cost(Protocol):
     """A model of how long a step takes."""
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds of one step of this shape."""
+        """Return seconds of one step of this shape."""
         ...
 
 
@@ -124,7 +124,8 @@ class RooflineCost:
         tp: int = 1,
         **more: float,
     ) -> RooflineCost:
-        """The cost of a model on a GPU (on each of `tp` equal GPUs; what they send one another is not counted).
+        """Return the cost of a model on a GPU (on each of `tp` equal GPUs; what they send one
+        another is not counted).
 
         Raises:
             UnsupportedModelError: layers that do not keep every token.
@@ -150,7 +151,8 @@ class RooflineCost:
         )
 
     def weight_bytes_read(self, num_tokens: float) -> float:
-        """Bytes of the weights that a step of so many tokens reads: of the experts, those that some token chooses.
+        """Return the bytes of weights that a step of `num_tokens` tokens reads: of the experts, only
+        those that some token chooses.
 
         Each token of n leaves an expert out with probability 1 - `expert_share`, so all do with that to the power n,
         if every expert is chosen alike. Real routers have favourites, so that a step reads fewer.
@@ -159,45 +161,51 @@ class RooflineCost:
         return self.weight_bytes - self.vision_bytes - left_out
 
     def bytes_moved(self, shape: StepShape) -> float:
-        """Bytes that must cross the memory bus: the weights that a token passes, every key and value once."""
+        """Return bytes that must cross the memory bus: the weights that a token passes, every key
+        and value once.
+        """
         return self.weight_bytes_read(shape.num_tokens) + self.kv_bytes_per_token * (shape.num_keys + shape.num_tokens)
 
     def operations(self, shape: StepShape) -> float:
-        """Floating-point operations of the step."""
+        """Count the step's floating-point operations."""
         linear = self.flops_per_token * shape.num_tokens + self.flops_per_request * shape.num_reqs
         return linear + self.flops_per_pair * shape.num_pairs
 
     def floor_seconds(self, shape: StepShape) -> float:
-        """Lower bound from the data sheet's rates."""
+        """Return a lower bound from the data sheet's rates."""
         return max(self.bytes_moved(shape) / self.bandwidth, self.operations(shape) / self.flops)
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Seconds to move so many bytes at the share of the bandwidth that kernels reach."""
+        """Return the seconds to move `num_bytes` bytes at the share of the bandwidth that kernels reach."""
         return num_bytes / (self.bandwidth * self.memory_efficiency)
 
     def arithmetic_seconds(self, operations: float) -> float:
-        """Seconds of so many operations at the share of the peak that kernels reach."""
+        """Return the seconds of `operations` operations at the share of the peak that kernels reach."""
         return operations / (self.flops * self.arithmetic_efficiency)
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds of one step of this shape, modelled."""
+        """Return seconds of one step of this shape, modelled."""
         moved, computed = self.bytes_moved(shape), self.operations(shape)
         work = max(self.memory_seconds(moved), self.arithmetic_seconds(computed))
         return self.step_overhead + self.request_overhead * shape.num_reqs + work
 
     @property
     def knee(self) -> float:
-        """Tokens of a step from which on its arithmetic takes longer than reading the weights, with every expert."""
+        """Tokens of a step above which its arithmetic takes longer than reading the weights, with
+        every expert.
+        """
         return self.memory_seconds(self.weight_bytes_read(math.inf)) / self.arithmetic_seconds(self.flops_per_token)
 
     def at_best(self) -> RooflineCost:
-        """The same cost with arithmetic at the rate of a bare matmul: no prefill can be expected to be faster."""
+        """Return the same cost with arithmetic at the rate of a bare matmul: no prefill can be
+        expected to be faster.
+        """
         return replace(self, arithmetic_efficiency=max(self.arithmetic_efficiency, MATMUL_EFFICIENCY))
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step of a real engine."""
+    """A step of a real engine, with its seconds."""
 
     shape: StepShape
     seconds: float
@@ -220,7 +228,9 @@ class FittedCost:
 
     @classmethod
     def fit(cls, steps: Sequence[MeasuredStep]) -> FittedCost:
-        """Least squares of the *relative* error; features that would get a negative coefficient are dropped."""
+        """Fit by least squares of the *relative* error; features that would get a negative
+        coefficient are dropped.
+        """
         if len(steps) < 8:
             raise MinivllmError(f"a fit needs at least 8 measured steps, not {len(steps)}")
         rows = [[value / step.seconds for value in _features(step.shape)] for step in steps]
@@ -234,20 +244,20 @@ class FittedCost:
         return cls(*(max(0.0, found.get(index, 0.0)) for index in range(4)))
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds of one step of this shape, by the line."""
+        """Return seconds of one step of this shape, by the line."""
         coefficients = (self.per_step, self.per_request, self.per_token, self.per_pair)
         return sum(c * value for c, value in zip(coefficients, _features(shape), strict=True))
 
 
 def _passed_parameters(model: ModelConfig, expert_share: float) -> float:
-    """The parameters of the layers that a text token passes."""
+    """Return the parameters of the layers that a text token passes."""
     groups = parameter_groups(model)
     layers = sum(size for name, size in groups.items() if name not in ("embedding", "head", "vision"))
     return layers - (1 - expert_share) * routed_parameters(model)
 
 
 def _check(costs: object, *names: str, above_zero: bool) -> None:
-    """Rejects negative or non-finite numbers, and 0 if `above_zero`."""
+    """Reject negative or non-finite numbers, and 0 if `above_zero`."""
     for name in names:
         value = getattr(costs, name)
         fits = is_number(value) and (value > 0 if above_zero else value >= 0)
@@ -280,7 +290,7 @@ def _least_squares(rows: list[list[float]], targets: list[float]) -> list[float]
 
 @dataclass(frozen=True)
 class ModelError:
-    """Error of a cost model on measured steps; to be printed with its predictions."""
+    """The error of a cost model on measured steps, to be printed with its predictions."""
 
     median_step: float
     """Median of |predicted − measured| / measured over the steps."""
@@ -292,7 +302,7 @@ class ModelError:
 
 
 def model_error(cost: Cost, steps: Sequence[MeasuredStep]) -> ModelError:
-    """The error of `cost` on steps that it was not fitted to.
+    """Return the error of `cost` on steps that it was not fitted to.
 
     Raises:
         MinivllmError: there are no steps.
@@ -306,6 +316,6 @@ def model_error(cost: Cost, steps: Sequence[MeasuredStep]) -> ModelError:
 
 
 def chunk_seconds(cost: Cost, prompt: int, budget: int) -> float:
-    """Seconds of a prompt alone, in chunks of `budget` tokens."""
+    """Return seconds of a prompt alone, in chunks of `budget` tokens."""
     starts = range(0, prompt, budget)
     return sum(cost.seconds(StepShape.of([(min(budget, prompt - start), start)])) for start in starts)

@@ -22,19 +22,25 @@ PLACES = 1024
 
 
 def bytes_sent(way: str, gpus: int, tokens: int, hidden: int, layers: int, element: int = 2) -> float:
-    """Bytes that each GPU sends in a step: two all-reduces a layer (TP), its last hidden states (PP), nothing (DP)."""
+    """Return bytes that each GPU sends in a step: two all-reduces a layer (TP), its last hidden
+    states (PP), nothing (DP).
+    """
     states = tokens * hidden * element
     return {"TP": 2 * layers * 2 * (gpus - 1) / gpus * states, "PP": states if gpus > 1 else 0, "DP": 0}[way]
 
 
 def bubble(stages: int, batches: int) -> float:
-    """The share of a pipeline's time in which a stage has nothing to do while so many batches go through it."""
+    """Return the share of a pipeline's time in which a stage has nothing to do while so many
+    batches go through it.
+    """
     return (stages - 1) / (batches + stages - 1)
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """`gpus` of a kind with one model, in one of the `WAYS`. One GPU is the same in all of them."""
+    """`gpus` GPUs of a kind with one model, in one of the `WAYS`. One GPU is the same in all of
+    them.
+    """
 
     model: ModelConfig
     gpu: Hardware
@@ -47,11 +53,11 @@ class Deployment:
 
     @property
     def groups(self) -> int:
-        """Batches that are under way at the same time, each with a scheduler of its own."""
+        """Batches in flight at the same time, each with a scheduler of its own."""
         return 1 if self.way == "TP" else self.gpus
 
     def kv_tokens(self) -> int:
-        """How many tokens fit into the caches of all GPUs together.
+        """Return how many tokens fit into the caches of all GPUs together.
 
         Raises:
             MinivllmError: the weights do not fit, or leave no room for one request.
@@ -59,7 +65,7 @@ class Deployment:
         return self.placed.kv_tokens() * self.groups
 
     def cost(self) -> Cost:
-        """What a step of one of its batches takes."""
+        """Return what a step of one of its batches takes."""
         return self.placed.cost
 
     @property
@@ -71,24 +77,29 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Served:
-    """What clients saw of one group, and how many groups there are: all serve alike."""
+    """The service that clients saw of one group, and how many such groups there are; all serve
+    alike.
+    """
 
     run: OpenRun
     groups: int
 
     def attainment(self, ttft: float, tpot: float) -> float:
-        """The share of the counted requests that met both objectives, in seconds. Some still run: they count so far."""
+        """Return the share of the counted requests that met both objectives, in seconds. Some still
+        run: they count so far.
+        """
         met = sum(self.run.ttft(one) <= ttft and (one.tpot or 0.0) <= tpot for one in self.run.stays)
         return met / len(self.run.stays)
 
     @property
     def throughput(self) -> float:
-        """Output tokens a second, of all groups together."""
+        """Output tokens per second of all groups together."""
         return self.groups * self.run.tokens / self.run.end
 
 
 def serve(deployment: Deployment, rate: float, counted: int, kind: str = "sharegpt", seed: int = 0) -> Served:
-    """Requests of a kind arrive at random, `rate` a second, at engines that have been at it for long.
+    """Return requests of a kind arrive at random, `rate` a second, at engines that have been at it
+    for long.
 
     Each group gets its share of them, which arrive at random too. One group is simulated (see `open_load`), until its
     first `counted` requests have ended, or as many more have come.
@@ -109,7 +120,8 @@ def serve(deployment: Deployment, rate: float, counted: int, kind: str = "shareg
 
 
 def find_knee(attainment: Callable[[float], float], low: float, high: float, rounds: int, target: float = 0.9) -> float:
-    """The highest rate at which at least `target` of the requests meet their service level, by bisection.
+    """Return the highest rate at which at least `target` of the requests meet their service level,
+    by bisection.
 
     `attainment(rate)` offers that load and returns the share that met it; it falls as the rate grows. If even `low` is
     too much, the answer is 0; if `high` can be borne, it is `high`. Else it is too low by (high - low) / 2 ** rounds at

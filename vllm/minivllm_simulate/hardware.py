@@ -30,7 +30,7 @@ class Hardware(Device):
     source: str = "measured"
 
     def flops_of(self, dtype: str) -> float:
-        """Peak operations per second on this dtype.
+        """Return the peak operations per second on this dtype.
 
         Raises:
             MinivllmError: the machine has no matrix units for it.
@@ -40,7 +40,9 @@ class Hardware(Device):
         return self.flops[dtype]
 
     def ridge(self, dtype: str = "bfloat16") -> float:
-        """Operations per byte from which arithmetic, not memory, is the limit (the knee of the roofline)."""
+        """Return operations per byte from which arithmetic, not memory, is the limit (the knee of
+        the roofline).
+        """
         return self.flops_of(dtype) / self.bandwidth
 
 
@@ -92,7 +94,7 @@ HARDWARE = {
 
 
 def get_hardware(name: str) -> Hardware:
-    """The entry with this name, in any spelling that `get_device` accepts.
+    """Return the entry with this name, in any spelling that `get_device` accepts.
 
     Raises:
         MinivllmError: unknown name; the message lists the known ones.
@@ -101,7 +103,8 @@ def get_hardware(name: str) -> Hardware:
 
 
 def measure_this_machine(seconds: float = 0.6) -> Hardware:
-    """This computer's processor as `Hardware`: memory, copy bandwidth and float32 matrix product, measured with numpy.
+    """Measure this computer's processor as `Hardware`: memory, copy bandwidth and float32 matmul,
+    with numpy.
 
     Args:
         seconds: about how long the measuring may take. The best of several rounds is kept: other work on the machine
@@ -126,7 +129,7 @@ def measure_this_machine(seconds: float = 0.6) -> Hardware:
 
 
 def _physical_memory() -> int:
-    """Bytes of main memory; 0 where the system does not say (Windows)."""
+    """Return bytes of main memory; 0 where the system does not say (Windows)."""
     if not hasattr(os, "sysconf"):
         return 0
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -108,7 +108,7 @@ CONFIGS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
         first_k_dense_replace=3, **FP8_BLOCKS,
     ),
 })
-"""Models whose layers all keep every token: their cache is so many bytes a token."""
+"""Models whose layers all keep every token: their cache takes a fixed number of bytes per token."""
 
 HYBRIDS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
     "Qwen/Qwen3-Next-80B-A3B-Instruct": _decoder(
@@ -129,7 +129,8 @@ HYBRIDS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
 
 
 def known_model(name: str) -> ModelConfig:
-    """The shape of a known model, by its name on the hub, with or without the owner; case-insensitive.
+    """Return the shape of a known model, by its name on the hub, with or without the owner;
+    case-insensitive.
 
     Raises:
         MinivllmError: the model is not in the list; the message gives the list.

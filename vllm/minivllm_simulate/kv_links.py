@@ -23,7 +23,9 @@ GIGABIT = 1e9 / 8
 
 @dataclass(frozen=True)
 class Link:
-    """A way from one GPU's memory to another's: bytes a second in one direction, and seconds before the first byte."""
+    """A link from one GPU's memory to another's: bytes per second in one direction, and seconds
+    before the first byte.
+    """
 
     name: str
     bandwidth: float
@@ -37,7 +39,7 @@ class Link:
         require(is_number(self.latency) and self.latency >= 0, f"latency is {self.latency!r}; it must be 0 or more")
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds until all bytes are there."""
+        """Return seconds until all bytes are there."""
         return self.latency + num_bytes / self.bandwidth
 
 
@@ -63,7 +65,7 @@ LINKS = {
 
 
 def get_link(name: str) -> Link:
-    """The link of that name.
+    """Return the link of that name.
 
     Raises:
         MinivllmError: there is none; the message lists those there are.
@@ -75,7 +77,7 @@ def get_link(name: str) -> Link:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One prompt's keys and values, on their way from where it was computed to where it is decoded."""
+    """The transfer of one prompt's keys and values from the prefill's GPU to the decode's."""
 
     tokens: int
     num_bytes: int
@@ -87,7 +89,8 @@ class Transfer:
 
     @classmethod
     def of(cls, model: ModelConfig, gpu: Hardware, tokens: int, link: Link, tp: int = 1) -> Transfer:
-        """A prompt of so many tokens, computed by `tp` GPUs, all of which send through one link.
+        """Return the transfer of a prompt of `tokens` tokens, computed by `tp` GPUs, all of which
+        send through one link.
 
         Raises:
             UnsupportedModelError: layers that do not keep every token.
@@ -101,17 +104,20 @@ class Transfer:
 
     @property
     def exposed(self) -> float:
-        """Seconds that it adds where each layer is sent as soon as it is computed."""
+        """Seconds that the transfer adds where each layer is sent as soon as it is computed."""
         return layer_wise_end(0.0, self.prefill, self.seconds, self.layers) - self.prefill
 
     @property
     def is_hidden(self) -> bool:
-        """Whether it takes no longer than the prefill: then no more than a layer's share is left after it."""
+        """Whether the transfer takes no longer than the prefill: then at most one layer's share
+        remains after it.
+        """
         return self.seconds <= self.prefill
 
 
 def layer_wise_end(start: float, end: float, seconds: float, layers: int) -> float:
-    """When the last layer has arrived, of a prefill from `start` to `end` whose layers are sent one after the other.
+    """Return when the last layer has arrived, for a prefill from `start` to `end` whose layers are
+    sent one after the other.
 
     A layer can be sent once it is computed, and once the one before it has been sent.
     """
@@ -119,5 +125,7 @@ def layer_wise_end(start: float, end: float, seconds: float, layers: int) -> flo
 
 
 def least_bandwidth(model: ModelConfig, tokens: int, prefill: float) -> float:
-    """Bytes a second at which a prompt's keys and values take as long to send as the prompt takes to compute."""
+    """Return bytes a second at which a prompt's keys and values take as long to send as the prompt
+    takes to compute.
+    """
     return tokens * kv_bytes_per_token(model) / prefill

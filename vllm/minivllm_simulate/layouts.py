@@ -37,7 +37,7 @@ UTILIZATION = 0.92
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp` engines, each a pipeline of `pp` stages, each stage cut over `tp` GPUs."""
+    """`dp` engines, each a pipeline of `pp` stages, each stage split over `tp` GPUs."""
 
     tp: int
     pp: int
@@ -45,12 +45,12 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """GPUs in all."""
+        """The total number of GPUs."""
         return self.tp * self.pp * self.dp
 
     @property
     def groups(self) -> int:
-        """Batches that are under way at the same time, each with a scheduler of its own in the simulation."""
+        """Batches in flight at the same time, each with a scheduler of its own in the simulation."""
         return self.pp * self.dp
 
     def __str__(self) -> str:
@@ -60,25 +60,27 @@ class Layout:
 
 @dataclass(frozen=True)
 class Cost:
-    """A step of a batch, and its way from stage to stage."""
+    """The cost of a batch's step, and of its way from stage to stage."""
 
     step: LeverCost
     handovers: int
     bytes_per_token: float
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds of one step of this shape, modelled."""
+        """Return seconds of one step of this shape, modelled."""
         sent = self.bytes_per_token * shape.num_tokens / self.step.link
         return self.step.seconds(shape) + self.handovers * (HANDOVER_SECONDS + sent)
 
     def at_best(self) -> Cost:
-        """The same cost with arithmetic at the rate of a bare matmul: see `RooflineCost.at_best`."""
+        """Return the same cost with arithmetic at the rate of a bare matmul: see
+        `RooflineCost.at_best`.
+        """
         return replace(self, step=self.step.at_best())
 
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """A model on GPUs of one kind, laid out so."""
+    """A model on GPUs of one kind in this layout."""
 
     model: ModelConfig
     gpu: Hardware
@@ -87,7 +89,8 @@ class PlacedModel:
     """Of an engine; the batches of its pipeline share them."""
 
     def kv_tokens(self) -> int:
-        """How many tokens fit into the cache of one group: of an engine, or of one of the batches in its pipeline.
+        """Return how many tokens fit into the cache of one group: of an engine, or of one of the
+        batches in its pipeline.
 
         Raises:
             MinivllmError: the heads or layers cannot be divided so, or the weights leave no room for one request.
@@ -110,18 +113,20 @@ class PlacedModel:
 
     @cached_property
     def cost(self) -> Cost:
-        """What a step of one batch takes."""
+        """The cost of one batch's step."""
         levers, handovers = replace(SERVING, tensor_parallel=self.layout.tp), self.layout.pp - 1
         sent = 2.0 * self.model.hidden_size
         return Cost(LeverCost.of(levers, self.model, self.gpu), handovers, sent)
 
     @property
     def places(self) -> int:
-        """Requests that a group runs at once, at most."""
+        """The most requests that a group runs at once."""
         return max(1, self.max_num_seqs // self.layout.pp)
 
     def configs(self, most_tokens: int) -> tuple[SchedulerConfig, CacheConfig]:
-        """For the scheduler of one group; the pool has no more blocks than `most_tokens` could use."""
+        """Return the configs of one group's scheduler and cache; the pool has no more blocks than
+        `most_tokens` could use.
+        """
         blocks = min(self.kv_tokens(), most_tokens) // BLOCK_SIZE
         scheduler = SchedulerConfig(
             max_model_len=MAX_MODEL_LEN, max_num_seqs=self.places, max_num_batched_tokens=TOKEN_BUDGET
@@ -129,14 +134,15 @@ class PlacedModel:
         return scheduler, CacheConfig(num_gpu_blocks=1 + blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False)
 
     def steady(self, prompt: float, output: float, kv_tokens: int) -> Steady:
-        """What one group comes to, requests having these lengths on average."""
+        """Return what one group comes to, requests having these lengths on average."""
         room = min(self.places, kv_tokens / (prompt + output), TOKEN_BUDGET / (1 + prompt / output))
         return Steady(self.cost, prompt, output, max(1.0, room))
 
 
 @dataclass(frozen=True)
 class Steady:
-    """A batch that stays as it is: as many requests join in a step as leave. The mean of what the scheduler does.
+    """A batch in equilibrium: as many requests join in a step as leave. The average of what the
+    scheduler does.
 
     A request is there for `output` steps. So of `batch` requests, batch / output end in a step, as many join, and their
     prompts are computed.
@@ -149,7 +155,9 @@ class Steady:
     """Requests at once: places, cache or a step's token budget end there."""
 
     def step_seconds(self, batch: float) -> float:
-        """Seconds of a step with so many requests, on average: some steps have prompts, others have none (Poisson)."""
+        """Return the average seconds of a step with `batch` requests: some steps have prompts,
+        others have none (Poisson).
+        """
         joining = batch / self.output
         none = math.exp(-joining)
         if none == 1:
@@ -163,16 +171,18 @@ class Steady:
         return self.cost.seconds(StepShape(*counts))
 
     def rate(self, batch: float) -> float:
-        """Requests a second that a batch of this size serves."""
+        """Return the requests per second that a batch of this size serves."""
         return batch / (self.output * self.step_seconds(batch))
 
     @property
     def capacity(self) -> float:
-        """Requests a second that it serves at most: beyond that, the queue grows whatever is done."""
+        """The most requests per second that it sustains: above that the queue grows without bound."""
         return max(map(self.rate, self._batches()))
 
     def batch(self, rate: float) -> float:
-        """How many requests are there at this rate, by Little's law; `most` where it is too much."""
+        """Return how many requests are there at this rate, by Little's law; `most` where it is too
+        much.
+        """
         high = next((batch for batch in self._batches() if self.rate(batch) > rate), None)
         if high is None:
             return self.most
@@ -183,5 +193,7 @@ class Steady:
         return high
 
     def _batches(self) -> list[float]:
-        """Batches up to the largest, which need not serve most: a step that is too large for a CUDA graph is slower."""
+        """Return batch sizes up to the largest, which need not be the fastest: a step that is too
+        large for a CUDA graph is slower.
+        """
         return [self.most * share / GRID for share in range(1, GRID + 1)]

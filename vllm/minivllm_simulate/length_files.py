@@ -50,12 +50,12 @@ class LengthTable:
 
 
 def is_path(name: str) -> bool:
-    """Does `name` look like a path to a file, rather than a word?"""
+    """Return whether `name` looks like a path to a file, rather than a word."""
     return Path(name).suffix.lower() in (".csv", ".json", ".tsv", ".txt") or "/" in name or "\\" in name
 
 
 def read_lengths(name: str) -> LengthTable:
-    """The lengths in a file. A file that has not changed since is not read again.
+    """Return the lengths in a file. A file that has not changed since is not read again.
 
     Raises:
         MinivllmError: there is no such file, or it has no lengths; the message names the line and what is wanted.
@@ -74,7 +74,7 @@ def read_lengths(name: str) -> LengthTable:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, modified: int, size: int) -> LengthTable:
-    """`modified` and `size` only tell the versions of a file apart."""
+    """Read a file. `modified` and `size` only tell its versions apart in the cache."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             beginning = lines.read(256).lstrip()
@@ -120,7 +120,9 @@ def _shown(value: Any) -> str:
 
 
 def _table_rows(lines: Iterator[str]) -> Iterator[tuple[str, Any, Any]]:
-    """(where, prompt, output) of each row. Columns are parted by commas, semicolons or tabs."""
+    """Yield (where, prompt, output) of each row. Columns are separated by commas, semicolons or
+    tabs.
+    """
     top, first = next(((number, line) for number, line in enumerate(lines, 1) if line.strip()), (1, ""))
     require(bool(first), f"which is empty; a CSV file with {WANTED} is wanted")
     parting = max(",;\t", key=first.count)
@@ -140,7 +142,9 @@ def _table_rows(lines: Iterator[str]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _column(names: Sequence[str], known: Sequence[str], line: int) -> int:
-    """The column whose name is the first of `known`, whatever its case, spaces and underscores."""
+    """Return the column whose name is the first of `known`, whatever its case, spaces and
+    underscores.
+    """
     plain = [_plain(name) for name in names]
     found = next((_plain(name) for name in known if _plain(name) in plain), None)
     if found is None:
@@ -153,7 +157,7 @@ def _plain(name: str) -> str:
 
 
 def _json_rows(text: str) -> Iterator[tuple[str, Any, Any]]:
-    """(where, prompt, output) of each request in a result of `vllm bench serve`."""
+    """Yield (where, prompt, output) of each request in a result of `vllm bench serve`."""
     try:
         result = json.loads(text)
     except ValueError as error:

@@ -69,7 +69,7 @@ SHORT = 1000
 
 @dataclass(frozen=True)
 class PublishedCheck:
-    """One published figure and the model's: a rate, a time, or a ratio of two of them."""
+    """A published figure and the model's: a rate, a time, or a ratio of two of them."""
 
     what: str
     source: str
@@ -85,7 +85,7 @@ class PublishedCheck:
 
 @cache
 def published_checks() -> tuple[PublishedCheck, ...]:
-    """All checks."""
+    """Return all checks."""
     alone = _decode_rate("Llama-3.1-8B", "A100")
     scaling = [
         PublishedCheck(
@@ -122,12 +122,12 @@ def published_checks() -> tuple[PublishedCheck, ...]:
 
 
 def checks_of(kind: str) -> list[PublishedCheck]:
-    """The checks of one kind, "decode", "prefill" or "short prefill"."""
+    """Return the checks of one kind, "decode", "prefill" or "short prefill"."""
     return [check for check in published_checks() if check.kind == kind]
 
 
 def median_error(kind: str) -> float:
-    """Median of |modelled − measured| / measured over the checks of one kind."""
+    """Return median of |modelled − measured| / measured over the checks of one kind."""
     return statistics.median(abs(check.error) for check in checks_of(kind))
 
 
@@ -138,7 +138,9 @@ def known_error(*kinds: str) -> str:
 
 
 def _first_tokens() -> list[PublishedCheck]:
-    """Times to the first token of prompts that are computed alone or beside decodes, and steps with a chunk."""
+    """Check times to the first token of prompts that are computed alone or beside decodes, and
+    steps with a chunk.
+    """
     found = [
         PublishedCheck(
             f"{model}{f' on {tp} GPUs' if tp > 1 else ''}: first token after {prompt:,}, seconds",
@@ -178,24 +180,26 @@ def _first_tokens() -> list[PublishedCheck]:
 
 
 def sarathi_step(context: int) -> float:
-    """Seconds of SARATHI's full step: a chunk and decodes that all have this context."""
+    """Return seconds of SARATHI's full step: a chunk and decodes that all have this context."""
     cost = RooflineCost.of(ModelConfig.from_dict(YI), get_hardware("A100-80"), tp=2)
     decodes = [(1, context)] * SARATHI_DECODES
     return cost.seconds(StepShape.of([(SARATHI_STEP - SARATHI_DECODES, context), *decodes]))
 
 
 def splitwise_cost(gpu: str) -> LeverCost:
-    """The cost of SPLITWISE's engine: a 70B model on eight GPUs, every kernel launched by the host."""
+    """Return the cost of SPLITWISE's engine: a 70B model on eight GPUs, every kernel launched by
+    the host.
+    """
     return _cost("Meta-Llama-3-70B", gpu, tensor_parallel=8, cuda_graphs=False)
 
 
 def _decode_rate(model: str, gpu: str, **levers: object) -> float:
-    """Tokens per second of one request whose context is short."""
+    """Return tokens per second of one request whose context is short."""
     return 1 / _cost(model, gpu, **levers).seconds(StepShape.of([(1, 50)]))
 
 
 def _slope(**levers: object) -> float:
-    """Seconds that a token of context adds to a decode of Llama-3.1-8B on an H100."""
+    """Return seconds that a token of context adds to a decode of Llama-3.1-8B on an H100."""
     cost = _cost("Llama-3.1-8B", "H100", **levers)
     near, far = (cost.seconds(StepShape.of([(1, context)])) for context in (0, 100_000))
     return (far - near) / 100_000

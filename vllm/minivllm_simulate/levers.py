@@ -96,14 +96,14 @@ class Levers:
 
 @dataclass(frozen=True)
 class Lever:
-    """One rung of the ladder: a field of `Levers`, and what it is set to where the lever is on."""
+    """A rung of the ladder: a field of `Levers`, and the value that switches it on."""
 
     field: str
     title: str
     on: bool | int | str = True
 
     def pull(self, levers: Levers) -> Levers:
-        """A copy of the levers with this one on."""
+        """Return a copy of the levers with this one on."""
         return replace(levers, **{self.field: self.on})
 
 
@@ -174,7 +174,8 @@ class LeverResult:
 
 @dataclass(frozen=True)
 class LeverCost:
-    """A step under these levers: linear layers, attention, what GPUs tell one another; or the host's launches.
+    """The cost of a step under these levers: linear layers, attention, communication between GPUs,
+    or the host's launches.
 
     The parts come one after the other, each as long as the slower of its bytes and its operations.
     """
@@ -197,7 +198,7 @@ class LeverCost:
 
     @classmethod
     def of(cls, levers: Levers, model: ModelConfig, gpu: Hardware) -> LeverCost:
-        """The cost of these levers; `model` is the one that they make (see `lever_model`)."""
+        """Return the cost of these levers; `model` is the one that they make (see `lever_model`)."""
         tp, size = levers.tensor_parallel, WEIGHT_BYTES[levers.weight_bits]
         roofline = replace(
             RooflineCost.of(model, gpu, kv_dtype=levers.kv_dtype, tp=tp),
@@ -225,52 +226,58 @@ class LeverCost:
         )
 
     def weight_seconds(self, num_tokens: int) -> float:
-        """Weights read once, of experts those that so many tokens choose."""
+        """Return the seconds of reading the weights once, of the experts only those that the tokens choose."""
         return self.roofline.memory_seconds(self.roofline.weight_bytes_read(num_tokens)) / self.read_rate
 
     def linear_seconds(self, shape: StepShape) -> float:
-        """Weights read once, or two operations for every token and each weight that it passes."""
+        """Return weights read once, or two operations for every token and each weight that it
+        passes.
+        """
         cost = self.roofline
         computed = cost.flops_per_token * shape.num_tokens + cost.flops_per_request * shape.num_reqs
         return max(self.weight_seconds(shape.num_tokens), cost.arithmetic_seconds(computed) / self.matmul_rate)
 
     def attention_seconds(self, shape: StepShape) -> float:
-        """Keys read and written, scores too where they are stored; or four operations a pair and head dimension."""
+        """Return keys read and written, scores too where they are stored; or four operations a pair
+        and head dimension.
+        """
         cost = self.roofline
         moved = cost.kv_bytes_per_token * (shape.num_keys + shape.num_tokens)
         moved += self.score_bytes_per_pair * shape.num_pairs + self.gather_bytes_per_key * shape.num_keys
         return max(cost.memory_seconds(moved), cost.arithmetic_seconds(cost.flops_per_pair * shape.num_pairs))
 
     def link_seconds(self, shape: StepShape) -> float:
-        """Two all-reduces a layer."""
+        """Return two all-reduces a layer."""
         sent = self.all_reduce_bytes_per_token * shape.num_tokens
         return self.all_reduces * (ALL_REDUCE_SECONDS + sent / self.link) if self.all_reduces else 0.0
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds of one step of this shape, modelled."""
+        """Return seconds of one step of this shape, modelled."""
         device = self.linear_seconds(shape) + self.attention_seconds(shape) + self.link_seconds(shape)
         launches = 0.0 if self.graphs and shape.num_tokens <= LARGEST_GRAPH else self.host_seconds
         return self.roofline.step_overhead + max(device, launches)
 
     def at_best(self) -> LeverCost:
-        """The same cost with arithmetic at the rate of a bare matmul: see `RooflineCost.at_best`."""
+        """Return the same cost with arithmetic at the rate of a bare matmul: see
+        `RooflineCost.at_best`.
+        """
         return replace(self, roofline=self.roofline.at_best())
 
 
 def lever_model(levers: Levers, model: ModelConfig) -> ModelConfig:
-    """The model itself; without `gqa`, a sibling with a key-value head for every query head."""
+    """Return the model itself; without `gqa`, a sibling with a key-value head for every query head."""
     return model if levers.gqa else replace(model, num_key_value_heads=model.num_attention_heads)
 
 
 def lever_weight_bytes(levers: Levers, model: ModelConfig) -> int:
-    """Bytes of the weights on one GPU, with the linear layers in `weight_bits`."""
+    """Return bytes of the weights on one GPU, with the linear layers in `weight_bits`."""
     groups = parameter_groups(model, levers.tensor_parallel)
     plain = sum(groups.pop(name) for name in ("embedding", "norm", "head"))
     return round(plain * WEIGHT_BYTES[16] + sum(groups.values()) * WEIGHT_BYTES[levers.weight_bits])
 
 
 def lever_ledger(levers: Levers, model: ModelConfig, gpu: Hardware, workload: LeverWorkload) -> MemoryLedger:
-    """Memory use of one GPU under these levers; `model` is the result of `lever_model`.
+    """Return memory use of one GPU under these levers; `model` is the result of `lever_model`.
 
     Raises:
         MinivllmError: the weights leave no room for one request of `max_model_len` tokens.
@@ -291,7 +298,7 @@ def lever_ledger(levers: Levers, model: ModelConfig, gpu: Hardware, workload: Le
 
 
 def throughput(levers: Levers, model: ModelConfig, gpu: Hardware, workload: LeverWorkload) -> LeverResult:
-    """Output tokens per second of a workload, modelled, and the counts behind them.
+    """Return output tokens per second of a workload, modelled, and the counts behind them.
 
     Args:
         levers: what is switched on.
@@ -339,7 +346,7 @@ def ladder(
     rungs: Sequence[Lever] = LADDER,
     start: Levers | None = None,
 ) -> list[tuple[Lever | None, Levers, LeverResult]]:
-    """Throughput at the start (all off), then with one lever after another switched on as well."""
+    """Return the throughput with all levers off, then with one more lever switched on at a time."""
     levers = Levers() if start is None else start
     found: list[tuple[Lever | None, Levers, LeverResult]] = [(None, levers, throughput(levers, model, gpu, workload))]
     for rung in rungs:
@@ -349,7 +356,7 @@ def ladder(
 
 
 def _token_budget(levers: Levers, workload: LeverWorkload) -> int:
-    """A step's tokens: without chunks, the longest prompt must fit into one."""
+    """Return a step's tokens: without chunks, the longest prompt must fit into one."""
     return TOKEN_BUDGET if levers.chunked_prefill else max(TOKEN_BUDGET, workload.max_model_len)
 
 
@@ -369,7 +376,9 @@ def _scheduler_config(levers: Levers, workload: LeverWorkload) -> SchedulerConfi
 
 
 def _cache_config(levers: Levers, ledger: MemoryLedger, slots: int, workload: LeverWorkload) -> CacheConfig:
-    """The pool, no larger than the workload could ever use: what is scheduled then depends on no GPU that is ample."""
+    """Return the pool, no larger than the workload could ever use: what is scheduled then depends
+    on no GPU that is ample.
+    """
     if not levers.kv_cache or not levers.paging:
         fit = slots if levers.kv_cache else workload.max_num_seqs
         return CacheConfig(
@@ -398,7 +407,9 @@ LONGEST_PROMPT, LONGEST_ANSWER = 2048, 1024
 
 
 def shared_chat(count: int, system_tokens: int = 512, shorter: int = 1, seed: int = 0) -> LeverWorkload:
-    """Chats with one system prompt; question lengths as in ShareGPT, answers `shorter` times shorter."""
+    """Return chats with one system prompt; question lengths as in ShareGPT, answers `shorter` times
+    shorter.
+    """
     system = tuple(range(1, system_tokens + 1))
     requests = []
     for index, one in enumerate(WORKLOADS["sharegpt"].sample(count, seed)):
@@ -408,7 +419,9 @@ def shared_chat(count: int, system_tokens: int = 512, shorter: int = 1, seed: in
 
 
 def long_and_short(count: int, shorter: int = 1, seed: int = 0) -> LeverWorkload:
-    """Three chats with ShareGPT's lengths per completion with the Azure code trace's lengths; nothing is shared."""
+    """Return three chats with ShareGPT's lengths per completion with the Azure code trace's
+    lengths; nothing is shared.
+    """
     chats, codes = (iter(WORKLOADS[name].sample(count, seed)) for name in ("sharegpt", "azure-code"))
     drawn = [next(codes if index % 4 == 3 else chats) for index in range(count)]
     requests = [SimulatedRequest(min(one.prompt_tokens, 3072), _answer(one, shorter)) for one in drawn]

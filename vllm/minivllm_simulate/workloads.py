@@ -34,14 +34,18 @@ class Lengths:
 
     @cached_property
     def bend(self) -> float:
-        """The exponent that gives the curve its mean: 1 is a straight line between knots, more stays low for longer."""
+        """The exponent that gives the curve its mean: 1 is a straight line between knots, a larger
+        one stays low for longer.
+        """
         pairs = list(zip(self.knots, self.knots[1:], strict=False))
         floor = sum((right - left) * low for (left, low), (right, _) in pairs)
         rise = sum((right - left) * (high - low) for (left, low), (right, high) in pairs)
         return rise / (self.mean - floor) - 1
 
     def quantile(self, share: float) -> int:
-        """Tokens that this share of the requests does not exceed; at least 1. `share` is in [0, 1)."""
+        """Return tokens that this share of the requests does not exceed; at least 1. `share` is in
+        [0, 1).
+        """
         _require_share(share)
         if not self.knots:
             return max(1, round(-self.mean * math.log(1 - share)))
@@ -58,7 +62,7 @@ class CountedLengths(Lengths):
     counts: Sequence[int] = field(default=(), compare=False)
 
     def quantile(self, share: float) -> int:
-        """Tokens that this share of the requests does not exceed. `share` is in [0, 1)."""
+        """Return tokens that this share of the requests does not exceed. `share` is in [0, 1)."""
         _require_share(share)
         return self.counts[max(0, math.ceil(share * len(self.counts)) - 1)]
 
@@ -106,7 +110,9 @@ class FileWorkload(Workload):
     table: LengthTable | None = None
 
     def sample(self, count: int, seed: int = 0) -> list[RequestLengths]:
-        """The file's first `count` requests in its order, and again from its beginning after the last; no chance."""
+        """Return the file's first `count` requests in its order, and again from its beginning after
+        the last; no chance.
+        """
         _require_requests(count)
         assert self.table is not None
         rows = zip(cycle(self.table.prompts), cycle(self.table.outputs), strict=False)
@@ -119,12 +125,15 @@ def _require_requests(count: int) -> None:
 
 
 def poisson_arrivals(rate: float, count: int, seed: int = 0) -> list[float]:
-    """Seconds at which `count` requests arrive, independently of one another, at `rate` requests per second."""
+    """Return seconds at which `count` requests arrive, independently of one another, at `rate`
+    requests per second.
+    """
     return gamma_arrivals(rate, count, seed=seed)
 
 
 def gamma_arrivals(rate: float, count: int, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Seconds at which `count` requests arrive, at `rate` requests per second, in bursts or evenly.
+    """Return seconds at which `count` requests arrive, at `rate` requests per second, in bursts or
+    evenly.
 
     The gaps are drawn from a gamma distribution of shape `burstiness`, as `vllm bench serve --burstiness` does: 1 is a
     Poisson process, less comes in bursts (the gaps' standard deviation is mean / sqrt(burstiness)), more is more even.
@@ -174,7 +183,8 @@ WORKLOADS = {
 
 
 def workload(name: str) -> Workload:
-    """The workload of that name, or that of a file of one's own: a path to a CSV or JSON file, see `length_files`.
+    """Return the workload of that name, or that of a file of one's own: a path to a CSV or JSON
+    file, see `length_files`.
 
     Raises:
         MinivllmError: there is none; the message lists those there are, or says what is wrong with the file.

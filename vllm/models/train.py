@@ -44,7 +44,7 @@ BATCH_TOKENS = 4096
 SHORT_CONTEXT, LONG_CONTEXT = 512, 2048
 LONG_ONE_IN = 6  # batches come in long windows all the way: positions that are not trained for a while are forgotten
 PROMPTS_ONE_IN = 3  # batches of windows that begin as prompts do
-CUT_SHARE = 0.05  # of the spaces before a word: so many stand as a token of their own, as they do at a prompt's end
+CUT_SHARE = 0.05  # of the spaces before a word: this share becomes a token of its own, as it does at a prompt's end
 PROMPT_LIKE = re.compile(r"^[ ]*(?:async |await )?(?:def|class|import|from|for|if|while|with|return|try|raise)\b", re.M)
 CARD_COLUMNS = (
     "model",
@@ -87,7 +87,9 @@ SHAPES = {
 
 
 def learn_tokenizer(texts: list[str]):
-    """Byte-level BPE of 4,096 tokens, digits one by one; wrapped as `transformers` expects it."""
+    """Learn a byte-level BPE of 4,096 tokens, digits one by one; return it wrapped as
+    `transformers` expects it.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -109,13 +111,13 @@ def learn_tokenizer(texts: list[str]):
 
 
 def encode(tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """One array of token ids a text, closed by the end-of-text token."""
+    """Return one array of token ids for each text, closed by the end-of-text token."""
     batches = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [np.array([*ids, tokenizer.eos_token_id], dtype=np.int64) for ids in batches]
 
 
 def cut_after_spaces(text: str, rng: random.Random) -> list[str]:
-    """The text in pieces, a few of which end in the space before a word.
+    """Return the text in pieces, a few of which end in the space before a word.
 
     Byte-level BPE glues a space to the word after it. A prompt such as `def ` ends in a space without its word, and a
     model that never met one continues it badly: so it meets some.
@@ -125,7 +127,7 @@ def cut_after_spaces(text: str, rng: random.Random) -> list[str]:
 
 
 def encode_cut(tokenizer, texts: list[str], seed: int) -> list[np.ndarray]:
-    """As `encode`, with each text's pieces tokenized apart."""
+    """Encode as `encode` does, with each text's pieces tokenized apart."""
     rng = random.Random(seed)
     documents = []
     for text in texts:
@@ -135,7 +137,9 @@ def encode_cut(tokenizer, texts: list[str], seed: int) -> list[np.ndarray]:
 
 
 def token_stream(documents: list[np.ndarray], seed: int) -> Iterator[np.ndarray]:
-    """Endless runs of `BATCH_TOKENS` + 1 ids: the documents in a new order each epoch, one after another."""
+    """Yield endless runs of `BATCH_TOKENS` + 1 ids: the documents in a new order each epoch, one
+    after another.
+    """
     rng = np.random.default_rng(seed)
     while True:
         stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
@@ -146,12 +150,15 @@ def token_stream(documents: list[np.ndarray], seed: int) -> Iterator[np.ndarray]
 
 
 def rows_of(ids: np.ndarray, context: int) -> np.ndarray:
-    """A run of ids in windows of `context` + 1, each beginning with the last id of the one before."""
+    """Return a run of ids in windows of `context` + 1, each beginning with the last id of the one
+    before.
+    """
     return np.stack([ids[first : first + context + 1] for first in range(0, len(ids) - 1, context)])
 
 
 def prompt_like_rows(tokenizer, texts: list[str], context: int, rng: random.Random) -> np.ndarray:
-    """Windows that begin where a prompt might: at a statement, half of them with the first space cut off.
+    """Return windows that begin where a prompt might: at a statement, half of them with the first
+    space cut off.
 
     A window of the stream begins anywhere, in the middle of a name too, so from the stream alone a model learns nothing
     of what follows a first token.
@@ -177,7 +184,8 @@ def prompt_like_rows(tokenizer, texts: list[str], context: int, rng: random.Rand
 
 
 def build_model(shape: Shape) -> Any:
-    """A randomly initialised Llama, in Hugging Face's own class so that its files load anywhere.
+    """Return a randomly initialised Llama, in Hugging Face's own class so that its files load
+    anywhere.
 
     With a `kv_lora_rank` a DeepSeek-V2 without experts, whose heads are as wide as a Llama's: half is rotated, and half
     is not.
@@ -212,21 +220,21 @@ def build_model(shape: Shape) -> Any:
 
 
 def load_model(directory: Path) -> Any:
-    """The model as it was saved, its weights in fp32 to train on."""
+    """Return the model as it was saved, its weights in fp32 to train on."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
 
 
 def load_tokenizer(directory: Path):
-    """The tokenizer that was learned with the model."""
+    """Return the tokenizer that was learned with the model."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory)
 
 
 def build_optimizers(model, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
+    """Return Muon for the matrices inside the layers, AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -241,21 +249,23 @@ def learning_rate_factor(progress: float) -> float:
 
 
 def cross_entropy(model, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per token; inputs and targets are [windows, context]."""
+    """Return mean cross-entropy in nats per token; inputs and targets are [windows, context]."""
     with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
         logits = model(input_ids=inputs, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.reshape(-1))
 
 
 def windows(rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of windows [n, context + 1]."""
+    """Return inputs and targets of windows [n, context + 1]."""
     ids = torch.from_numpy(rows).to(device)
     return ids[:, :-1], ids[:, 1:]
 
 
 @torch.no_grad()
 def held_out_loss(model, documents: list[np.ndarray], device: torch.device, max_batches: int = 24) -> float:
-    """Nats per token on files that were never trained on, in windows of `LONG_CONTEXT`."""
+    """Return nats per token on files that were never used for training, in windows of
+    `LONG_CONTEXT`.
+    """
     stream = np.concatenate(documents)
     starts = range(0, min(len(stream) - BATCH_TOKENS - 1, max_batches * BATCH_TOKENS), BATCH_TOKENS)
     batches = (windows(rows_of(stream[start : start + BATCH_TOKENS + 1], LONG_CONTEXT), device) for start in starts)
@@ -285,7 +295,7 @@ def train(
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a model is trained on, as text and as token ids, and what is held out."""
+    """A model's training text, also as token ids, and the text that is held out."""
 
     tokenizer: Any
     texts: list[str]
@@ -313,7 +323,7 @@ def fit(
     seed: int,
     loss_of: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy,
 ) -> dict[str, Any]:
-    """Train for so many minutes, or else tokens; `seed` orders the data. Returns the facts for `training.json`.
+    """Train for `minutes`, or else `tokens`; `seed` orders the data. Return the facts for `training.json`.
 
     `loss_of` is `cross_entropy`, compiled or not.
     """
@@ -371,7 +381,7 @@ def fit(
 
 
 def save(model, tokenizer, directory: Path, facts: dict) -> None:
-    """bf16 weights, config and tokenizer in Hugging Face's layout, and `training.json`."""
+    """Write bf16 weights, config and tokenizer in Hugging Face's layout, and `training.json`."""
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     (directory / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
@@ -382,7 +392,7 @@ def save(model, tokenizer, directory: Path, facts: dict) -> None:
 
 @torch.no_grad()
 def sample(model, tokenizer, prompt: str, seed: int, new_tokens: int = 96, temperature: float = 0.6) -> str:
-    """One sampled continuation."""
+    """Return one sampled continuation."""
     torch.manual_seed(seed)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
     out = model.generate(
@@ -399,7 +409,9 @@ def sample(model, tokenizer, prompt: str, seed: int, new_tokens: int = 96, tempe
 
 @torch.no_grad()
 def acceptance_rate(target, draft, documents: list[np.ndarray], max_windows: int = 16) -> float:
-    """alpha = E[sum_x min(p(x), q(x))] on held-out text: how often a sampled draft is accepted (arXiv 2211.17192)."""
+    """Return alpha = E[sum_x min(p(x), q(x))] on held-out text: how often a sampled draft is
+    accepted (arXiv 2211.17192).
+    """
     stream = np.concatenate(documents)
     rates = []
     for start in range(0, min(len(stream) - SHORT_CONTEXT, max_windows * SHORT_CONTEXT), SHORT_CONTEXT):
@@ -410,7 +422,9 @@ def acceptance_rate(target, draft, documents: list[np.ndarray], max_windows: int
 
 
 def head_lines() -> list[str]:
-    """What the card says of the EAGLE-3 head, which `train_eagle3.py` has trained and measured."""
+    """Return what the card says of the EAGLE-3 head, which `train_eagle3.py` has trained and
+    measured.
+    """
     directory = HERE / "tiny-python-eagle3"
     if not (directory / "training.json").exists():
         return []
@@ -435,7 +449,9 @@ def head_lines() -> list[str]:
 
 
 def sibling_lines() -> list[str]:
-    """What the card says of the siblings, which `train_siblings.py` has trained and compared."""
+    """Return what the card says of the siblings, which `train_siblings.py` has trained and
+    compared.
+    """
     if not SIBLINGS_COMPARED.exists():
         return []
     found = json.loads(SIBLINGS_COMPARED.read_text())["figures"]
@@ -466,7 +482,7 @@ def sibling_lines() -> list[str]:
 
 
 def adapter_lines() -> list[str]:
-    """Where the card of the adapters is, which `train_adapters.py` writes."""
+    """Return where the card of the adapters is, which `train_adapters.py` writes."""
     if not (HERE / "adapters" / "README.md").exists():
         return []
     return [

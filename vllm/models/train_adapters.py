@@ -59,7 +59,9 @@ console = Console()
 
 
 def with_braces(function: str) -> str:
-    """Blocks in braces, statements closed by semicolons: exact, since Python's own tokenizer finds both."""
+    """Return blocks in braces, statements closed by semicolons: exact, since Python's own tokenizer
+    finds both.
+    """
     lines, opened, closed = function.split("\n"), [], {}
     kept = (t for t in tokenize.generate_tokens(io.StringIO(function).readline) if t.type not in SKIPPED)
     tokens = list(kept)
@@ -83,18 +85,20 @@ BETWEEN_STATEMENTS = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
 def as_session(function: str) -> str:
-    """The function as it is typed into an interactive session, where a blank line would end it."""
+    """Return the function as it is typed into an interactive session, where a blank line would end
+    it.
+    """
     first, *others = (line for line in function.split("\n") if line.strip())
     return "\n".join([f">>> {first}", *(f"... {line}" for line in others), "... \n"])
 
 
 def as_stub(function: str) -> str:
-    """The head of the function, and nothing in it."""
+    """Return the head of the function, and nothing in it."""
     return function.split("\n", 1)[0] + " ...\n"
 
 
 def lines_like(pattern: str) -> Callable[[str], bool]:
-    """Whether at least half the finished lines of a text, blank ones aside, look so."""
+    """Return whether at least half the finished lines of a text, blank ones aside, look so."""
 
     def speaks(text: str) -> bool:
         lines = [line for line in text.split("\n")[:-1] if line.strip()]
@@ -105,7 +109,7 @@ def lines_like(pattern: str) -> Callable[[str], bool]:
 
 @dataclass(frozen=True)
 class Task:
-    """What one adapter learns, and how its text is recognised."""
+    """A style that one adapter learns, and how its text is recognised."""
 
     rewrite: Callable[[str], str]
     """A function's source as the adapter shall write it."""
@@ -126,7 +130,9 @@ TASKS = {
 
 
 def functions_of(text: str) -> list[str]:
-    """The source of each short function and method of a file, at the left margin, without docstring and comments."""
+    """Return the source of each short function and method of a file, at the left margin, without
+    docstring and comments.
+    """
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -138,7 +144,7 @@ def functions_of(text: str) -> list[str]:
 
 
 def short_function(node: ast.FunctionDef, lines: list[str]) -> str | None:
-    """One function's source; None where it is long, where its head takes several lines, or where it is cut wrongly."""
+    """Return one function's source, or None if it or its head is long, or if it is cut wrongly."""
     assert node.end_lineno
     body = node.body[1:] if ast.get_docstring(node) else node.body
     if not body or node.body[0].lineno == node.lineno or node.end_lineno - body[0].lineno > MOST_LINES:
@@ -152,12 +158,14 @@ def short_function(node: ast.FunctionDef, lines: list[str]) -> str | None:
 
 
 def rewritten(functions: list[str], task: Task) -> list[tuple[str, str]]:
-    """(first line as it was, the whole function as the adapter shall write it)."""
+    """Return (first line as it was, the whole function as the adapter should write it)."""
     return [(function.split("\n", 1)[0], task.rewrite(function)) for function in functions]
 
 
 def row(tokenizer, pairs: list[tuple[str, str]], rng: random.Random) -> np.ndarray:
-    """One window of `CONTEXT` + 1 ids: functions one after another, the first line of half the windows as it was."""
+    """Return one window of `CONTEXT` + 1 ids: functions one after another, the first line of half
+    the windows as it was.
+    """
     text, as_it_was = "", rng.random() < 0.5
     while len(text) < 6 * CONTEXT:
         head, function = rng.choice(pairs)
@@ -168,7 +176,7 @@ def row(tokenizer, pairs: list[tuple[str, str]], rng: random.Random) -> np.ndarr
 
 
 def rows(tokenizer, pairs: list[tuple[str, str]], rng: random.Random) -> Iterator[np.ndarray]:
-    """Windows without end; the few that come out too short are drawn again."""
+    """Yield windows without end; the few that come out too short are drawn again."""
     while True:
         ids = row(tokenizer, pairs, rng)
         if len(ids) == CONTEXT + 1:
@@ -176,7 +184,7 @@ def rows(tokenizer, pairs: list[tuple[str, str]], rng: random.Random) -> Iterato
 
 
 def batch(found: Iterator[np.ndarray], count: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets [count, CONTEXT]."""
+    """Return inputs and targets [count, CONTEXT]."""
     return windows(np.stack([next(found) for _ in range(count)]), torch.device("cpu"))
 
 
@@ -184,7 +192,9 @@ def batch(found: Iterator[np.ndarray], count: int = ROWS) -> tuple[torch.Tensor,
 
 
 class LoRALinear(torch.nn.Module):
-    """A frozen linear with scale * B A beside it: A [rank, in], B [out, rank], which begins at zero."""
+    """A frozen linear with scale * B A beside it: A [rank, in], B [out, rank], which starts at
+    zero.
+    """
 
     def __init__(self, base: torch.nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
@@ -193,7 +203,7 @@ class LoRALinear(torch.nn.Module):
         self.lora_B = torch.nn.Parameter(torch.zeros(base.out_features, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
+        """Map [..., in] to [..., out]."""
         return self.base(x) + self.scale * (x @ self.lora_A.T @ self.lora_B.T)
 
 
@@ -252,7 +262,7 @@ def train(name: str, functions: list[str], steps: int, learning_rate: float, see
 
 
 def merged(name: str | None) -> Any:
-    """The base model, with an adapter merged into its weights or as it is."""
+    """Return the base model, with an adapter merged into its weights or as it is."""
     model = load_model(EMBEDDED_MODEL).eval()
     if name is not None:
         merge_adapter(model, ADAPTERS / name)
@@ -261,7 +271,7 @@ def merged(name: str | None) -> Any:
 
 @torch.no_grad()
 def continuations(model, tokenizer, prompts: list[str]) -> list[str]:
-    """Greedy continuations of `NEW_TOKENS` tokens."""
+    """Return greedy continuations of `NEW_TOKENS` tokens."""
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
     inputs = tokenizer(prompts, return_tensors="pt", add_special_tokens=False, padding=True)
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
@@ -270,7 +280,8 @@ def continuations(model, tokenizer, prompts: list[str]) -> list[str]:
 
 
 def compare(names: list[str]) -> dict[str, Any]:
-    """Held-out loss of the base model and of each adapter on each task's text, and who speaks like whom.
+    """Measure the held-out loss of the base model and of each adapter on each task's text, and
+    which adapter writes in which style.
 
     `recognised` counts, of the greedy continuations of held-out heads of functions, those that look like each task.
     """
@@ -305,7 +316,7 @@ def write_card() -> None:
 
 
 def card_lines(names: list[str], figures: dict[str, Any]) -> list[str]:
-    """The card's lines; every figure is measured here or stands in a `training.json`."""
+    """Return the card's lines; every figure is measured here or stands in a `training.json`."""
     return [
         "# Adapters of the embedded model",
         "",
@@ -342,7 +353,7 @@ def card_lines(names: list[str], figures: dict[str, Any]) -> list[str]:
 
 
 def facts_of(name: str) -> tuple[Any, ...]:
-    """A row of the card."""
+    """Return a row of the card."""
     config, _ = read_adapter(ADAPTERS / name)
     facts = json.loads((ADAPTERS / name / "training.json").read_text())
     linears = ", ".join(linear.removesuffix("_proj") for linear in config["target_modules"])
@@ -355,13 +366,12 @@ def facts_of(name: str) -> tuple[Any, ...]:
 
 
 def shown(spoken: str, prompt: str, found: dict[str, Any]) -> list[str]:
-    """A continuation on the card, its last and unfinished line left out."""
+    """Return a continuation on the card, its last and unfinished line left out."""
     text = prompt + found["texts"][prompt].rsplit("\n", 1)[0].rstrip()
     return ["", f"`{spoken}`:", "", "```text", text, "```"]
 
 
 def main() -> None:
-    """Train, measure, write the card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapters", nargs="*", choices=[*TASKS, []], help="which to train (default: all)")
     parser.add_argument("--steps", type=int, default=150, help=f"steps of {ROWS} windows of {CONTEXT} tokens")

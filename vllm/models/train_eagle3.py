@@ -58,7 +58,7 @@ console = Console()
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar; yields a function that moves it along, and may change its words."""
+    """Show a progress bar; yield a function that advances it and may change its words."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(what, total=total)
@@ -69,7 +69,9 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
 
 
 def prompts_of(texts: list[str], count: int, rng: random.Random) -> list[list[int]]:
-    """`count` prompts [prompt length] from random places in the texts; runs of `BATCH_ROWS` have one length."""
+    """Return `count` prompts [prompt length] from random places in the texts; runs of `BATCH_ROWS`
+    have one length.
+    """
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
     prompts = []
     while len(prompts) < count:
@@ -83,7 +85,7 @@ def prompts_of(texts: list[str], count: int, rng: random.Random) -> list[list[in
 
 
 def continue_prompts(llm: LLM, prompts: list[list[int]], sampled_one_in: int, seed: int) -> list[list[int]]:
-    """Each prompt with `NEW_TOKENS` tokens of the target's own after it."""
+    """Return each prompt with `NEW_TOKENS` tokens of the target's own after it."""
 
     def params(index: int) -> SamplingParams:
         temperature = 0.8 if sampled_one_in and index % sampled_one_in == 0 else 0.0
@@ -101,7 +103,7 @@ class Norm(nn.RMSNorm):
     """An RMSNorm in float32, also where other modules compute in bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] in and out."""
+        """Map [..., hidden] to [..., hidden]."""
         return super().forward(x.float())
 
 
@@ -118,7 +120,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=False)
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [rows, heads, tokens, head_dim]; keys and values repeated for each query head."""
+        """Return queries, keys and values [rows, heads, tokens, head_dim]; keys and values repeated
+        for each query head.
+        """
         q, k, v = (
             linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for linear in (self.q_proj, self.k_proj, self.v_proj)
@@ -166,7 +170,8 @@ class Head(nn.Module):
         self.norm = Norm(hidden, config["rms_norm_eps"])
 
     def unrolled(self, features: Tensor, embeds: Tensor, first: int) -> list[Tensor]:
-        """What the head makes of each place, drafted 1, 2, ... `STEPS` tokens ahead of the target's hidden states.
+        """Return what the head makes of each place, drafted 1, 2, ... `STEPS` tokens ahead of the
+        target's hidden states.
 
         Place i has the hidden state of token i and the embedding of token i + 1, and predicts token i + 2. In step j,
         the target has computed the tokens up to i - j + 1: the head has its own hidden states for those after it, and
@@ -207,7 +212,9 @@ class Head(nn.Module):
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention over `visible` [queries, keys] true keys, and for each query over one key of each pair in `own`."""
+    """Attend over `visible` [queries, keys] true keys, and for each query over one key of each pair
+    in `own`.
+    """
     q = q * q.shape[-1] ** -0.5
     scores = (q @ keys.transpose(-1, -2)).float().masked_fill(~visible, float("-inf"))
     scores = torch.cat((scores, *((q * key).sum(-1, keepdim=True).float() for key, _ in own)), dim=-1)
@@ -219,14 +226,14 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, own: list[t
 
 
 def rotary_of(places: Tensor, config: dict) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [places, head_dim / 2]."""
+    """Return cosines and sines [places, head_dim / 2]."""
     dim, theta = config["head_dim"], config["rope_parameters"]["rope_theta"]
     angles = places[:, None] / theta ** (torch.arange(0, dim, 2, device=places.device) / dim)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions: element i is paired with element i + head_dim / 2."""
+    """Apply rotary positions: element i is paired with element i + head_dim / 2."""
     (cos, sin), (low, high) = rotary, x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
@@ -250,12 +257,14 @@ class Target:
         return features[:, :-1], self.model.model.embed_tokens(ids[:, 1:]), out.last_hidden_state[:, 1:]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Over the vocabulary, in float32."""
+        """Return logits over the vocabulary in float32."""
         return self.model.lm_head(hidden).float()
 
 
 def losses_of(head: Head, target: Target, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Soft cross-entropy against the target for each step [steps], and how often both choose the same token [steps]."""
+    """Return the soft cross-entropy against the target for each step [steps], and how often both
+    choose the same token [steps].
+    """
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         features, embeds, last = target.read(ids)
         with torch.no_grad():
@@ -274,7 +283,9 @@ def losses_of(head: Head, target: Target, ids: Tensor, first: int) -> tuple[Tens
 
 
 def batches_of(rows: list[list[int]], seed: int) -> Iterator[np.ndarray]:
-    """Endless batches [`BATCH_ROWS`, prompt length + `NEW_TOKENS`] of rows of one length, in a new order each epoch."""
+    """Yield endless batches [`BATCH_ROWS`, prompt length + `NEW_TOKENS`] of rows of one length, in
+    a new order each epoch.
+    """
     rng = np.random.default_rng(seed)
     by_length: dict[int, list[list[int]]] = {}
     for row in rows:
@@ -290,7 +301,7 @@ def batches_of(rows: list[list[int]], seed: int) -> Iterator[np.ndarray]:
 
 
 def train(head: Head, target: Target, rows: list[list[int]], num_batches: int, rate: float, seed: int) -> None:
-    """`num_batches` steps of the optimizers; the loss counts places from the prompt's end on."""
+    """Take `num_batches` optimizer steps; the loss counts the places after the prompt."""
     optimizers, weights = build_optimizers(head, rate), torch.tensor(STEP_WEIGHTS)
     stream, history, started = batches_of(rows, seed), [], time.perf_counter()
     with progress("head", num_batches) as advance:
@@ -316,7 +327,8 @@ def train(head: Head, target: Target, rows: list[list[int]], num_batches: int, r
 
 @torch.no_grad()
 def acceptance(head: Head, target: Target, rows: list[list[int]]) -> tuple[int, list[int]]:
-    """Drafts made and tokens accepted by position, in greedy continuations with `STEPS` drafts at a time.
+    """Return the drafts made and tokens accepted by position, in greedy continuations with `STEPS`
+    drafts at a time.
 
     A draft counts only if those before it were right, and then it followed the target's own tokens. So what each
     place would accept is known from the text, and only the walk over it is left.
@@ -343,7 +355,7 @@ def acceptance(head: Head, target: Target, rows: list[list[int]]) -> tuple[int, 
 
 
 def save(head: Head, directory: Path, facts: dict) -> None:
-    """bf16 weights with the checkpoint's names, vLLM's config for them, and `training.json`."""
+    """Write bf16 weights with the checkpoint's names, vLLM's config for them, and `training.json`."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -359,7 +371,7 @@ def save(head: Head, directory: Path, facts: dict) -> None:
 
 
 def own_text(texts: list[str], count: int, sampled_one_in: int, seed: int) -> list[list[int]]:
-    """`count` prompts from the texts, each continued by the target."""
+    """Return `count` prompts from the texts, each continued by the target."""
     llm = LLM(EMBEDDED_MODEL, dtype="float32", max_model_len=256, max_num_seqs=256)
     rng, rows = random.Random(seed), []
     with progress("the target continues prompts", count) as advance:
@@ -371,7 +383,7 @@ def own_text(texts: list[str], count: int, sampled_one_in: int, seed: int) -> li
 
 
 def kept_in(file: Path | None, rows: Callable[[], list[list[int]]]) -> list[list[int]]:
-    """What the file holds; if there is none, `rows()`, which it then holds."""
+    """Return what the file holds; if there is none, `rows()`, which it then holds."""
     if file and file.exists():
         return json.loads(file.read_text())
     made = rows()
@@ -381,7 +393,7 @@ def kept_in(file: Path | None, rows: Callable[[], list[list[int]]]) -> list[list
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Generate, train, measure, save."""
+    """Generate, train, measure and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=6144, help="prompts that the target continues")
     parser.add_argument("--batches", type=int, default=500, help=f"of {BATCH_ROWS} continued prompts")

@@ -47,7 +47,7 @@ console = Console()
 
 
 def run_directory(name: str, seed: int) -> Path:
-    """Where a run's model goes, with its `training.json`."""
+    """Return where a run's model goes, with its `training.json`."""
     return RUNS / f"{name}-{seed}"
 
 
@@ -83,13 +83,13 @@ def compare() -> None:
 
 
 def facts_by_seed(name: str) -> dict[int, dict[str, Any]]:
-    """What is known of a sibling's finished runs."""
+    """Return what is known of a sibling's finished runs."""
     found = (json.loads(path.read_text()) for path in RUNS.glob(f"{name}-*/training.json"))
     return {facts["seed"]: facts for facts in found}
 
 
 def figures_of(shape: Shape, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """One sibling's figures over its runs, in the order of their seeds."""
+    """Return one sibling's figures over its runs, in the order of their seeds."""
     losses = [round(facts["held_out_loss"], 4) for facts in runs]
     return {
         "num_attention_heads": shape.num_attention_heads,
@@ -106,7 +106,9 @@ def figures_of(shape: Shape, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def cached_numbers(shape: Shape) -> int:
-    """What one token leaves in the cache of one layer: keys and values of each KV head, or latent and rotated key."""
+    """Return what one token leaves in the cache of one layer: keys and values of each KV head, or
+    latent and rotated key.
+    """
     width = shape.hidden_size // shape.num_attention_heads
     return shape.kv_lora_rank + width // 2 if shape.kv_lora_rank else 2 * shape.num_key_value_heads * width
 
@@ -118,7 +120,6 @@ def ship() -> None:
 
 
 def main() -> None:
-    """Train, compare, ship."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each sibling")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens that each run sees")

@@ -19,7 +19,7 @@ COLUMN_WIDTH, ROW_HEIGHT = 202, 50
 
 
 def frames() -> Frames:
-    """One still while it waits, one for each step, and one when it has ended."""
+    """Return a still of the waiting request, one for each step, and one of the finished request."""
     run = followed()
     count = _tokens(len(run.request.prompt))
     waits = f"A request arrives. Its {count} wait in the queue until the scheduler has room for them in a step."
@@ -57,7 +57,7 @@ def _ended(run: Followed) -> str:
 
 
 def _still(run: Followed, known: tuple[Token, ...], *parts: str) -> str:
-    """The text so far on top, the three boxes and the pool below it."""
+    """Return the text so far on top, the three boxes and the pool below it."""
     start, y = MARGIN + 72, 16
     shown, x = [text(MARGIN, y + 18, "the text", size=12, colour=QUIET)], float(start)
     for index, token in enumerate(known):
@@ -79,7 +79,7 @@ def _box(place: tuple[float, float], name: str, content: Iterable[str] = ()) -> 
 
 
 def _chips(box: tuple[float, float], pieces: list[str], fill: str) -> str:
-    """Chips in the middle of a box."""
+    """Return chips in the middle of a box."""
     widths = [_chip_width(piece) for piece in pieces]
     x = box[0] + (box[1] - sum(widths) - 3 * (len(widths) - 1)) / 2
     shown = []
@@ -98,7 +98,9 @@ def _chip_width(piece: str) -> float:
 
 
 def _pool(run: Followed, row: Row | None, num_free: int, last: Step | None = None) -> str:
-    """All blocks. Those of `row` are filled; after the `last` step, what free blocks still hold stands in grey."""
+    """Return all blocks. Those of `row` are filled; after the `last` step, what free blocks still
+    hold stands in grey.
+    """
     holder = row or (_row(last) if last else None)
     table = f"; the request's block table: {list(row.block_table)}" if row else ""
     title = f"KV cache: {run.num_blocks - 1} blocks of {run.block_size} slots, {num_free} free{table}"
@@ -116,7 +118,7 @@ def _pool(run: Followed, row: Row | None, num_free: int, last: Step | None = Non
 
 
 def _slots(run: Followed, row: Row | None, block_id: int) -> tuple[list[str | None], list[str]]:
-    """What stands in a block's slots, and their colours: this step's tokens stand out."""
+    """Return what stands in a block's slots, and their colours: this step's tokens stand out."""
     slots: list[str | None] = [None] * run.block_size
     fills = [HELD] * run.block_size
     if row is None or block_id not in row.block_table:
@@ -149,7 +151,7 @@ def _last_words(run: Followed) -> str:
     known = len(run.steps[-1].cached_blocks)
     return (
         f"{len(run.request.output)} tokens are written: the request ends, and its blocks are free. Until they are "
-        f"overwritten, the {known} full ones serve whoever begins with the same text."
+        f"overwritten, the {known} full ones serve any request that begins with the same text."
     )
 
 

@@ -1,0 +1,113 @@
+"""Find docstrings, comments and messages that do not read as plain English.
+
+    uv run python tools/english.py               # every Python file that git knows
+    uv run python tools/english.py vllm widgets  # some folders
+
+The rules are few and have no false alarms, so `make lint` runs them. A docstring is a sentence in the imperative; a
+property's may be a noun phrase. Words that begin a clause without a verb of its own ("Whose block it is.", "Of one
+layer.") are refused at its beginning, and so are a few turns of phrase that no native speaker would use, wherever they
+stand. Ruff's D401 holds the mood of the verb.
+"""
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+HEADLESS = re.compile(
+    r"(Of|By|As|Whose|What|Who|Whom|Which|Where|When|Why|With|Without|From|For|At|In|On|Than|So|Those|That"
+    r"|Nobody|Somebody|Whoever|Whether|How)\b(?!-)"
+)
+"""Words that a docstring does not begin with: what follows is a clause, a phrase or a riddle."""
+
+OF_A_PROPERTY = ("Whether", "How")
+"""Words that the docstring of a property may begin with."""
+
+FEWEST_WORDS = 3
+"""A docstring of fewer words repeats its function's name."""
+
+PHRASES = {
+    re.compile(pattern, re.IGNORECASE): instead
+    for pattern, instead in {
+        r"\b(?:is|are|was|were) asked for\b": "say what to do: 'Use an H100.'",
+        r"\bwho waits\b": "'the waiting request'",
+        r"\bso many (?!\w+ that\b)": "'n', 'that many', or the number's name",
+        r"\bfrom (?!now\b|then\b|here\b)(?:(?!never\b)\S+ ){1,3}on(?=[,.;:)]|$)": "'starting at', 'after'",
+        r"\banew\b": "'again'",
+        r"\bwhoever\b": "name who it is",
+        r"\b(?:mend|mends) (?:it|them|this) first\b": "'Fix that first.'",
+    }.items()
+}
+"""Turns of phrase and what to write in their place."""
+
+
+def problems(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the fault of everything in a file that breaks a rule."""
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _docstring_problems(node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from _phrase_problems(node.lineno, node.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield from _phrase_problems(token.start[0], token.string)
+
+
+def _docstring_problems(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[tuple[int, str]]:
+    words = (ast.get_docstring(node) or "").split()
+    if not words:
+        return
+    line = node.body[0].lineno
+    head = HEADLESS.match(words[0])
+    if head and not (is_property(node) and words[0] in OF_A_PROPERTY):
+        yield line, f"the docstring of {node.name} begins with '{words[0]}': write a sentence with a verb"
+    elif len(words) < FEWEST_WORDS or (words[0] == "See" and len(words) == 2):
+        yield line, f"the docstring of {node.name} says nothing: delete it, or say what the name does not"
+
+
+def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    """Return whether a function is read like an attribute."""
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def _phrase_problems(line: int, text: str) -> Iterator[tuple[int, str]]:
+    for pattern, instead in PHRASES.items():
+        for match in pattern.finditer(text):
+            yield line + text.count("\n", 0, match.start()), f"'{match.group()}': write {instead}"
+
+
+def python_files(folders: list[str]) -> list[Path]:
+    """List the Python files that git tracks in `folders`, or in the whole repository."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--", *(f"{folder.rstrip('/')}" for folder in folders)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split("\0")  # fmt: skip
+    own = ROOT / "tools" / "english.py"  # quotes what it forbids
+    return [ROOT / name for name in listed if name.endswith(".py") and ROOT / name != own and (ROOT / name).is_file()]
+
+
+def main() -> int:
+    """Print one line for each fault; return 1 if there is any."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", help="folders or files (default: all)")
+    faults = 0
+    for path in python_files(parser.parse_args().folders):
+        for line, fault in sorted(problems(path)):
+            print(f"{path.relative_to(ROOT)}:{line}: {fault}")
+            faults += 1
+    if faults:
+        print(f"{faults} places to rewrite", file=sys.stderr)
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
