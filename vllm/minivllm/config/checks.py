@@ -55,12 +55,12 @@ def require_flags(settings: object, *names: str) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a finite number; True and False are not numbers."""
+    """Return whether `value` is a finite number; True and False are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_count(value: object, least: int) -> bool:
-    """Whether `value` is an integer of at least `least`; True and False are not integers."""
+    """Return whether `value` is an integer of at least `least`; True and False are not integers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

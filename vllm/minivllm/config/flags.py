@@ -81,7 +81,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return kept
 
     def _taken_out(self, args: list[str], flag: str) -> dict[str, Any]:
-        """Removes the flag with its JSON from the arguments, and returns that; {} where it is not there."""
+        """Remove the flag with its JSON from the arguments, and return that; {} where it is not there."""
         for index, arg in enumerate(args):
             name, equals, value = arg.partition("=")
             if name == flag and (equals or index + 1 < len(args)):

@@ -17,7 +17,7 @@ OFFLOADING_BACKENDS = ("native",)
 
 
 def check_offloading(size: Any, backend: Any) -> None:
-    """Rejects what cannot be.
+    """Reject what cannot be.
 
     Raises:
         MinivllmError: the size is not above 0, or the backend is not this engine's own.
@@ -57,5 +57,5 @@ def with_offloading(
 
 
 def is_tier(transfer: KVTransferConfig | None) -> bool:
-    """Whether it is a tier of the engine's own cache."""
+    """Return whether it is a tier of the engine's own cache."""
     return transfer is not None and transfer.kv_connector in OFFLOADING_CONNECTORS

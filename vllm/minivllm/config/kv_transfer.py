@@ -87,17 +87,17 @@ class KVTransferConfig:
 
     @property
     def is_kv_producer(self) -> bool:
-        """Whether it gives keys and values away."""
+        """Return whether it gives keys and values away."""
         return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def is_kv_consumer(self) -> bool:
-        """Whether it takes keys and values from others."""
+        """Return whether it takes keys and values from others."""
         return self.kv_role in ("kv_consumer", "kv_both")
 
     @property
     def recomputes(self) -> bool:
-        """Whether what did not arrive is computed here."""
+        """Return whether what did not arrive is computed here."""
         return self.kv_load_failure_policy == "recompute"
 
     def get_from_extra_config(self, key: str, default: Any = None) -> Any:

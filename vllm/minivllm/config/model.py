@@ -161,7 +161,7 @@ class ModelConfig:
 
     @property
     def keeps_every_token(self) -> bool:
-        """Whether every layer caches the key and value of every token."""
+        """Return whether every layer caches the key and value of every token."""
         windows = self.sliding_window is not None or set(self.layer_types or (FULL,)) != {FULL}
         return self.cache_exception is None and not windows
 

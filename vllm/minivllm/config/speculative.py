@@ -98,12 +98,12 @@ class SpeculativeConfig:
 
     @property
     def runs_model(self) -> bool:
-        """Whether drafts come from a model, which has weights and a KV cache."""
+        """Return whether drafts come from a model, which has weights and a KV cache."""
         return self.method in MODEL_METHODS
 
     @property
     def use_eagle(self) -> bool:
-        """Whether the drafter reads the target's hidden states."""
+        """Return whether the drafter reads the target's hidden states."""
         return self.method == "eagle3"
 
     @property
@@ -161,7 +161,7 @@ def _check_method(method: object) -> None:
 
 
 def check_schedule(schedule: object) -> None:
-    """Rejects what is no `num_speculative_tokens_per_batch_size`: ranges must begin with 1, rise, and not overlap."""
+    """Reject what is no `num_speculative_tokens_per_batch_size`: ranges must begin with 1, rise, and not overlap."""
     if schedule is None:
         return
     name = "num_speculative_tokens_per_batch_size"

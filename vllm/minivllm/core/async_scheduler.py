@@ -51,7 +51,7 @@ class AsyncScheduler(Scheduler):
         return super().cap_num_tokens(request, num_new_tokens, step)
 
     def _may_run_ahead(self, request: Request) -> bool:
-        """Whether a step may be scheduled for a request with outputs in flight: not if they are sure to be its last.
+        """Return whether a request with outputs in flight may get a step: not if they are sure to be its last.
 
         Nor if it has a grammar, whose mask depends on them.
         """

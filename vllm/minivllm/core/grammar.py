@@ -15,15 +15,15 @@ class StructuredOutputGrammar(Protocol):
         ...
 
     def accept_token(self, token_id: int) -> bool:
-        """Moves on. Returns whether the token fits; if not, the grammar is in error."""
+        """Move on. Return whether the token fits; if not, the grammar is in error."""
         ...
 
     def validate_tokens(self, token_ids: list[int]) -> list[int]:
-        """Returns the leading tokens that fit one after another. The place stays the same."""
+        """Return the leading tokens that fit one after another. The place stays the same."""
         ...
 
     def is_terminated(self) -> bool:
-        """Whether an end-of-sequence token has been accepted."""
+        """Return whether an end-of-sequence token has been accepted."""
         ...
 
 
@@ -36,7 +36,7 @@ class StructuredOutputRequest(Protocol):
         ...
 
     def is_pending(self) -> bool:
-        """Whether it is still being compiled."""
+        """Return whether it is still being compiled."""
         ...
 
     def failure(self) -> str | None:

@@ -107,7 +107,7 @@ class KVConnectorOutput:
     kv_connector_worker_meta: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Whether it says nothing."""
+        """Return whether it says nothing."""
         return not (
             self.finished_sending
             or self.finished_recving
@@ -119,7 +119,7 @@ class KVConnectorOutput:
 
 
 def joined_stats(stats: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Returns the counts of several ranks or connectors as one: numbers are added, lists joined."""
+    """Return the counts of several ranks or connectors as one: numbers are added, lists joined."""
     joined: dict[str, Any] = {}
     for one in filter(None, stats):
         for name, value in one.items():
@@ -138,7 +138,7 @@ class KVConnectorBase_V1:
     """
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole) -> None:
-        """Raises `MinivllmError` for settings that this connector cannot work with."""
+        """Raise `MinivllmError` for settings that this connector cannot work with."""
         self.config, self.role = config, role
         self._connector_metadata: KVConnectorMetadata | None = None
 
@@ -148,34 +148,34 @@ class KVConnectorBase_V1:
         """Is told where the cache is, once, before the first step."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Takes what the scheduler's side has built for this step."""
+        """Take what the scheduler's side has built for this step."""
         self._connector_metadata = connector_metadata
 
     def clear_connector_metadata(self) -> None:
-        """Forgets it at the step's end."""
+        """Forget it at the step's end."""
         self._connector_metadata = None
 
     def handle_preemptions(self, connector_metadata: KVConnectorMetadata) -> None:
         """Is called before this step's tokens overwrite blocks that were freed: what still reads them must end now."""
 
     def start_load_kv(self) -> None:
-        """Begins to load what the metadata says, before the forward pass."""
+        """Begin to load what the metadata says, before the forward pass."""
         raise NotImplementedError
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Returns once this layer's keys and values, of those loaded within the step, are in the cache."""
+        """Return once this layer's keys and values, of those loaded within the step, are in the cache."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
-        """Begins to save this layer, now that the step's keys and values are in it; see `KVCaches` for `kv_layer`.
+        """Begin to save this layer, now that the step's keys and values are in it; see `KVCaches` for `kv_layer`.
 
         `attn_metadata` is None where the layers ran in a CUDA graph: then it is called for all of them afterwards.
         """
 
     def wait_for_save(self) -> None:
-        """Returns once the cache may be overwritten by a later step, as far as saves of this step are concerned."""
+        """Return once the cache may be overwritten by a later step, as far as saves of this step are concerned."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Returns the requests that this rank has (sent, received) since the last call, of asynchronous transfers.
+        """Return the requests that this rank has (sent, received) since the last call, of asynchronous transfers.
 
         `finished_req_ids`: requests that have finished since the last step. Only ids of requests for which
         `request_finished` said to delay, and which were loaded asynchronously, may be returned, each once.
@@ -183,29 +183,29 @@ class KVConnectorBase_V1:
         return set(), set()
 
     def get_failed_recving(self) -> set[str]:
-        """Returns those just returned as received of which nothing has arrived that could be used.
+        """Return those just returned as received of which nothing has arrived that could be used.
 
         In vLLM: `failed_recving` of `get_transfer_results`.
         """
         return set()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the blocks that were to be loaded and could not be, since the last call.
+        """Return the blocks that were to be loaded and could not be, since the last call.
 
         Of an asynchronous load, they must be told no later than the request is returned as received.
         """
         return set()
 
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
-        """Returns the counts since the last call, for metrics; None for none. Of a rank; see also `take_stats`."""
+        """Return the counts since the last call, for metrics; None for none. Of a rank; see also `take_stats`."""
         return None
 
     def build_connector_worker_meta(self) -> Any:
-        """Returns what else the scheduler's side should be told after this step; None for nothing."""
+        """Return what else the scheduler's side should be told after this step; None for nothing."""
         return None
 
     def get_handshake_metadata(self) -> Any:
-        """Returns what other engines need to reach this rank; plain data, or None. Asked once, after `register`."""
+        """Return what other engines need to reach this rank; plain data, or None. Asked once, after `register`."""
         return None
 
     def reset(self) -> None:
@@ -230,7 +230,7 @@ class KVConnectorBase_V1:
         """
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Says how many tokens beyond the first `num_computed_tokens`, which are in the cache, it could load.
+        """Say how many tokens beyond the first `num_computed_tokens`, which are in the cache, it could load.
 
         May be asked several times for one request and must have no effects.
 
@@ -258,7 +258,7 @@ class KVConnectorBase_V1:
         raise NotImplementedError
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """Returns what the ranks are to do in this step, and forgets it. Must leave `scheduler_output` as it is."""
+        """Return what the ranks are to do in this step, and forget it. Must leave `scheduler_output` as it is."""
         raise NotImplementedError
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -274,14 +274,14 @@ class KVConnectorBase_V1:
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        """Whether steps must go on, without tokens, for something that no request waits for.
+        """Return whether steps must go on, without tokens, for something that no request waits for.
 
         They go on in any case while a request waits for keys and values, or blocks wait to be sent.
         """
         return False
 
     def release_gpu_blocks(self) -> bool:
-        """Gives back at once the blocks that it holds for copies out of the cache; returns whether any is free now.
+        """Give back at once the blocks that it holds for copies out of the cache; return whether any is free now.
 
         Asked where a running request finds no block, before another one loses its own. The ranks end these copies
         before the next forward pass. Not in vLLM, where requests are preempted although blocks are about to be free.
@@ -289,7 +289,7 @@ class KVConnectorBase_V1:
         return False
 
     def take_stats(self) -> dict[str, Any] | None:
-        """Returns what the scheduler's side has counted since the last call; None for nothing."""
+        """Return what the scheduler's side has counted since the last call; None for nothing."""
         return None
 
     def tier_state(self) -> dict[str, int] | None:
@@ -297,7 +297,7 @@ class KVConnectorBase_V1:
         return None
 
     def reset_cache(self) -> bool | None:
-        """Forgets what is stored elsewhere, with `reset_prefix_cache`. Returns whether it did; None: nothing to do."""
+        """Forget what is stored elsewhere, with `reset_prefix_cache`. Return whether it did; None: nothing to do."""
         return None
 
     def start_over(self) -> None:
@@ -311,4 +311,4 @@ class KVConnectorBase_V1:
     # Both sides
 
     def shutdown(self) -> None:
-        """Ends threads and connections. A second call does nothing."""
+        """End threads and connections. A second call does nothing."""

@@ -29,7 +29,7 @@ class LoadFailures:
         manager: KVCacheManager,
         given_back: Collection[Sequence[int]] = (),
     ) -> list[Request]:
-        """Sets `num_computed_tokens` of each request that has an invalid block to what is valid, or will be soon.
+        """Set `num_computed_tokens` of each request that has an invalid block to what is valid, or will be soon.
 
         Blocks to be computed anew lose their hashes, and so do those of tables that were `given_back` since the step
         was scheduled. Returns these requests.
@@ -52,7 +52,7 @@ class LoadFailures:
             self._bad.update(block_ids[start:])
 
     def _wait_no_more(self, request: Request, manager: KVCacheManager) -> None:
-        """Lets a request compute itself what others were to compute for it, as long as they may fail again."""
+        """Let a request compute itself what others were to compute for it, as long as they may fail again."""
         if request.request_id in self._needs:
             start, _ = self._needs.pop(request.request_id)
             set_computed(request, min(start, request.num_computed_tokens // manager.block_size), manager)
@@ -79,7 +79,7 @@ class LoadFailures:
         return True
 
     def must_wait(self, request: Request, also: Mapping[str, int], manager: KVCacheManager) -> bool:
-        """Whether blocks that this request reads are still to be computed by others; `also`: tokens of this step.
+        """Return whether others still compute blocks that this request reads; `also`: tokens of this step.
 
         If one of those does not run any more, the request computes the blocks itself.
         """
@@ -100,7 +100,7 @@ class LoadFailures:
         return False
 
     def concern(self, request: Request, manager: KVCacheManager) -> bool:
-        """Whether a request holds blocks that others are to compute anew."""
+        """Return whether a request holds blocks that others are to compute anew."""
         return any(self._is_bad(block_id) for block_id in manager.get_block_ids(request.request_id))
 
     def forget(self, request: Request) -> None:
@@ -109,7 +109,7 @@ class LoadFailures:
 
 
 def set_computed(request: Request, num_blocks: int, manager: KVCacheManager) -> None:
-    """Lets a request go on behind its first blocks; what it has computed behind them is not published any more."""
+    """Let a request go on behind its first blocks; what it has computed behind them is not published any more."""
     name = request.request_id
     table = manager.req_to_blocks[name]
     manager.block_pool.evict_blocks(table[num_blocks:])

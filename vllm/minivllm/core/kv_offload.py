@@ -72,29 +72,29 @@ class CPUOffloadingManager:
         return self.num_blocks - self.block_pool.get_num_free_blocks()
 
     def lookup(self, key: BlockHash) -> LookupResult:
-        """Says whether a key is there; changes nothing."""
+        """Say whether a key is there; changes nothing."""
         if self.block_pool.get_cached_block(key) is not None:
             return LookupResult.HIT
         return LookupResult.HIT_PENDING if key in self._pending else LookupResult.MISS
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
-        """Takes note that a request with these keys has come, or has ended: they are evicted later than others."""
+        """Take note that a request with these keys has come, or has ended: they are evicted later than others."""
         hits = [key for key in keys if self.lookup(key) is LookupResult.HIT]
         self.prepare_load(hits)
         self.complete_load(hits)
 
     def prepare_load(self, keys: Iterable[BlockHash]) -> list[int]:
-        """Pins the blocks of these keys, all of them hits, and returns their ids. Several loads may overlap."""
+        """Pin the blocks of these keys, all of them hits, and return their ids. Several loads may overlap."""
         blocks = self._blocks_of(keys)
         self.block_pool.touch(blocks)
         return [block.block_id for block in blocks]
 
     def complete_load(self, keys: Iterable[BlockHash]) -> None:
-        """Ends one `prepare_load` of these keys, which are evicted later than others from now on."""
+        """End one `prepare_load` of these keys, which are evicted later than others from now on."""
         self.block_pool.free_blocks(reversed(self._blocks_of(keys)))
 
     def prepare_store(self, keys: Iterable[BlockHash]) -> PrepareStoreOutput | None:
-        """Takes a block for each of a request's keys that is not there, as far as there are any; others are left out.
+        """Take a block for each of a request's keys that is not there, as far as there are any; others are left out.
 
         Those that are there stay, and count as used just now, as in vLLM's `CPUOffloadingManager`: the block of an
         offered key was just read, or is about to leave the cache. None: not one block can be had, since all are pinned.
@@ -112,13 +112,13 @@ class CPUOffloadingManager:
         return PrepareStoreOutput(to_store, [block.block_id for block in blocks])
 
     def complete_store(self, keys: Sequence[BlockHash]) -> None:
-        """Ends a store: from now on these keys are hits."""
+        """End a store: from now on these keys are hits."""
         blocks = [self._pending.pop(key) for key in keys]
         self.block_pool.cache_full_blocks(blocks, keys, 0, len(keys))
         self.block_pool.free_blocks(reversed(blocks))
 
     def reset(self) -> bool:
-        """Forgets all keys. Does nothing and returns False while a block is pinned."""
+        """Forget all keys. Do nothing and return False while a block is pinned."""
         return self.block_pool.reset_prefix_cache()
 
     def _blocks_of(self, keys: Iterable[BlockHash]) -> list[KVCacheBlock]:

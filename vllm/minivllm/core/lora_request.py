@@ -36,15 +36,12 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
-        """As `lora_name`."""
         return self.lora_name
 
     @property
     def path(self) -> str:
-        """As `lora_path`."""
         return self.lora_path
 
     @property
     def adapter_id(self) -> int:
-        """As `lora_int_id`."""
         return self.lora_int_id

@@ -37,7 +37,7 @@ class EngineCoreRequest:
     lora_request: LoRARequest | None = None
 
     def to_request(self) -> Request:
-        """Converts it to the scheduler's `Request`."""
+        """Convert it to the scheduler's `Request`."""
         params = self.sampling_params
         assert params.max_tokens is not None
         return Request(

@@ -86,7 +86,7 @@ class RemoteKV:
         self._failures = LoadFailures()
 
     def is_busy(self) -> bool:
-        """Whether steps must go on though no request is unfinished."""
+        """Return whether steps must go on though no request is unfinished."""
         return bool(self.releasing) or self.connector.has_pending_block_frees()
 
     def fetch_stats(self) -> KVFetchStats:
@@ -98,13 +98,13 @@ class RemoteKV:
     # Admission
 
     def added(self, request: Request) -> None:
-        """Tells the connector of a new request; raises `MinivllmError` as `on_new_request` does."""
+        """Tell the connector of a new request; raise `MinivllmError` as `on_new_request` does."""
         self.connector.on_new_request(request)
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             self._to_start.add(request.request_id)
 
     def find_prefix(self, request: Request) -> Prefix | None:
-        """Returns the longest prefix of a waiting request, here and elsewhere; None: nobody knows yet."""
+        """Return the longest prefix of a waiting request, here and elsewhere; None: nobody knows yet."""
         if request.num_computed_tokens > 0:
             return Prefix((), request.num_computed_tokens)  # it was loaded, and lies in its blocks
         blocks, num_local = self.manager.get_computed_blocks(request)
@@ -128,7 +128,7 @@ class RemoteKV:
         return sum(map(self.manager.num_missing_blocks, others))
 
     def allocated(self, request: Request, prefix: Prefix) -> None:
-        """Takes note that a request has got blocks, and holds it back if they are to be filled while others run."""
+        """Take note that a request has got blocks, and holds it back if they are to be filled while others run."""
         blocks = self.manager.req_to_blocks.get(request.request_id, [])
         self.connector.update_state_after_alloc(request, blocks, prefix.num_external)
         self._to_start.discard(request.request_id)
@@ -145,7 +145,7 @@ class RemoteKV:
             self._admissions[request.request_id] = next(self._numbers)
 
     def promote(self) -> list[Request]:
-        """Puts requests that have received what they waited for into `received`.
+        """Put requests that have received what they waited for into `received`.
 
         Returns those that have got nothing, and hold no blocks any more.
         """
@@ -162,7 +162,7 @@ class RemoteKV:
         return [request for request in arrived if request.num_computed_tokens == 0]
 
     def _take_loaded(self, request: Request) -> None:
-        """Publishes the blocks that were filled."""
+        """Publish the blocks that were filled."""
         name = request.request_id
         del self.kv_holding_waiting[name]
         self.finished_recving_kv_req_ids.remove(name)
@@ -178,7 +178,7 @@ class RemoteKV:
     # The end of a request
 
     def keeps_blocks(self, request: Request) -> bool:
-        """Tells the connector that a request has ended; returns whether its blocks are still needed."""
+        """Tell the connector that a request has ended; return whether its blocks are still needed."""
         name = request.request_id
         delays, params = self.connector.request_finished(request, self.manager.get_block_ids(name))
         if params is not None:
@@ -198,21 +198,21 @@ class RemoteKV:
         return delays
 
     def lost_its_blocks(self, request: Request) -> None:
-        """Forgets what is known of the blocks of a request that is preempted, or has ended; before they are free."""
+        """Forget what is known of the blocks of a request that is preempted, or has ended; before they are free."""
         if self._in_flight[request.request_id]:
             self._given_back[request.request_id] = self.manager.get_block_ids(request.request_id)
         self._truncated.pop(request.request_id, None)
         self._failures.forget(request)
 
     def take_params(self) -> dict[str, KVTransferParams]:
-        """Returns what the clients of requests that have ended are told, by request id, and forgets it."""
+        """Return what the clients of requests that have ended are told, by request id, and forget it."""
         params, self._params = self._params, {}
         return params
 
     # A step
 
     def complete(self, output: SchedulerOutput) -> None:
-        """Adds to a step what the ranks must know: of transfers, and which tokens they have sampled in vain."""
+        """Add to a step what the ranks must know: of transfers, and which tokens they have sampled in vain."""
         output.kv_connector_metadata = self.connector.build_connector_meta(output)
         self._in_flight.update(output.num_scheduled_tokens.keys())
         if self._truncated:
@@ -221,13 +221,13 @@ class RemoteKV:
             continued.num_known_tokens = {name: self._truncated.pop(name).num_tokens for name in again}
 
     def must_wait(self, request: Request, also: Mapping[str, int]) -> bool:
-        """Whether a running request needs blocks that others are to compute; see `LoadFailures.must_wait`."""
+        """Return whether a running request needs blocks that others are to compute; see `LoadFailures.must_wait`."""
         return self._failures.must_wait(request, also, self.manager)
 
     def begin_update(
         self, step: SchedulerOutput, output: KVConnectorOutput | None, requests: Mapping[str, Request]
     ) -> tuple[set[str], list[Request]]:
-        """Takes in which loads have failed, before the step's tokens; `requests` are all unfinished ones.
+        """Take in which loads have failed, before the step's tokens; `requests` are all unfinished ones.
 
         Returns the requests whose tokens are worth nothing, and those that end, as `kv_load_failure_policy` says.
         """
@@ -243,7 +243,7 @@ class RemoteKV:
         return ignored, ended
 
     def end_update(self, output: KVConnectorOutput) -> None:
-        """Acts on what has arrived, and on what was sent."""
+        """Act on what has arrived, and on what was sent."""
         self.connector.update_connector_output(output)
         for name in output.finished_recving:
             if name in self.kv_holding_waiting:
@@ -268,7 +268,7 @@ class RemoteKV:
             self._given_back = {name: one for name, one in self._given_back.items() if self._in_flight[name]}
 
     def _truncate_loading(self, request: Request, output: KVConnectorOutput) -> bool:
-        """Counts what a waiting request will have got, if some of it is invalid; returns whether it is."""
+        """Count what a waiting request will have got, if some of it is invalid; return whether it is."""
         name = request.request_id
         num_valid = request.num_computed_tokens
         if name in output.failed_recving:
@@ -287,7 +287,7 @@ class RemoteKV:
     def _truncate_running(
         self, step: SchedulerOutput, invalid_block_ids: set[int], requests: Mapping[str, Request]
     ) -> list[Request]:
-        """Lets requests that have computed with invalid blocks do so again; returns them.
+        """Let requests that have computed with invalid blocks do so again; return them.
 
         One that was preempted meanwhile has lost its blocks, and nobody knows any more whether they were valid.
         """
@@ -327,7 +327,7 @@ class RemoteKV:
                 self.manager.free(request)
 
     def start_over(self, manager: KVCacheManager, lost: Iterable[Request]) -> None:
-        """Takes a manager with a new pool after a failed step; `lost` requests have ended with it.
+        """Take a manager with a new pool after a failed step; `lost` requests have ended with it.
 
         Blocks that are being sent stay as they are: what they hold was computed by earlier steps. Loads are given up.
         """

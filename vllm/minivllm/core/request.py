@@ -34,7 +34,7 @@ class RequestStatus(IntEnum):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the request will never be scheduled again."""
+        """Return whether the request will never be scheduled again."""
         return self > RequestStatus.PREEMPTED
 
     @property
@@ -110,7 +110,7 @@ class Request:
         sampling_params: Any = None,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> None:
-        """Creates a waiting request. A lower `priority` goes first. The scheduler passes `sampling_params` on unread;
+        """Create a waiting request. A lower `priority` goes first. The scheduler passes `sampling_params` on unread;
         the KV connector reads and writes `kv_transfer_params`.
 
         As in vLLM, the sampler enforces `min_tokens` by masking stop tokens. A request for prompt log probabilities
@@ -189,18 +189,18 @@ class Request:
 
     @property
     def samples_by_grammar(self) -> bool:
-        """Whether the step that was just scheduled samples for it, and a grammar says which tokens fit."""
+        """Return whether the step that was just scheduled samples for it, and a grammar says which tokens fit."""
         return self.structured_output_request is not None and not self.is_prefill_chunk
 
     def append_output_token_id(self, token_id: int) -> None:
-        """Appends one sampled token and, if it fills a block, that block's hash."""
+        """Append one sampled token and, if it fills a block, that block's hash."""
         self._all_token_ids.append(token_id)
         self.num_tokens += 1
         if self._block_size is not None and self.num_tokens % self._block_size == 0:
             self._hash_new_full_blocks()
 
     def enable_block_hashes(self, block_size: int, hash_block: HashBlockTokens = hash_block_tokens) -> None:
-        """Hashes all full blocks of `block_size` tokens now, and later each block that a new token fills."""
+        """Hash all full blocks of `block_size` tokens now, and later each block that a new token fills."""
         self._block_size, self._hash_block = block_size, hash_block
         self._extra_keys = (
             generate_block_hash_extra_keys(self.lora_request, self.cache_salt),
@@ -216,5 +216,5 @@ class Request:
         )
 
     def sort_key(self) -> tuple[int, float, str]:
-        """Returns the key for the priority policy: priority, then arrival time, then id."""
+        """Return the key for the priority policy: priority, then arrival time, then id."""
         return self.priority, self.arrival_time, self.request_id

@@ -72,7 +72,7 @@ class Scheduler:
     # Adding and removing requests
 
     def add_request(self, request: Request) -> None:
-        """Adds a request to the waiting queue. Raises `MinivllmError` for one that cannot be served."""
+        """Add a request to the waiting queue. Raise `MinivllmError` for one that cannot be served."""
         self._check_request(request)
         if self.remote is not None:
             self.remote.added(request)
@@ -82,7 +82,7 @@ class Scheduler:
         self.waiting.add_request(request)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
-        """Ends requests from outside (the client left: FINISHED_ABORTED; a stop string was found: FINISHED_STOPPED).
+        """End requests from outside (the client left: FINISHED_ABORTED; a stop string was found: FINISHED_STOPPED).
 
         Unknown and already finished ids are ignored. Returns the ids of the requests ended, in the given order.
         """
@@ -105,7 +105,7 @@ class Scheduler:
         return waiting - self.finished_req_ids  # an id may be that of an earlier request, which a worker still has
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is unfinished, or a KV connector needs another step."""
+        """Return whether any request is unfinished, or a KV connector needs another step."""
         if self.requests or self.remote is None:
             return bool(self.requests)
         return bool(self.finished_req_ids) or self.remote.is_busy()
@@ -127,7 +127,7 @@ class Scheduler:
         )
 
     def start_over(self, lost: Collection[str]) -> None:
-        """Discards everything that a failed step may have left half done: the pool, all cached blocks, the batch.
+        """Discard everything that a failed step may have left half done: the pool, all cached blocks, the batch.
 
         Requests in `lost` are dropped. All others wait again in the order in which they were added; they keep their
         tokens and are recomputed from the first. The worker must forget all requests too.
@@ -156,7 +156,7 @@ class Scheduler:
     # One step
 
     def schedule(self) -> SchedulerOutput:
-        """Returns the next step. `num_computed_tokens` includes its tokens at once, before they are computed."""
+        """Return the next step. `num_computed_tokens` includes its tokens at once, before they are computed."""
         budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
         adaptive = self.config.long_prefill_token_threshold_adaptive
         step = Step(budget, self.policy.chunk_limit(budget, threshold, len(self.requests), adaptive))
@@ -212,7 +212,7 @@ class Scheduler:
             step.position += 1
 
     def _waits_for_others(self, request: Request, step: Step) -> bool:
-        """Whether a request needs blocks that others compute anew, and have not by this step."""
+        """Return whether a request needs blocks that others compute anew, and have not by this step."""
         assert self.remote is not None
         # By priority, one of the others could still be preempted in this step.
         return self.remote.must_wait(request, step.num_scheduled_tokens if self.config.policy == "fcfs" else {})
@@ -294,7 +294,7 @@ class Scheduler:
         return running | self.pinned_loras
 
     def _take_grammar(self, request: Request) -> None:
-        """Lets a request go on once its grammar is compiled; ends it if there will be none."""
+        """Let a request go on once its grammar is compiled; ends it if there will be none."""
         wanted = request.structured_output_request
         assert wanted is not None
         if wanted.is_pending():
@@ -357,7 +357,7 @@ class Scheduler:
         return True
 
     def _start_running(self, request: Request, step: Step, num_found: int, num_new_tokens: int) -> None:
-        """Puts a request that has been admitted into the step, to be computed behind what was found of its prefix."""
+        """Put a request that has been admitted into the step, to be computed behind what was found of its prefix."""
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_found
         else:
@@ -402,7 +402,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Processes the sampled tokens of a step: rolls back rejected draft tokens, appends tokens, ends requests.
+        """Process the sampled tokens of a step: rolls back rejected draft tokens, appends tokens, ends requests.
 
         Returns one output per request that sampled tokens, in scheduling order; aborted requests have none. Before
         them stand those whose grammar has failed.
@@ -439,7 +439,7 @@ class Scheduler:
         return outputs
 
     def _take_load_failures(self, step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
-        """Ends requests whose load has failed, if they are to; returns all whose tokens in this step are invalid."""
+        """End requests whose load has failed, if they are to; return all whose tokens in this step are invalid."""
         assert self.remote is not None
         ignored, ended = self.remote.begin_update(step, output.kv_connector_output, self.requests)
         self.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ERROR)
@@ -449,7 +449,7 @@ class Scheduler:
         return ignored
 
     def _end_transfers(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
-        """Acts on what the ranks have sent and received; what connectors say of ended requests joins their outputs."""
+        """Act on what the ranks have sent and received; what connectors say of ended requests joins their outputs."""
         assert self.remote is not None
         if output.kv_connector_output is not None:
             self.remote.end_update(output.kv_connector_output)
@@ -458,7 +458,7 @@ class Scheduler:
                 one.kv_transfer_params = params.get(one.request_id)
 
     def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
-        """Sets the draft tokens to verify in the next step, by request id. Ignored for unfinished prefills."""
+        """Set the draft tokens to verify in the next step, by request id. Ignored for unfinished prefills."""
         for request_id, drafts in draft_token_ids.items():
             if len(drafts) > self.drafting.num_speculative_tokens:
                 raise MinivllmError(
@@ -477,7 +477,7 @@ class Scheduler:
             self.spec_decoding_stats.observe_draft(num_drafts - num_invalid, num_accepted)
 
     def _cache_accepted(self, request: Request) -> None:
-        """Publishes the blocks that accepted draft tokens, which are known tokens now, have filled."""
+        """Publish the blocks that accepted draft tokens, which are known tokens now, have filled."""
         self._cache_known(request)
 
     def _cache_known(self, request: Request) -> None:
@@ -485,7 +485,7 @@ class Scheduler:
         self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
 
     def _update_request_with_output(self, request: Request, sampled: list[int]) -> tuple[list[int], bool]:
-        """Appends tokens one by one; returns those kept, and whether the last of them ended the request."""
+        """Append tokens one by one; return those kept, and whether the last of them ended the request."""
         for num_kept, token_id in enumerate(sampled, start=1):
             request.append_output_token_id(token_id)
             has_stopped = check_stop(request, token_id, self.config.max_model_len)
@@ -496,7 +496,7 @@ class Scheduler:
         return sampled, False
 
     def _finish(self, requests: Sequence[Request], status: RequestStatus | None = None) -> None:
-        """Frees requests and removes them from `running`; sets their status if `status` is given."""
+        """Free requests and remove them from `running`; sets their status if `status` is given."""
         if not requests:
             return
         for request in requests:

@@ -78,7 +78,7 @@ class SpecDecodingStats:
         return [count / max(1, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Counts a verification of `num_draft_tokens` tokens, the first `num_accepted_tokens` of them accepted."""
+        """Count a verification of `num_draft_tokens` tokens, the first `num_accepted_tokens` of them accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens

@@ -35,7 +35,7 @@ OUTPUTS_AT_ONCE = 128
 
 
 def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
-    """Starts the cores: processes, or a thread for a caller's own parts, which no message could carry."""
+    """Start the cores: processes, or a thread for a caller's own parts, which no message could carry."""
     if not args.parts.names_in_core:
         return AsyncMPClient(args)
     from minivllm.engine.async_thread_client import AsyncThreadClient  # it loads the core, and torch with it
@@ -58,7 +58,7 @@ class RequestOutputCollector:
         self._there = asyncio.Event()
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Adds an output. Deltas are joined to those that wait; other kinds hold all there is, and replace them.
+        """Add an output. Deltas are joined to those that wait; other kinds hold all there is, and replace them.
 
         An exception is read after all that came before it, and by every later reader: what comes after it is dropped.
         """
@@ -76,7 +76,7 @@ class RequestOutputCollector:
             self._on_ready()
 
     async def get(self) -> RequestOutput:
-        """Returns what has come since the last call, or waits for it.
+        """Return what has come since the last call, or waits for it.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -101,14 +101,12 @@ class CollectorOfParts:
         self._is_told = False
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """See `RequestOutputCollector`."""
         self._part.put(output)
         if self._on_ready is not None and (not self._is_told or isinstance(output, Exception)):
             self._is_told = True
             self._on_ready()
 
     async def get(self) -> RequestOutput:
-        """See `RequestOutputCollector`."""
         self._is_told = False
         return await self._part.get()
 
@@ -140,7 +138,7 @@ class AsyncLLM(FrontEnd):
 
     @property
     def errored(self) -> bool:
-        """Whether the engine has ended, so that no request can be served any more."""
+        """Return whether the engine has ended, so that no request can be served any more."""
         return self.dead_error is not None
 
     async def generate(
@@ -153,7 +151,7 @@ class AsyncLLM(FrontEnd):
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the outputs of a prompt as they come. Whoever stops reading aborts the request.
+        """Yield the outputs of a prompt as they come. Whoever stops reading aborts the request.
 
         `data_parallel_rank`: the core that computes it; None: the least loaded one.
 
@@ -189,7 +187,7 @@ class AsyncLLM(FrontEnd):
         data_parallel_rank: int | None = None,
         on_ready: Callable[[], None] | None = None,
     ) -> Collector:
-        """Adds a request, whose outputs the collector gets. Its reader must end it with `abort_now`.
+        """Add a request, whose outputs the collector gets. Its reader must end it with `abort_now`.
 
         Raises:
             MinivllmError: the request is invalid.
@@ -208,7 +206,7 @@ class AsyncLLM(FrontEnd):
         return collector
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests: their readers get a last output with the finish reason "abort"."""
+        """End requests: their readers get a last output with the finish reason "abort"."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             children = self._children.pop(one, [])
             for last in self.output_processor.aborted(children):
@@ -217,14 +215,14 @@ class AsyncLLM(FrontEnd):
             self._abort_in_core(children)
 
     def abort_now(self, request_ids: Iterable[str]) -> None:
-        """Ends requests that nobody reads any more; unknown ids are ignored."""
+        """End requests that nobody reads any more; unknown ids are ignored."""
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._collectors.pop(request_id, None)
         self._abort_in_core(self._forgotten(request_ids))
 
     def decline(self, kv_transfer_params: Any) -> None:
-        """Lets the KV connector know that a request was refused: what these say is kept for it will not be read.
+        """Let the KV connector know that a request was refused: what these say is kept for it will not be read.
 
         To the core it is a request that ends before it begins. Params that say nothing of the kind are ignored.
         """
@@ -238,11 +236,11 @@ class AsyncLLM(FrontEnd):
             self.engine_core.abort_requests([name])
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
+        """Forget all cached blocks. Do nothing and return False while any request holds a block."""
         return await self._utility("reset_prefix_cache")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Reads an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
 
         Raises:
             MinivllmError: it cannot be served.
@@ -250,15 +248,15 @@ class AsyncLLM(FrontEnd):
         return await self._utility("add_lora", lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Forgets an adapter, once the requests that use it have ended; returns whether it was there."""
+        """Forget an adapter, once the requests that use it have ended; return whether it was there."""
         return await self._utility("remove_lora", lora_id)
 
     async def list_loras(self) -> set[int]:
-        """Returns the ids of the adapters in host memory."""
+        """Return the ids of the adapters in host memory."""
         return set(await self._utility("list_loras"))
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in its slot until it is removed.
+        """Keep an adapter in its slot until it is removed.
 
         Raises:
             MinivllmError: it is not there, or no slot is free for it.
@@ -275,11 +273,11 @@ class AsyncLLM(FrontEnd):
             await self._utility("stop_step_events")
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine has ended."""
+        """Raise `EngineDeadError` if the engine has ended."""
         self._check_alive()
 
     async def wait_until_dead(self) -> None:
-        """Returns when the engine has ended, for whatever reason."""
+        """Return when the engine has ended, for whatever reason."""
         self._listen()
         await self._ended.wait()
 
@@ -289,7 +287,7 @@ class AsyncLLM(FrontEnd):
         self._die(EngineStoppedError("the server is shutting down"))
 
     def shutdown(self) -> None:
-        """Ends the core's process. Requests under way fail with `EngineStoppedError`."""
+        """End the core's process. Requests under way fail with `EngineStoppedError`."""
         self.end_requests()
         if self._handler is not None and not self._handler.get_loop().is_closed():
             self._handler.cancel()
@@ -316,7 +314,7 @@ class AsyncLLM(FrontEnd):
         return await self.engine_core.call_utility_async(method, *arguments)
 
     def _listen(self) -> None:
-        """Starts the task that receives outputs, in the loop that asks first."""
+        """Start the task that receives outputs, in the loop that asks first."""
         if self._handler is None:
             self._handler = asyncio.get_running_loop().create_task(self._receive_outputs())
 
@@ -332,7 +330,7 @@ class AsyncLLM(FrontEnd):
             self._die(error)
 
     async def _take_in(self, outputs: EngineCoreOutputs) -> None:
-        """Hands the outputs of a step to their readers, in chunks, so that a large step does not hold up the loop."""
+        """Hand the outputs of a step to their readers, in chunks, so that a large step does not hold up the loop."""
         shown: list[RequestOutput] = []
         self.output_processor.note_scheduled(outputs.scheduled_req_ids, outputs.timestamp)
         for start in range(0, len(outputs.outputs), OUTPUTS_AT_ONCE):

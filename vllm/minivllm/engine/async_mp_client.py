@@ -31,7 +31,7 @@ class AsyncMPClient(MPClient):
         super().__init__(args)
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Returns the outputs of the next step of a core, whenever there is one.
+        """Return the outputs of the next step of a core, whenever there is one.
 
         Raises:
             EngineDeadError: a core has died, or said why it must end. The others are told to leave.
@@ -51,7 +51,7 @@ class AsyncMPClient(MPClient):
                 call.set_result(answer)
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
-        """Calls one of `UTILITIES` in every core and returns the result; somebody must be reading outputs meanwhile.
+        """Call one of `UTILITIES` in every core and return the result; somebody must be reading outputs meanwhile.
 
         Raises:
             MinivllmError: the arguments ask for what cannot be done.
@@ -73,7 +73,7 @@ class AsyncMPClient(MPClient):
         super().shutdown()
 
     def _stop_listening(self, error: Exception) -> None:
-        """Takes the sockets away from the loop before they are closed; calls under way fail with this error."""
+        """Take the sockets away from the loop before they are closed; calls under way fail with this error."""
         if self._death is not None and not self._death.get_loop().is_closed():
             for lifeline in self.cores.lifelines:
                 self._death.get_loop().remove_reader(lifeline)

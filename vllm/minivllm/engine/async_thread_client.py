@@ -34,7 +34,6 @@ class AsyncThreadClient(EngineCoreClient):
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine core")
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """See `EngineCoreClient`."""
         self._to_do.put(partial(self.engine_core.add_request, request))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
@@ -42,7 +41,7 @@ class AsyncThreadClient(EngineCoreClient):
         self._to_do.put(partial(abort_requests, self.engine_core, list(request_ids), self._send))
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Returns the outputs of the next step, whenever there is one.
+        """Return the outputs of the next step, whenever there is one.
 
         Raises:
             EngineDeadError: the thread has ended.
@@ -56,7 +55,7 @@ class AsyncThreadClient(EngineCoreClient):
         return outputs
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
-        """Calls one of `UTILITIES` in the core and returns its result.
+        """Call one of `UTILITIES` in the core and return its result.
 
         Raises:
             MinivllmError: the arguments ask for what cannot be done.

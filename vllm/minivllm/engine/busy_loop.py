@@ -37,7 +37,7 @@ def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | 
 
 
 def abort_requests(core: EngineCore, request_ids: Sequence[str], put: Put) -> None:
-    """Aborts requests, and tells the front end that their blocks are free where no step will."""
+    """Abort requests, and tells the front end that their blocks are free where no step will."""
     core.abort_requests(request_ids)
     if not core.has_unfinished_requests():
         put(core.state())

@@ -114,7 +114,7 @@ class EngineCore:
         return EngineCoreReady(self.scheduler.limits, num_blocks, self.ledger, self.scheduler.make_stats())
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Adds a request to the queue. A rejected one ends with an error, which the next step returns."""
+        """Add a request to the queue. A rejected one ends with an error, which the next step returns."""
         with self._all_or_nothing((request.request_id,)):
             try:
                 if request.lora_request is not None:
@@ -127,7 +127,7 @@ class EngineCore:
                 self._undelivered.append(_failed(request.request_id, error, invalid_request=True))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Ends requests, waiting or running; unknown ids are ignored."""
+        """End requests, waiting or running; unknown ids are ignored."""
         ids = set(request_ids)
         with self._all_or_nothing(ids):
             unsent = self.scheduler.unsent(ids)
@@ -137,11 +137,11 @@ class EngineCore:
             self.scheduler.finished_req_ids -= unsent  # no step need come to tell of them
 
     def has_unfinished_requests(self) -> bool:
-        """Whether there is anything for a step to do or return."""
+        """Return whether there is anything for a step to do or return."""
         return bool(self._undelivered or self.batch_queue) or self.scheduler.has_unfinished_requests()
 
     def step(self) -> EngineCoreOutputs:
-        """Runs one step: scheduling, a forward pass, and processing of its output.
+        """Run one step: scheduling, a forward pass, and processing of its output.
 
         Raises:
             WorkerDiedError: a rank has died, and the engine with it.
@@ -186,7 +186,7 @@ class EngineCore:
             raise self._start_over(failure, self.scheduler.requests if concerned is None else concerned) from None
 
     def _schedule(self, waits: bool = True) -> SchedulerOutput:
-        """Schedules a step. If there is nothing to compute, it `waits` for a grammar, if one is being compiled."""
+        """Schedule a step. If there is nothing to compute, it `waits` for a grammar, if one is being compiled."""
         with record_function_or_nullcontext("minivllm::schedule"):
             scheduler_output = self.scheduler.schedule()
         self._log_step(scheduler_output)
@@ -200,7 +200,7 @@ class EngineCore:
         return self.executor.execute_model(scheduler_output)
 
     def _start(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Starts the step. The grammars' bitmask is filled while the forward pass runs, and applied before sampling."""
+        """Start the step. The grammars' bitmask is filled while the forward pass runs, and applied before sampling."""
         future = self.executor.execute_model(scheduler_output, non_block=True)
         if not scheduler_output.has_structured_output_requests:
             return future
@@ -213,7 +213,7 @@ class EngineCore:
     def _update(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, timestamp: float
     ) -> EngineCoreOutputs:
-        """Takes in the output of a step scheduled at `timestamp`; returns it, and what is still undelivered."""
+        """Take in the output of a step scheduled at `timestamp`; return it, and what is still undelivered."""
         nonfinite = [name for name in model_runner_output.nonfinite_req_ids if name in self.scheduler.requests]
         if nonfinite:
             raise NonFiniteLogitsError(nonfinite)
@@ -253,12 +253,12 @@ class EngineCore:
         return done and (remote is None or remote.connector.reset_cache() is not False)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
+        """Forget all cached blocks. Do nothing and return False while any request holds a block."""
         with self._all_or_nothing(()):
             return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def add_lora(self, lora_request: LoRARequest | dict[str, Any]) -> bool:
-        """Reads an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
 
         Raises:
             MinivllmError: it cannot be served.
@@ -269,17 +269,17 @@ class EngineCore:
             return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forgets an adapter, once the requests that use it have ended; returns whether it was there."""
+        """Forget an adapter, once the requests that use it have ended; return whether it was there."""
         with self._unless_refused():
             return self.loras.remove(lora_id)
 
     def list_loras(self) -> list[int]:
-        """Returns the ids of the adapters in host memory."""
+        """Return the ids of the adapters in host memory."""
         with self._unless_refused():
             return sorted(self.loras.list())
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in its slot until it is removed.
+        """Keep an adapter in its slot until it is removed.
 
         Raises:
             MinivllmError: it is not there, or no slot is free for it.
@@ -302,13 +302,13 @@ class EngineCore:
         return EngineCoreOutputs([], self.scheduler.make_stats(), step_snapshot=self._snapshot())
 
     def reset_running_requests(self) -> bool:
-        """Forgets all cached blocks, those of running requests too, which wait again and are recomputed."""
+        """Forget all cached blocks, those of running requests too, which wait again and are recomputed."""
         with self._all_or_nothing(()):
             self._restart(())
         return True
 
     def shutdown(self) -> None:
-        """Ends the processes of the ranks, if any; without them no step can run.
+        """End the processes of the ranks, if any; without them no step can run.
 
         The scheduler's side of a connector comes last: it may hold what the ranks' sides write to, such as a folder.
         """
@@ -348,7 +348,7 @@ class EngineCore:
             raise self._start_over(failure, ()) from None
 
     def _start_over(self, failure: BaseException, request_ids: Collection[str]) -> BaseException:
-        """Ends these requests with an error and has all others recomputed. Returns the error to raise."""
+        """End these requests with an error and has all others recomputed. Return the error to raise."""
         if isinstance(failure, WorkerDiedError):
             return failure
         with InterruptsHeld(clean_up=True):
@@ -407,7 +407,7 @@ class EngineCore:
         )
 
     def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
-        """Creates the connector's sides in the ranks, then the scheduler's, which is told how to reach them."""
+        """Create the connector's sides in the ranks, then the scheduler's, which is told how to reach them."""
         told = self.executor.collective_rpc("initialize_kv_connector")
         connector = create_connector(told[0][0], KVConnectorRole.SCHEDULER, args.parts)
         connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(told)})

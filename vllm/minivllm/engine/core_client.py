@@ -35,15 +35,15 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Sends a request. One that the core rejects comes back as an output with an error."""
+        """Send a request. One that the core rejects comes back as an output with an error."""
 
     @abstractmethod
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """Ends requests without further output; unknown ids are ignored."""
+        """End requests without further output; unknown ids are ignored."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the processes that were started, if any; a second call does nothing."""
+        """End the processes that were started, if any; a second call does nothing."""
 
 
 class SyncEngineCoreClient(EngineCoreClient):
@@ -51,7 +51,7 @@ class SyncEngineCoreClient(EngineCoreClient):
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
-        """Returns the outputs of the next step; call it only while there are unfinished requests.
+        """Return the outputs of the next step; call it only while there are unfinished requests.
 
         Raises:
             EngineDeadError: the core's process has died.
@@ -59,7 +59,7 @@ class SyncEngineCoreClient(EngineCoreClient):
 
     @abstractmethod
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        """Calls one of `UTILITIES` in every core and returns whether all have succeeded, or what the first returns."""
+        """Call one of `UTILITIES` in every core and return whether all have succeeded, or what the first returns."""
 
 
 def joined_answers(method: str, answers: Sequence[UtilityOutput]) -> Any:

@@ -37,7 +37,7 @@ def leave(code: int) -> NoReturn:
 
 
 def main(folder: str, lifeline: int, parent: int, rank: int) -> int:
-    """Runs the core until it fails or the front end is gone; returns the exit code."""
+    """Run the core until it fails or the front end is gone; return the exit code."""
     os.set_inheritable(lifeline, False)  # ranks must not inherit it
     process: EngineCoreProc | None = None
 

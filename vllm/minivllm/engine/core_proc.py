@@ -43,7 +43,7 @@ class EngineCoreProc:
         self._num_received = 0
 
     def run(self) -> int:
-        """Does all of that; returns the exit code of the process."""
+        """Do all of that; return the exit code of the process."""
         handshake = self._connected(zmq.DEALER, "handshake")
         handshake.send_multipart((Kind.HELLO, b""))
         _, payload = handshake.recv_multipart()
@@ -78,7 +78,7 @@ class EngineCoreProc:
         return 1
 
     def shutdown(self) -> None:
-        """Ends the ranks. Can be called from any thread."""
+        """End the ranks. Can be called from any thread."""
         if self.core is not None:
             self.core.shutdown()
 

@@ -56,7 +56,7 @@ class CoreProcesses:
         self._inputs: list[IO[bytes]] = []
 
     def start(self) -> list[EngineCoreReady]:
-        """Starts the cores; returns what each says of itself once all are ready.
+        """Start the cores; return what each says of itself once all are ready.
 
         Raises:
             MinivllmError: a core rejects the arguments, or there are too few GPUs.
@@ -69,19 +69,19 @@ class CoreProcesses:
         return engines
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
-        """Returns a socket in the folder."""
+        """Return a socket in the folder."""
         return self.sockets.bind_in_folder(kind, self.folder, name)
 
     def obituary(self, rank: int) -> str:
-        """Says how a core's process, which has ended, did so."""
+        """Say how a core's process, which has ended, did so."""
         return died(rank, self.names(), how_it_ended(self.processes[rank].wait()))
 
     def names(self) -> list[int | str]:
-        """Returns the names of the cores' processes, for messages."""
+        """Return the names of the cores' processes, for messages."""
         return [process.pid for process in self.processes]
 
     def end(self) -> None:
-        """Lets the processes go, kills those that stay, and gives all else back. A second call does nothing."""
+        """Let the processes go, kills those that stay, and give all else back. A second call does nothing."""
         if os.getpid() != self._owner:
             return  # a fork
         self.tell_to_leave()
@@ -89,7 +89,7 @@ class CoreProcesses:
         self._give_back()
 
     def tell_to_leave(self) -> None:
-        """Lets the processes go without waiting for them. Those that are computing end after their step."""
+        """Let the processes go without waiting for them. Those that are computing end after their step."""
         while self._inputs:
             self._inputs.pop().close()
 
@@ -112,7 +112,7 @@ class CoreProcesses:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_one(self, rank: int, environment: Mapping[str, str]) -> None:
-        """Starts a core's process. Our end of its lifeline becomes readable as soon as the process has ended."""
+        """Start a core's process. Our end of its lifeline becomes readable as soon as the process has ended."""
         ours, theirs = os.pipe()
         self.lifelines.append(ours)
         command = [sys.executable, "-P", "-m", "minivllm.engine.core_entry", self.folder, str(theirs), str(self._owner)]
@@ -132,7 +132,7 @@ class CoreProcesses:
             os.close(theirs)
 
     def _meet(self, handshake: zmq.Socket) -> list[EngineCoreReady]:
-        """Waits for each core's hello, sends it the engine's arguments, and waits until all are ready."""
+        """Wait for each core's hello, sends it the engine's arguments, and wait until all are ready."""
         settings = {field.name: getattr(self._args, field.name) for field in fields(self._args)}
         del settings["parts"]  # Python objects; EngineArgs has refused any
         ready: dict[int, EngineCoreReady] = {}

@@ -17,7 +17,7 @@ class CoreSockets(Protocol):
     """How a core finds the sockets of who starts it."""
 
     def connect(self, socket: zmq.Socket, name: str) -> None:
-        """Connects a core's socket to the one with this name."""
+        """Connect a core's socket to the one with this name."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class FolderSockets:
     folder: str
 
     def connect(self, socket: zmq.Socket, name: str) -> None:
-        """See `CoreSockets`."""
         socket.connect(f"ipc://{self.folder}/{name}")
 
 
@@ -42,7 +41,6 @@ class TcpSockets:
     addresses: dict[str, str] = field(default_factory=dict)
 
     def connect(self, socket: zmq.Socket, name: str) -> None:
-        """See `CoreSockets`."""
         socket.curve_serverkey = self.server_key
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.connect(self.addresses[name])
@@ -60,20 +58,20 @@ class OwnSockets:
         self._sockets: list[zmq.Socket] = []
 
     def new(self, kind: int) -> zmq.Socket:
-        """Returns a socket that drops nothing: however many messages wait, they are kept."""
+        """Return a socket that drops nothing: however many messages wait, they are kept."""
         socket = self._context.socket(kind)
         self._sockets.append(socket)
         socket.linger = socket.sndhwm = socket.rcvhwm = 0
         return socket
 
     def bind_in_folder(self, kind: int, folder: str, name: str) -> zmq.Socket:
-        """Returns a socket in the folder."""
+        """Return a socket in the folder."""
         socket = self.new(kind)
         socket.bind(f"ipc://{folder}/{name}")
         return socket
 
     def close(self) -> None:
-        """Closes all of them; messages that were not sent are lost. A second call does nothing."""
+        """Close all of them; messages that were not sent are lost. A second call does nothing."""
         while self._sockets:
             self._sockets.pop().close(linger=0)
         self._context.term()
@@ -88,7 +86,7 @@ class TcpServer:
         self._sockets, self._host = sockets, host
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
-        """Returns a socket on a free port; cores find it by its name."""
+        """Return a socket on a free port; cores find it by its name."""
         socket = self._sockets.new(kind)
         socket.curve_secretkey, socket.curve_server = self._secret_key, True
         port = socket.bind_to_random_port(f"tcp://{self._host}")

@@ -106,7 +106,7 @@ class IncrementalDetokenizer:
         self._utf8.decode(end)  # keeps the bytes of a character that the prompt has begun
 
     def update(self, new_token_ids: Sequence[int], stopped_by_token: bool = False) -> str | None:
-        """Adds tokens to the text. Returns the stop string found, if any; the text is truncated there.
+        """Add tokens to the text. Return the stop string found, if any; the text is truncated there.
 
         The token that completes the stop string is the last one decoded (`num_tokens`). `stopped_by_token`: the last
         new token is a stop token, which is left out of the text unless `include_stop_str_in_output` is set.
@@ -127,13 +127,13 @@ class IncrementalDetokenizer:
         return None
 
     def finish(self) -> str | None:
-        """Adds the text that was held back, since no more tokens will come. Returns a stop string, as `update` does."""
+        """Add the text that was held back, since no more tokens will come. Return a stop string, as `update` does."""
         num_before = len(self.text)
         self.text += self._utf8.decode(b"", final=True)
         return self._cut_at_stop_string(num_before)
 
     def streamable_length(self) -> int:
-        """Returns how much of `text` an unfinished stream may send: all but a possible start of a stop string."""
+        """Return how much of `text` an unfinished stream may send: all but a possible start of a stop string."""
         if self._params.include_stop_str_in_output or not self._stop_strings:
             return len(self.text)
         return len(self.text) - max(_overlap(self.text, stop) for stop in self._stop_strings)
@@ -178,7 +178,6 @@ class DetokenizerOfParts(IncrementalDetokenizer):
         self._part = stop_strings
 
     def finish(self) -> str | None:
-        """See `IncrementalDetokenizer`."""
         stop = super().finish()
         if stop is None:
             self.text += self._part.flush()
@@ -206,7 +205,7 @@ def make_detokenizer(
 
 
 def find_stop_string(text: str, stop_strings: Sequence[str], num_before: int) -> tuple[str, int] | None:
-    """Returns the stop string that is completed first after the first `num_before` characters, and where it ends.
+    """Return the stop string that is completed first after the first `num_before` characters, and where it ends.
 
     It is the one that would be found if the text arrived character by character. Of two that end at the same place,
     the first in the list wins.
@@ -222,6 +221,6 @@ def _first_end(text: str, stop: str, num_before: int) -> int:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -80,7 +80,7 @@ class FrontEnd:
         return summed_stats(self.engine_stats)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Returns the tokenizer as transformers has it, which is loaded when it is first asked for.
+        """Return the tokenizer as transformers has it, which is loaded when it is first asked for.
 
         Raises:
             MinivllmError: there is none, or transformers cannot load it.
@@ -94,11 +94,11 @@ class FrontEnd:
         return self._transformers_tokenizer
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is unfinished."""
+        """Return whether any request is unfinished."""
         return bool(self.output_processor.states)
 
     def get_num_unfinished_requests(self) -> int:
-        """Returns the number of unfinished requests, counting each of `n` completions."""
+        """Return the number of unfinished requests, counting each of `n` completions."""
         return len(self.output_processor.states)
 
     def _processed(
@@ -139,7 +139,7 @@ class FrontEnd:
         return children
 
     def _finish(self, shown: list[RequestOutput], outputs: EngineCoreOutputs) -> None:
-        """Takes note of the requests that have ended, and of the scheduler's state."""
+        """Take note of the requests that have ended, and of the scheduler's state."""
         for output in shown:
             if output.finished:
                 self._children.pop(output.request_id, None)
@@ -152,7 +152,7 @@ class FrontEnd:
             self.stat_logger.record_kv_connector(outputs.kv_connector_stats, outputs.engine_index)
 
     def _take_stats(self, stats: SchedulerStats, engine_index: int) -> None:
-        """Takes note of a core's state, and of what was measured of its requests."""
+        """Take note of a core's state, and of what was measured of its requests."""
         self.engine_stats[engine_index] = stats
         iteration = self.output_processor.take_stats(engine_index)
         self._throughput_log.observe(iteration.num_prompt_tokens, iteration.num_generation_tokens, self.stats)

@@ -20,11 +20,9 @@ class InprocClient(SyncEngineCoreClient):
         self.engines = [self.engine_core.ready]
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """See `EngineCoreClient`."""
         self.engine_core.add_request(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """See `EngineCoreClient`."""
         self.engine_core.abort_requests(request_ids)
 
     def get_output(self) -> EngineCoreOutputs:
@@ -32,10 +30,8 @@ class InprocClient(SyncEngineCoreClient):
         return self.engine_core.step()
 
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        """See `EngineCoreClient`."""
         assert method in UTILITIES
         return getattr(self.engine_core, method)(*arguments)
 
     def shutdown(self) -> None:
-        """See `EngineCoreClient`."""
         self.engine_core.shutdown()

@@ -57,7 +57,7 @@ class LLMEngine(FrontEnd):
         priority: int = 0,
         prompt_text: str | None = None,
     ) -> str:
-        """Adds a prompt to the queue, to be completed `params.n` times; returns its id.
+        """Add a prompt to the queue, to be completed `params.n` times; return its id.
 
         `arrival_time` changes nothing: a request arrives when it is added.
         `prompt_text`: the text of a prompt of token ids, for the output.
@@ -76,12 +76,12 @@ class LLMEngine(FrontEnd):
         return request_id
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
-        """Ends requests without further output; unknown ids are ignored."""
+        """End requests without further output; unknown ids are ignored."""
         with InterruptsHeld(clean_up=True):
             self.engine_core.abort_requests(self._forgotten(request_ids))
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step of the core; returns the outputs of requests that have something new.
+        """Run one step of the core; return the outputs of requests that have something new.
 
         All or nothing: Ctrl-C waits for the end of the step, and if processing the outputs fails, their requests are
         aborted.
@@ -98,7 +98,7 @@ class LLMEngine(FrontEnd):
                 raise
 
     def get_metrics(self) -> list[Metric]:
-        """Returns all metrics as they are now.
+        """Return all metrics as they are now.
 
         Raises:
             MinivllmError: they are not counted.
@@ -116,7 +116,7 @@ class LLMEngine(FrontEnd):
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Records the steps from now on until `stop_profile`. Arguments that are given replace `profiler_config`'s.
+        """Record the steps from now on until `stop_profile`. Arguments that are given replace `profiler_config`'s.
 
         Raises:
             MinivllmError: the engine was made without `profiler_config`, is recording already, or computes in other
@@ -137,16 +137,16 @@ class LLMEngine(FrontEnd):
         self._profiler = TorchProfiler(config, profile_prefix)
 
     def stop_profile(self) -> None:
-        """Ends the recording, and writes it to a file whose name is logged."""
+        """End the recording, and write it to a file whose name is logged."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
 
     def do_log_stats(self) -> None:
-        """Does nothing: the throughput is logged every few seconds of work."""
+        """Do nothing: the throughput is logged every few seconds of work."""
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forgets all cached blocks. Does nothing and returns False while any request holds a block.
+        """Forget all cached blocks. Do nothing and return False while any request holds a block.
 
         With `reset_running_requests`, such requests wait again, and are computed again from their first token. With
         `reset_connector`, what the KV connector has stored elsewhere is forgotten too.
@@ -156,7 +156,7 @@ class LLMEngine(FrontEnd):
             return self.engine_core.call_utility("reset_running_requests" if reset_running_requests else method)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Reads an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
 
         A request that names an adapter does that by itself.
 
@@ -167,17 +167,17 @@ class LLMEngine(FrontEnd):
             return self.engine_core.call_utility("add_lora", lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forgets an adapter, once the requests that use it have ended; returns whether it was there."""
+        """Forget an adapter, once the requests that use it have ended; return whether it was there."""
         with InterruptsHeld():
             return self.engine_core.call_utility("remove_lora", lora_id)
 
     def list_loras(self) -> set[int]:
-        """Returns the ids of the adapters in host memory."""
+        """Return the ids of the adapters in host memory."""
         with InterruptsHeld():
             return set(self.engine_core.call_utility("list_loras"))
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in its slot until it is removed.
+        """Keep an adapter in its slot until it is removed.
 
         Raises:
             MinivllmError: it is not there, or no slot is free for it.
@@ -186,7 +186,7 @@ class LLMEngine(FrontEnd):
             return self.engine_core.call_utility("pin_lora", lora_id)
 
     def shutdown(self) -> None:
-        """Ends the processes that the engine has started, if any; without them it cannot be used any more."""
+        """End the processes that the engine has started, if any; without them it cannot be used any more."""
         self.engine_core.shutdown()
 
     def _make_metrics(self) -> PrometheusStatLogger:
@@ -217,7 +217,7 @@ class LLMEngine(FrontEnd):
 
 
 def make_client(args: EngineArgs) -> SyncEngineCoreClient:
-    """Starts a core and returns its client once it is ready: in this process, or with `multiprocess` in its own.
+    """Start a core and return its client once it is ready: in this process, or with `multiprocess` in its own.
 
     Several cores are always processes, and so are those that Ray places.
 

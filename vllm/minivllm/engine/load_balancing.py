@@ -33,7 +33,7 @@ class LoadBalancer:
         self._cores = [_Core() for _ in range(num_cores)]
 
     def choose(self, request: EngineCoreRequest) -> int:
-        """Returns the rank of the core for this request, and counts it as sent.
+        """Return the rank of the core for this request, and counts it as sent.
 
         Raises:
             MinivllmError: the request names a core that there is not.
@@ -48,12 +48,12 @@ class LoadBalancer:
         return rank
 
     def score(self, rank: int) -> int:
-        """Returns how loaded a core is."""
+        """Return how loaded a core is."""
         core = self._cores[rank]
         return WAITING_WEIGHT * (core.waiting + core.num_sent - core.num_received) + core.running
 
     def observe(self, rank: int, stats: SchedulerStats, num_received: int) -> None:
-        """Takes in a core's counts, which include the first `num_received` of our requests."""
+        """Take in a core's counts, which include the first `num_received` of our requests."""
         core = self._cores[rank]
         core.waiting, core.running = stats.num_waiting_reqs, stats.num_running_reqs
         core.num_received = num_received

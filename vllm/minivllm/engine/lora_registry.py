@@ -36,7 +36,7 @@ class LoRARegistry:
         self._slots: Sequence[int | None] = ()
 
     def add(self, lora_request: LoRARequest) -> LoRARequest:
-        """Returns the adapter as its requests are to name it. It is read if it is not known, or is to be read anew.
+        """Return the adapter as its requests are to name it. It is read if it is not known, or is to be read anew.
 
         Raises:
             AdapterRefused: it cannot be served, its id is another one's, or it would take the place of one in use.
@@ -64,7 +64,7 @@ class LoRARegistry:
         return found
 
     def _read(self, wanted: LoRARequest, known: LoRARequest | None) -> str:
-        """Has all ranks read an adapter, and returns its fingerprint. While `known` is used, nothing else may come."""
+        """Have all ranks read an adapter, and return its fingerprint. While `known` is used, nothing else may come."""
         if known is not None and known.lora_int_id in self._used():
             wanted = replace(wanted, load_inplace=True, fingerprint=known.fingerprint)
         answers = self._executor.collective_rpc("add_lora", wanted)
@@ -82,7 +82,7 @@ class LoRARegistry:
         return {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
 
     def remove(self, lora_id: int) -> bool:
-        """Removes an adapter, or has it go with its last request; returns whether it was there."""
+        """Remove an adapter, or has it go with its last request; return whether it was there."""
         if lora_id not in self._adapters or lora_id in self._leaving:
             return False
         self._leaving.add(lora_id)
@@ -94,7 +94,7 @@ class LoRARegistry:
         self._unreadable.add(lora_id)
 
     def pin(self, lora_id: int) -> None:
-        """Keeps an adapter in a slot, whether or not anybody uses it.
+        """Keep an adapter in a slot, whether or not anybody uses it.
 
         Raises:
             AdapterRefused: it was not added, or nobody else could run beside it and those that run now.
@@ -116,7 +116,7 @@ class LoRARegistry:
         return set(self._executor.collective_rpc("list_loras")[0]) - self._leaving
 
     def forget_unused(self) -> None:
-        """Lets removed adapters go that no request uses any more."""
+        """Let removed adapters go that no request uses any more."""
         unused = self._leaving - self._used() if self._leaving else ()
         for lora_id in unused:
             self._executor.collective_rpc("remove_lora", lora_id)
@@ -128,7 +128,7 @@ class LoRARegistry:
             self._ask_for_slots()
 
     def note_slots(self, lora_ids: Sequence[int | None]) -> None:
-        """Tells the scheduler, and so whoever watches it, which adapters lie in the ranks' slots."""
+        """Tell the scheduler, and so whoever watches it, which adapters lie in the ranks' slots."""
         if not lora_ids or lora_ids == self._slots:
             return
         scheduler, known = self._scheduler(), self._adapters

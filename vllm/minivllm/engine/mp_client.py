@@ -61,7 +61,6 @@ class MPClient(EngineCoreClient):
         return self.cores.processes[0]
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """See `EngineCoreClient`."""
         rank = request.data_parallel_rank = self._balancer.choose(request)
         if len(self.engines) > 1:
             self._rank_of[request.request_id] = rank
@@ -83,12 +82,11 @@ class MPClient(EngineCoreClient):
             self._send(Kind.ABORT, ids, rank)
 
     def shutdown(self) -> None:
-        """See `EngineCoreClient`."""
         self._dead = self._dead or EngineDeadError("the engine has been shut down")
         self._finalizer()
 
     def _greet(self) -> None:
-        """Waits until every core has found our socket: nothing can be sent to it before."""
+        """Wait until every core has found our socket: nothing can be sent to it before."""
         missing = {identity(rank) for rank in range(len(self.engines))}
         while missing:
             self._wait(self._input)
@@ -105,7 +103,7 @@ class MPClient(EngineCoreClient):
             self._unreachable(rank)
 
     def _unpacked(self, kind: bytes, payload: bytes) -> EngineCoreOutputs:
-        """The outputs in a message of a core; raises what it says instead, in its last one."""
+        """The outputs in a message of a core; raise what it says instead, in its last one."""
         if kind == Kind.FAILED:
             raise self._failed(decode(payload, Failure))
         outputs = decode(payload, EngineCoreOutputs)
@@ -125,7 +123,7 @@ class MPClient(EngineCoreClient):
         return self._dead
 
     def _wait(self, socket: zmq.Socket) -> None:
-        """Waits for the next message, or raises `EngineDeadError` if a core's process has ended without one."""
+        """Wait for the next message, or raises `EngineDeadError` if a core's process has ended without one."""
         if self._dead is not None:
             raise self._dead
         ended = wait_for_message(socket, self._ranks_by_lifeline)
@@ -150,7 +148,6 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
         super().__init__(args)
 
     def get_output(self) -> EngineCoreOutputs:
-        """See `EngineCoreClient`."""
         return self._early.pop(0) if self._early else self._receive()
 
     def call_utility(self, method: str, *arguments: Any) -> Any:

@@ -43,7 +43,7 @@ class RequestState:
     num_sent_characters: int = 0
 
     def drop_tokens_behind(self, num_tokens: int) -> None:
-        """Keeps `num_tokens` tokens: accepted draft tokens may follow the one that completes a stop string."""
+        """Keep `num_tokens` tokens: accepted draft tokens may follow the one that completes a stop string."""
         del self.token_ids[num_tokens:]
         if self.logprobs is not None:
             del self.logprobs[num_tokens:]
@@ -60,7 +60,7 @@ class OutputProcessor:
         self._stats: defaultdict[int, IterationStats] = defaultdict(IterationStats)
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None, index: int, parent: ParentRequest) -> None:
-        """Registers a request, child `index` of `parent`."""
+        """Register a request, child `index` of `parent`."""
         params = request.sampling_params
         detokenizer = None
         if self.tokenizer is not None and params.detokenize:
@@ -71,7 +71,7 @@ class OutputProcessor:
         self.states[request.request_id] = state
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """Processes a step's outputs. Returns outputs for the user, and the ids of requests ended by a stop string.
+        """Process a step's outputs. Return outputs for the user, and the ids of requests ended by a stop string.
 
         The core must abort the latter: it does not see text, and would continue them.
         """
@@ -96,18 +96,18 @@ class OutputProcessor:
         return shown, to_abort
 
     def note_scheduled(self, request_ids: Iterable[str], now: float) -> None:
-        """Takes note of when the core has first admitted these requests; preempted ones are admitted again."""
+        """Take note of when the core has first admitted these requests; preempted ones are admitted again."""
         for request_id in request_ids:
             state = self.states.get(request_id)
             if state is not None and state.metrics.scheduled_time is None:
                 state.metrics.scheduled_time = now
 
     def num_prompt_tokens(self) -> int:
-        """Returns the number of prompt tokens of all unfinished requests."""
+        """Return the number of prompt tokens of all unfinished requests."""
         return sum(len(state.request.prompt_token_ids) for state in self.states.values())
 
     def lora_names(self) -> tuple[set[str], set[str]]:
-        """Returns the names of the adapters of unfinished requests: of those that were admitted, and of the others."""
+        """Return the names of the adapters of unfinished requests: of those that were admitted, and of the others."""
         running, waiting = set[str](), set[str]()
         for state in self.states.values():
             if (adapter := state.request.lora_request) is not None:
@@ -115,11 +115,11 @@ class OutputProcessor:
         return running, waiting
 
     def take_stats(self, engine_index: int = 0) -> IterationStats:
-        """Returns what was measured since the last call of the requests of this core."""
+        """Return what was measured since the last call of the requests of this core."""
         return self._stats.pop(engine_index, None) or IterationStats()
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Forgets these requests; later outputs of theirs are ignored."""
+        """Forget these requests; later outputs of theirs are ignored."""
         for request_id in request_ids:
             state = self.states.pop(request_id, None)
             if state is not None:
@@ -190,7 +190,7 @@ class OutputProcessor:
         return self._stats[state.request.data_parallel_rank or 0]
 
     def _detokenize(self, state: RequestState) -> bool:
-        """Turns new tokens into text. Returns whether a stop string ended a request that the core would continue.
+        """Turn new tokens into text. Return whether a stop string ended a request that the core would continue.
 
         If only the final output is wanted and there are no stop strings, decodes once, at the end.
         """
@@ -212,7 +212,7 @@ class OutputProcessor:
         return not finished
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
-        """Returns the request's next output; None for FINAL_ONLY while completions of the prompt are unfinished."""
+        """Return the request's next output; None for FINAL_ONLY while completions of the prompt are unfinished."""
         kind, parent = state.request.sampling_params.output_kind, state.parent
         parent.observe(self._completion(state, kind))
         if kind is RequestOutputKind.FINAL_ONLY and parent.unfinished:
@@ -260,7 +260,7 @@ class OutputProcessor:
         return text if state.finish_reason is not None else text[: state.detokenizer.streamable_length()]
 
     def _as_dict(self, entry: Sequence[Sequence]) -> dict[int, Logprob]:
-        """Returns log probabilities by token id; the chosen token is first."""
+        """Return log probabilities by token id; the chosen token is first."""
         rows: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(*entry, strict=True):
             rows.setdefault(token_id, Logprob(logprob, rank, self._decoded(token_id)))
@@ -274,6 +274,6 @@ class OutputProcessor:
 
 
 def _chosen(entry: dict[int, Logprob] | None) -> Logprob:
-    """Returns the chosen token's log probability, the first entry."""
+    """Return the chosen token's log probability, the first entry."""
     assert entry
     return next(iter(entry.values()))

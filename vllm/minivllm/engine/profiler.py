@@ -23,7 +23,7 @@ class TorchProfiler:
         self._done = False
 
     def before_step(self) -> None:
-        """Starts recording at the first step that is not left out."""
+        """Start recording at the first step that is not left out."""
         if self._profile is not None or self._done or self._num_steps < self._config.delay_iterations:
             return
         config = self._config
@@ -36,14 +36,14 @@ class TorchProfiler:
         self._profile.start()
 
     def after_step(self) -> None:
-        """Stops recording after the last step that is wanted."""
+        """Stop recording after the last step that is wanted."""
         self._num_steps += 1
         last = self._config.max_iterations and self._config.delay_iterations + self._config.max_iterations
         if last and self._num_steps >= last:
             self.stop()
 
     def stop(self) -> Path | None:
-        """Stops recording and returns the trace that was written; None if no step was recorded since."""
+        """Stop recording and return the trace that was written; None if no step was recorded since."""
         self._done = True
         profile, self._profile = self._profile, None
         if profile is None:

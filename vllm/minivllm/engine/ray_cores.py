@@ -20,7 +20,7 @@ class RayCores(CoreProcesses):
     """As `CoreProcesses`."""
 
     def __init__(self, args: EngineArgs) -> None:
-        """Reserves the places.
+        """Reserve the places.
 
         Raises:
             MinivllmError: ray is not installed, or the cluster has no room for the cores.
@@ -31,19 +31,18 @@ class RayCores(CoreProcesses):
         self._server = TcpServer(self.sockets, self._actors.host)
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
-        """Returns a socket on the interface that the cluster uses."""
+        """Return a socket on the interface that the cluster uses."""
         return self._server.bind(kind, name)
 
     def obituary(self, rank: int) -> str:
-        """Says that a core is lost; how, Ray would know only a minute later."""
+        """Say that a core is lost; how, Ray would know only a minute later."""
         return died(rank, self.names(), "has ended, or its machine cannot be reached")
 
     def names(self) -> list[int | str]:
-        """See `CoreProcesses`."""
         return ["a Ray actor"] * self._args.data_parallel_size
 
     def tell_to_leave(self) -> None:
-        """Closes the lifelines, whose end the actors notice."""
+        """Close the lifelines, whose end the actors notice."""
         self._close_lifelines()
 
     def _start_cores(self) -> None:
@@ -64,7 +63,7 @@ class CoreActor:
     """A core's process; Ray starts it."""
 
     def live(self, address: tuple[str, int], token: bytes, sockets: TcpSockets, rank: int) -> None:
-        """Runs the core until it fails, or the front end is gone."""
+        """Run the core until it fails, or the front end is gone."""
         from minivllm.engine.core_proc import EngineCoreProc
 
         process = EngineCoreProc(sockets, rank)

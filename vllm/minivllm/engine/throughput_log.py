@@ -21,12 +21,12 @@ class ThroughputLog:
         self.begin()
 
     def begin(self) -> None:
-        """Starts counting, now: the engine was idle."""
+        """Start counting, now: the engine was idle."""
         self._since = time.monotonic()
         self._prompt_tokens = self._generation_tokens = 0
 
     def observe(self, prompt_tokens: int, generation_tokens: int, stats: SchedulerStats) -> None:
-        """Counts a step's tokens, those of prompts that were computed and those generated; logs when it is time."""
+        """Count a step's tokens, those of prompts that were computed and those generated; logs when it is time."""
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += generation_tokens
         seconds = time.monotonic() - self._since

@@ -57,7 +57,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(payload: bytes, kind: type[Message]) -> Message:
-    """Decode a message of this type. Raises `msgspec.ValidationError` if the bytes hold something else."""
+    """Decode a message of this type. Raise `msgspec.ValidationError` if the bytes hold something else."""
     return msgspec.msgpack.decode(payload, type=kind)
 
 

@@ -79,7 +79,7 @@ class BeamSearcher:
         return min(self._params.max_tokens, max(1, room))  # without room, the engine refuses the prompt
 
     def _step(self, searches: Sequence[Search]) -> None:
-        """Extends every open sequence by one token; the best of a prompt's children go on."""
+        """Extend every open sequence by one token; the best of a prompt's children go on."""
         pairs = [(search, sequence) for search in searches for sequence in search.open()]
         prompts = [_prompt_of(sequence) for _, sequence in pairs]
         priorities, adapters = ([getattr(search, name) for search, _ in pairs] for name in ("priority", "lora_request"))

@@ -56,7 +56,7 @@ class LLM:
         disable_log_stats: bool = True,
         **engine_args: Any,
     ) -> None:
-        """Loads the model, allocates the KV cache and logs where the memory goes.
+        """Load the model, allocates the KV cache and log where the memory goes.
 
         Args:
             model: a local directory, or a model's name on the Hugging Face Hub.
@@ -96,7 +96,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Returns the completions of all prompts, in order.
+        """Return the completions of all prompts, in order.
 
         Args:
             prompts: one or several; each a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": …}.
@@ -130,7 +130,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Returns the answers to a conversation or several, in order. The rest is as in `generate`.
+        """Return the answers to a conversation or several, in order. The rest is as in `generate`.
 
         Args:
             messages: a list of messages such as {"role": "user", "content": "…"}, or several such lists.
@@ -170,7 +170,7 @@ class LLM:
         concurrency_limit: int | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Returns the most likely sequences of each prompt, by beam search.
+        """Return the most likely sequences of each prompt, by beam search.
 
         Args:
             prompts: as in `generate`.
@@ -209,7 +209,7 @@ class LLM:
         use_tqdm: UseTqdm = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Queues prompts for `wait_for_completion` and returns their ids. Nothing is computed yet."""
+        """Queue prompts for `wait_for_completion` and return their ids. Nothing is computed yet."""
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
         with self._caller.alone() as interrupts:
             request_ids = self._add_requests(items, sampling_params, priority, interrupts, lora_request)
@@ -217,7 +217,7 @@ class LLM:
             return request_ids
 
     def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
-        """Returns the completions of what was enqueued, in order; prompts that fail are as in `generate`.
+        """Return the completions of what was enqueued, in order; prompts that fail are as in `generate`.
 
         `output_type` can only be `RequestOutput`.
         """
@@ -235,15 +235,15 @@ class LLM:
     # What there is besides
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Returns the tokenizer as transformers has it. The engine's own is `llm_engine.tokenizer`."""
+        """Return the tokenizer as transformers has it. The engine's own is `llm_engine.tokenizer`."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what `generate` uses if it is given no sampling parameters: the model's generation config."""
+        """Return what `generate` uses if it is given no sampling parameters: the model's generation config."""
         return self.llm_engine.generation_config.default_sampling_params()
 
     def get_metrics(self) -> list[Metric]:
-        """Returns all metrics as they are now.
+        """Return all metrics as they are now.
 
         Raises:
             MinivllmError: this LLM was not made with `disable_log_stats=False`.
@@ -257,27 +257,27 @@ class LLM:
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Records the steps from now on until `stop_profile`. See `LLMEngine.start_profile`."""
+        """Record the steps from now on until `stop_profile`. See `LLMEngine.start_profile`."""
         limits = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
         self.llm_engine.start_profile(profile_prefix, **limits)
 
     def stop_profile(self) -> None:
-        """Ends the recording, and writes it to a file whose name is logged."""
+        """End the recording, and write it to a file whose name is logged."""
         self.llm_engine.stop_profile()
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Returns the number of ranks, of one core or of all."""
+        """Return the number of ranks, of one core or of all."""
         args = self.llm_engine.engine_args
         ranks = args.tensor_parallel_size * args.pipeline_parallel_size
         return ranks * args.data_parallel_size if include_dp else ranks
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forgets all cached blocks; returns whether it did. See `LLMEngine.reset_prefix_cache`."""
+        """Forget all cached blocks; return whether it did. See `LLMEngine.reset_prefix_cache`."""
         with self._caller.alone():
             return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def shutdown(self) -> None:
-        """Ends this LLM's processes now, and with them this LLM. Without this call they end with it or with Python.
+        """End this LLM's processes now, and with them this LLM. Without this call they end with it or with Python.
 
         An LLM that runs in this process only has none to end, and can still be used.
         """
@@ -389,7 +389,7 @@ class LLM:
         interrupts: InterruptsHeld,
         lora_request: LoraRequests = None,
     ) -> list[str]:
-        """Queues all prompts or none; returns their ids."""
+        """Queue all prompts or none; return their ids."""
         wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", wanted, prompts)
         priorities = _one_each("priority", 0 if priority is None else priority, prompts)
@@ -427,7 +427,7 @@ class LLM:
             raise
 
     def _run(self, request_ids: Sequence[str], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
-        """Steps until all requests have ended, those of others too; returns the outputs of these."""
+        """Steps until all requests have ended, those of others too; return the outputs of these."""
         finished: dict[str, RequestOutput] = {}
         while self.llm_engine.has_unfinished_requests():
             interrupts.deliver()
@@ -460,7 +460,7 @@ def _keywords(name: str, value: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _one_each(name: str, value: Any, prompts: Sequence[object]) -> list[Any]:
-    """Returns one value per prompt, repeating a single value; raises if a list has another length than `prompts`."""
+    """Return one value per prompt, repeating a single value; raise if a list has another length than `prompts`."""
     if isinstance(value, list | tuple):
         if len(value) != len(prompts):
             raise MinivllmError(

@@ -32,15 +32,15 @@ class Executor(ABC):
 
     @abstractmethod
     def __init__(self, settings: WorkerSettings) -> None:
-        """Starts the ranks, which load their models."""
+        """Start the ranks, which load their models."""
 
     @abstractmethod
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every rank's `Worker`; returns the results in rank order."""
+        """Call a method of every rank's `Worker`; return the results in rank order."""
 
     @abstractmethod
     def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Starts one step on all ranks; returns a future of the output of the rank that samples."""
+        """Start one step on all ranks; return a future of the output of the rank that samples."""
 
     @overload
     def execute_model(
@@ -53,7 +53,7 @@ class Executor(ABC):
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """Runs one step on all ranks; returns the sampling rank's output or, with `non_block`, a future of it.
+        """Run one step on all ranks; return the sampling rank's output or, with `non_block`, a future of it.
 
         Several steps may be in flight. They run in order, each with the tokens sampled by those before it, which the
         caller need not know yet. A step's exceptions are raised by its future.
@@ -65,22 +65,22 @@ class Executor(ABC):
 
     @abstractmethod
     def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
-        """Ends the step that `execute_model` began, on all ranks: samples tokens that fit.
+        """End the step that `execute_model` began, on all ranks: samples tokens that fit.
 
         Returns a future of the output of the rank that samples.
         """
 
     @abstractmethod
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """Returns rank 0's draft tokens after the last step, by request id, and clears them."""
+        """Return rank 0's draft tokens after the last step, by request id, and clears them."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the processes that were started, if any; a second call does nothing."""
+        """End the processes that were started, if any; a second call does nothing."""
 
 
 def get_class(backend: str | None, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> type[Executor]:
-    """Returns the executor class of that name; for None, "uni" for one rank and "mp" for more.
+    """Return the executor class of that name; for None, "uni" for one rank and "mp" for more.
 
     Raises:
         MinivllmError: unknown backend, or it cannot run that many ranks.
@@ -107,7 +107,7 @@ def get_class(backend: str | None, tensor_parallel_size: int, pipeline_parallel_
 
 
 def make_executor(settings: WorkerSettings, backend: str | None = None) -> Executor:
-    """Creates the executor of that name (`get_class`), whose ranks load their models.
+    """Create the executor of that name (`get_class`), whose ranks load their models.
 
     Raises:
         MinivllmError: unknown backend, settings that a rank rejects, or more ranks than GPUs.

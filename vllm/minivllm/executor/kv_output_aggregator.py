@@ -18,13 +18,13 @@ class KVOutputAggregator:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what some ranks have said, and others not: after a failed step they are all told again."""
+        """Forget what some ranks have said, and others not: after a failed step they are all told again."""
         self._sent: defaultdict[str, set[int]] = defaultdict(set)
         self._received: defaultdict[str, set[int]] = defaultdict(set)
         self._failed: set[str] = set()
 
     def aggregate(self, outputs: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """Returns the output of the rank that samples, with what all ranks say of their connectors."""
+        """Return the output of the rank that samples, with what all ranks say of their connectors."""
         output = outputs[self.output_rank]
         said = {rank: one.kv_connector_output for rank, one in enumerate(outputs)}
         by_rank = {rank: one for rank, one in said.items() if one is not None}

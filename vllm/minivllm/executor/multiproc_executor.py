@@ -38,25 +38,21 @@ class MultiprocExecutor(Executor):
         self.ranks = RankProcesses(worker_of_rank, (settings, address), settings.world_size, sampling_rank(settings))
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """See `Executor`."""
         if method == RESET and self._aggregator is not None:
             self._aggregator.reset()
         return self.ranks.call(method, *arguments)
 
     def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """See `Executor`."""
         if self._aggregator is None:
             return self.ranks.send_for_one("execute_model", scheduler_output)
         return self.ranks.send_for_all("execute_model", scheduler_output, join=self._aggregator.aggregate)
 
     def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
-        """See `Executor`."""
         if self._aggregator is None:
             return self.ranks.send_for_one("sample_tokens", grammar_output)
         return self.ranks.send_for_all("sample_tokens", grammar_output, join=self._aggregator.aggregate)
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """See `Executor`."""
         return self.ranks.call_for_one("take_draft_token_ids")
 
     def shutdown(self) -> None:
@@ -68,19 +64,19 @@ class MultiprocExecutor(Executor):
 
 
 def aggregator_of(settings: WorkerSettings) -> KVOutputAggregator | None:
-    """Returns what joins the ranks' words about their KV connectors; None without one."""
+    """Return what joins the ranks' words about their KV connectors; None without one."""
     if settings.kv_transfer_config is None:
         return None
     return KVOutputAggregator(settings.world_size, sampling_rank(settings))
 
 
 def sampling_rank(settings: WorkerSettings) -> int:
-    """Returns the rank whose outputs are read: the first one of the last stage."""
+    """Return the rank whose outputs are read: the first one of the last stage."""
     return settings.world_size - settings.tensor_parallel_size
 
 
 def rendezvous(size: int, host: str = LOOPBACK_ADDRESS) -> dist.TCPStore:
-    """Returns the store through which `size` ranks find each other, served by this process on a free port.
+    """Return the store through which `size` ranks find each other, served by this process on a free port.
 
     It listens on this address only. Without a socket from us, torch would listen on every interface.
     """
@@ -90,7 +86,7 @@ def rendezvous(size: int, host: str = LOOPBACK_ADDRESS) -> dist.TCPStore:
 
 
 def check_devices(settings: WorkerSettings) -> None:
-    """Rejects more ranks than there are GPUs.
+    """Reject more ranks than there are GPUs.
 
     Raises:
         MinivllmError: there are more ranks than GPUs.

@@ -20,10 +20,10 @@ class RankWorker(Protocol):
     """The object of a rank, with whatever methods are called on it besides these."""
 
     def reset(self) -> None:
-        """Forgets what earlier calls have left, and joins the other ranks again, which are told the same."""
+        """Forget what earlier calls have left, and joins the other ranks again, which are told the same."""
 
     def leave_group(self) -> None:
-        """Ends the connections to the other ranks: those that wait in one of them raise `LostPeerError`."""
+        """End the connections to the other ranks: those that wait in one of them raise `LostPeerError`."""
 
 
 class RankLoop:
@@ -34,7 +34,7 @@ class RankLoop:
         self.failure: Failure | None = None
 
     def answer(self, call: Call) -> Reply:
-        """Handles a call. An exception in a reset, or on leaving the group, propagates: it ends the rank."""
+        """Handle a call. An exception in a reset, or on leaving the group, propagates: it ends the rank."""
         if call.method == RESET:
             self.failure = None
             return Reply(call.number, self._run(call))
@@ -51,7 +51,7 @@ class RankLoop:
 
 
 def live(sock: socket.socket) -> NoReturn:
-    """Runs a rank until its socket is closed, and ends this process."""
+    """Run a rank until its socket is closed, and end this process."""
     try:
         serve(sock)
     finally:
@@ -59,7 +59,7 @@ def live(sock: socket.socket) -> NoReturn:
 
 
 def serve(sock: socket.socket) -> None:
-    """Runs a rank until its socket is closed. What it does not survive is its last message."""
+    """Run a rank until its socket is closed. What it does not survive is its last message."""
     try:
         calls = sock.makefile("rb")
         with while_loading():  # the function's module, and torch with it
@@ -75,7 +75,7 @@ def serve(sock: socket.socket) -> None:
 
 
 def _next_call(calls: BinaryIO) -> Call | None:
-    """Returns the next call, or None once the socket is closed."""
+    """Return the next call, or None once the socket is closed."""
     try:
         return pickle.load(calls)
     except EOFError:

@@ -32,13 +32,13 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
-        """Describes the exception that is being handled."""
+        """Describe the exception that is being handled."""
         refusal = error if isinstance(error, MinivllmError) else explain_out_of_memory(error)
         text = f"{type(error).__name__}: {error}"
         return cls(text, traceback.format_exc(), refusal, isinstance(error, LostPeerError))
 
     def error(self, otherwise: Exception) -> Exception:
-        """Returns the refusal, if there is one, else the given error with the traceback as a note."""
+        """Return the refusal, if there is one, else the given error with the traceback as a note."""
         if self.refusal is not None:
             return self.refusal
         otherwise.add_note(self.traceback)

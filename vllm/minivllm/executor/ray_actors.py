@@ -40,7 +40,7 @@ class RayActors:
     """Places for `size` actors. Joins a running cluster (`RAY_ADDRESS`), or starts one here."""
 
     def __init__(self, size: int, device: str, each: int = 1) -> None:
-        """Reserves a bundle for each actor: `each` GPUs if `device` is "cuda", else as many CPUs.
+        """Reserve a bundle for each actor: `each` GPUs if `device` is "cuda", else as many CPUs.
 
         "auto" means GPUs if the cluster has any.
 
@@ -68,7 +68,7 @@ class RayActors:
             raise
 
     def start(self, name: str, index: int, actor_class: type, *arguments: Any) -> tuple[socket.socket, "RayProcess"]:
-        """Starts an actor in its bundle, and returns our end of its connection.
+        """Start an actor in its bundle, and return our end of its connection.
 
         Its method `live` gets the address to connect to, the token, and the arguments (`connected_actor`).
 
@@ -93,12 +93,12 @@ class RayActors:
         raise WorkerDiedError(f"{name} of Ray has not connected to {self.host}; Ray's log says why")
 
     def num_on_the_machine_of(self, index: int) -> int:
-        """Returns how many of the actors are on the machine of this one, itself included."""
+        """Return how many of the actors are on the machine of this one, itself included."""
         machines = import_ray().util.placement_group_table(self._placement)["bundles_to_node_id"]
         return list(machines.values()).count(machines[index])
 
     def leave(self) -> None:
-        """Gives the places back, with the actors in them, and leaves the cluster. A second call does nothing."""
+        """Give the places back, with the actors in them, and leaves the cluster. A second call does nothing."""
         ray = import_ray()
         if self._listener is not None:
             self._listener.close()
@@ -119,7 +119,7 @@ class RayProcess:
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits until the actor's work has ended.
+        """Wait until the actor's work has ended.
 
         Raises:
             subprocess.TimeoutExpired: it has not, in time.
@@ -129,11 +129,11 @@ class RayProcess:
         return 0
 
     def has_ended(self) -> bool:
-        """Whether the actor's work has ended."""
+        """Return whether the actor's work has ended."""
         return self._has_ended(0.0)
 
     def kill(self) -> None:
-        """Ends the actor."""
+        """End the actor."""
         ray = import_ray()
         if ray.is_initialized():
             ray.kill(self._actor)
@@ -218,7 +218,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def _knows(connection: socket.socket, token: bytes) -> bool:
-    """Whether the other end says the token first, as only our actor can."""
+    """Return whether the other end says the token first, as only our actor can."""
     connection.settimeout(SECONDS_TO_SAY_IT)
     try:
         said = connection.recv(len(token), socket.MSG_WAITALL)
@@ -228,7 +228,7 @@ def _knows(connection: socket.socket, token: bytes) -> bool:
 
 
 def _end_with_starter(sock: socket.socket, ended: threading.Event, clean_up: Callable[[], object] | None) -> None:
-    """Ends this process when the starter's end of the socket closes, wherever the actor waits then.
+    """End this process when the starter's end of the socket closes, wherever the actor waits then.
 
     An actor that ends by itself is Ray's to clear away.
     """

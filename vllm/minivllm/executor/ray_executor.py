@@ -25,7 +25,7 @@ class RayExecutor(MultiprocExecutor):
     """One actor per rank, each with its own bundle. Joins a running cluster (`RAY_ADDRESS`), or starts one here."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Places and starts the ranks, which load their models.
+        """Place and start the ranks, which load their models.
 
         Raises:
             MinivllmError: ray is not installed, or the cluster has no room for the ranks.
@@ -46,7 +46,6 @@ class RayExecutor(MultiprocExecutor):
             raise
 
     def shutdown(self) -> None:
-        """See `Executor`."""
         super().shutdown()
         self._actors.leave()
 
@@ -58,7 +57,7 @@ class RankActor:
     """A rank's process; Ray starts it."""
 
     def live(self, address: tuple[str, int], token: bytes) -> None:
-        """Runs the rank until the executor's socket is closed."""
+        """Run the rank until the executor's socket is closed."""
         with connected_actor(address, token) as sock:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(sock.getsockname()[0]))
             serve(sock)

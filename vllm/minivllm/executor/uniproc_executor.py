@@ -18,7 +18,7 @@ class OutputFuture(Future[ModelRunnerOutput]):
         self._step = step
 
     def done(self) -> bool:
-        """Whether the step has ended, with or without its tokens."""
+        """Return whether the step has ended, with or without its tokens."""
         return self._step.done()
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
@@ -41,7 +41,6 @@ class UniprocExecutor(Executor):
             self.worker.defer_tokens()
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """See `Executor`."""
         call = getattr(self.worker, method)
         return [self._thread.call(method, call, *arguments) if self._thread else call(*arguments)]
 
@@ -64,11 +63,10 @@ class UniprocExecutor(Executor):
         return future
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """See `Executor`."""
         return self.collective_rpc("take_draft_token_ids")[0]
 
     def shutdown(self) -> None:
-        """Ends the threads, if there are any; no process was started."""
+        """End the threads, if there are any; no process was started."""
         self.worker.shutdown()
         if self._thread:
             self._thread.shutdown()

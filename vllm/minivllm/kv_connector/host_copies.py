@@ -43,7 +43,7 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device)
 
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int], after: Any = None) -> None:
-        """Copies these blocks into these records; returns when they are there. `after`: an event to wait for."""
+        """Copy these blocks into these records; return when they are there. `after`: an event to wait for."""
         if not self._stages:
             gather_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
             return

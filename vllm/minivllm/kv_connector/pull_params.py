@@ -47,7 +47,7 @@ class RemotePrefill:
 
     @classmethod
     def of(cls, params: dict[str, Any], tensor_parallel_size: int) -> "RemotePrefill":
-        """Reads the params of a request with `do_remote_prefill`.
+        """Read the params of a request with `do_remote_prefill`.
 
         Raises:
             MinivllmError: a key is missing, or its value is not what a prefill engine answers, or that engine is
@@ -77,7 +77,7 @@ class RemotePrefill:
         )
 
     def is_of(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether what the other engine has computed is this prompt, or its beginning, as far as it has told."""
+        """Return whether what the other engine has computed is this prompt, or its beginning, as far as it has told."""
         return not self.prompt_digest or self.prompt_digest == digest(prompt_token_ids[: self.num_tokens])
 
 
@@ -90,7 +90,7 @@ def digest(token_ids: Sequence[int]) -> str:
 
 
 def check_flags(params: dict[str, Any]) -> tuple[bool, bool]:
-    """Returns (`do_remote_prefill`, `do_remote_decode`). Raises `MinivllmError` if one is no bool, or both are true."""
+    """Return (`do_remote_prefill`, `do_remote_decode`). Raise `MinivllmError` if one is no bool, or both are true."""
     flags = []
     for key in ("do_remote_prefill", "do_remote_decode"):
         value = params.get(key)

@@ -88,12 +88,12 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         self._next = PullConnectorMetadata()
 
     def is_held(self, request_id: str) -> bool:
-        """Whether this request's blocks are kept for others; can be called from any thread."""
+        """Return whether this request's blocks are kept for others; can be called from any thread."""
         with self._held_lock:
             return request_id in self._held
 
     def on_new_request(self, request: Request) -> None:
-        """Raises `MinivllmError` for params that no prefill engine has answered."""
+        """Raise `MinivllmError` for params that no prefill engine has answered."""
         params, role = request.kv_transfer_params, self.config.kv_transfer_config
         if params is None:
             return
@@ -129,7 +129,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Orders the read. A request that finds everything in the prefix cache gives the remote blocks back."""
+        """Order the read. A request that finds everything in the prefix cache gives the remote blocks back."""
         claim = self._claim_of.get(request.request_id)
         if claim is None or claim.is_over:
             return
@@ -168,7 +168,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
                 del self._num_untold[request_id]
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
-        """Keeps the blocks of a prefill that ended as it should; any other request's are free at once."""
+        """Keep the blocks of a prefill that ended as it should; any other request's are free at once."""
         self._leave(request.request_id)
         params = request.kv_transfer_params
         if params is None or not params.get("do_remote_decode"):
@@ -184,7 +184,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         return True, self._answer(request, block_ids, num_tokens)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether a prefill engine has yet to be told that its blocks are not wanted."""
+        """Return whether a prefill engine has yet to be told that its blocks are not wanted."""
         return bool(self._untold)
 
     def start_over(self) -> None:

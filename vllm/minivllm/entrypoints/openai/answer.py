@@ -43,7 +43,7 @@ class EngineRequests:
         self._ready: asyncio.Queue[int] = asyncio.Queue()
 
     async def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, **settings: Any) -> None:
-        """Adds a request, with the settings that `AsyncLLM.add_request` has; raises as that does."""
+        """Add a request, with the settings that `AsyncLLM.add_request` has; raises as that does."""
         index = len(self._collectors)
         self._collectors.append(
             await self._engine.add_request(
@@ -52,7 +52,7 @@ class EngineRequests:
         )
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yields (index of the prompt, output) as they come, until all are finished.
+        """Yield (index of the prompt, output) as they come, until all are finished.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -69,7 +69,7 @@ class EngineRequests:
             yield index, output
 
     def close(self) -> None:
-        """Ends those that are unfinished."""
+        """End those that are unfinished."""
         self._engine.abort_now([collector.request_id for collector in self._collectors])
 
 

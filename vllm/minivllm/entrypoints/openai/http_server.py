@@ -38,7 +38,7 @@ class Backend(Protocol):
 
     @property
     def errored(self) -> bool:
-        """Whether it can answer nothing any more."""
+        """Return whether it can answer nothing any more."""
         ...
 
     @property
@@ -47,10 +47,10 @@ class Backend(Protocol):
         ...
 
     async def wait_until_dead(self) -> None:
-        """Returns when that is so."""
+        """Return when that is so."""
 
     def end_requests(self) -> None:
-        """Ends requests under way with an error."""
+        """End requests under way with an error."""
 
 
 class NoSignalServer(uvicorn.Server):
@@ -58,7 +58,7 @@ class NoSignalServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Captures none."""
+        """Capture none."""
         yield
 
 
@@ -145,7 +145,7 @@ async def until_the_end(
 
 
 async def _drain(state: ServerState, backend: Backend | None, asked: asyncio.Semaphore, seconds: float) -> int:
-    """Waits for open requests, at most so long, and not after a second signal. Returns the exit code.
+    """Wait for open requests, at most so long, and not after a second signal. Return the exit code.
 
     With a backend, it also ends when that does.
     """
@@ -157,7 +157,7 @@ async def _drain(state: ServerState, backend: Backend | None, asked: asyncio.Sem
 
 
 async def _either(serving: asyncio.Task[None], asked: asyncio.Semaphore, seconds: float) -> None:
-    """Waits for the server's end or a further signal, at most so long."""
+    """Wait for the server's end or a further signal, at most so long."""
     signalled = asyncio.create_task(asked.acquire())
     await asyncio.wait({serving, signalled}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     signalled.cancel()
@@ -187,7 +187,7 @@ def signals_end_the_start() -> Generator[None, None, None]:
 
 
 def allow_many_connections() -> None:
-    """Raises the limit of open files as far as the system allows: each connection is one."""
+    """Raise the limit of open files as far as the system allows: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
     if soft < wanted:

@@ -46,7 +46,7 @@ class AuthenticationMiddleware:
         self._known = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets the request pass, or answers 401."""
+        """Let the request pass, or answers 401."""
         free = scope["type"] != "http" or scope["method"] == "OPTIONS" or not scope["path"].startswith(WITH_KEY)
         if free or self._knows(Headers(scope=scope).get("authorization", "")):
             await self._app(scope, receive, send)
@@ -71,7 +71,7 @@ class OpenRequestsMiddleware:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on."""
+        """Pass the request on."""
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
@@ -93,7 +93,7 @@ class BodySizeMiddleware:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on, piece by piece."""
+        """Pass the request on, piece by piece."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -125,7 +125,7 @@ class XRequestIdMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on."""
+        """Pass the request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -134,12 +134,12 @@ class GenerationRequest(OpenAIBaseModel):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with an event of its usage."""
+        """Return whether a stream ends with an event of its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each event of a stream has its usage."""
+        """Return whether each event of a stream has its usage."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def to_sampling_params(self, max_tokens: int, defaults: Mapping[str, Any], vocab_size: int) -> SamplingParams:
@@ -278,7 +278,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `GenerationRequest`."""
         return self.logprobs
 
     @property
@@ -288,12 +287,11 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def only_echoes(self) -> bool:
-        """Whether nothing that is generated is wanted."""
+        """Return whether nothing that is generated is wanted."""
         return bool(self.echo) and self.max_tokens == 0
 
     @classmethod
     def check(cls, data: Data) -> None:
-        """See `GenerationRequest`."""
         super().check(data)
         _check_counts(data, "logprobs")
         if data.get("max_tokens") is None:
@@ -465,12 +463,10 @@ class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `GenerationRequest`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @classmethod
     def check(cls, data: Data) -> None:
-        """See `GenerationRequest`."""
         super().check(data)
         _check_counts(data, "top_logprobs")
         if data.get("top_logprobs") and not data.get("logprobs"):

@@ -57,7 +57,6 @@ class ChatAnswer(Answer):
                 yield self._event_of(index, DeltaMessage(content=self._said_before))
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """See `Answer`."""
         return {"prompt_logprobs": prompt_logprobs(output.prompt_logprobs), **self._about_prompt()}
 
     def _about_prompt(self) -> dict[str, Any]:
@@ -71,7 +70,6 @@ class ChatAnswer(Answer):
         return self.event([choice], index, 0)
 
     def delta(self, number: int, output: RequestOutput, one: CompletionOutput) -> ChatCompletionResponseStreamChoice:
-        """See `Answer`."""
         said = DeltaMessage(content=one.text) if one.text or one.finish_reason is None else DeltaMessage()
         if self._tools:
             calls = self._tools[one.index].new(one.text)
@@ -88,7 +86,6 @@ class ChatAnswer(Answer):
         return choice
 
     def choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> ChatCompletionResponseChoice:
-        """See `Answer`."""
         message = ChatMessage(role=self._role, content=self._said_before + one.text)
         if self._tools and one.finish_reason == "stop":  # else it is cut off, and no call
             message.content, message.tool_calls = None, self._tools[one.index].whole(one.text)
@@ -119,7 +116,6 @@ class OpenAIServingChat(OpenAIServing):
     id_prefix, renderer = "chatcmpl", ChatAnswer
 
     async def prompts_of(self, request: ChatCompletionRequest) -> tuple[list[TokenizedPrompt], int | None]:
-        """See `OpenAIServing`."""
         self.check(request, 1)
         if request.tool_choice == "auto" and not (
             self.settings.enable_auto_tool_choice and self.settings.tool_call_parser

@@ -30,7 +30,6 @@ class CompletionAnswer(Answer):
         """How many characters of each choice were sent."""
 
     def choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> CompletionResponseChoice:
-        """See `Answer`."""
         prompt, shows_ids = self.prompts[number // self.n], self.request.return_token_ids
         return CompletionResponseChoice(
             index=number,
@@ -44,7 +43,6 @@ class CompletionAnswer(Answer):
         )
 
     def delta(self, number: int, output: RequestOutput, one: CompletionOutput) -> CompletionResponseStreamChoice:
-        """See `Answer`."""
         request, prompt, first = self.request, self.prompts[number // self.n], number not in self._num_characters
         echoes = bool(request.echo) and first
         before = self._num_characters.get(number, 0)
@@ -89,7 +87,6 @@ class OpenAIServingCompletion(OpenAIServing):
     id_prefix, renderer = "cmpl", CompletionAnswer
 
     async def prompts_of(self, request: CompletionRequest) -> tuple[list[TokenizedPrompt], int | None]:
-        """See `OpenAIServing`."""
         for name in ("suffix", "prompt_embeds"):
             if getattr(request, name) is not None:
                 raise MinivllmError(f"{name} is not served here", None if name == "suffix" else name)

@@ -121,7 +121,7 @@ class OpenAIServing:
         self._admit(total)
 
     def _check_transfer(self, params: Mapping[str, Any], num_prompts: int) -> None:
-        """Refuses what no connector can be told; what the values mean is the connector's to check."""
+        """Refuse what no connector can be told; what the values mean is the connector's to check."""
         name = "kv_transfer_params"
         if self.engine.engine_args.kv_transfer_config is None:
             raise MinivllmError(f"{name} need a server with --kv-transfer-config", name)
@@ -194,7 +194,7 @@ class OpenAIServing:
         return f"{self.id_prefix}-{given.encode('utf8', 'replace').decode()[:1024]}"
 
     def shows_ids(self, request: GenerationRequest) -> bool:
-        """Whether log probabilities show tokens as their ids."""
+        """Return whether log probabilities show tokens as their ids."""
         own = request.return_tokens_as_token_ids
         return self.settings.return_tokens_as_token_ids if own is None else own
 
@@ -283,7 +283,7 @@ class OpenAIServing:
             raise MinivllmError(f"{name} asks for {wanted} tokens a position; the server allows {most}", name)
 
     def _admit(self, number: int) -> None:
-        """Refuses new requests while too many are unfinished; counts the refusals."""
+        """Refuse new requests while too many are unfinished; counts the refusals."""
         settings, processor = self.settings, self.engine.output_processor
         limits = (
             ("max_num_queued_reqs", settings.max_num_queued_reqs, lambda: len(processor.states) + number),

@@ -151,7 +151,7 @@ class OpenAIServingModels:
         self._adapters[adapter.lora_name], self._roots[adapter.lora_name] = adapter, root
 
     async def _let_go(self, adapter: LoRARequest | None) -> None:
-        """Has the cores forget an adapter that no request finds any more."""
+        """Have the cores forget an adapter that no request finds any more."""
         if adapter is not None and self._engine is not None:
             await self._engine.remove_lora(adapter.lora_int_id)
 

@@ -33,7 +33,7 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
+        """Send the events."""
         try:
             await (self._parts.until_disconnected or until_disconnected)(self._send(send), disconnected(receive))
         finally:
@@ -83,6 +83,6 @@ async def until_disconnected(
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has left; for a request whose body has been read."""
+    """Return when the client has left; for a request whose body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

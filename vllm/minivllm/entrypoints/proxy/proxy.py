@@ -122,7 +122,7 @@ class Proxy:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is a server of each kind to ask."""
+        """Return whether there is a server of each kind to ask."""
         return len({one.role for one in self.servers if one.trouble is None}) == 2
 
     async def answer(self, path: str, content: bytes, headers: Mapping[str, str]) -> Response:

@@ -69,7 +69,7 @@ class ExampleConnector(KVConnectorBase_V1):
     """Both sides. `shared_storage_path` in `kv_connector_extra_config` is the folder."""
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole) -> None:
-        """Creates the folder.
+        """Create the folder.
 
         Raises:
             MinivllmError: no folder is named, or it cannot be made.
@@ -99,7 +99,7 @@ class ExampleConnector(KVConnectorBase_V1):
     # The scheduler's side
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Counts the blocks behind the first `num_computed_tokens` tokens that are there on all ranks."""
+        """Count the blocks behind the first `num_computed_tokens` tokens that are there on all ranks."""
         if not self.config.kv_transfer_config.is_kv_consumer:
             return 0, False
         size = self.config.block_size
@@ -115,7 +115,7 @@ class ExampleConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Notes which blocks are to be loaded: those behind the ones that the prefix cache has had."""
+        """Note which blocks are to be loaded: those behind the ones that the prefix cache has had."""
         size = self.config.block_size
         num_external = num_external_tokens // size
         num_known = self._asked.pop(request.request_id, request.num_computed_tokens // size)
@@ -126,7 +126,7 @@ class ExampleConnector(KVConnectorBase_V1):
         )
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ExampleConnectorMetadata:
-        """Adds the blocks of prompts that this step fills and that are not there yet."""
+        """Add the blocks of prompts that this step fills and that are not there yet."""
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in self._requests:
@@ -141,24 +141,24 @@ class ExampleConnector(KVConnectorBase_V1):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Notes which steps have failed to load."""
+        """Note which steps have failed to load."""
         self._last_failure = max((self._last_failure, *(connector_output.kv_connector_worker_meta or ())))
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets it: what is to be saved of it was saved when it was computed."""
+        """Forget it: what is to be saved of it was saved when it was computed."""
         self._requests.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
         return False, None
 
     def reset_cache(self) -> bool:
-        """Removes all files of this model. Returns whether all are gone."""
+        """Remove all files of this model. Return whether all are gone."""
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):
                 path.unlink()
         return not any(self.folder.iterdir())
 
     def start_over(self) -> None:
-        """Forgets what the failed step would have saved."""
+        """Forget what the failed step would have saved."""
         self._metadata = ExampleConnectorMetadata()
         self._requests.clear()
 
@@ -182,11 +182,11 @@ class ExampleConnector(KVConnectorBase_V1):
     # The workers' side
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Keeps them."""
+        """Keep them."""
         self._kv_caches = kv_caches
 
     def start_load_kv(self) -> None:
-        """Loads all blocks; those that cannot be loaded are told as invalid."""
+        """Load all blocks; those that cannot be loaded are told as invalid."""
         for block_id, name in self._step.loads.items():
             if not self._load(block_id, self._path(name, self.config.tensor_parallel_rank)):
                 self._invalid_block_ids.add(block_id)
@@ -196,13 +196,13 @@ class ExampleConnector(KVConnectorBase_V1):
         """Nothing to wait for: all layers lie in one file."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
-        """Copies the layer's part of the blocks to be saved."""
+        """Copy the layer's part of the blocks to be saved."""
         saves = self._step.saves
         if saves and self._step.last_failure >= self._last_failure:
             self._saving[layer_name] = [tensor[list(saves)].cpu() for tensor in kv_layer]
 
     def wait_for_save(self) -> None:
-        """Writes the files."""
+        """Write the files."""
         saving, self._saving = self._saving, {}
         if not saving:
             return
@@ -215,16 +215,16 @@ class ExampleConnector(KVConnectorBase_V1):
             self._write(self._path(name, self.config.tensor_parallel_rank), tensors)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns those that could not be loaded in this step."""
+        """Return those that could not be loaded in this step."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
     def build_connector_worker_meta(self) -> int | None:
-        """Tells that this step has failed to load."""
+        """Tell that this step has failed to load."""
         return self._step.step if self._last_failure == self._step.step else None
 
     def reset(self) -> None:
-        """Forgets the failed step."""
+        """Forget the failed step."""
         self._saving, self._invalid_block_ids, self._last_failure = {}, set(), -1
 
     @property
@@ -233,7 +233,7 @@ class ExampleConnector(KVConnectorBase_V1):
         return self._connector_metadata
 
     def _load(self, block_id: int, path: Path) -> bool:
-        """Fills one block; returns whether the file holds what it should. One that does not is removed."""
+        """Fill one block; return whether the file holds what it should. One that does not is removed."""
         from safetensors import SafetensorError, safe_open
 
         caches = {f"{layer}.{part}": one for layer, of in self._kv_caches.items() for part, one in enumerate(of)}
@@ -254,7 +254,7 @@ class ExampleConnector(KVConnectorBase_V1):
         return True
 
     def _write(self, path: Path, tensors: "dict[str, torch.Tensor]") -> None:
-        """Writes a file that nobody sees before it is complete. A full disk costs only the file."""
+        """Write a file that nobody sees before it is complete. A full disk costs only the file."""
         from safetensors.torch import save_file
 
         unfinished = path.with_suffix(f".{os.getpid()}")
@@ -267,7 +267,7 @@ class ExampleConnector(KVConnectorBase_V1):
 
 
 def checksum(tensors: "Iterable[torch.Tensor]") -> str:
-    """Returns a hash of the tensors' bytes, in this order."""
+    """Return a hash of the tensors' bytes, in this order."""
     import torch
 
     seen = hashlib.blake2b(digest_size=16)

@@ -63,7 +63,7 @@ class Transfer(Protocol):
         ...
 
     def release(self) -> bool:
-        """Gives it up; one under way is cancelled. Returns False if it cannot be: it still writes into memory here."""
+        """Give it up; one under way is cancelled. Return False if it cannot be: it still writes into memory here."""
         ...
 
 
@@ -71,7 +71,7 @@ class TransferAgent(Protocol):
     """What the connector's worker needs of an agent; `NixlAgent` is the real one."""
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Opens this memory to transfers, once."""
+        """Open this memory to transfers, once."""
         ...
 
     def metadata(self) -> bytes:
@@ -79,23 +79,23 @@ class TransferAgent(Protocol):
         ...
 
     def add_peer(self, metadata: bytes) -> str:
-        """Returns the peer's name. Raises an exception for metadata that it cannot read."""
+        """Return the peer's name. Raises an exception for metadata that it cannot read."""
         ...
 
     def remove_peer(self, peer: str) -> None:
-        """Forgets a peer, and the lists prepared for it."""
+        """Forget a peer, and the lists prepared for it."""
         ...
 
     def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
-        """Prepares all pieces of these regions in their order; `peer` None means this agent's own memory."""
+        """Prepare all pieces of these regions in their order; `peer` None means this agent's own memory."""
         ...
 
     def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> Transfer:
-        """Begins to read: piece `pieces[i]` of the peer's list into piece `into[i]` of the local one."""
+        """Begin to read: piece `pieces[i]` of the peer's list into piece `into[i]` of the local one."""
         ...
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Sends a notification alone. Raises an exception if the peer is known to be gone."""
+        """Send a notification alone. Raises an exception if the peer is known to be gone."""
         ...
 
     def notifications(self) -> list[bytes]:
@@ -103,7 +103,7 @@ class TransferAgent(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases everything. A second call does nothing."""
+        """Release everything. A second call does nothing."""
         ...
 
 
@@ -139,47 +139,38 @@ class NixlAgent:
         self._lists: dict[str | None, list[Any]] = {}
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `TransferAgent`."""
         self._memory_kind = "VRAM" if tensors[0].is_cuda else "DRAM"
         self._registered = self._api.register_memory(list(tensors))
 
     def metadata(self) -> bytes:
-        """See `TransferAgent`."""
         return self._api.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """See `TransferAgent`."""
         name = self._api.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
 
     def remove_peer(self, peer: str) -> None:
-        """See `TransferAgent`."""
         self._release_lists(peer)
         self._api.remove_remote_agent(peer)
 
     def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
-        """See `TransferAgent`."""
         table = np.array(regions, np.uint64).reshape(-1, len(Region._fields))
         prepared = self._api.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", table, self._memory_kind)
         self._lists.setdefault(peer, []).append(prepared)
         return prepared
 
     def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> Transfer:
-        """See `TransferAgent`."""
         indices = (into.astype(np.int32), pieces.astype(np.int32))
         handle = self._api.make_prepped_xfer("READ", local, indices[0], remote, indices[1], notification)
         return _NixlTransfer(self._api, handle)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """See `TransferAgent`."""
         self._api.send_notif(peer, message)
 
     def notifications(self) -> list[bytes]:
-        """See `TransferAgent`."""
         return self._progress.take()
 
     def close(self) -> None:
-        """See `TransferAgent`."""
         if self._api is None:
             return
         self._progress.end()
@@ -216,7 +207,7 @@ class _Progress:
         return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
 
     def end(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._ends.set()
         self._thread.join()
 
@@ -239,7 +230,6 @@ class _NixlTransfer:
             raise
 
     def state(self) -> State:
-        """See `Transfer`."""
         if self._state == "PROC":
             try:
                 self._state = self._api.check_xfer_state(self._handle)
@@ -248,12 +238,10 @@ class _NixlTransfer:
         return self._state
 
     def times(self) -> TransferTimes:
-        """See `Transfer`."""
         told = self._api.get_xfer_telemetry(self._handle)
         return TransferTimes(told.postDuration / 1e6, told.xferDuration / 1e6, told.totalBytes, told.descCount)
 
     def release(self) -> bool:
-        """See `Transfer`."""
         try:
             self._api.release_xfer_handle(self._handle)
         except Exception:
@@ -262,7 +250,7 @@ class _NixlTransfer:
 
 
 def is_nixl_installed() -> bool:
-    """Whether any build of it can be imported."""
+    """Return whether any build of it can be imported."""
     return any(importlib.util.find_spec(name.partition(".")[0]) for name in MODULES)
 
 

@@ -66,7 +66,7 @@ class Peers:
         return peer
 
     def meet(self, remote: RemotePrefill) -> Peer | None:
-        """Returns the engine of this remote request; None while the handshake is under way.
+        """Return the engine of this remote request; None while the handshake is under way.
 
         Raises:
             MinivllmError: the handshake has failed. The next call begins another.
@@ -90,13 +90,13 @@ class Peers:
             self._lost.append(peer)
 
     def forget_lost(self, in_use: Collection[str]) -> None:
-        """Releases what was prepared for lost engines, but for those whose names are `in_use` by a transfer."""
+        """Release what was prepared for lost engines, but for those whose names are `in_use` by a transfer."""
         for peer in [peer for peer in self._lost if peer.name not in in_use]:
             self._lost.remove(peer)
             self._agent.remove_peer(peer.name)
 
     def _is_current(self, remote: RemotePrefill, metadata: NixlAgentMetadata) -> bool:
-        """Whether the blocks lie in the memory that is registered there now, as far as the params say."""
+        """Return whether the blocks lie in the memory that is registered there now, as far as the params say."""
         told = remote.generation.split(GENERATIONS_JOINED_BY)
         own = told[self._ranks[1]] if self._ranks[1] < len(told) else ""
         return own in ("", metadata.registration_generation)
@@ -147,7 +147,7 @@ def _place_of(remote: RemotePrefill) -> tuple[str, str, int]:
 
 
 def in_thread(work: Callable[[], Result]) -> "Future[Result]":
-    """Begins the work in a thread that nobody waits for when the process ends."""
+    """Begin the work in a thread that nobody waits for when the process ends."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -111,7 +111,7 @@ class NixlSideChannel:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. A second call does nothing."""
+        """End the thread. A second call does nothing."""
         self._context.term()  # which the thread notices, and closes its socket
         self._thread.join()
 
@@ -143,7 +143,7 @@ class NixlSideChannel:
 def fetch_metadata(
     host: str, port: int, ranks: tuple[int, int], compatibility_hash: str, seconds: float
 ) -> tuple[NixlAgentMetadata, float]:
-    """Asks the engine there for the metadata of its rank (pp_rank, tp_rank).
+    """Ask the engine there for the metadata of its rank (pp_rank, tp_rank).
 
     Returns the metadata, and by how many seconds its clock is ahead of this one's.
 
@@ -169,7 +169,7 @@ def fetch_metadata(
 
 
 def ask_is_held(host: str, port: int, request_id: str, seconds: float) -> bool:
-    """Whether the engine there still keeps this request's blocks.
+    """Return whether the engine there still keeps this request's blocks.
 
     Raises:
         MinivllmError: no answer within so many `seconds`.
@@ -182,7 +182,7 @@ def ask_is_held(host: str, port: int, request_id: str, seconds: float) -> bool:
 
 
 def _ask(host: str, port: int, question: tuple[Any, ...], seconds: float) -> tuple[bytes, float]:
-    """Returns the answer and the other's clock."""
+    """Return the answer and the other's clock."""
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.linger, socket.maxmsgsize, socket.ipv6 = 0, MAX_ANSWER_BYTES, ":" in host
         socket.sndtimeo = socket.rcvtimeo = int(seconds * 1000)

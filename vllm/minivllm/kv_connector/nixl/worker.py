@@ -76,7 +76,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._releases: dict[str, RemotePrefill] = {}
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Opens the whole cache to reads. Raises `MinivllmError` if nixl is not installed."""
+        """Open the whole cache to reads. Raise `MinivllmError` if nixl is not installed."""
         tensors = [tensor for layer in kv_caches.values() for tensor in layer]
         self._agent = self._make_agent(str(uuid.uuid4()), self._backends)
         self._agent.register(tensors)
@@ -103,7 +103,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         take_notifications(self.leases, self._agent.notifications())
 
     def reset(self) -> None:
-        """Gives up all reads and releases: nothing writes into the cache any more. Leases run on."""
+        """Give up all reads and releases: nothing writes into the cache any more. Leases run on."""
         until = time.monotonic() + SECONDS_TO_CANCEL
         for read in self._reads.values():
             while read.transfer is not None and not read.transfer.release() and time.monotonic() < until:
@@ -119,7 +119,7 @@ class NixlConnectorWorker(PullConnectorWorker):
             self._agent = None
 
     def _advance(self) -> None:
-        """Moves every read and every release as far as it goes without waiting."""
+        """Move every read and every release as far as it goes without waiting."""
         for request_id, read in list(self._reads.items()):
             try:
                 if self._is_over(read):
@@ -137,7 +137,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._peers.forget_lost({read.peer.name for read in self._reads.values() if read.peer})
 
     def _is_over(self, read: _Read) -> bool:
-        """Whether all bytes have come, and are the request's. Raises `MinivllmError` if they will not, or are not."""
+        """Return whether all bytes have come. Raise `MinivllmError` if they will not, or are of another request."""
         if read.transfer is None:
             read.peer = self._peers.meet(read.order.remote)
             if read.peer is None:
@@ -164,7 +164,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         return read.is_held.done()
 
     def _begin(self, order: ReadOrder, peer: Peer) -> Transfer:
-        """Posts the READ. Raises `MinivllmError` if the other engine cannot have all these tokens."""
+        """Post the READ. Raise `MinivllmError` if the other engine cannot have all these tokens."""
         mine, theirs, remote = self._own, peer.metadata, order.remote
         if order.end > len(remote.block_ids) * theirs.block_size or max(remote.block_ids) >= theirs.num_blocks:
             raise MinivllmError(
@@ -209,7 +209,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self.tell(request_id)
 
     def _notify(self, peer: Peer | None, message: bytes) -> None:
-        """Sends it if it can; where it cannot, leases end by themselves."""
+        """Send it if it can; where it cannot, leases end by themselves."""
         assert self._agent is not None
         try:
             if peer is None:

@@ -136,7 +136,7 @@ class OffloadScheduler(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Orders what was promised to be loaded; follows the request from now on."""
+        """Order what was promised to be loaded; follows the request from now on."""
         name = request.request_id
         self._followed[name] = _Followed(request)
         self.manager.touch(request.block_hashes)
@@ -161,7 +161,7 @@ class OffloadScheduler(KVConnectorBase_V1):
     # Stores
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> OffloadMetadata:
-        """Adds what is to be stored after this step."""
+        """Add what is to be stored after this step."""
         for name in list(self._hits):  # promised in this step, to a request that did not fit
             self._release_hit(name)
         if self.settings.lazy_offload and scheduler_output.num_scheduled_tokens:
@@ -204,7 +204,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         return near
 
     def _store(self, wanted: "dict[BlockHash, KVCacheBlock]", is_lazy: bool = False) -> None:
-        """Orders these blocks to be stored, as far as the tier has room; those that it has stay there."""
+        """Order these blocks to be stored, as far as the tier has room; those that it has stay there."""
         num_missing = sum(self.manager.lookup(key) is LookupResult.MISS for key in wanted)
         if not num_missing:
             return
@@ -222,7 +222,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         self._metadata.stores[number] = BlockCopy([block.block_id for block in blocks], prepared.block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Ends loads, and stores that all ranks have ended."""
+        """End loads, and stores that all ranks have ended."""
         for name in connector_output.finished_recving:
             self._complete_load(name)
         for completed in connector_output.kv_connector_worker_meta or ():
@@ -242,7 +242,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         self._counts["simple_kv_offload_save_outcomes.stored"] += len(store.keys)
 
     def _let_go(self, store: _Store) -> bool:
-        """Drops the references of a store to blocks of the cache; returns whether any of them is free now."""
+        """Drop the references of a store to blocks of the cache; return whether any of them is free now."""
         blocks, store.blocks = store.blocks, []
         self.gpu_pool.free_blocks(reversed(blocks))
         freed = [block for block in blocks if block.ref_cnt == 0]
@@ -261,22 +261,22 @@ class OffloadScheduler(KVConnectorBase_V1):
         return any(freed)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Follows it no more. Its keys are touched once more, as it used all of them until now."""
+        """Follow it no more. Its keys are touched once more, as it used all of them until now."""
         self._release_hit(request.request_id)
         self._followed.pop(request.request_id, None)
         self.manager.touch(request.block_hashes)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        """Whether stores are under way."""
+        """Return whether stores are under way."""
         return bool(self._stores)
 
     def reset_cache(self) -> bool:
-        """Forgets all keys; False while a copy is under way."""
+        """Forget all keys; False while a copy is under way."""
         return self.manager.reset()
 
     def start_over(self) -> None:
-        """Forgets all keys, too: a failed step may have stored anything."""
+        """Forget all keys, too: a failed step may have stored anything."""
         self._hits.clear()
         self._loads.clear()
         self._stores.clear()

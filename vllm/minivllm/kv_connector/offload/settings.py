@@ -30,7 +30,7 @@ class OffloadSettings:
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> "OffloadSettings":
-        """Reads them.
+        """Read them.
 
         Raises:
             MinivllmError: an unknown key, or a value that cannot be.
@@ -63,5 +63,5 @@ class OffloadSettings:
 
     @property
     def stores_prompts_only(self) -> bool:
-        """Whether blocks with tokens of an answer are left out."""
+        """Return whether blocks with tokens of an answer are left out."""
         return not self.lazy_offload if self.offload_prompt_only is None else self.offload_prompt_only

@@ -41,7 +41,7 @@ class OffloadWorker(KVConnectorBase_V1):
         self._computes = False
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Makes a table of all tensors."""
+        """Make a table of all tensors."""
         self.regions = BlockRegions.of([tensor for tensors in kv_caches.values() for tensor in tensors])
         self._to_host, self._from_host = HostCopies(self.regions), HostCopies(self.regions)
 
@@ -71,11 +71,11 @@ class OffloadWorker(KVConnectorBase_V1):
         self._to_host.to_host([0], self._host, [0])  # the null block
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Waits for nothing: a load never belongs to the step that computes. Takes note that this one does."""
+        """Wait for nothing: a load never belongs to the step that computes. Takes note that this one does."""
         self._computes = True
 
     def wait_for_save(self) -> None:
-        """Begins the step's store. Its blocks are not overwritten before it has ended; see `need_flush`."""
+        """Begin the step's store. Its blocks are not overwritten before it has ended; see `need_flush`."""
         after = torch.cuda.Event() if self.regions.device.type == "cuda" and self._orders.stores else None
         if after is not None:
             after.record()
@@ -112,12 +112,12 @@ class OffloadWorker(KVConnectorBase_V1):
         return completed or None
 
     def reset(self) -> None:
-        """Waits for all copies, and forgets them."""
+        """Wait for all copies, and forget them."""
         wait([*self._stores.values(), *self._loads.values()])
         self._forget_all()
 
     def shutdown(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._storing.shutdown()
         self._loading.shutdown()
 
