@@ -38,10 +38,6 @@ class Executor(ABC):
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank's `Worker`; return the results in rank order."""
 
-    @abstractmethod
-    def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Start one step on all ranks; return a future of the output of the rank that samples."""
-
     @overload
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: Literal[False] = False
@@ -60,15 +56,19 @@ class Executor(ABC):
 
         If any of its requests has a grammar, the step is not over: it ends with `sample_tokens`, which must come next.
         """
-        future = self.start_model(scheduler_output)
+        future = self._start("execute_model", scheduler_output)
         return future if non_block else future.result()
 
-    @abstractmethod
     def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
-        """End the step that `execute_model` began, on all ranks: samples tokens that fit.
+        """End the step that `execute_model` began, on all ranks: sample tokens that fit the grammars.
 
-        Returns a future of the output of the rank that samples.
+        Return a future of the output of the rank that samples.
         """
+        return self._start("sample_tokens", grammar_output)
+
+    @abstractmethod
+    def _start(self, method: str, argument: SchedulerOutput | GrammarOutput) -> Future[ModelRunnerOutput]:
+        """Start this method of `Worker` on all ranks; return a future of the output of the rank that samples."""
 
     @abstractmethod
     def take_draft_token_ids(self) -> dict[str, list[int]]:
@@ -85,25 +85,23 @@ def get_class(backend: str | None, tensor_parallel_size: int, pipeline_parallel_
     Raises:
         MinivllmError: unknown backend, or it cannot run that many ranks.
     """
-    from minivllm.executor.multiproc_executor import MultiprocExecutor  # both are made of the class above
+    from minivllm.executor.multiproc_executor import MultiprocExecutor  # each is a subclass of the one above
     from minivllm.executor.ray_executor import RayExecutor
     from minivllm.executor.uniproc_executor import UniprocExecutor
 
-    executors: dict[str, type[Executor]] = {"mp": MultiprocExecutor, "ray": RayExecutor, "uni": UniprocExecutor}
+    executors: dict[Any, type[Executor]] = {"mp": MultiprocExecutor, "ray": RayExecutor, "uni": UniprocExecutor}
     size = tensor_parallel_size * pipeline_parallel_size
-    if backend is None:
-        backend = "uni" if size == 1 else "mp"
-    if backend not in tuple(executors):
+    backend = backend if backend is not None else "uni" if size == 1 else "mp"
+    if backend not in tuple(executors):  # a tuple, since what was passed may not be hashable
         names = ", ".join(f'"{name}"' for name in executors)
         raise MinivllmError(f"there is no distributed_executor_backend {backend!r}: use one of {names}, or None")
-    executor_class = executors[backend]
-    most = executor_class.max_ranks
+    most = executors[backend].max_ranks
     if most is not None and size > most:
-        what = "tensor_parallel_size" + " x pipeline_parallel_size" * (pipeline_parallel_size > 1)
+        setting = "tensor_parallel_size" + " x pipeline_parallel_size" * (pipeline_parallel_size > 1)
         raise MinivllmError(
-            f'distributed_executor_backend "{backend}" runs {most} rank, but {what} is {size}: use "mp"'
+            f'distributed_executor_backend "{backend}" runs {most} rank, but {setting} is {size}: use "mp"'
         )
-    return executor_class
+    return executors[backend]
 
 
 def make_executor(settings: WorkerSettings, backend: str | None = None) -> Executor:

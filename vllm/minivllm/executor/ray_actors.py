@@ -1,8 +1,8 @@
-"""Processes on any machines of a Ray cluster: what ranks (`ray_executor.py`) and cores (`engine/ray_cores.py`) share.
+"""Start processes on any machines of a Ray cluster, for ranks (`ray_executor.py`) and cores (`engine/ray_cores.py`).
 
-Ray only places them and starts them: a placement group has one bundle for each, so either all of them get a place or
-none. Each actor then connects back over TCP, and says a token first that only it has been given. That connection closes
-with either end, and keepalive closes it where a machine has gone without a word.
+Ray only places and starts them. A placement group has one bundle for each, so either all of them get a place or none.
+Each actor then connects back over TCP and first sends a token that only it knows. The connection closes with either
+end, and keepalive closes it when a machine has gone silent.
 
 In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py`, `CoreEngineActorManager` in `vllm/v1/engine/utils.py`.
 """
@@ -26,10 +26,10 @@ SECONDS_TO_PLACE = 60.0
 """A placement group that is not ready after this time will not be: the cluster lacks resources."""
 SECONDS_TO_CONNECT = 120.0
 SECONDS_TO_SAY_IT = 5.0
-"""A stranger that connects and says nothing holds the others up for this long."""
+"""A stranger that connects and sends nothing delays the others by this much."""
 TOKEN_BYTES = 32
 KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))
-"""A machine that has gone without a word is noticed within about ten seconds; Ray takes a minute."""
+"""Notice within about ten seconds that a machine has gone silent; Ray takes a minute."""
 SECONDS_A_LOOK, MILLISECONDS_A_LOOK = 1.0, 500
 UV_VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 """Below `uv run`, Ray would install the project once more for every actor. It is there already, on every machine."""
@@ -77,7 +77,8 @@ class RayActors:
         """
         assert self._listener is not None
         actor = import_ray().remote(actor_class).options(**bundle_of(self._placement, index)).remote()
-        token, address = secrets.token_bytes(TOKEN_BYTES), self._listener.getsockname()[:2]
+        token = secrets.token_bytes(TOKEN_BYTES)
+        address = self._listener.getsockname()[:2]
         process = RayProcess(actor, actor.live.remote(address, token, *arguments))
         deadline = time.monotonic() + SECONDS_TO_CONNECT
         self._listener.settimeout(SECONDS_A_LOOK)
@@ -98,7 +99,7 @@ class RayActors:
         return list(machines.values()).count(machines[index])
 
     def leave(self) -> None:
-        """Give the places back, with the actors in them, and leaves the cluster. A second call does nothing."""
+        """End the actors, free their bundles and leave the cluster. A second call does nothing."""
         ray = import_ray()
         if self._listener is not None:
             self._listener.close()
@@ -115,15 +116,11 @@ class RayProcess:
     pid = "a Ray actor"
 
     def __init__(self, actor: Any, running: Any) -> None:
-        self._actor, self._running = actor, running
+        self._actor = actor
+        self._running = running
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the actor's work has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not, in time.
-        """
         if not self._has_ended(timeout):
             raise subprocess.TimeoutExpired("a Ray actor", timeout or 0.0)
         return 0
@@ -133,14 +130,13 @@ class RayProcess:
         return self._has_ended(0.0)
 
     def kill(self) -> None:
-        """End the actor."""
         ray = import_ray()
         if ray.is_initialized():
             ray.kill(self._actor)
 
     def _has_ended(self, timeout: float | None) -> bool:
-        """Where Ray has been shut down before us, as at an interpreter's end, so have its actors."""
         ray = import_ray()
+        # At the interpreter's end Ray may be shut down before us, and its actors with it.
         return not ray.is_initialized() or bool(ray.wait([self._running], timeout=timeout)[0])
 
 
@@ -184,19 +180,15 @@ def place(ray: Any, size: int, device: str, each: int = 1) -> Any:
         MinivllmError: the cluster has no room for it.
     """
     resource = "GPU" if device == "cuda" else "CPU"
-    if ray.cluster_resources().get(resource, 0) < size * each:
-        raise _no_room(ray, size, each, resource)
-    group = ray.util.placement_group([{resource: each}] * size, strategy="PACK")
-    if not group.wait(SECONDS_TO_PLACE):
+    total = ray.cluster_resources().get(resource, 0)
+    if total >= size * each:
+        group = ray.util.placement_group([{resource: each}] * size, strategy="PACK")
+        if group.wait(SECONDS_TO_PLACE):
+            return group
         ray.util.remove_placement_group(group)
-        raise _no_room(ray, size, each, resource)
-    return group
-
-
-def _no_room(ray: Any, size: int, each: int, resource: str) -> MinivllmError:
-    return MinivllmError(
+    raise MinivllmError(
         f"the Ray cluster has no room for {size} processes with {each} {resource} each: it has "
-        f"{ray.available_resources().get(resource, 0):g} free of {ray.cluster_resources().get(resource, 0):g}"
+        f"{ray.available_resources().get(resource, 0):g} free of {total:g}"
     )
 
 

@@ -12,13 +12,11 @@ import socket
 import sys
 
 from minivllm.errors import MinivllmError
-from minivllm.executor.multiproc_executor import MultiprocExecutor, aggregator_of, rendezvous, sampling_rank
+from minivllm.executor.multiproc_executor import MultiprocExecutor
 from minivllm.executor.rank_loop import serve
-from minivllm.executor.rank_processes import RankProcesses
 from minivllm.executor.ray_actors import RayActors, connected_actor
 from minivllm.platforms.child_processes import ChildProcess
 from minivllm.worker.settings import WorkerSettings
-from minivllm.worker.worker import worker_of_rank
 
 
 class RayExecutor(MultiprocExecutor):
@@ -31,16 +29,9 @@ class RayExecutor(MultiprocExecutor):
             MinivllmError: ray is not installed, or the cluster has no room for the ranks.
             WorkerDiedError: a rank died before it was ready.
         """
-        size = settings.world_size
-        self.max_concurrent_batches = settings.max_concurrent_batches
-        self._aggregator = aggregator_of(settings)
-        self._actors = RayActors(size, settings.device)
+        self._actors = RayActors(settings.world_size, settings.device)
         try:
-            self._store = rendezvous(size, self._actors.host)
-            address = (self._actors.host, self._store.port)
-            self.ranks = RankProcesses(
-                worker_of_rank, (settings, address), size, sampling_rank(settings), self._start_rank
-            )
+            self._start_ranks(settings, self._actors.host, self._start_rank)
         except BaseException:
             self._actors.leave()
             raise

@@ -44,18 +44,10 @@ class UniprocExecutor(Executor):
         call = getattr(self.worker, method)
         return [self._thread.call(method, call, *arguments) if self._thread else call(*arguments)]
 
-    def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """See `Executor`; without a thread, the future is already done when returned."""
-        return self._start("execute_model", scheduler_output)
-
-    def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
-        """See `Executor`; without a thread, the future is already done when returned."""
-        return self._start("sample_tokens", grammar_output)
-
-    def _start(self, method: str, argument: Any) -> Future[ModelRunnerOutput]:
+    def _start(self, method: str, argument: SchedulerOutput | GrammarOutput) -> Future[ModelRunnerOutput]:
         if self._thread:
             return OutputFuture(self._thread.start(getattr(self.worker, method), argument))
-        future: Future[ModelRunnerOutput] = Future()
+        future: Future[ModelRunnerOutput] = Future()  # already done when it is returned
         try:
             future.set_result(getattr(self.worker, method)(argument))
         except Exception as error:
