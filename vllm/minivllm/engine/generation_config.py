@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_count
-from minivllm.config.model import hub_file, local_path, read_json_object
+from minivllm.config.model_files import hub_file, local_path, read_json_object
 from minivllm.errors import MinivllmError
 from minivllm.sampling_params import SamplingParams
 

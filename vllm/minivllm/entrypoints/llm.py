@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.checks import is_count, refuse_unknown
-from minivllm.config.model import local_path
+from minivllm.config.model_files import local_path
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine

@@ -55,7 +55,7 @@ class WindowLayer(FullLayer):
 
     window: int
 
-    def blocks(self, num_tokens: int, in_flight: int) -> int:  # noqa: D102
+    def blocks(self, num_tokens: int, in_flight: int) -> int:
         held = super().blocks(min(self.window - 1 + in_flight, num_tokens), in_flight)
         return held + 1  # the window may begin inside a block
 
@@ -66,7 +66,7 @@ class StateLayer(FullLayer):
 
     states: int
 
-    def blocks(self, num_tokens: int, in_flight: int) -> int:  # noqa: D102
+    def blocks(self, num_tokens: int, in_flight: int) -> int:
         return self.states
 
 

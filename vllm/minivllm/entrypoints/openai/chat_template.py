@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivllm.config.checks import encodable
-from minivllm.config.model import hub_file, local_path, read_json_object
+from minivllm.config.model_files import hub_file, local_path, read_json_object
 from minivllm.entrypoints.openai.chat_messages import ContentFormat, detect_content_format, normalize
 from minivllm.entrypoints.openai.settings import check_content_format
 from minivllm.errors import MinivllmError
