@@ -134,21 +134,16 @@ def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(inner, Mapping):
             outer = {key: hf_config[key] for key in OUTER_FIELDS if hf_config.get(key) is not None}
             defaults = PART_DEFAULTS.get(str(inner.get("model_type")), {})
-            given = {**defaults, **outer, **{key: value for key, value in inner.items() if value is not None}}
-            return (
-                given
-                if "tie_word_embeddings" not in outer
-                else {**given, "tie_word_embeddings": outer["tie_word_embeddings"]}
-            )
+            own = {key: value for key, value in inner.items() if value is not None}
+            tied = {"tie_word_embeddings": outer["tie_word_embeddings"]} if "tie_word_embeddings" in outer else {}
+            return {**defaults, **outer, **own, **tied}
     return dict(hf_config)
 
 
 def _with_usual_names(hf: dict[str, Any]) -> dict[str, Any]:
     for name, others in ALIASES.items():
         if hf.get(name) is None:
-            found = next((hf[other] for other in others if hf.get(other) is not None), None)
-            if found is not None:
-                hf[name] = found
+            hf[name] = next((hf[other] for other in others if hf.get(other) is not None), None)
     return hf
 
 
@@ -161,10 +156,9 @@ def _check_kinds(hf: Mapping[str, Any]) -> None:
 
 def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
     """Return an optional count: `default` if the config lacks it, an error if it is not a positive integer."""
-    of_layers: Any = hf.get(name)
-    if isinstance(of_layers, list | tuple) and len(set(map(str, of_layers))) == 1:
-        return _count({name: of_layers[0]}, name, default)  # the same number for each layer
     value: Any = hf.get(name)
+    if isinstance(value, list | tuple) and len(set(map(str, value))) == 1:  # the same number for each layer
+        value = value[0]
     if value is None:
         return default
     if not is_count(value, 1) or value >= 2**63:

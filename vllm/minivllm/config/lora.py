@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from minivllm.config.checks import is_count, require
+from minivllm.config.checks import is_count, require, require_choice, require_counts
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LORA_DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -25,26 +25,18 @@ class LoRAConfig:
     lora_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        require(
-            is_count(self.max_loras, 1), f"max_loras is {self.max_loras!r}; it must be a whole number of at least 1"
-        )
+        require_counts(self, 1, "max_loras")
+        require_counts(self, 1, "max_cpu_loras", may_be_none=True)
         require(
             self.max_lora_rank in MAX_LORA_RANKS and is_count(self.max_lora_rank, 1),
             f"max_lora_rank is {self.max_lora_rank!r}; it must be one of {', '.join(map(str, MAX_LORA_RANKS))}",
-        )
-        require(
-            self.max_cpu_loras is None or is_count(self.max_cpu_loras, 1),
-            f"max_cpu_loras is {self.max_cpu_loras!r}; it must be a whole number of at least 1",
         )
         require(
             self.capacity >= self.max_loras,
             f"max_cpu_loras is {self.max_cpu_loras}, and max_loras is {self.max_loras}: what is in a slot is in host "
             "memory too, so max_cpu_loras must be at least max_loras",
         )
-        require(
-            self.lora_dtype in LORA_DTYPES,
-            f"unknown lora_dtype {self.lora_dtype!r}; known are {', '.join(LORA_DTYPES)}",
-        )
+        require_choice("lora_dtype", self.lora_dtype, LORA_DTYPES)
 
     @property
     def capacity(self) -> int:

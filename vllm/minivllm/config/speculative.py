@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from minivllm.config.checks import is_count, refuse_unknown, require
+from minivllm.config.checks import is_count, refuse_unknown, require, require_choice, require_counts
 
 METHODS = ("ngram", "draft_model", "eagle3")
 MODEL_METHODS = ("draft_model", "eagle3")
@@ -60,18 +60,15 @@ class SpeculativeConfig:
         refuse_unknown("speculative_config has no key", settings, [field.name for field in fields(cls)])
         method = settings.get("method")
         if method is not None:
-            _check_method(method)
+            require_choice("speculative method", method, METHODS)
         require("num_speculative_tokens" in settings, "speculative_config lacks num_speculative_tokens, such as 4")
         by_default = "ngram" if settings.get("model") is None else "draft_model"
         return cls(**{**settings, "method": by_default if method is None else method})
 
     def __post_init__(self) -> None:
-        _check_method(self.method)
-        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
-            value = getattr(self, name)
-            if value is None and name != "num_speculative_tokens":
-                continue
-            require(is_count(value, 1), f"{name} is {value!r}; it must be a whole number from 1 on")
+        require_choice("speculative method", self.method, METHODS)
+        require_counts(self, 1, "num_speculative_tokens")
+        require_counts(self, 1, "prompt_lookup_max", "prompt_lookup_min", may_be_none=True)
         self._check_model()
         require(
             self.lookup_min <= self.lookup_max,
@@ -87,10 +84,7 @@ class SpeculativeConfig:
                 isinstance(self.model, str | Path) and bool(str(self.model)),
                 f"speculative method {self.method!r} needs a model: a directory, or a name on the Hugging Face hub",
             )
-        require(
-            self.draft_sample_method in DRAFT_SAMPLE_METHODS,
-            f"unknown draft_sample_method {self.draft_sample_method!r}; known are {', '.join(DRAFT_SAMPLE_METHODS)}",
-        )
+        require_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
         require(
             self.draft_sample_method == "greedy" or self.runs_model,
             f"draft_sample_method {self.draft_sample_method!r} needs a method with a model; {self.method!r} has none",
@@ -148,20 +142,14 @@ class DraftingConfig:
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_speculative_tokens", "num_lookahead_tokens"):
-            value = getattr(self, name)
-            require(is_count(value, 0), f"{name} is {value!r}; it must be a whole number, and not negative")
+        require_counts(self, 0, "num_speculative_tokens", "num_lookahead_tokens")
 
 
 NO_DRAFTS = DraftingConfig()
 
 
-def _check_method(method: object) -> None:
-    require(method in METHODS, f"unknown speculative method {method!r}; known are {', '.join(METHODS)}")
-
-
 def check_schedule(schedule: object) -> None:
-    """Reject what is no `num_speculative_tokens_per_batch_size`: ranges must begin with 1, rise, and not overlap."""
+    """Raise unless these are ranges of batch sizes that begin with 1, rise, and do not overlap; None: no schedule."""
     if schedule is None:
         return
     name = "num_speculative_tokens_per_batch_size"

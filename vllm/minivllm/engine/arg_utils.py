@@ -21,7 +21,14 @@ from minivllm.config import (
     SpeculativeConfig,
 )
 from minivllm.config.cache import KV_CACHE_DTYPES
-from minivllm.config.checks import checked_arguments, is_count, is_number, require, require_flags
+from minivllm.config.checks import (
+    checked_arguments,
+    is_number,
+    require,
+    require_choice,
+    require_counts,
+    require_flags,
+)
 from minivllm.config.flags import add_flags, words_of
 from minivllm.config.kv_offloading import check_offloading, is_tier, with_offloading
 from minivllm.config.profiler import ProfilerConfig
@@ -198,10 +205,7 @@ class EngineArgs:
         self._join_speculative_config()
         self._check_names()
         self._check_choices()
-        require_flags(
-            self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager",
-            "disable_log_stats", "enable_lora",
-        )  # fmt: skip
+        require_flags(self, *(field.name for field in fields(self) if field.type is bool))
         if self.async_scheduling is not None:
             require_flags(self, "async_scheduling")
         self._check_data_parallel_backend()
@@ -240,15 +244,12 @@ class EngineArgs:
         )
 
     def _check_choices(self) -> None:
-        for name, choices, shown in (
-            ("dtype", DTYPES, DTYPES),
-            ("kv_cache_dtype", ("auto", *KV_CACHE_DTYPES), ("auto", *KV_CACHE_DTYPES)),
-            ("quantization", (None, *QUANTIZATIONS), QUANTIZATIONS),
-            ("load_format", LOAD_FORMATS, LOAD_FORMATS),
-            ("attention_backend", ATTENTION_BACKENDS, ("None and 'naive'",)),
-        ):
-            value = getattr(self, name)
-            require(value in choices, f"unknown {name} {value!r}; known are {', '.join(shown)}")
+        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
+        require_choice("quantization", self.quantization, (None, *QUANTIZATIONS))
+        require_choice("load_format", self.load_format, LOAD_FORMATS)
+        require_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        require_choice("data_parallel_backend", self.data_parallel_backend, DATA_PARALLEL_BACKENDS)
 
     def _check_parts(self) -> None:
         if not isinstance(self.parts, Parts):
@@ -283,29 +284,13 @@ class EngineArgs:
             is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
             f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a share above 0 and up to 1",
         )
-        require(is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
-        for name, least, by_default in (
-            ("max_model_len", 2, True),
-            ("block_size", 1, False),
-            ("max_num_seqs", 1, True),
-            ("max_num_batched_tokens", 1, True),
-            ("num_gpu_blocks_override", 2, True),
-            ("tensor_parallel_size", 1, False),
-            ("data_parallel_size", 1, False),
-            ("pipeline_parallel_size", 1, False),
-        ):
-            value = getattr(self, name)
-            require(
-                (value is None and by_default) or is_count(value, least),
-                f"{name} is {value!r}; it must be a whole number of at least {least}",
-            )
+        sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+        require_counts(self, 0, "seed")
+        require_counts(self, 1, "block_size", *sizes)
+        require_counts(self, 1, "max_num_seqs", "max_num_batched_tokens", may_be_none=True)
+        require_counts(self, 2, "max_model_len", "num_gpu_blocks_override", may_be_none=True)
 
     def _check_data_parallel_backend(self) -> None:
-        require(
-            self.data_parallel_backend in DATA_PARALLEL_BACKENDS,
-            f"unknown data_parallel_backend {self.data_parallel_backend!r}; known are "
-            f"{', '.join(DATA_PARALLEL_BACKENDS)}",
-        )
         require(
             self.data_parallel_backend == "mp" or self.distributed_executor_backend != "ray",
             'data_parallel_backend "ray" places each core with all of its ranks on one machine: '
@@ -422,21 +407,15 @@ class EngineArgs:
         max_num_batched_tokens = self.max_num_batched_tokens or default_tokens
         if not self.enable_chunked_prefill and self.max_num_batched_tokens is None:
             max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
-        return SchedulerConfig(
-            max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs or default_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            long_prefill_token_threshold=self.long_prefill_token_threshold,
-            long_prefill_token_threshold_adaptive=self.long_prefill_token_threshold_adaptive,
-            policy=self.scheduling_policy,
-            enable_chunked_prefill=self.enable_chunked_prefill,
-            scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
-            watermark=self.watermark,
-            async_scheduling=self._schedules_ahead(on_gpu=gpu_memory is not None),
-            static_batching=self.static_batching,
-            max_loras=self.max_loras if self.enable_lora else 0,
-            drafting=self.speculation.drafting if self.speculation else NO_DRAFTS,
-        )
+        own = _shared_fields(self, SchedulerConfig) | {
+            "max_model_len": max_model_len,
+            "max_num_seqs": self.max_num_seqs or default_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "async_scheduling": self._schedules_ahead(on_gpu=gpu_memory is not None),
+            "max_loras": self.max_loras if self.enable_lora else 0,
+        }
+        drafting = self.speculation.drafting if self.speculation else NO_DRAFTS
+        return SchedulerConfig(**own, policy=self.scheduling_policy, drafting=drafting)
 
     def _schedules_ahead(self, on_gpu: bool) -> bool:
         if self.async_scheduling is not None:
@@ -448,46 +427,28 @@ class EngineArgs:
         from minivllm.kernels.rejection_sample import rejection_sample
         from minivllm.worker.settings import WorkerSettings
 
-        return WorkerSettings(
-            model=self.model,
-            device=device,
-            dtype=self.dtype,
-            load_format=self.load_format,
-            seed=self.seed,
-            kv_cache_dtype=self.kv_cache_dtype,
-            quantization=self.quantization,
-            attention_backend=self.attention_backend,
-            attention=self.parts.attention,
-            draft_proposer=self.parts.draft_proposer,
-            rejection_sample=self.parts.rejection_sample or rejection_sample,
-            use_kv_cache=self.use_kv_cache,
-            speculative_config=self.speculation,
-            block_size=self.block_size,
-            max_model_len=scheduler.max_model_len,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            num_threads=num_threads,
-            enforce_eager=self.enforce_eager,
-            async_scheduling=scheduler.async_scheduling,
-            kv_transfer_config=self.kv_transfer,
-            kv_connector=self.parts.kv_connector,
-            lora_config=self.lora_config,
-            lora_slots=self.parts.lora_slots,
-        )
+        own = _shared_fields(self, WorkerSettings) | _shared_fields(scheduler, WorkerSettings)
+        own |= _shared_fields(self.parts, WorkerSettings) | {
+            "device": device,
+            "rejection_sample": self.parts.rejection_sample or rejection_sample,
+            "speculative_config": self.speculation,
+            "kv_transfer_config": self.kv_transfer,
+        }
+        return WorkerSettings(**own, num_threads=num_threads)
 
     def cache_config(self, num_gpu_blocks: int) -> CacheConfig:
         """Return the block pool's settings, once its size is known."""
-        return CacheConfig(
-            num_gpu_blocks=num_gpu_blocks,
-            block_size=self.block_size,
-            enable_prefix_caching=self.enable_prefix_caching,
-        )
+        return CacheConfig(num_gpu_blocks=num_gpu_blocks, **_shared_fields(self, CacheConfig))
 
 
 AsyncEngineArgs = EngineArgs
 """vLLM's name for those of `AsyncLLM`."""
+
+
+def _shared_fields(source: object, settings: type) -> dict[str, Any]:
+    """Return the values of those fields of a settings class that `source` has under the same name."""
+    names = [field.name for field in fields(settings)]
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
 
 def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
