@@ -33,7 +33,7 @@ from minivllm.core.kv_load_failures import LoadFailures
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import create_request_queue
-from minivllm.core.stats import KVFetchStats, PrefixCacheStats
+from minivllm.core.stats import PrefixCacheStats
 
 LOAD_FAILED = 'its keys and values could not be loaded from elsewhere, and kv_load_failure_policy is "fail"'
 
@@ -68,7 +68,6 @@ class RemoteKV:
         self.releasing: dict[str, Request] = {}
         """Requests that have ended, and whose blocks are still needed."""
         self.connector_prefix_cache_stats = PrefixCacheStats()
-        self._to_start: set[str] = set()  # requests that bring word of keys and values elsewhere
         self._being_sent: set[str] = set()
         self._being_received: set[str] = set()  # of those in `releasing`
         self._never_again: set[str] = set()
@@ -89,19 +88,11 @@ class RemoteKV:
         """Return whether steps must go on though no request is unfinished."""
         return bool(self.releasing) or self.connector.has_pending_block_frees()
 
-    def fetch_stats(self) -> KVFetchStats:
-        """How many requests wait for keys and values, by stage."""
-        num_there = len(self.finished_recving_kv_req_ids & self.kv_holding_waiting.keys())
-        num_under_way = len(self.kv_holding_waiting) - num_there
-        return KVFetchStats(len(self._to_start), num_under_way, num_there + len(self.received))
-
     # Admission
 
     def added(self, request: Request) -> None:
         """Tell the connector of a new request; raise `MinivllmError` as `on_new_request` does."""
         self.connector.on_new_request(request)
-        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            self._to_start.add(request.request_id)
 
     def find_prefix(self, request: Request) -> Prefix | None:
         """Return the longest prefix of a waiting request, here and elsewhere; None: nobody knows yet."""
@@ -131,7 +122,6 @@ class RemoteKV:
         """Take note that a request has got blocks, and holds it back if they are to be filled while others run."""
         blocks = self.manager.req_to_blocks.get(request.request_id, [])
         self.connector.update_state_after_alloc(request, blocks, prefix.num_external)
-        self._to_start.discard(request.request_id)
         if request.num_computed_tokens > 0:
             return
         request.num_external_computed_tokens = prefix.num_external
@@ -188,8 +178,7 @@ class RemoteKV:
         if self.kv_holding_waiting.pop(name, None) and name not in self.finished_recving_kv_req_ids:
             self._being_received.add(name)
             delays = True
-        lists = self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids, self._never_again, self._to_start
-        for names in lists:
+        for names in (self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids, self._never_again):
             names.discard(name)
         self._admissions.pop(name, None)
         self.lost_its_blocks(request)

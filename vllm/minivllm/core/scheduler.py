@@ -23,7 +23,7 @@ from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.core.remote_kv import LOAD_FAILED, RemoteKV
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import RequestQueue, create_request_queue
-from minivllm.core.stats import KVFetchStats, SchedulerStats, SpecDecodingStats
+from minivllm.core.stats import SchedulerStats, SpecDecodingStats
 from minivllm.core.step import Step
 from minivllm.core.stop import check_grammar, check_stop
 from minivllm.errors import MinivllmError
@@ -123,7 +123,6 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             num_recomputed_tokens=self.num_recomputed_tokens,
             connector_prefix_cache_stats=self.remote.connector_prefix_cache_stats if self.remote else None,
-            kv_fetch_stats=self.remote.fetch_stats() if self.remote else KVFetchStats(),
         )
 
     def start_over(self, lost: Collection[str]) -> None:
@@ -423,7 +422,6 @@ class Scheduler:
             if drafts:
                 self._cache_accepted(request)
             output = EngineCoreOutput(request_id, new_token_ids, request.num_cached_tokens)
-            output.num_external_computed_tokens = request.num_external_computed_tokens
             if has_stopped:
                 stopped.append(request)
                 output.finish_reason, output.stop_reason = request.status.finish_reason, request.stop_reason

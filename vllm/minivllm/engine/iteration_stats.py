@@ -49,7 +49,6 @@ class IterationStats:
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
-    num_external_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     time_to_first_tokens: list[float] = field(default_factory=list)
     inter_token_latencies: list[float] = field(default_factory=list)
@@ -60,18 +59,3 @@ class IterationStats:
     def num_tokens(self) -> int:
         """All tokens, of prompts and generated."""
         return self.num_prompt_tokens + self.num_generation_tokens
-
-    @property
-    def num_local_tokens(self) -> int:
-        """Tokens of prompts that were in this engine's cache."""
-        return max(0, min(self.num_cached_prompt_tokens, self.num_prompt_tokens) - self.num_external_prompt_tokens)
-
-    @property
-    def num_remote_tokens(self) -> int:
-        """Tokens of prompts that were in other caches and need not be computed."""
-        return min(self.num_cached_prompt_tokens, self.num_prompt_tokens) - self.num_local_tokens
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens of prompts from nowhere else. The last one of a prompt that came whole counts as external."""
-        return max(0, self.num_prompt_tokens - self.num_local_tokens - self.num_external_prompt_tokens)

@@ -157,7 +157,6 @@ class OutputProcessor:
             metrics.first_token_time = now
             stats.num_prompt_tokens += len(state.request.prompt_token_ids)
             stats.num_cached_prompt_tokens += state.num_cached_tokens
-            stats.num_external_prompt_tokens += output.num_external_computed_tokens
             stats.time_to_first_tokens.append(now - metrics.arrival_time)
         else:
             stats.inter_token_latencies.append(now - (metrics.last_token_time or now))
