@@ -12,19 +12,15 @@ class StructuredOutputGrammar(Protocol):
     @property
     def error(self) -> str | None:
         """What has gone wrong, in one line; None while nothing has."""
-        ...
 
     def accept_token(self, token_id: int) -> bool:
         """Move on. Return whether the token fits; if not, the grammar is in error."""
-        ...
 
     def validate_tokens(self, token_ids: list[int]) -> list[int]:
         """Return the leading tokens that fit one after another. The place stays the same."""
-        ...
 
     def is_terminated(self) -> bool:
         """Return whether an end-of-sequence token has been accepted."""
-        ...
 
 
 class StructuredOutputRequest(Protocol):
@@ -33,12 +29,9 @@ class StructuredOutputRequest(Protocol):
     @property
     def grammar(self) -> StructuredOutputGrammar:
         """The grammar, once it is compiled without an error."""
-        ...
 
     def is_pending(self) -> bool:
         """Return whether it is still being compiled."""
-        ...
 
     def failure(self) -> str | None:
         """Why there is no grammar; None if there is one."""
-        ...

@@ -17,27 +17,21 @@ class RequestQueue(Protocol):
 
     def add_request(self, request: Request) -> None:
         """Add a new request."""
-        ...
 
     def peek_request(self) -> Request:
         """Return the next request without removing it."""
-        ...
 
     def pop_request(self) -> Request:
         """Remove and return the next request."""
-        ...
 
     def prepend_requests(self, requests: Collection[Request]) -> None:
         """Put requests back before all others, in the given order, if the policy allows it."""
-        ...
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove requests from anywhere in the queue; those not in it are ignored."""
-        ...
 
     def head(self, n: int) -> Iterator[Request]:
         """Return the first `n` requests, without removing them."""
-        ...
 
     def __len__(self) -> int: ...
 

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minivllm.config import ModelConfig, SchedulerConfig
-from minivllm.config.units import GIB
+from minivllm.config import ModelConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole, joined_stats
 from minivllm.core.lora_request import LoRARequest
@@ -33,12 +32,12 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.generation_config import GenerationConfig
 from minivllm.engine.lora_registry import AdapterRefused, LoRARegistry
+from minivllm.engine.memory_log import log_memory, profile_ranks
 from minivllm.engine.step_recorder import StepRecorder
 from minivllm.errors import AdapterError, MinivllmError, NonFiniteLogitsError, WorkerDiedError
 from minivllm.executor.abstract import make_executor
 from minivllm.kv_connector.factory import create_connector
 from minivllm.logger import init_logger
-from minivllm.memory import MemoryLedger, max_concurrency
 from minivllm.models.parallel import shard_config
 from minivllm.models.pipeline import Stage, stage_config
 from minivllm.models.tokenizer import load_tokenizer
@@ -47,7 +46,6 @@ from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.platforms.out_of_memory import explain_out_of_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.structured_output.manager import StructuredOutputManager
-from minivllm.worker.memory_profiling import check_override, profile_memory
 
 logger = init_logger(__name__)
 SECONDS_BETWEEN_EMPTY_STEPS = 0.001
@@ -85,7 +83,7 @@ class EngineCore:
             args.worker_settings(config, device.type, torch.get_num_threads()), args.distributed_executor_backend
         )
         try:
-            self.ledger = self._profile(args, config)
+            self.ledger = profile_ranks(args, config, self._stage_configs, self.executor)
             num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
             assert num_blocks is not None
             self.executor.collective_rpc("initialize_kv_cache", num_blocks)
@@ -105,7 +103,7 @@ class EngineCore:
         self.batch_queue: deque[_Batch] | None = deque() if ahead else None
         self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
         self.step_recorder: StepRecorder | None = None
-        self._log_memory(device)
+        log_memory(self.ledger, self.scheduler.limits, num_blocks, device)
 
     @property
     def ready(self) -> EngineCoreReady:
@@ -392,47 +390,12 @@ class EngineCore:
             self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         )
 
-    def _log_memory(self, device: torch.device) -> None:
-        if self.ledger is not None:
-            for row in self.ledger.rows:
-                logger.info("Memory: %.3f GiB %s%s", row.bytes / GIB, row.name, " (estimated)" if row.estimated else "")
-        cache = self.scheduler.cache_config
-        tokens, max_model_len = cache.num_gpu_blocks * cache.block_size, self.scheduler.config.max_model_len
-        logger.info(
-            "%s KV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",
-            "GPU" if device.type == "cuda" else device.type.upper(),
-            f"{tokens:,}",
-            f"{max_model_len:,}",
-            max_concurrency(tokens, max_model_len),
-        )
-
     def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
         """Create the connector's sides in the ranks, then the scheduler's, which is told how to reach them."""
         told = self.executor.collective_rpc("initialize_kv_connector")
         connector = create_connector(told[0][0], KVConnectorRole.SCHEDULER, args.parts)
         connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(told)})
         return connector
-
-    def _profile(self, args: EngineArgs, config: SchedulerConfig) -> MemoryLedger | None:
-        if args.num_gpu_blocks_override is not None:
-            check_override(args.num_gpu_blocks_override, args.block_size, config.max_model_len)
-            return None
-        ledgers = [
-            profile_memory(
-                self._stage_configs[rank // args.tensor_parallel_size],
-                use,
-                tp=args.tensor_parallel_size,
-                kv_cache_dtype=args.kv_cache_dtype,
-                block_size=args.block_size,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                gpu_memory_utilization=args.gpu_memory_utilization,
-                host_tier=args.host_tier_bytes,
-            )
-            for rank, use in enumerate(self.executor.collective_rpc("memory_use"))
-        ]
-        return min(ledgers, key=lambda ledger: ledger.num_blocks)
 
 
 def _tokenizer_of(args: EngineArgs) -> tuple[str, tuple[int, ...]]:

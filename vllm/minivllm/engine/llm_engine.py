@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm.config.profiler import ProfilerConfig
 from minivllm.core.lora_request import LoRARequest
@@ -152,8 +152,7 @@ class LLMEngine(FrontEnd):
         `reset_connector`, what the KV connector has stored elsewhere is forgotten too.
         """
         method = "reset_prefix_cache_and_connector" if reset_connector else "reset_prefix_cache"
-        with InterruptsHeld():
-            return self.engine_core.call_utility("reset_running_requests" if reset_running_requests else method)
+        return self._utility("reset_running_requests" if reset_running_requests else method)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
@@ -163,18 +162,15 @@ class LLMEngine(FrontEnd):
         Raises:
             MinivllmError: it cannot be served.
         """
-        with InterruptsHeld():
-            return self.engine_core.call_utility("add_lora", lora_request)
+        return self._utility("add_lora", lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter, once the requests that use it have ended; return whether it was there."""
-        with InterruptsHeld():
-            return self.engine_core.call_utility("remove_lora", lora_id)
+        return self._utility("remove_lora", lora_id)
 
     def list_loras(self) -> set[int]:
         """Return the ids of the adapters in host memory."""
-        with InterruptsHeld():
-            return set(self.engine_core.call_utility("list_loras"))
+        return set(self._utility("list_loras"))
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter in its slot until it is removed.
@@ -182,12 +178,15 @@ class LLMEngine(FrontEnd):
         Raises:
             MinivllmError: it is not there, or no slot is free for it.
         """
-        with InterruptsHeld():
-            return self.engine_core.call_utility("pin_lora", lora_id)
+        return self._utility("pin_lora", lora_id)
 
     def shutdown(self) -> None:
         """End the processes that the engine has started, if any; without them it cannot be used any more."""
         self.engine_core.shutdown()
+
+    def _utility(self, method: str, *arguments: Any) -> Any:
+        with InterruptsHeld():
+            return self.engine_core.call_utility(method, *arguments)
 
     def _make_metrics(self) -> PrometheusStatLogger:
         from minivllm.engine.prometheus import PrometheusStatLogger  # prometheus_client is needed only here

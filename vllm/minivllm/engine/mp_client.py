@@ -28,8 +28,7 @@ from minivllm.platforms.interrupts import InterruptsHeld
 
 
 class MPClient(EngineCoreClient):
-    """What a blocking client and one for an event loop share. It owns its sockets and the cores, of which one's end is
-    the engine's.
+    """The sockets and the processes of all cores. When one of them ends, the engine does.
 
     Raises:
         MinivllmError: a core rejects the arguments.
@@ -53,7 +52,7 @@ class MPClient(EngineCoreClient):
             raise
         self._balancer = LoadBalancer(len(self.engines))
         self._rank_of: dict[str, int] = {}
-        """The core of each unfinished request, where there are several."""
+        """The core of each unfinished request."""
 
     @property
     def process(self) -> ChildProcess:
@@ -62,16 +61,12 @@ class MPClient(EngineCoreClient):
 
     def add_request(self, request: EngineCoreRequest) -> None:
         rank = request.data_parallel_rank = self._balancer.choose(request)
-        if len(self.engines) > 1:
-            self._rank_of[request.request_id] = rank
+        self._rank_of[request.request_id] = rank
         self._send(Kind.ADD, request, rank)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """See `EngineCoreClient`; outputs already on their way still arrive, and the caller must ignore them."""
-        if not request_ids or self._dead is not None:
-            return
-        if len(self.engines) == 1:
-            self._send(Kind.ABORT, list(request_ids))
+        if self._dead is not None:
             return
         by_rank: dict[int, list[str]] = {}
         for request_id in request_ids:
@@ -86,7 +81,7 @@ class MPClient(EngineCoreClient):
         self._finalizer()
 
     def _greet(self) -> None:
-        """Wait until every core has found our socket: nothing can be sent to it before."""
+        """Wait until every core has connected to our socket: nothing can be sent to it before."""
         missing = {identity(rank) for rank in range(len(self.engines))}
         while missing:
             self._wait(self._input)
@@ -99,28 +94,21 @@ class MPClient(EngineCoreClient):
         try:
             with InterruptsHeld(clean_up=True):  # a message is sent as a whole
                 self._input.send_multipart((identity(rank), kind, encode(message)))
-        except zmq.ZMQError:  # nobody is there any more
+        except zmq.ZMQError:  # the core has closed its end
             self._unreachable(rank)
 
     def _unpacked(self, kind: bytes, payload: bytes) -> EngineCoreOutputs:
-        """The outputs in a message of a core; raise what it says instead, in its last one."""
+        """Return the outputs in a message of a core, or raise the failure that is its last message."""
         if kind == Kind.FAILED:
-            raise self._failed(decode(payload, Failure))
+            self._dead = decode(payload, Failure).error()
+            raise self._dead
         outputs = decode(payload, EngineCoreOutputs)
-        if len(self.engines) > 1:
-            self._note(outputs)
-        return outputs
-
-    def _note(self, outputs: EngineCoreOutputs) -> None:
         if outputs.scheduler_stats is not None:
             self._balancer.observe(outputs.engine_index, outputs.scheduler_stats, outputs.num_received)
         for output in outputs.outputs:
             if output.finish_reason is not None:
                 self._rank_of.pop(output.request_id, None)
-
-    def _failed(self, failure: Failure) -> Exception:
-        self._dead = failure.error()
-        return self._dead
+        return outputs
 
     def _wait(self, socket: zmq.Socket) -> None:
         """Wait for the next message, or raises `EngineDeadError` if a core's process has ended without one."""
@@ -134,7 +122,7 @@ class MPClient(EngineCoreClient):
         raise self._died(rank)
 
     def _died(self, rank: int) -> Exception:
-        """How a core's process has ended, as an error, and the engine with it; everything is given back."""
+        """End the engine with a core whose process has ended; return the error that says how it did."""
         self._dead = EngineDeadError(self.cores.obituary(rank))
         self._finalizer()
         return self._dead

@@ -39,12 +39,10 @@ class Backend(Protocol):
     @property
     def errored(self) -> bool:
         """Return whether it can answer nothing any more."""
-        ...
 
     @property
     def dead_error(self) -> Exception | None:
         """Why."""
-        ...
 
     async def wait_until_dead(self) -> None:
         """Return when that is so."""

@@ -15,7 +15,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ import torch
 from minivllm.errors import MinivllmError
 
 State = Literal["PROC", "DONE", "ERR"]
+"""A read is under way; all bytes have come; it has failed, and what has arrived is unknown."""
 SECONDS_BETWEEN_LOOKS = 0.001
 MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 """The distribution `nixl` only chooses between the builds for two CUDA releases; either works on a CPU."""
@@ -49,62 +50,6 @@ class TransferTimes:
     seconds: float
     num_bytes: int
     num_descriptors: int
-
-
-class Transfer(Protocol):
-    """A read that has begun."""
-
-    def state(self) -> State:
-        """PROC: under way; DONE: all bytes are here; ERR: it has failed, and what has arrived is unknown."""
-        ...
-
-    def times(self) -> TransferTimes:
-        """Of one that is done."""
-        ...
-
-    def release(self) -> bool:
-        """Give it up; one under way is cancelled. Return False if it cannot be: it still writes into memory here."""
-        ...
-
-
-class TransferAgent(Protocol):
-    """What the connector's worker needs of an agent; `NixlAgent` is the real one."""
-
-    def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Open this memory to transfers, once."""
-        ...
-
-    def metadata(self) -> bytes:
-        """How a peer reaches this agent and its memory."""
-        ...
-
-    def add_peer(self, metadata: bytes) -> str:
-        """Return the peer's name. Raises an exception for metadata that it cannot read."""
-        ...
-
-    def remove_peer(self, peer: str) -> None:
-        """Forget a peer, and the lists prepared for it."""
-        ...
-
-    def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
-        """Prepare all pieces of these regions in their order; `peer` None means this agent's own memory."""
-        ...
-
-    def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> Transfer:
-        """Begin to read: piece `pieces[i]` of the peer's list into piece `into[i]` of the local one."""
-        ...
-
-    def notify(self, peer: str, message: bytes) -> None:
-        """Send a notification alone. Raises an exception if the peer is known to be gone."""
-        ...
-
-    def notifications(self) -> list[bytes]:
-        """What peers have sent since the last call."""
-        ...
-
-    def close(self) -> None:
-        """Release everything. A second call does nothing."""
-        ...
 
 
 class NixlAgent:
@@ -139,38 +84,47 @@ class NixlAgent:
         self._lists: dict[str | None, list[Any]] = {}
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Open this memory to transfers, once."""
         self._memory_kind = "VRAM" if tensors[0].is_cuda else "DRAM"
         self._registered = self._api.register_memory(list(tensors))
 
     def metadata(self) -> bytes:
+        """Return how a peer reaches this agent and its memory."""
         return self._api.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
+        """Return the peer's name. NIXL raises an exception of its own for metadata that it cannot read."""
         name = self._api.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
 
     def remove_peer(self, peer: str) -> None:
+        """Forget a peer, and the lists prepared for it."""
         self._release_lists(peer)
         self._api.remove_remote_agent(peer)
 
     def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
+        """Prepare all pieces of these regions in their order; `peer` None means this agent's own memory."""
         table = np.array(regions, np.uint64).reshape(-1, len(Region._fields))
         prepared = self._api.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", table, self._memory_kind)
         self._lists.setdefault(peer, []).append(prepared)
         return prepared
 
-    def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> Transfer:
+    def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> "Transfer":
+        """Begin to read: piece `pieces[i]` of the peer's list into piece `into[i]` of the local one."""
         indices = (into.astype(np.int32), pieces.astype(np.int32))
         handle = self._api.make_prepped_xfer("READ", local, indices[0], remote, indices[1], notification)
-        return _NixlTransfer(self._api, handle)
+        return Transfer(self._api, handle)
 
     def notify(self, peer: str, message: bytes) -> None:
+        """Send a notification alone. NIXL raises an exception of its own if it knows that the peer is gone."""
         self._api.send_notif(peer, message)
 
     def notifications(self) -> list[bytes]:
+        """Return what peers have sent since the last call."""
         return self._progress.take()
 
     def close(self) -> None:
+        """Release everything. A second call does nothing."""
         if self._api is None:
             return
         self._progress.end()
@@ -203,7 +157,7 @@ class _Progress:
         self._thread.start()
 
     def take(self) -> list[bytes]:
-        """What peers have sent since the last call."""
+        """Return what peers have sent since the last call."""
         return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
 
     def end(self) -> None:
@@ -218,8 +172,8 @@ class _Progress:
                     self._inbox.put(message)
 
 
-class _NixlTransfer:
-    """See `Transfer`."""
+class Transfer:
+    """A read that has begun."""
 
     def __init__(self, api: Any, handle: Any) -> None:
         self._api, self._handle = api, handle
@@ -230,6 +184,7 @@ class _NixlTransfer:
             raise
 
     def state(self) -> State:
+        """Return how far the read is."""
         if self._state == "PROC":
             try:
                 self._state = self._api.check_xfer_state(self._handle)
@@ -238,10 +193,13 @@ class _NixlTransfer:
         return self._state
 
     def times(self) -> TransferTimes:
-        told = self._api.get_xfer_telemetry(self._handle)
-        return TransferTimes(told.postDuration / 1e6, told.xferDuration / 1e6, told.totalBytes, told.descCount)
+        """Return what NIXL has measured of a read that is done."""
+        measured = self._api.get_xfer_telemetry(self._handle)  # in microseconds
+        seconds = measured.postDuration / 1e6, measured.xferDuration / 1e6
+        return TransferTimes(*seconds, measured.totalBytes, measured.descCount)
 
     def release(self) -> bool:
+        """Give the read up. Return False if it cannot be cancelled: it still writes into memory here."""
         try:
             self._api.release_xfer_handle(self._handle)
         except Exception:

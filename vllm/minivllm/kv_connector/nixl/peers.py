@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl.agent import TransferAgent
+from minivllm.kv_connector.nixl.agent import NixlAgent
 from minivllm.kv_connector.nixl.pieces import regions_in_pieces, tokens_of_a_piece
 from minivllm.kv_connector.nixl.side_channel import NixlAgentMetadata, fetch_metadata
 from minivllm.kv_connector.pull_params import GENERATIONS_JOINED_BY, RemotePrefill
@@ -39,9 +39,7 @@ class Peer:
 class Peers:
     """All of them, by engine id. Only handshakes run in other threads."""
 
-    def __init__(
-        self, agent: TransferAgent, own: NixlAgentMetadata, rank: int, compatibility_hash: str, seconds: float
-    ):
+    def __init__(self, agent: NixlAgent, own: NixlAgentMetadata, rank: int, compatibility_hash: str, seconds: float):
         """`rank`: this one's, and that of the peers; `seconds`: after which a handshake has failed."""
         self._agent, self._own, self._ranks = agent, own, (0, rank)
         self._hash, self._seconds = compatibility_hash, seconds

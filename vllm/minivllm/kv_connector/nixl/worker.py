@@ -22,7 +22,7 @@ import torch
 
 from minivllm.core.kv_connector import KVCaches, KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl.agent import NixlAgent, Transfer, TransferAgent
+from minivllm.kv_connector.nixl.agent import NixlAgent, Transfer
 from minivllm.kv_connector.nixl.peers import LAYOUT_WITH_SCALES, PLAIN_LAYOUT, Peer, Peers, in_thread
 from minivllm.kv_connector.nixl.pieces import piece_indices
 from minivllm.kv_connector.nixl.settings import check_settings
@@ -39,7 +39,7 @@ from minivllm.kv_connector.pull_worker import PullConnectorWorker
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
-MakeAgent = Callable[[str, list[str]], TransferAgent]
+MakeAgent = Callable[[str, list[str]], NixlAgent]
 SECONDS_TO_CANCEL = 5.0
 HEARTBEAT = b"HB:"
 
@@ -71,7 +71,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         super().__init__(config, role, seconds["kv_lease_duration"])
         self._handshake_timeout, self._read_timeout = seconds["handshake_timeout"], seconds["read_timeout"]
         self._make_agent = make_agent
-        self._agent: TransferAgent | None = None
+        self._agent: NixlAgent | None = None
         self._reads: dict[str, _Read] = {}
         self._releases: dict[str, RemotePrefill] = {}
 
