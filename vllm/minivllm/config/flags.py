@@ -38,12 +38,12 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See `argparse.ArgumentParser`; the underscores of a flag are taken as dashes where it is not known."""
+        """Parse arguments as argparse does, but read the underscores of an unknown flag as dashes."""
         given = [self._known_spelling(arg) for arg in (sys.argv[1:] if args is None else args)]
         return super().parse_known_args(self._joined(given), namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See `argparse.ArgumentParser`; the error says which flag is nearest to an unknown one."""
+        """Parse arguments as argparse does; the error for an unknown flag names the nearest known one."""
         given, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown[0])
@@ -62,7 +62,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return flag.replace("_", "-") + equals + value
 
     def _joined(self, args: Sequence[str]) -> list[str]:
-        """The arguments with one of JSON for all parts of a flag, which are added to what it is given besides."""
+        """Return the arguments with all `--flag.part` of a flag joined to one JSON value, added to the flag's own."""
         kept: list[str] = []
         parts: dict[str, dict[str, Any]] = {}
         pending = list(args)

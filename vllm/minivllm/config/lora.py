@@ -40,5 +40,5 @@ class LoRAConfig:
 
     @property
     def capacity(self) -> int:
-        """The most adapters in host memory."""
+        """Return the most adapters in host memory."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras

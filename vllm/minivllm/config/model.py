@@ -88,7 +88,7 @@ class ModelConfig:
 
     @property
     def hf_text_config(self) -> dict[str, Any]:
-        """The language model's part of `hf_config`."""
+        """Return the language model's part of `hf_config`."""
         return text_config(self.hf_config)
 
     @property
@@ -99,12 +99,12 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of a head are rotated: all, or with a latent cache the part that is kept beside it."""
+        """Return how many numbers of a head are rotated: all, or with a latent cache the part kept beside it."""
         return self.head_dim if self.kv_lora_rank is None else self.qk_rope_head_dim or 0
 
     @property
     def latent_width(self) -> int:
-        """Numbers that a token leaves in one layer's latent cache; 0 for ordinary attention."""
+        """Return how many numbers a token leaves in one layer's latent cache; 0 for ordinary attention."""
         return 0 if self.kv_lora_rank is None else self.kv_lora_rank + self.rotary_dim
 
     @classmethod

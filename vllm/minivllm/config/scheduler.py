@@ -45,7 +45,7 @@ class SchedulerConfig:
 
     @property
     def num_extra_tokens(self) -> int:
-        """The most slots that a request may need beyond its tokens: for lookahead, and for the drafts of each step."""
+        """Return the most slots that a request may need beyond its tokens: lookahead, and each step's drafts."""
         steps = 2 if self.async_scheduling else 1
         return self.drafting.num_speculative_tokens * steps + self.drafting.num_lookahead_tokens
 

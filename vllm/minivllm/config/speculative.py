@@ -102,7 +102,7 @@ class SpeculativeConfig:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Slots that the drafter needs beyond those of a step's tokens: 0 for a drafter without a KV cache.
+        """Return how many slots the drafter needs beyond those of a step's tokens; 0 if it has no KV cache.
 
         After a step whose drafts were all accepted, the drafter reads the sampled token and all of its drafts but the
         last one: one slot for each.
@@ -111,17 +111,17 @@ class SpeculativeConfig:
 
     @property
     def drafting(self) -> "DraftingConfig":
-        """What the scheduler has to know of it."""
+        """Return what the scheduler has to know of speculation."""
         return DraftingConfig(**{field.name: getattr(self, field.name) for field in fields(DraftingConfig)})
 
     @property
     def lookup_max(self) -> int:
-        """Length of the longest n-gram to look up."""
+        """Return the length of the longest n-gram to look up."""
         return self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP
 
     @property
     def lookup_min(self) -> int:
-        """Length of the shortest n-gram to look up."""
+        """Return the length of the shortest n-gram to look up."""
         return self.prompt_lookup_min or self.prompt_lookup_max or DEFAULT_LOOKUP
 
 

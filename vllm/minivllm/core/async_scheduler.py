@@ -82,4 +82,4 @@ class AsyncScheduler(Scheduler):
         return new_token_ids, has_stopped
 
     def _cache_accepted(self, request: Request) -> None:
-        """Nothing is left to publish: drafts or not, `_update_request_with_output` has done it."""
+        """Do nothing: `_update_request_with_output` has published these blocks, with drafts or without."""

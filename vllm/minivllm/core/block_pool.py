@@ -177,7 +177,7 @@ class BlockPool:
 
     @property
     def num_usable_blocks(self) -> int:
-        """Number of blocks available to requests: all but the null block."""
+        """Return the number of blocks available to requests: all but the null block."""
         return self.num_gpu_blocks - 1
 
     def get_num_free_blocks(self) -> int:

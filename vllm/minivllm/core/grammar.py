@@ -11,7 +11,7 @@ class StructuredOutputGrammar(Protocol):
 
     @property
     def error(self) -> str | None:
-        """What has gone wrong, in one line; None while nothing has."""
+        """Return what has gone wrong, in one line; None while nothing has."""
 
     def accept_token(self, token_id: int) -> bool:
         """Move on. Return whether the token fits; if not, the grammar is in error."""
@@ -28,10 +28,10 @@ class StructuredOutputRequest(Protocol):
 
     @property
     def grammar(self) -> StructuredOutputGrammar:
-        """The grammar, once it is compiled without an error."""
+        """Return the grammar, which must have been compiled without an error."""
 
     def is_pending(self) -> bool:
         """Return whether it is still being compiled."""
 
     def failure(self) -> str | None:
-        """Why there is no grammar; None if there is one."""
+        """Return why there is no grammar, or None if there is one."""

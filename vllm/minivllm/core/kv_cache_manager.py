@@ -35,7 +35,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Fraction of the usable blocks that requests hold, 0 to 1."""
+        """Return the fraction of the usable blocks that requests hold, 0 to 1."""
         return self.block_pool.get_usage()
 
     def get_block_ids(self, request_id: str) -> list[int]:

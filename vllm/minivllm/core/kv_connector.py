@@ -145,7 +145,7 @@ class KVConnectorBase_V1:
     # The workers' side
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Is told where the cache is, once, before the first step."""
+        """Take the cache's tensors; called once, before the first step."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take what the scheduler's side has built for this step."""
@@ -156,7 +156,7 @@ class KVConnectorBase_V1:
         self._connector_metadata = None
 
     def handle_preemptions(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Is called before this step's tokens overwrite blocks that were freed: what still reads them must end now."""
+        """Finish reading blocks that were freed: this step's tokens are about to overwrite them."""
 
     def start_load_kv(self) -> None:
         """Begin to load what the metadata says, before the forward pass."""
@@ -209,7 +209,7 @@ class KVConnectorBase_V1:
         return None
 
     def reset(self) -> None:
-        """On a rank, after a failed step: gives up what is being loaded. Sends go on; see `start_over`.
+        """Give up all loads on this rank, after a failed step. Sends go on; see `start_over`.
 
         When it returns, nothing writes into the cache any more, and no load will be told as received or failed.
         """
@@ -217,13 +217,13 @@ class KVConnectorBase_V1:
     # The scheduler's side
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """Is given `get_handshake_metadata` of all ranks, by rank, once, before the first step."""
+        """Take the `get_handshake_metadata` of all ranks, by rank; called once, before the first step."""
 
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
-        """Is told the pool, at first and whenever the engine starts over with a new one."""
+        """Take the block pool; called at first and whenever the engine starts over with a new one."""
 
     def on_new_request(self, request: "Request") -> None:
-        """Is told of each request that is added, before anything else is asked about it.
+        """Check a new request; called before any other method that gets it.
 
         Raises:
             MinivllmError: what the request's `kv_transfer_params` say cannot be; the request is refused.
@@ -250,7 +250,7 @@ class KVConnectorBase_V1:
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Is told that a request has got its blocks, all of its table's, and how many tokens are to be loaded.
+        """Note that a request has its blocks, those of its whole table, and how many tokens to load into them.
 
         Called for each request that is admitted, with 0 as well. A block with a hash holds tokens already; those that
         are loaded asynchronously have none.
@@ -262,10 +262,10 @@ class KVConnectorBase_V1:
         raise NotImplementedError
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Is told what the ranks have done."""
+        """Take note of what the ranks have done."""
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
-        """Is told once of each request that ends, in whatever state, before its blocks are freed.
+        """Take note that a request has ended, in whatever state; called once, before its blocks are freed.
 
         Returns:
             Whether it still needs the blocks: then they are kept until `finished_sending` names the request; and what
@@ -293,7 +293,7 @@ class KVConnectorBase_V1:
         return None
 
     def tier_state(self) -> dict[str, int] | None:
-        """Blocks of a tier of its own, for those who watch: "blocks", "used", "loading", "storing"."""
+        """Return the counts of "blocks", "used", "loading" and "storing" of the connector's own tier, for display."""
         return None
 
     def reset_cache(self) -> bool | None:
@@ -301,7 +301,7 @@ class KVConnectorBase_V1:
         return None
 
     def start_over(self) -> None:
-        """Is told that a step has failed, with whatever the ranks were told in it. Not in vLLM, whose engine ends then.
+        """Start over after a failed step, in which the ranks may or may not have followed their orders. Not in vLLM.
 
         Requests that do not end with it are computed here from their first token; what they were loading is given up.
         Blocks that `request_finished` said to keep are still kept, unchanged: the ranks must be told again, with the

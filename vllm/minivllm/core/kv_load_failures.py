@@ -44,7 +44,7 @@ class LoadFailures:
         return affected
 
     def _withdraw(self, tables: Iterable[Sequence[int]], manager: KVCacheManager) -> None:
-        """Whatever stands behind an invalid block in one of these tables was computed with it, and nobody owns it."""
+        """Withdraw the hashes of blocks behind an invalid one in these tables: they were computed with it."""
         blocks = manager.block_pool.blocks
         for block_ids in tables:
             start = next((place for place, block_id in enumerate(block_ids) if self._is_bad(block_id)), len(block_ids))
@@ -104,7 +104,7 @@ class LoadFailures:
         return any(self._is_bad(block_id) for block_id in manager.get_block_ids(request.request_id))
 
     def forget(self, request: Request) -> None:
-        """This request needs nothing of others any more."""
+        """Forget which blocks of other requests this one needs."""
         self._needs.pop(request.request_id, None)
 
 

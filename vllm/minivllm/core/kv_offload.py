@@ -53,22 +53,22 @@ class CPUOffloadingManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the tier."""
+        """Return the number of blocks of the tier."""
         return self.block_pool.num_usable_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that can be loaded."""
+        """Return the number of blocks that can be loaded."""
         return len(self.block_pool.cached_block_hash_to_block)
 
     @property
     def num_pending_blocks(self) -> int:
-        """Blocks that are being stored."""
+        """Return the number of blocks that are being stored."""
         return len(self._pending)
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Blocks that are being stored or loaded, or were promised to a request."""
+        """Return the number of blocks that are being stored or loaded, or are promised to a request."""
         return self.num_blocks - self.block_pool.get_num_free_blocks()
 
     def lookup(self, key: BlockHash) -> LookupResult:

@@ -51,7 +51,7 @@ class Prefix(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """All of them, in tokens."""
+        """Return the number of all these tokens."""
         return self.num_local + self.num_external
 
 
@@ -110,7 +110,7 @@ class RemoteKV:
         return Prefix(blocks, num_local, num_external, loads_async and num_external > 0)
 
     def num_reserved_blocks(self, running: Iterable[Request]) -> int:
-        """Blocks that prompts under way, running or being loaded, will still need.
+        """Return how many blocks prompts under way, running or being loaded, still need.
 
         A request that loads holds its blocks without progress and cannot be preempted, so it must not take these.
         """
@@ -244,7 +244,7 @@ class RemoteKV:
                 self.manager.free(self.releasing.pop(name))
 
     def _take_stale(self, step: SchedulerOutput) -> set[str]:
-        """The requests of a step that was under way when it was found that they had computed with invalid blocks."""
+        """Return the requests of a step in flight that were found to have computed with invalid blocks."""
         names = step.num_scheduled_tokens.keys()
         stale = {name for name in names if self._stale[name] > 0}
         self._stale.subtract(stale)
@@ -305,7 +305,7 @@ class RemoteKV:
         return affected
 
     def _restart_behind(self, requests: Iterable[Request]) -> None:
-        """Requests that do not run yet, but have found blocks that are to be computed anew, look them up again."""
+        """Let requests that do not run yet look up their prefix again if some of its blocks will be recomputed."""
         for request in requests:
             if request.status is RequestStatus.RUNNING or not self._failures.concern(request, self.manager):
                 continue

@@ -39,7 +39,7 @@ class RequestStatus(IntEnum):
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason given to clients: "stop", "length", "abort" or "error"; None while unfinished."""
+        """Return the reason given to clients: "stop", "length", "abort" or "error"; None while unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -164,27 +164,27 @@ class Request:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt's token ids, as a copy."""
+        """Return a copy of the prompt's token ids."""
         return self._all_token_ids[: self.num_prompt_tokens]
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens sampled so far, as a copy. They survive a preemption."""
+        """Return a copy of the tokens sampled so far, which survive a preemption."""
         return self._all_token_ids[self.num_prompt_tokens :]
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and output tokens. Not a copy: do not modify."""
+        """Return prompt and output tokens. This is no copy, so do not modify it."""
         return self._all_token_ids
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens sampled so far."""
+        """Return the number of tokens sampled so far."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_tokens_with_spec(self) -> int:
-        """Number of known tokens plus draft tokens to be verified."""
+        """Return the number of known tokens plus draft tokens to be verified."""
         return self.num_tokens + len(self.spec_token_ids)
 
     @property

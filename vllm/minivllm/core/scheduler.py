@@ -66,7 +66,7 @@ class Scheduler:
         """What the ranks' slots held after the last step: an adapter's name ("": none), and whether it is pinned."""
 
     def use_connector(self, connector: KVConnectorBase_V1, recompute_kv_load_failures: bool = False) -> None:
-        """From now on keys and values go through this connector; before the first request."""
+        """Attach a KV connector; call it before the first request."""
         self.remote = RemoteKV(connector, self.kv_cache_manager, recompute_kv_load_failures)
 
     # Adding and removing requests
@@ -111,7 +111,7 @@ class Scheduler:
         return bool(self.finished_req_ids) or self.remote.is_busy()
 
     def make_stats(self) -> SchedulerStats:
-        """A snapshot of the state now and of all counts since the start."""
+        """Return a snapshot of the state now and of all counts since the start."""
         if self._drafts_snapshot.num_drafts != self.spec_decoding_stats.num_drafts:
             self._drafts_snapshot = self.spec_decoding_stats.copy()
         return SchedulerStats(
@@ -286,7 +286,7 @@ class Scheduler:
         queue.prepend_requests(skipped)
 
     def running_loras(self) -> set[int]:
-        """The adapters that need a slot: of all running requests, scheduled or not, and pinned ones."""
+        """Return the adapters that need a slot: those of all running requests, scheduled or not, and pinned ones."""
         if not self.config.max_loras:
             return set()
         running = {request.lora_request.lora_int_id for request in self.running if request.lora_request}

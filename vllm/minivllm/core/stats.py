@@ -59,17 +59,17 @@ class SpecDecodingStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a verification yields: the accepted ones, and one more."""
+        """Return the mean number of tokens that a verification yields: the accepted ones, and one more."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of draft tokens that were accepted."""
+        """Return the share of draft tokens that were accepted."""
         return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
     @property
     def acceptance_rates_per_pos(self) -> list[float]:
-        """The share of drafts of which the token at each position was accepted, so all before it were, too."""
+        """Return, by position, the share of drafts that were accepted up to there."""
         return [count / max(1, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:

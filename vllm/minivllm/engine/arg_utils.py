@@ -351,12 +351,12 @@ class EngineArgs:
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:
-        """The KV connector's settings, those of `kv_offloading_size` included; None: there is none."""
+        """Return the KV connector's settings, those of `kv_offloading_size` included; None without a connector."""
         return with_offloading(self.kv_transfer_config, self.kv_offloading_size)
 
     @property
     def host_tier_bytes(self) -> int:
-        """Bytes of host memory that a tier may take; 0 without one, or where its size is given in blocks."""
+        """Return the bytes of host memory that a tier may take; 0 without one, or if its size is given in blocks."""
         transfer = self.kv_transfer
         if transfer is None or not is_tier(transfer):
             return 0
@@ -365,12 +365,12 @@ class EngineArgs:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """The speculative configuration, validated."""
+        """Return the validated speculative configuration."""
         return SpeculativeConfig.of(self.speculative_config)
 
     @property
     def lora_config(self) -> LoRAConfig | None:
-        """What adapters are served, validated; None without `enable_lora`."""
+        """Return the validated settings of adapters; None without `enable_lora`."""
         config = LoRAConfig(
             max_loras=self.max_loras,
             max_lora_rank=self.max_lora_rank,

@@ -49,7 +49,7 @@ class RequestOutputCollector:
     def __init__(
         self, kind: RequestOutputKind, request_id: str = "", on_ready: Callable[[], None] | None = None
     ) -> None:
-        """`on_ready` is called whenever there is something to read where there was nothing."""
+        """Call `on_ready` whenever an output arrives and none was waiting."""
         self.request_id = request_id
         self._merges = kind is RequestOutputKind.DELTA
         self._on_ready = on_ready
@@ -123,7 +123,7 @@ class AsyncLLM(FrontEnd):
     """
 
     def __init__(self, args: EngineArgs, engine_core: "AsyncThreadClient | None" = None) -> None:
-        """`engine_core`: a core's client. Without one each core gets a process, or for parts a thread."""
+        """Start the cores, each in a process, or in a thread if there are parts, unless a client is given."""
         self.engine_core = engine_core or make_async_client(args)
         super().__init__(args, self.engine_core)
         self._collectors: dict[str, Collector] = {}
@@ -133,7 +133,7 @@ class AsyncLLM(FrontEnd):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
-        """Same as the constructor, under vLLM's name."""
+        """Create an engine, under vLLM's name of the constructor."""
         return cls(engine_args)
 
     @property
@@ -264,7 +264,7 @@ class AsyncLLM(FrontEnd):
         return await self._utility("pin_lora", lora_id)
 
     async def start_step_events(self) -> None:
-        """From now on `step_watchers` get a snapshot of each step, see `engine.step_recorder`; the first is of now."""
+        """Send `step_watchers` a snapshot of each step from now on, see `engine.step_recorder`; the first is of now."""
         await self._utility("start_step_events")
 
     async def stop_step_events(self) -> None:
@@ -282,7 +282,7 @@ class AsyncLLM(FrontEnd):
         await self._ended.wait()
 
     def end_requests(self) -> None:
-        """Requests under way fail with `EngineStoppedError`, as do new ones. The core goes on, without them."""
+        """Fail requests under way with `EngineStoppedError`, and new ones too. The core goes on without them."""
         self._abort_in_core(list(self.output_processor.states))
         self._die(EngineStoppedError("the server is shutting down"))
 
@@ -346,7 +346,7 @@ class AsyncLLM(FrontEnd):
         self._finish(shown, outputs)
 
     def _die(self, error: Exception) -> None:
-        """No output will come any more: all readers are told why."""
+        """Tell all readers why no output will come any more."""
         if self.dead_error is not None:
             return
         self.dead_error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))

@@ -68,7 +68,7 @@ class AsyncMPClient(MPClient):
         return joined_answers(method, await asyncio.gather(*calls))
 
     def shutdown(self) -> None:
-        """See `EngineCoreClient`. Calls under way fail."""
+        """End the cores. Calls under way fail."""
         self._stop_listening(EngineDeadError("the engine has been shut down"))
         super().shutdown()
 
@@ -85,7 +85,7 @@ class AsyncMPClient(MPClient):
         self._calls.clear()
 
     def _unreachable(self, rank: int) -> None:
-        """Whoever receives outputs notices a core's end too, and what it has said before."""
+        """Fail only this message: the task that receives outputs notices the core's end and reads its last words."""
         raise EngineDeadError(died(rank, self.cores.names(), "has ended"))
 
     async def _next_message(self) -> list[bytes]:
@@ -107,7 +107,7 @@ class AsyncMPClient(MPClient):
                 receiving.cancel()
 
     def _listen(self) -> zmq.asyncio.Socket:
-        """The socket of outputs for this loop, which also notices when a core's process has ended."""
+        """Return the socket of outputs for this loop, and watch for the end of a core's process."""
         loop = asyncio.get_running_loop()
 
         def tell(rank: int) -> None:

@@ -37,7 +37,7 @@ class AsyncThreadClient(EngineCoreClient):
         self._to_do.put(partial(self.engine_core.add_request, request))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """See `EngineCoreClient`; outputs already on their way still arrive, and the caller must ignore them."""
+        """End requests; outputs already on their way still arrive, and the caller must ignore them."""
         self._to_do.put(partial(abort_requests, self.engine_core, list(request_ids), self._send))
 
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -74,7 +74,7 @@ class AsyncThreadClient(EngineCoreClient):
         return joined_answers(method, [await answered])
 
     def shutdown(self) -> None:
-        """See `EngineCoreClient`. The step under way comes to its end."""
+        """End the thread after the step under way, and the core."""
         self._to_do.put(None)
         if self._thread.is_alive():
             self._thread.join(SECONDS_TO_LEAVE)

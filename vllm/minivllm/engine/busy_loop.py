@@ -19,7 +19,7 @@ Put = Callable[[EngineCoreOutputs], object]
 
 
 def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | None]", put: Put) -> None:
-    """Steps while requests are unfinished, else waits for what there is to do. None is the end.
+    """Run steps while requests are unfinished, else wait for the next action. None in the queue ends the loop.
 
     Raises:
         WorkerDiedError: a rank has died, which the engine cannot survive.
@@ -62,7 +62,7 @@ def answer_of(core: EngineCore, call_id: int, method: str, arguments: Sequence[A
 
 
 def _guarded(act: Act) -> None:
-    """Only a rank's end is the engine's: after any other failure the core has started over, and goes on."""
+    """Act, and log any failure but a rank's death: the core has started over and goes on."""
     try:
         act()
     except WorkerDiedError:

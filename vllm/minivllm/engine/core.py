@@ -107,7 +107,7 @@ class EngineCore:
 
     @property
     def ready(self) -> EngineCoreReady:
-        """What the front end needs to know about this core."""
+        """Return what the front end needs to know about this core."""
         num_blocks = self.scheduler.cache_config.num_gpu_blocks
         return EngineCoreReady(self.scheduler.limits, num_blocks, self.ledger, self.scheduler.make_stats())
 
@@ -158,7 +158,7 @@ class EngineCore:
             raise self._start_over(failure, self.scheduler.requests if scheduled is None else scheduled) from None
 
     def _step_with_batch_queue(self, queue: "deque[_Batch]") -> EngineCoreOutputs:
-        """A step for when several are in flight: fills the queue of those, then waits for the oldest one's output.
+        """Fill the queue of steps in flight, then wait for the output of the oldest one.
 
         If a step fails, the ones behind it are lost too, but only the requests in it end. In vLLM:
         `EngineCore.step_with_batch_queue`.
@@ -246,7 +246,7 @@ class EngineCore:
         return delivered
 
     def reset_prefix_cache_and_connector(self) -> bool:
-        """As `reset_prefix_cache`, and forgets what the KV connector has stored elsewhere; False if it could not."""
+        """Forget all cached blocks, and what the KV connector has stored elsewhere; return False if it could not."""
         done, remote = self.reset_prefix_cache(), self.scheduler.remote
         return done and (remote is None or remote.connector.reset_cache() is not False)
 
@@ -287,7 +287,7 @@ class EngineCore:
             return True
 
     def start_step_events(self) -> None:
-        """From now on describe each step, and each change between steps, in the outputs' `step_snapshot`."""
+        """Describe each step from now on, and each change between steps, in the outputs' `step_snapshot`."""
         self.step_recorder = self.step_recorder or StepRecorder(self.scheduler)
 
     def stop_step_events(self) -> str:
@@ -329,7 +329,7 @@ class EngineCore:
 
     @contextmanager
     def _all_or_nothing(self, request_ids: Collection[str]) -> Iterator[None]:
-        """If the block fails, starts over without these requests."""
+        """Start over without these requests if the block fails."""
         try:
             yield
         except BaseException as failure:
@@ -337,7 +337,7 @@ class EngineCore:
 
     @contextmanager
     def _unless_refused(self) -> Iterator[None]:
-        """As `_all_or_nothing`, but a refusal has changed nothing."""
+        """Start over if the block fails, except for a refusal, which has changed nothing."""
         try:
             yield
         except AdapterRefused:
@@ -361,7 +361,7 @@ class EngineCore:
         return error
 
     def _ended_by(self, error: BaseException, request_ids: Collection[str]) -> list[str]:
-        """Which requests a failure ends: those that it names, or those of the step."""
+        """Return the requests that a failure ends: those that it names, or those of the step."""
         if isinstance(error, NonFiniteLogitsError):
             return list(error.request_ids)
         if not isinstance(error, AdapterError):
@@ -399,7 +399,7 @@ class EngineCore:
 
 
 def _tokenizer_of(args: EngineArgs) -> tuple[str, tuple[int, ...]]:
-    """The tokenizer as JSON, and the model's end-of-sequence tokens."""
+    """Return the tokenizer as JSON, and the model's end-of-sequence tokens."""
     tokenizer = load_tokenizer(args.tokenizer or args.model)
     tokenizer.no_padding()
     tokenizer.no_truncation()

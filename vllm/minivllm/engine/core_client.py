@@ -30,7 +30,7 @@ class EngineCoreClient(ABC):
 
     @property
     def ready(self) -> EngineCoreReady:
-        """The message of the core with the fewest blocks: a request that fits there fits anywhere."""
+        """Return the message of the core with the fewest blocks: a request that fits there fits anywhere."""
         return min(self.engines, key=lambda engine: engine.num_gpu_blocks)
 
     @abstractmethod

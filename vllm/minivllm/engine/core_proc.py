@@ -33,7 +33,7 @@ class EngineCoreProc:
     """Says hello, receives the engine's arguments, creates the core, and serves its client until it fails."""
 
     def __init__(self, sockets: CoreSockets, rank: int = 0) -> None:
-        """`sockets` are those of who starts it; `rank` is its own among the cores."""
+        """Take the sockets of the front end that starts this core, and the core's rank."""
         self.core: EngineCore | None = None
         self._rank = rank
         self._sockets = sockets
@@ -101,7 +101,7 @@ class EngineCoreProc:
         self._outputs.put(outputs)
 
     def _receive(self, socket: zmq.Socket) -> None:
-        """One of the two socket threads; what ends it ends the loop too, rather than leave the front end waiting."""
+        """Queue what arrives, in a thread. Its failure ends the loop too, so the front end does not wait in vain."""
         try:
             while True:
                 kind, payload = socket.recv_multipart()
@@ -110,7 +110,7 @@ class EngineCoreProc:
             self._to_do.put(error)
 
     def _send(self, socket: zmq.Socket) -> None:
-        """The other one. Its last message is why the core has failed."""
+        """Send outputs, in a thread. The last message says why the core has failed."""
         try:
             while not isinstance(outputs := self._outputs.get(), Failure):
                 socket.send_multipart((Kind.OUTPUTS, encode(outputs)))
@@ -121,7 +121,7 @@ class EngineCoreProc:
         socket.close()
 
     def _connected(self, kind: int, name: str, context: zmq.Context | None = None) -> zmq.Socket:
-        """A socket that drops nothing, however many messages wait."""
+        """Return a connected socket that drops nothing, however many messages wait."""
         socket = (context or self._context).socket(kind)
         socket.identity = identity(self._rank)
         socket.sndhwm = socket.rcvhwm = 0
@@ -131,7 +131,7 @@ class EngineCoreProc:
 
 
 def _share(settings: Mapping[str, Any], num_cores: int) -> EngineArgs:
-    """The arguments of one of several cores on this machine, which share its CPU's threads and memory."""
+    """Return a core's arguments, with its share of this machine's CPU threads and memory."""
     args = EngineArgs(**settings)
     if num_cores == 1 or pick_device(args.device).type != "cpu":
         return args

@@ -99,7 +99,7 @@ class CoreProcesses:
             self._start_one(rank, environment)
 
     def _num_neighbours(self, rank: int) -> int:
-        """How many cores share the machine of this one, itself included."""
+        """Return how many cores share this one's machine, itself included."""
         return len(self.processes)
 
     def _close_lifelines(self) -> None:
@@ -177,7 +177,7 @@ def died(rank: int, pids: Sequence[int | str], how: str) -> str:
 
 
 def _environment(args: EngineArgs, rank: int) -> dict[str, str]:
-    """The environment of a core: where modules are found, and, with several cores, which GPUs are its own."""
+    """Return a core's environment: where modules are and, with several cores, which GPUs it may use."""
     home = str(Path(errors.__file__).resolve().parents[1])
     found = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH")))))
     if args.data_parallel_size > 1 and pick_device(args.device).type == "cuda":
@@ -186,7 +186,7 @@ def _environment(args: EngineArgs, rank: int) -> dict[str, str]:
 
 
 def _gpus(args: EngineArgs, rank: int) -> list[str]:
-    """The GPUs of a core, as `CUDA_VISIBLE_DEVICES` names them."""
+    """Return a core's GPUs, as `CUDA_VISIBLE_DEVICES` names them."""
     import torch
 
     each, there = args.tensor_parallel_size * args.pipeline_parallel_size, torch.cuda.device_count()

@@ -184,7 +184,7 @@ class DetokenizerOfParts(IncrementalDetokenizer):
         return stop
 
     def streamable_length(self) -> int:
-        """All of the text: the part has what must wait."""
+        """Return the length of the whole text: what must wait is held back by the part."""
         return len(self.text)
 
     def _cut_at_stop_string(self, num_before: int) -> str | None:
@@ -197,7 +197,7 @@ class DetokenizerOfParts(IncrementalDetokenizer):
 def make_detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams, parts: Parts
 ) -> IncrementalDetokenizer:
-    """The detokenizer of a request, with the part `stop_strings` if there is one and the request has any."""
+    """Return the detokenizer of a request; it uses the part `stop_strings` if there is one and the request has any."""
     if parts.stop_strings is None or not params.stop_strings:
         return IncrementalDetokenizer(tokenizer, prompt_token_ids, params)
     stop_strings = parts.stop_strings(list(params.stop_strings))

@@ -35,16 +35,16 @@ class StatLogger(Protocol):
     """Takes what was measured since it was last called; the scheduler's counts are since the start."""
 
     def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats, engine_idx: int = 0) -> None:
-        """After each step of a core."""
+        """Record a step of a core."""
 
     def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """What a core's KV connector has counted in a step."""
+        """Record what a core's KV connector has counted in a step."""
 
     def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
-        """The names of the adapters that requests use, after each step; only where adapters are served."""
+        """Record the names of the adapters in use, after each step of an engine that serves any."""
 
     def record_rejection(self, reason: str) -> None:
-        """A request was refused for this reason."""
+        """Record that a request was refused for this reason."""
 
 
 class FrontEnd:
@@ -76,7 +76,7 @@ class FrontEnd:
 
     @property
     def stats(self) -> SchedulerStats:
-        """The scheduler's state after the last step, of all cores together. Reading it resets nothing."""
+        """Return the state after the last step, of all cores' schedulers together. Reading it resets nothing."""
         return summed_stats(self.engine_stats)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -109,7 +109,7 @@ class FrontEnd:
         priority: int,
         lora_request: LoRARequest | None = None,
     ) -> tuple[str | None, EngineCoreRequest]:
-        """The prompt's text and its request, before it is split into `params.n`.
+        """Return the prompt's text and its request, before it is split into `params.n`.
 
         Raises:
             MinivllmError: the request is invalid.
@@ -123,7 +123,7 @@ class FrontEnd:
         )
 
     def _registered(self, request_id: str, text: str | None, request: EngineCoreRequest) -> list[EngineCoreRequest]:
-        """The requests for the core, which are awaited from now on."""
+        """Split a request into those for the core, and expect their outputs from now on."""
         if not self.has_unfinished_requests():
             self._throughput_log.begin()
         parent, children = ParentRequest(request_id, request.sampling_params.n), child_requests(request)
@@ -133,7 +133,7 @@ class FrontEnd:
         return children
 
     def _forgotten(self, request_ids: Iterable[str]) -> list[str]:
-        """The core's ids of these requests, which are not awaited any more."""
+        """Stop expecting outputs of these requests; return the core's ids of them."""
         children = [child for request_id in request_ids for child in self._children.pop(request_id, ())]
         self.output_processor.abort_requests(children)
         return children

@@ -26,7 +26,7 @@ class InprocClient(SyncEngineCoreClient):
         self.engine_core.abort_requests(request_ids)
 
     def get_output(self) -> EngineCoreOutputs:
-        """See `EngineCoreClient`; exceptions of the step propagate."""
+        """Run a step and return its outputs; exceptions of the step propagate."""
         return self.engine_core.step()
 
     def call_utility(self, method: str, *arguments: Any) -> Any:

@@ -89,7 +89,7 @@ class InputProcessor:
 
     @functools.cached_property
     def max_prompt_characters(self) -> int:
-        """The most characters that `max_model_len` tokens can be. In vLLM v0.33.0: `vllm/renderers/params.py`."""
+        """Return the most characters that `max_model_len` tokens can have. In vLLM: `vllm/renderers/params.py`."""
         if self.tokenizer is None:
             return sys.maxsize
         return self.limits.max_model_len * max(map(len, self.tokenizer.get_vocab()))

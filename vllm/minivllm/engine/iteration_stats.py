@@ -26,17 +26,17 @@ class FinishedRequestStats:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens of the prompt that were not cached."""
+        """Return the number of prompt tokens that were not cached."""
         return max(0, self.num_prompt_tokens - self.num_cached_tokens)
 
     @property
     def inference_time(self) -> float:
-        """From first scheduled to the last token."""
+        """Return the seconds from the first step to the last token."""
         return self.prefill_time + self.decode_time
 
     @property
     def mean_time_per_output_token(self) -> float | None:
-        """Of the tokens after the first; None if there are none."""
+        """Return the mean time of the tokens after the first; None if there are none."""
         return self.decode_time / (self.num_generation_tokens - 1) if self.num_generation_tokens > 1 else None
 
 
@@ -57,5 +57,5 @@ class IterationStats:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, of prompts and generated."""
+        """Return the number of all tokens, of prompts and generated."""
         return self.num_prompt_tokens + self.num_generation_tokens

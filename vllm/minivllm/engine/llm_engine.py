@@ -42,7 +42,7 @@ class LLMEngine(FrontEnd):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, enable_multiprocessing: bool = False) -> LLMEngine:
-        """Same as the constructor, under vLLM's name."""
+        """Create an engine, under vLLM's name of the constructor."""
         multiprocess = engine_args.multiprocess or enable_multiprocessing
         return cls(replace(engine_args, multiprocess=multiprocess))
 

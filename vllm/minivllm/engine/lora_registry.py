@@ -28,7 +28,7 @@ class LoRARegistry:
     """
 
     def __init__(self, executor: Executor, scheduler: Callable[[], Scheduler]) -> None:
-        """`scheduler` returns the present one."""
+        """Take the executor, and a function that returns the present scheduler."""
         self._executor, self._scheduler = executor, scheduler
         self._adapters: dict[int, LoRARequest] = {}
         self._leaving: set[int] = set()
@@ -90,7 +90,7 @@ class LoRARegistry:
         return True
 
     def could_not_be_read(self, lora_id: int) -> None:
-        """A step has failed for want of this adapter: its next request has it read first, so no other step fails."""
+        """Forget an adapter that made a step fail, so that its next request reads it before it is scheduled."""
         self._unreadable.add(lora_id)
 
     def pin(self, lora_id: int) -> None:
@@ -112,7 +112,7 @@ class LoRARegistry:
         self._ask_for_slots()
 
     def list(self) -> "set[int]":
-        """The adapters in the ranks' host memory."""
+        """Return the ids of the adapters in the ranks' host memory."""
         return set(self._executor.collective_rpc("list_loras")[0]) - self._leaving
 
     def forget_unused(self) -> None:
@@ -151,7 +151,7 @@ class LoRARegistry:
 
 
 def _raise_first(refusals: "list[str | None]") -> None:
-    """The ranks' answers: all None, or why one of them cannot."""
+    """Raise the first refusal among the ranks' answers; None means that a rank has none."""
     refusal = next(filter(None, refusals), None)
     if refusal is not None:
         raise AdapterRefused(refusal)

@@ -56,7 +56,7 @@ class MPClient(EngineCoreClient):
 
     @property
     def process(self) -> ChildProcess:
-        """The first core's process."""
+        """Return the first core's process."""
         return self.cores.processes[0]
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -65,7 +65,7 @@ class MPClient(EngineCoreClient):
         self._send(Kind.ADD, request, rank)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """See `EngineCoreClient`; outputs already on their way still arrive, and the caller must ignore them."""
+        """End requests; outputs already on their way still arrive, and the caller must ignore them."""
         if self._dead is not None:
             return
         by_rank: dict[int, list[str]] = {}
@@ -139,7 +139,7 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
         return self._early.pop(0) if self._early else self._receive()
 
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        """See `EngineCoreClient`. Outputs that arrive before the reply are kept for `get_output`."""
+        """Call a utility in every core. Outputs that arrive before the replies are kept for `get_output`."""
         assert method in UTILITIES
         call_id = next(self._call_ids)
         for rank in range(len(self.engines)):

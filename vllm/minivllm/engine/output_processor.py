@@ -126,7 +126,7 @@ class OutputProcessor:
                 self._count_finished(state, "abort")
 
     def aborted(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """The last outputs of these requests, which end here with the finish reason "abort"."""
+        """End these requests with the finish reason "abort"; return their last outputs."""
         states = [self.states.pop(request_id) for request_id in request_ids if request_id in self.states]
         for state in states:
             state.finish_reason = "abort"

@@ -35,7 +35,7 @@ class Search:
         self.going_on = [BeamSearchSequence(self.prompt, list(self.prompt["prompt_token_ids"]), [], self.lora_request)]
 
     def open(self) -> list[BeamSearchSequence]:
-        """The sequences to extend."""
+        """Return the sequences to extend."""
         return self.going_on if self.steps > 0 else []
 
 

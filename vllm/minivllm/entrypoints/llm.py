@@ -72,7 +72,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
-        """Same as the constructor, from arguments that are there already."""
+        """Create an `LLM` from engine arguments."""
         llm = cls.__new__(cls)
         llm._start(engine_args, None)
         return llm
@@ -311,7 +311,7 @@ class LLM:
         return [render(found, conversation, seen, goes_on, form) for conversation in conversations]
 
     def _tokenized(self, prompts: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
-        """The prompts; if special tokens are to be left out, those that are texts as token ids."""
+        """Return the prompts, those that are texts as token ids if special tokens are to be left out."""
         options = _keywords("tokenization_kwargs", options)
         refuse_unknown("tokenization_kwargs has no key", options, ("add_special_tokens",))
         adds = options.get("add_special_tokens", True)
@@ -419,7 +419,7 @@ class LLM:
 
     @contextmanager
     def _aborting(self, request_ids: Sequence[str]) -> Iterator[None]:
-        """If the block fails, these requests end."""
+        """Abort these requests if the block fails."""
         try:
             yield
         except BaseException:
@@ -427,7 +427,7 @@ class LLM:
             raise
 
     def _run(self, request_ids: Sequence[str], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
-        """Steps until all requests have ended, those of others too; return the outputs of these."""
+        """Run steps until all requests have ended, enqueued ones too; return the outputs of these."""
         finished: dict[str, RequestOutput] = {}
         while self.llm_engine.has_unfinished_requests():
             interrupts.deliver()

@@ -282,7 +282,7 @@ class RankProcesses:
 
     @property
     def processes(self) -> list[ChildProcess]:
-        """The ranks' processes."""
+        """Return the ranks' processes."""
         return self._ranks.processes
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -300,7 +300,7 @@ class RankProcesses:
         return results
 
     def call_for_one(self, method: str, *arguments: Any) -> Any:
-        """As `call`, but wait only for the rank `output_rank`, and return its result."""
+        """Call a method on all ranks, but wait only for the result of the rank `output_rank`."""
         return self.send_for_one(method, *arguments).result()
 
     def send_for_one(self, method: str, *arguments: Any) -> RankFuture:

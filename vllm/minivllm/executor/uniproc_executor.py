@@ -22,7 +22,7 @@ class OutputFuture(Future[ModelRunnerOutput]):
         return self._step.done()
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        """The output, once it is there."""
+        """Wait for the step, then for its tokens; return its output."""
         output = self._step.result(timeout)
         return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
 

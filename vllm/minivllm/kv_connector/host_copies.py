@@ -21,7 +21,7 @@ STAGING_BYTES = 64 * 2**20
 
 
 def host_buffer(num_records: int, record_bytes: int, pinned: bool) -> torch.Tensor:
-    """Uint8 [records × bytes]. Unless it is pinned, the system gives the pages only when they are first written."""
+    """Return uint8 [records × bytes]. Pages that are not pinned are allocated only when first written."""
     if pinned:
         return torch.empty(num_records * record_bytes, dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(np.zeros(num_records * record_bytes, np.uint8))
@@ -57,7 +57,7 @@ class HostCopies:
         self._stream.synchronize()
 
     def from_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> None:
-        """The way back: copies these records into these blocks."""
+        """Copy these records into these blocks."""
         if not self._stages:
             scatter_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
             return
@@ -71,7 +71,7 @@ class HostCopies:
     def _batches(
         self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
-        """Blocks that fit the staging buffer, their room in it, and its pieces, each with its place in host memory."""
+        """Yield blocks that fit the staging buffer, their part of it, and its pieces with those of host memory."""
         host, staging = host.view(-1, self.regions.record_bytes), self._staging.view(-1, self.regions.record_bytes)
         for at in range(0, len(block_ids), self._capacity):
             chosen = _ids(block_ids[at : at + self._capacity]).to(self.regions.device)
@@ -81,7 +81,7 @@ class HostCopies:
 
 
 def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Consecutive slots: the place of the first one in the list, that slot, and how many they are."""
+    """Yield runs of consecutive slots: the index of the first in the list, that slot, and their number."""
     first = 0
     for place in range(1, len(slots) + 1):
         if place == len(slots) or slots[place] != slots[place - 1] + 1:

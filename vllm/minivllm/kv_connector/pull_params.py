@@ -82,7 +82,7 @@ class RemotePrefill:
 
 
 def digest(token_ids: Sequence[int]) -> str:
-    """Of tokens, in 32 characters; the same on every machine."""
+    """Return a digest of tokens in 32 characters, the same on every machine."""
     numbers = array("q", token_ids)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -110,7 +110,7 @@ def _text(params: dict[str, Any], key: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """JSON can also write half a character, which no message can carry."""
+    """Return whether a text can be sent: JSON can also write half of a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -122,7 +122,7 @@ def _number(params: dict[str, Any], key: str, least: int, most: int) -> int:
 
 
 def _block_ids(params: dict[str, Any]) -> tuple[int, ...]:
-    """Of the one group of layers that there is: a list in a list, or, as older engines write it, only that.
+    """Return the blocks of the only group of layers: a list in a list or, from older engines, a plain list.
 
     No request has a block twice.
     """
@@ -148,6 +148,6 @@ def _invalid(key: str, value: Any, wanted: str) -> MinivllmError:
 
 
 def _shown(value: Any) -> str:
-    """As it would stand in JSON, nearly; a client may have written megabytes."""
+    """Return the value for a message, cut off where a client has written megabytes."""
     shown = repr(value)
     return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"

@@ -116,7 +116,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
             )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """All of the prompt that the prefill engine has; None while another request is reading the same."""
+        """Return all of the prompt that the prefill engine has; None while another request reads the same."""
         claim = self._claim_of.get(request.request_id)
         if claim is None or claim.is_over:
             return 0, False
@@ -144,7 +144,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         self._next.reqs_to_recv[request.request_id] = order
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PullConnectorMetadata:
-        """What has been decided since the last call; heartbeats with it, six in the time of a lease."""
+        """Return what was decided since the last call, with heartbeats, six in the time of a lease."""
         metadata, self._next = self._next, PullConnectorMetadata()
         now = time.monotonic()
         waiting = [claim.remote for claim in self._claims.values() if not claim.is_over]
@@ -154,7 +154,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What was sent is not kept any more; what was read, or is lost, needs no heartbeats."""
+        """Stop keeping what was sent, and stop heartbeats for what was read or lost."""
         with self._held_lock:
             for request_id in connector_output.finished_sending:
                 self._held.pop(request_id, None)
@@ -188,7 +188,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         return bool(self._untold)
 
     def start_over(self) -> None:
-        """A step has failed: the ranks have given up their reads, and are told all else once more."""
+        """Start over after a failed step: ranks have given up their reads, and get all other orders again."""
         self._next = PullConnectorMetadata()
         with self._held_lock:
             self._next.reqs_to_send = dict(self._held)
@@ -200,7 +200,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
             self._release(request_id, remote)
 
     def _leave(self, request_id: str) -> None:
-        """This request needs its remote one no more, or never will. The last one to leave gives back what is unread."""
+        """Detach a request from its remote one. The last one to leave gives back what is unread."""
         claim = self._claim_of.pop(request_id, None)
         if claim is None:
             return

@@ -26,7 +26,7 @@ class PullConnectorWorker(KVConnectorBase_V1):
 
     @property
     def orders(self) -> PullConnectorMetadata:
-        """What the scheduler's side has decided for this step."""
+        """Return what the scheduler's side has decided for this step."""
         assert isinstance(self._connector_metadata, PullConnectorMetadata)
         return self._connector_metadata
 

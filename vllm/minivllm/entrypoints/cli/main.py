@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """The console script: `main` as a process."""
+    """Run the console script: `main` as a process."""
     leave(main())
 
 

@@ -155,7 +155,7 @@ class Answer:
         return event
 
     def _usage(self, num_generated: int, num_cached: int | None) -> UsageInfo:
-        """The usage of the whole request, with details if the server shows them."""
+        """Return the usage of the whole request, with details if the server shows them."""
         usage = usage_of(self._num_prompt_tokens, num_generated)
         if num_cached is not None and self.serving.settings.enable_prompt_tokens_details:
             usage.prompt_tokens_details = {"cached_tokens": num_cached}

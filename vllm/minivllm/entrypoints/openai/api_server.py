@@ -86,7 +86,7 @@ def build_app(
 
 
 def _add_middleware(app: FastAPI, settings: FrontendArgs) -> None:
-    """The last one added is the first to see a request."""
+    """Add the middleware. What is added last sees a request first."""
     app.add_middleware(BodySizeMiddleware)
     app.add_middleware(OpenRequestsMiddleware, state=app.state.server)
     if settings.api_key:

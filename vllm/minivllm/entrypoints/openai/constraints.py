@@ -58,7 +58,7 @@ def _of_format(form: ResponseFormat | None) -> dict[str, Any]:
 
 
 def _schema_of_tools(request: ChatCompletionRequest) -> dict[str, Any] | None:
-    """The arguments of a named tool, or a list of calls of any tool; None if none must be called."""
+    """Return the schema of a named tool's arguments, or of a list of calls; None if no tool must be called."""
     tools = forced_tools(request)
     if not tools:
         return None
@@ -86,7 +86,7 @@ def _call_of(tool: ChatCompletionToolsParam) -> dict[str, Any]:
 
 
 def _definitions(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The tools' definitions, taken out: references to them start at the root of the schema."""
+    """Take out the tools' definitions: references to them start at the root of the schema."""
     found: dict[str, Any] = {}
     for call in calls:
         definitions = call["properties"]["parameters"].pop("$defs", {})

@@ -50,22 +50,22 @@ class RequestError(MinivllmError):
 
 
 def not_found(message: str, parameter: str | None = None) -> RequestError:
-    """A model that is not served."""
+    """Return the error for a model that is not served."""
     return RequestError(message, HTTPStatus.NOT_FOUND, "NotFoundError", parameter)
 
 
 def unavailable(message: str) -> RequestError:
-    """A server that cannot take the request now."""
+    """Return the error of a server that cannot take the request now."""
     return RequestError(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
 
 
 def bad_gateway(message: str) -> RequestError:
-    """A request that another server, to which it was passed on, has not answered."""
+    """Return the error for a request that another server has not answered."""
     return RequestError(message, HTTPStatus.BAD_GATEWAY, "BadGatewayError")
 
 
 def failed(message: str) -> RequestError:
-    """A request that was valid, and that the engine could not answer."""
+    """Return the error for a valid request that the engine could not answer."""
     return RequestError(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
@@ -90,7 +90,7 @@ def json_response(error: Exception) -> JSONResponse:
 
 
 def register_exception_handlers(app: FastAPI) -> None:
-    """Every exception of a route becomes an error on the wire."""
+    """Turn every exception of a route into an error on the wire."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -142,7 +142,7 @@ def _line(error: Any) -> str:
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """The path to a field, without the names that pydantic gives to the branches of a union."""
+    """Return the path to a field, without the names that pydantic gives to the branches of a union."""
     parts = [str(part) for part in location]
     named = [part for part in parts if not any(mark in part for mark in "[]{}()") and part not in UNION_MARKERS]
     return ".".join(named or parts)

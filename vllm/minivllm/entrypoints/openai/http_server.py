@@ -42,7 +42,7 @@ class Backend(Protocol):
 
     @property
     def dead_error(self) -> Exception | None:
-        """Why."""
+        """Return why it has ended; None while it has not."""
 
     async def wait_until_dead(self) -> None:
         """Return when that is so."""
@@ -80,7 +80,7 @@ def bind(settings: HttpArgs) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """The URL at which this machine's clients find the server."""
+    """Return the URL at which this machine's clients find the server."""
     host, port = listening.getsockname()[:2]
     host = "localhost" if host in ("0.0.0.0", "::") else host  # all of this machine's addresses
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -96,7 +96,7 @@ def run_loop(work: Coroutine[Any, Any, int]) -> int:
 
 
 def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> NoSignalServer:
-    """A server of these routes, which `serve(sockets=...)` starts. `protocol`: uvicorn's, for HTTP/1.1."""
+    """Return a server of these routes, which `serve(sockets=...)` starts. `protocol`: uvicorn's, for HTTP/1.1."""
     return NoSignalServer(
         uvicorn.Config(
             app,
@@ -162,7 +162,7 @@ async def _either(serving: asyncio.Task[None], asked: asyncio.Semaphore, seconds
 
 
 def signals() -> asyncio.Semaphore:
-    """Each signal releases it once."""
+    """Return a semaphore that each signal releases once."""
     asked = asyncio.Semaphore(0)
     for one in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(one, asked.release)
@@ -171,7 +171,7 @@ def signals() -> asyncio.Semaphore:
 
 @contextmanager
 def signals_end_the_start() -> Generator[None, None, None]:
-    """SIGTERM before the engine is ready ends everything, and is no failure."""
+    """Exit with code 0 on a signal that comes before the engine is ready."""
 
     def leave(*_: object) -> None:
         raise SystemExit(0)
@@ -194,7 +194,7 @@ def allow_many_connections() -> None:
 
 
 def _is_not_about_tasks(record: logging.LogRecord) -> bool:
-    """uvicorn tells of each task that it cancels at the end, with a traceback."""
+    """Filter out the traceback that uvicorn logs for each task that it cancels at the end."""
     return "Exception in ASGI application" not in record.getMessage() or not isinstance(
         (record.exc_info or (None, None))[1], asyncio.CancelledError
     )

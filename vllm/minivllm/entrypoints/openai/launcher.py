@@ -64,7 +64,7 @@ async def _serve(
 
 
 def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, template: str | None) -> FastAPI:
-    """The routes over an engine, whose metrics are counted from now on."""
+    """Return the routes over an engine, whose metrics are counted from now on."""
     names = settings.served_model_name or [str(args.model)]
     client = engine.engine_core
     metrics = engine.stat_logger = PrometheusStatLogger(args, client.engines, names[0])

@@ -124,12 +124,12 @@ class GenerationRequest(OpenAIBaseModel):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the most likely tokens to return at each position, besides the chosen one."""
+        """Return how many of the most likely tokens to show at each position, besides the chosen one."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the prompt."""
+        """Return how many of the most likely tokens to show at each position of the prompt."""
         return self.prompt_logprobs
 
     @property
@@ -282,7 +282,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """See `GenerationRequest`; an echo's log probabilities are the prompt's."""
+        """Return the prompt's number of log probabilities; an echo shows those of its tokens."""
         return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
     @property

@@ -99,7 +99,7 @@ class ChatAnswer(Answer):
         )
 
     def _finish_reason(self, one: CompletionOutput) -> str | None:
-        """With "required" a call is the reason, as OpenAI's clients expect; with a named tool it is "stop"."""
+        """Return "tool_calls" with "required", as OpenAI's clients expect; with a named tool it is "stop"."""
         calls = bool(self._tools) and self.request.tool_choice == "required"
         return "tool_calls" if calls and one.finish_reason == "stop" else one.finish_reason
 

@@ -66,7 +66,7 @@ class OpenAIServing:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         if self.engine.tokenizer is None:
             raise MinivllmError("the server runs with skip_tokenizer_init; it serves no texts")
         return self.engine.tokenizer
@@ -245,7 +245,7 @@ class OpenAIServing:
         return token_ids[:kept] if request.truncation_side == "right" else token_ids[-kept:]
 
     def _near_the_end_kept(self, text: str, request: GenerationRequest) -> str:
-        """The part of a very long text that holds all tokens that are kept, and as much again beside them.
+        """Return the part of a very long text that holds all tokens to keep, and as much again beside them.
 
         What is cut there is tokenized differently, but only next to the cut.
         """
@@ -297,7 +297,7 @@ class OpenAIServing:
 
 
 def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:
-    """The core that a router in front of this server has chosen, if any."""
+    """Return the core that a router in front of this server has chosen, if any."""
     given = headers.get("x-data-parallel-rank")
     if given is None:
         return None

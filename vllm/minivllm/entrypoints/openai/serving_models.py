@@ -35,7 +35,7 @@ class OpenAIServingModels:
         engine: AsyncLLM | None = None,
         lora_folders: Sequence[str] = (),
     ) -> None:
-        """`lora_folders`: below which `load_lora_adapter` may load; the engine is needed for adapters only."""
+        """Take the folders below which adapters may be loaded, and the engine, which only adapters need."""
         self.names = tuple(names)
         self._root = root
         self._max_model_len = max_model_len
@@ -49,7 +49,7 @@ class OpenAIServingModels:
 
     @property
     def name(self) -> str:
-        """The model's name in replies."""
+        """Return the model's name in replies."""
         return self.names[0]
 
     def check(self, asked_for: str | None) -> LoRARequest | None:
@@ -133,7 +133,7 @@ class OpenAIServingModels:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _folder_of(self, request: LoadLoRAAdapterRequest) -> str:
-        """Where the adapter lies, if a client may load it under this name."""
+        """Return the adapter's folder, if a client may load it under this name."""
         try:
             check_name(request.lora_name)
             self._check_free(request.lora_name, request.load_inplace)

@@ -41,7 +41,7 @@ class EventStream(Response):
             await self._events.aclose()
 
     def events(self) -> AsyncGenerator[Any, None]:
-        """The events, for whoever reads them without a connection."""
+        """Return the events, for readers without a connection."""
         return self._events
 
     async def _send(self, send: Send) -> None:

@@ -193,7 +193,7 @@ class ExampleConnector(KVConnectorBase_V1):
                 self._last_failure = self._step.step
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: all layers lie in one file."""
+        """Wait for nothing: `start_load_kv` has loaded all layers."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
         """Copy the layer's part of the blocks to be saved."""

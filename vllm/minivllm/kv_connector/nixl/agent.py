@@ -56,7 +56,7 @@ class NixlAgent:
     """An agent of NIXL with the UCX backend (which moves bytes: `UCX_TLS` in the environment limits the ways)."""
 
     def __init__(self, name: str, backends: Sequence[str] = ("UCX",)) -> None:
-        """`name` must be unlike that of every peer.
+        """Start an agent, whose name must differ from that of every peer.
 
         Raises:
             MinivllmError: nixl is not installed, or has no such backend.

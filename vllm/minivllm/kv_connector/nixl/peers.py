@@ -40,7 +40,7 @@ class Peers:
     """All of them, by engine id. Only handshakes run in other threads."""
 
     def __init__(self, agent: NixlAgent, own: NixlAgentMetadata, rank: int, compatibility_hash: str, seconds: float):
-        """`rank`: this one's, and that of the peers; `seconds`: after which a handshake has failed."""
+        """Take this rank, which is also that of its peers, and the seconds after which a handshake has failed."""
         self._agent, self._own, self._ranks = agent, own, (0, rank)
         self._hash, self._seconds = compatibility_hash, seconds
         self._met: dict[str, Peer] = {}
@@ -49,12 +49,12 @@ class Peers:
         self._local_pieces: dict[int, Any] = {}
 
     def known(self, remote: RemotePrefill) -> Peer | None:
-        """The engine of this remote request, if it was met and has not started anew since."""
+        """Return the engine of this remote request, if it was met and has not started anew since."""
         peer = self._met.get(remote.engine_id)
         return peer if peer and self._is_current(remote, peer.metadata) else None
 
     def greet(self, remote: RemotePrefill) -> Peer | None:
-        """As `meet`, but a handshake that has failed is only tried again: `meet` tells whom it concerns."""
+        """Meet an engine for a heartbeat: a handshake that has failed is tried again, and not reported."""
         handshake = self._meeting.get(_place_of(remote))
         if handshake is not None and handshake.done() and handshake.exception() is None:
             return self.meet(remote)
@@ -83,7 +83,7 @@ class Peers:
         return peer
 
     def lose(self, engine_id: str) -> None:
-        """The next request of this engine meets it anew."""
+        """Forget an engine, so that its next request meets it anew."""
         if (peer := self._met.pop(engine_id, None)) is not None:
             self._lost.append(peer)
 

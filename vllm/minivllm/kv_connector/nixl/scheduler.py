@@ -49,7 +49,7 @@ def _generation_of(payload: bytes) -> str:
 
 
 def side_channel_address(data_parallel_rank: int, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """The host and the port of a core's side channel; the environment has those of the first core.
+    """Return the host and the port of a core's side channel; the environment has those of the first core.
 
     Raises:
         MinivllmError: that port is none.

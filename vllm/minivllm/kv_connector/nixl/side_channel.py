@@ -70,7 +70,7 @@ class NixlHandshakePayload(msgspec.Struct):
 
 
 def compute_nixl_compatibility_hash(config: KVConnectorConfig) -> str:
-    """A hash of all that two engines must have alike; block sizes and numbers of blocks may differ."""
+    """Return a hash of all that two engines must have alike; block sizes and numbers of blocks may differ."""
     factors = {
         "protocol": PROTOCOL,
         "model": config.model_fingerprint,
@@ -89,7 +89,7 @@ class NixlSideChannel:
     def __init__(
         self, host: str, port: int, payloads: Mapping[tuple[int, int], bytes], is_held: Callable[[str], bool]
     ) -> None:
-        """`payloads`: what to answer for each (pp_rank, tp_rank). `is_held` is called in the thread.
+        """Answer with these payloads, by (pp_rank, tp_rank), and with `is_held`, called in the thread.
 
         Raises:
             MinivllmError: the port is taken, or the host is none of this machine's.
@@ -127,7 +127,7 @@ class NixlSideChannel:
             socket.close()
 
     def _answer_to(self, question: bytes) -> bytes:
-        """An empty answer says that there is none."""
+        """Return the answer; an empty one means that there is none."""
         try:
             match msgspec.msgpack.decode(question):
                 case [b"get_meta_msg", int(pp_rank), int(tp_rank)]:
@@ -198,5 +198,5 @@ def _ask(host: str, port: int, question: tuple[Any, ...], seconds: float) -> tup
 
 
 def tcp_address(host: str, port: int) -> str:
-    """The address of a TCP socket for ZMQ."""
+    """Return the address of a TCP socket for ZMQ."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -66,7 +66,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         role: KVConnectorRole = KVConnectorRole.WORKER,
         make_agent: MakeAgent = NixlAgent,
     ) -> None:
-        """`make_agent` is given a name that no other agent has, and the backends."""
+        """Prepare the worker; `make_agent` gets a name that no other agent has, and the backends."""
         seconds, self._backends = check_settings(config)
         super().__init__(config, role, seconds["kv_lease_duration"])
         self._handshake_timeout, self._read_timeout = seconds["handshake_timeout"], seconds["read_timeout"]
@@ -86,7 +86,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._peers = Peers(self._agent, self._own, rank, self._hash, self._handshake_timeout)
 
     def get_handshake_metadata(self) -> bytes:
-        """What the side channel answers for this rank."""
+        """Return what the side channel answers for this rank."""
         payload = NixlHandshakePayload(self._hash, msgspec.msgpack.encode(self._own))
         return msgspec.msgpack.encode(payload)
 
@@ -220,7 +220,7 @@ class NixlConnectorWorker(PullConnectorWorker):
             logger.warning("A prefill engine could not be notified (%s); its lease will end", error)
 
     def _send_heartbeats(self, remotes: list[RemotePrefill]) -> None:
-        """One notification to each engine that is known; the others are met meanwhile."""
+        """Send one notification to each engine that is known, and begin to meet the others."""
         by_engine = groupby(sorted(remotes, key=lambda remote: remote.engine_id), lambda remote: remote.engine_id)
         for theirs in (list(group) for _, group in by_engine):
             peer = None
@@ -250,7 +250,7 @@ def take_notifications(leases: Leases, messages: Iterable[bytes]) -> None:
 
 
 def own_metadata(config: KVConnectorConfig, agent_metadata: bytes, tensors: list[torch.Tensor]) -> NixlAgentMetadata:
-    """What a peer must know of a cache whose regions are these tensors, [num_blocks, ...] each."""
+    """Return what a peer must know of a cache whose regions are these tensors, [num_blocks, ...] each."""
     lengths = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
     return NixlAgentMetadata(
         engine_id=config.kv_transfer_config.engine_id,

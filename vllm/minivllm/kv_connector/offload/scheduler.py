@@ -114,7 +114,7 @@ class OffloadScheduler(KVConnectorBase_V1):
     # Loads
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Whole blocks, of all tokens but the last; they are pinned until the step is made."""
+        """Count the tier's tokens in whole blocks, except for the last token; pin them until the step is made."""
         size = self.config.block_size
         self._release_hit(request.request_id)
         if num_computed_tokens % size:
@@ -172,7 +172,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         return metadata
 
     def _computed_blocks(self, num_scheduled_tokens: Mapping[str, int]) -> "dict[BlockHash, KVCacheBlock]":
-        """The blocks that this step fills, or an earlier one has, of requests in it."""
+        """Return the blocks that this step or an earlier one fills, of the requests in this step."""
         wanted: dict[BlockHash, KVCacheBlock] = {}
         size = self.config.block_size
         for name, num_tokens in num_scheduled_tokens.items():
@@ -191,7 +191,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         return wanted
 
     def _blocks_to_be_evicted(self) -> "dict[BlockHash, KVCacheBlock]":
-        """Blocks near the head of the free queue, as many as two steps of full size could take.
+        """Return the blocks near the head of the free queue, as many as two full steps could take.
 
         No more than the tier has room for: else each one stored would evict another one.
         """
@@ -230,7 +230,7 @@ class OffloadScheduler(KVConnectorBase_V1):
                 self._complete_store(number)
 
     def _complete_store(self, number: int) -> None:
-        """One more rank has ended a store; after the last one its keys are hits."""
+        """Count a rank that has ended a store; after the last one its keys are hits."""
         if (store := self._stores.get(number)) is None:
             return  # it was begun before the engine had to start over
         store.num_ranks_left -= 1
@@ -253,7 +253,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         return bool(freed)
 
     def release_gpu_blocks(self) -> bool:
-        """Those of stores under way, which the ranks end first then."""
+        """Give back the blocks of stores under way, which the ranks finish before the next forward pass."""
         stores = [store for store in self._stores.values() if store.blocks]
         if stores:
             self._metadata.need_flush = True
@@ -293,7 +293,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         }
 
     def take_stats(self) -> dict[str, Any] | None:
-        """What was counted since the last call, and the tier's state if it has changed."""
+        """Return what was counted since the last call, and the tier's state if it has changed."""
         counts: dict[str, Any] = dict(self._counts)
         self._counts.clear()
         if self._lookup_seconds:

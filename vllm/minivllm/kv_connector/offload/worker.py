@@ -66,7 +66,7 @@ class OffloadWorker(KVConnectorBase_V1):
             self._loads[name] = self._loading.submit(self._move, self._from_host.from_host, copy)
 
     def _take_host_memory(self, num_blocks: int) -> None:
-        """When the first step says how much; compiles what copies, if need be."""
+        """Allocate the tier, and compile the copying kernel if need be; called by the first step."""
         self._host = host_buffer(num_blocks, self.regions.record_bytes, pinned=self.regions.device.type == "cuda")
         self._to_host.to_host([0], self._host, [0])  # the null block
 
@@ -102,7 +102,7 @@ class OffloadWorker(KVConnectorBase_V1):
         stats.setdefault(f"kv_offload_{kind}_size", []).append(num_bytes)
 
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
-        """Bytes and seconds of the copies."""
+        """Return the bytes and seconds of the copies since the last call."""
         stats, self._stats = self._stats, {}
         return stats or None
 

@@ -147,5 +147,5 @@ def welcome(connection: Connection, secret: bytes, timeout: float) -> None:
 
 
 def _proof(secret: bytes, role: bytes, of_client: bytes, of_server: bytes) -> bytes:
-    """The role keeps anyone from sending a proof back to where it came from."""
+    """Return the proof of one side. It includes the role, so that nobody can send it back as their own."""
     return hmac.digest(secret, b"minivllm KV transfer 2 " + role + of_client + of_server, "sha256")
