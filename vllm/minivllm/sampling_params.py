@@ -11,7 +11,15 @@ from enum import Enum
 from typing import Any
 
 from minivllm.config import StructuredOutputsParams
-from minivllm.config.checks import checked_arguments, encodable, is_count, is_number, require, require_flags
+from minivllm.config.checks import (
+    checked_arguments,
+    encodable,
+    is_count,
+    is_number,
+    require,
+    require_counts,
+    require_flags,
+)
 
 MIN_TEMPERATURE = 1e-2
 """Temperatures between 0 and this are raised to it, because dividing logits by smaller ones can overflow."""
@@ -112,7 +120,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **params: Any) -> "SamplingParams":
-        """Same as the constructor, but None means the default, and `logit_bias` may have numerals as keys.
+        """Create parameters where None means the default, and `logit_bias` may have numerals as keys.
 
         Raises:
             MinivllmError: a value is invalid.
@@ -298,9 +306,7 @@ class BeamSearchParams:
     allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens"):
-            value = getattr(self, name)
-            require(is_count(value, 1), f"{name} is {value!r}; it must be a whole number from 1 on")
+        require_counts(self, 1, "beam_width", "max_tokens")
         require_flags(self, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
         for name in ("temperature", "length_penalty"):
             value = getattr(self, name)

@@ -12,10 +12,9 @@ import zmq.asyncio
 
 from minivllm.core.messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_client import UTILITIES, joined_answers
+from minivllm.engine.core_client import joined_answers
 from minivllm.engine.core_processes import MILLISECONDS_FOR_LAST_WORDS, died
 from minivllm.engine.mp_client import MPClient
-from minivllm.engine.wire import Kind
 from minivllm.errors import EngineDeadError
 
 
@@ -58,13 +57,9 @@ class AsyncMPClient(MPClient):
             RuntimeError: the method failed.
             EngineDeadError: a core's process has died meanwhile.
         """
-        assert method in UTILITIES
-        call_id = next(self._call_ids)
-        calls = []
-        for rank in range(len(self.engines)):
-            self._calls[call_id, rank] = asyncio.get_running_loop().create_future()
-            calls.append(self._calls[call_id, rank])
-            self._send(Kind.UTILITY, (call_id, method, arguments), rank)
+        call_id = self._send_call(method, arguments)
+        calls = [asyncio.get_running_loop().create_future() for _ in self.engines]
+        self._calls |= {(call_id, rank): call for rank, call in enumerate(calls)}
         return joined_answers(method, await asyncio.gather(*calls))
 
     def shutdown(self) -> None:

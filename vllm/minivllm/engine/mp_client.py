@@ -76,6 +76,14 @@ class MPClient(EngineCoreClient):
         for rank, ids in by_rank.items():
             self._send(Kind.ABORT, ids, rank)
 
+    def _send_call(self, method: str, arguments: tuple[Any, ...]) -> int:
+        """Ask every core to call a utility; return the id by which their answers are recognized."""
+        assert method in UTILITIES
+        call_id = next(self._call_ids)
+        for rank in range(len(self.engines)):
+            self._send(Kind.UTILITY, (call_id, method, arguments), rank)
+        return call_id
+
     def shutdown(self) -> None:
         self._dead = self._dead or EngineDeadError("the engine has been shut down")
         self._finalizer()
@@ -140,10 +148,7 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
 
     def call_utility(self, method: str, *arguments: Any) -> Any:
         """Call a utility in every core. Outputs that arrive before the replies are kept for `get_output`."""
-        assert method in UTILITIES
-        call_id = next(self._call_ids)
-        for rank in range(len(self.engines)):
-            self._send(Kind.UTILITY, (call_id, method, arguments), rank)
+        call_id = self._send_call(method, arguments)
         answers: dict[int, UtilityOutput] = {}
         while len(answers) < len(self.engines):
             message = self._receive()

@@ -56,12 +56,12 @@ class LLM:
         disable_log_stats: bool = True,
         **engine_args: Any,
     ) -> None:
-        """Load the model, allocates the KV cache and log where the memory goes.
+        """Load the model, allocate the KV cache and log where the memory goes.
 
         Args:
             model: a local directory, or a model's name on the Hugging Face Hub.
             chat_template: a file or a template, in place of the model's own; or the name of one of the model's.
-            disable_log_stats: if False, `get_metrics` has something to tell.
+            disable_log_stats: if False, the engine counts for `get_metrics`.
             engine_args: see `minivllm.engine.arg_utils.EngineArgs`.
 
         Raises:
@@ -296,19 +296,19 @@ class LLM:
 
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise MinivllmError(f"messages are {type(messages).__name__}; they must be a list of messages, or of lists")
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        args = self.llm_engine.engine_args
-        source = args.tokenizer or args.model
         if template is not None and not isinstance(template, str | Path):
             raise MinivllmError(f"chat_template is {type(template).__name__}; it must be a template or a file's name")
-        given = template or self._chat_template
-        found = read_template(given and str(given), source)
-        if found is None and local_path(args.model) == EMBEDDED_MODEL:
-            found = PLAIN
-        if found is None:
+        args = self.llm_engine.engine_args
+        source = args.tokenizer or args.model
+        chosen = template or self._chat_template
+        text = read_template(chosen and str(chosen), source)
+        if text is None and local_path(args.model) == EMBEDDED_MODEL:
+            text = PLAIN
+        if text is None:
             raise MinivllmError(no_template(source))
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         seen = {**special_tokens(source), **further}
-        return [render(found, conversation, seen, goes_on, form) for conversation in conversations]
+        return [render(text, conversation, seen, goes_on, form) for conversation in conversations]
 
     def _tokenized(self, prompts: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
         """Return the prompts, those that are texts as token ids if special tokens are to be left out."""
@@ -396,26 +396,16 @@ class LLM:
         adapters = _one_each("lora_request", lora_request, prompts)
         request_ids = [str(next(self._request_ids)) for _ in prompts]
         with self._aborting(request_ids):
-            for index, request_id in enumerate(request_ids):
+            rows = zip(request_ids, prompts, params, priorities, adapters, strict=True)
+            for index, (request_id, prompt, wanted, number, adapter) in enumerate(rows):
                 interrupts.deliver()
-                self._add_request(index, request_id, prompts[index], params[index], priorities[index], adapters[index])
+                if isinstance(wanted, SamplingParams):
+                    wanted = replace(wanted, output_kind=RequestOutputKind.FINAL_ONLY)
+                try:
+                    self.llm_engine.add_request(request_id, prompt, wanted, lora_request=adapter, priority=number)
+                except MinivllmError as error:
+                    raise type(error)(f"prompt {index}: {error}") from None
         return request_ids
-
-    def _add_request(
-        self,
-        index: int,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int,
-        lora_request: LoRARequest | None,
-    ) -> None:
-        if isinstance(params, SamplingParams):
-            params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
-        try:
-            self.llm_engine.add_request(request_id, prompt, params, lora_request=lora_request, priority=priority)
-        except MinivllmError as error:
-            raise type(error)(f"prompt {index}: {error}") from None
 
     @contextmanager
     def _aborting(self, request_ids: Sequence[str]) -> Iterator[None]:
@@ -432,8 +422,9 @@ class LLM:
         while self.llm_engine.has_unfinished_requests():
             interrupts.deliver()
             for output in self.llm_engine.step():
-                mine = self._enqueued if output.request_id in self._enqueued else finished
-                mine[output.request_id] = output
+                # An interrupted `wait_for_completion` may have left requests of its own in the engine.
+                outputs = self._enqueued if output.request_id in self._enqueued else finished
+                outputs[output.request_id] = output
                 advance(sum(len(completion.token_ids) for completion in output.outputs))
         return [finished[request_id] for request_id in request_ids]
 

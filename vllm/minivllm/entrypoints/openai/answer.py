@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from minivllm.engine.async_llm import AsyncLLM, Collector
 from minivllm.entrypoints.openai.errors import error_response, failed
 from minivllm.entrypoints.openai.protocol import OpenAIBaseModel, StreamEvent, UsageInfo, WholeReply
-from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import SamplingParams
@@ -176,8 +176,6 @@ async def as_stream(events: AsyncGenerator[BaseModel, None], requests: EngineReq
     try:
         async for event in events:
             yield f"data: {event.model_dump_json(exclude_unset=True)}\n\n"
-    except (MinivllmError, EngineDeadError) as error:
-        yield f"data: {error_response(error).model_dump_json()}\n\n"
     except Exception as error:
         yield f"data: {error_response(error).model_dump_json()}\n\n"
     finally:
