@@ -144,6 +144,17 @@ class DraftingConfig:
     def __post_init__(self) -> None:
         require_counts(self, 0, "num_speculative_tokens", "num_lookahead_tokens")
 
+    def num_drafts_after(self, num_requests: int) -> int | None:
+        """Return the most drafts for each request after a step of `num_requests`; None: `num_speculative_tokens`.
+
+        A batch size beyond a range of `num_speculative_tokens_per_batch_size` counts as the range's last one.
+        """
+        schedule = self.num_speculative_tokens_per_batch_size
+        if not schedule or not num_requests:
+            return None
+        scheduled = [drafts for first, _, drafts in schedule if first <= num_requests][-1]
+        return min(self.num_speculative_tokens, scheduled)
+
 
 NO_DRAFTS = DraftingConfig()
 

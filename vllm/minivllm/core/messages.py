@@ -91,6 +91,11 @@ class EngineCoreOutput:
     num_preemptions: int = 0
     kv_transfer_params: dict[str, Any] | None = None
 
+    @classmethod
+    def failed(cls, request_id: str, error: str, invalid_request: bool = False) -> "EngineCoreOutput":
+        """Return the only output of a request that ends with this error, without a token."""
+        return cls(request_id, [], finish_reason="error", error=error, invalid_request=invalid_request)
+
 
 @dataclass(slots=True)
 class UtilityOutput:

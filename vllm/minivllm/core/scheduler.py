@@ -162,22 +162,11 @@ class Scheduler:
         self.policy.schedule(self, step)
         output = self._make_output(step)
         if self.drafting.num_speculative_tokens_per_batch_size:
-            output.num_spec_tokens_to_schedule = self._num_drafts_after(len(output.num_scheduled_tokens))
+            output.num_spec_tokens_to_schedule = self.drafting.num_drafts_after(len(output.num_scheduled_tokens))
         if self.remote is not None:
             self.remote.complete(output)
         self._update_after_schedule(output)
         return output
-
-    def _num_drafts_after(self, num_requests: int) -> int | None:
-        """Return the most drafts for each request after a step of `num_requests`; None: `num_speculative_tokens`.
-
-        A batch size beyond a range of `num_speculative_tokens_per_batch_size` counts as the range's last one.
-        """
-        schedule = self.drafting.num_speculative_tokens_per_batch_size
-        if not schedule or not num_requests:
-            return None
-        scheduled = [drafts for first, _, drafts in schedule if first <= num_requests][-1]
-        return min(self.drafting.num_speculative_tokens, scheduled)
 
     def schedule_running(self, step: Step) -> None:
         """Schedule running requests in order of admission. One that can get no tokens is skipped and blocks none."""
@@ -303,9 +292,7 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             return
         self.finish_requests((request.request_id,), RequestStatus.FINISHED_ERROR)
-        self._failed.append(
-            EngineCoreOutput(request.request_id, [], finish_reason="error", error=failure, invalid_request=True)
-        )
+        self._failed.append(EngineCoreOutput.failed(request.request_id, failure, invalid_request=True))
 
     def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
         """Return whether a waiting request must wait on: its grammar is not compiled, or the policy refuses it."""
@@ -441,9 +428,7 @@ class Scheduler:
         assert self.remote is not None
         ignored, ended = self.remote.begin_update(step, output.kv_connector_output, self.requests)
         self.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ERROR)
-        self._failed += [
-            EngineCoreOutput(request.request_id, [], finish_reason="error", error=LOAD_FAILED) for request in ended
-        ]
+        self._failed += [EngineCoreOutput.failed(request.request_id, LOAD_FAILED) for request in ended]
         return ignored
 
     def _end_transfers(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:

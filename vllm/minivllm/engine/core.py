@@ -30,17 +30,16 @@ from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.generation_config import GenerationConfig
+from minivllm.engine.generation_config import tokenizer_and_ends
 from minivllm.engine.lora_registry import AdapterRefused, LoRARegistry
 from minivllm.engine.memory_log import log_memory, profile_ranks
 from minivllm.engine.step_recorder import StepRecorder
 from minivllm.errors import AdapterError, MinivllmError, NonFiniteLogitsError, WorkerDiedError
-from minivllm.executor.abstract import make_executor
+from minivllm.executor.factory import make_executor
 from minivllm.kv_connector.factory import create_connector
 from minivllm.logger import init_logger
 from minivllm.models.parallel import shard_config
 from minivllm.models.pipeline import Stage, stage_config
-from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.device import pick_device
 from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.platforms.out_of_memory import explain_out_of_memory
@@ -101,7 +100,9 @@ class EngineCore:
         self.loras = LoRARegistry(self.executor, lambda: self.scheduler)
         self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
         self.batch_queue: deque[_Batch] | None = deque() if ahead else None
-        self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
+        self.structured_outputs = StructuredOutputManager(
+            self.model_config.vocab_size, partial(tokenizer_and_ends, args)
+        )
         self.step_recorder: StepRecorder | None = None
         log_memory(self.ledger, self.scheduler.limits, num_blocks, device)
 
@@ -261,19 +262,19 @@ class EngineCore:
         Raises:
             MinivllmError: it cannot be served.
         """
-        wanted = lora_request if isinstance(lora_request, LoRARequest) else LoRARequest(**lora_request)
-        with self._unless_refused():
-            self.loras.add(wanted)
+        adapter = lora_request if isinstance(lora_request, LoRARequest) else LoRARequest(**lora_request)
+        with self._all_or_nothing(()):
+            self.loras.add(adapter)
             return True
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter, once the requests that use it have ended; return whether it was there."""
-        with self._unless_refused():
+        with self._all_or_nothing(()):
             return self.loras.remove(lora_id)
 
     def list_loras(self) -> list[int]:
         """Return the ids of the adapters in host memory."""
-        with self._unless_refused():
+        with self._all_or_nothing(()):
             return sorted(self.loras.list())
 
     def pin_lora(self, lora_id: int) -> bool:
@@ -282,7 +283,7 @@ class EngineCore:
         Raises:
             MinivllmError: it is not there, or no slot is free for it.
         """
-        with self._unless_refused():
+        with self._all_or_nothing(()):
             self.loras.pin(lora_id)
             return True
 
@@ -329,21 +330,13 @@ class EngineCore:
 
     @contextmanager
     def _all_or_nothing(self, request_ids: Collection[str]) -> Iterator[None]:
-        """Start over without these requests if the block fails."""
+        """Start over without these requests if the block fails, but not for an adapter that is refused."""
         try:
             yield
-        except BaseException as failure:
-            raise self._start_over(failure, request_ids) from None
-
-    @contextmanager
-    def _unless_refused(self) -> Iterator[None]:
-        """Start over if the block fails, except for a refusal, which has changed nothing."""
-        try:
-            yield
-        except AdapterRefused:
+        except AdapterRefused:  # it has changed nothing
             raise
         except BaseException as failure:
-            raise self._start_over(failure, ()) from None
+            raise self._start_over(failure, request_ids) from None
 
     def _start_over(self, failure: BaseException, request_ids: Collection[str]) -> BaseException:
         """End these requests with an error and has all others recomputed. Return the error to raise."""
@@ -398,15 +391,6 @@ class EngineCore:
         return connector
 
 
-def _tokenizer_of(args: EngineArgs) -> tuple[str, tuple[int, ...]]:
-    """Return the tokenizer as JSON, and the model's end-of-sequence tokens."""
-    tokenizer = load_tokenizer(args.tokenizer or args.model)
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    config = ModelConfig.from_pretrained(args.model)
-    return tokenizer.to_str(), GenerationConfig.of(args.model, config, tokenizer).eos_token_ids
-
-
 def _failed(request_id: str, error: BaseException, invalid_request: bool = False) -> EngineCoreOutput:
     reason = str(error) if isinstance(error, MinivllmError) else f"{type(error).__name__}: {error}"
-    return EngineCoreOutput(request_id, [], finish_reason="error", error=reason, invalid_request=invalid_request)
+    return EngineCoreOutput.failed(request_id, reason, invalid_request)

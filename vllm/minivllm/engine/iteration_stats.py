@@ -6,7 +6,11 @@ core; the clock is one.
 In vLLM v0.33.0: `vllm/v1/metrics/stats.py` (`IterationStats`, `FinishedRequestStats`).
 """
 
+import time
 from dataclasses import dataclass, field
+from typing import Any
+
+from minivllm.outputs import RequestMetrics
 
 
 @dataclass(slots=True)
@@ -59,3 +63,37 @@ class IterationStats:
     def num_tokens(self) -> int:
         """Return the number of all tokens, of prompts and generated."""
         return self.num_prompt_tokens + self.num_generation_tokens
+
+    def observe_tokens(
+        self, metrics: RequestMetrics, num_new_tokens: int, num_prompt_tokens: int, num_cached_tokens: int, now: float
+    ) -> None:
+        """Count the tokens that a request has got at this time, and note the time in its metrics."""
+        self.num_generation_tokens += num_new_tokens
+        if metrics.first_token_time is None:
+            # The prompt is counted with the first token, when all of it is computed.
+            metrics.first_token_time = now
+            self.num_prompt_tokens += num_prompt_tokens
+            self.num_cached_prompt_tokens += num_cached_tokens
+            self.time_to_first_tokens.append(now - metrics.arrival_time)
+        else:
+            self.inter_token_latencies.append(now - (metrics.last_token_time or now))
+        metrics.last_token_time = now
+
+    def observe_finished(self, metrics: RequestMetrics, parent: tuple[int, int] | None, **counts: Any) -> None:
+        """Count a completion that has ended; `parent` is its prompt's entry if it was the last one.
+
+        A request that was aborted early has neither been scheduled nor got a token: then those times count as now.
+        """
+        now = time.monotonic()
+        scheduled = metrics.scheduled_time or now
+        first = metrics.first_token_time or max(scheduled, now)
+        finished = FinishedRequestStats(
+            **counts,
+            e2e_latency=now - metrics.arrival_time,
+            queued_time=max(0.0, scheduled - metrics.arrival_time),
+            prefill_time=max(0.0, first - scheduled),
+            decode_time=max(0.0, (metrics.last_token_time or first) - first),
+        )
+        self.finished_requests.append(finished)
+        if parent is not None:
+            self.finished_parents.append(parent)

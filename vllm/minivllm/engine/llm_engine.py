@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minivllm.config.profiler import ProfilerConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
@@ -122,19 +121,12 @@ class LLMEngine(FrontEnd):
             MinivllmError: the engine was made without `profiler_config`, is recording already, or computes in other
                 processes.
         """
-        from minivllm.engine.profiler import TorchProfiler
+        from minivllm.engine.profiler import make_profiler  # brings torch
 
-        args = self.engine_args
-        config = ProfilerConfig.of(args.profiler_config)
-        if config is None:
-            raise MinivllmError('nothing is recorded without profiler_config={"profiler": "torch", …}')
-        if args.multiprocess or args.tensor_parallel_size > 1 or args.distributed_executor_backend == "mp":
-            raise MinivllmError("only an engine in this process is recorded: leave out multiprocess and several ranks")
         if self._profiler is not None:
             raise MinivllmError("a profile is being recorded already; stop_profile ends it")
-        given = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
-        config = replace(config, **{name: value for name, value in given.items() if value is not None})
-        self._profiler = TorchProfiler(config, profile_prefix)
+        limits = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
+        self._profiler = make_profiler(self.engine_args, profile_prefix, limits)
 
     def stop_profile(self) -> None:
         """End the recording, and write it to a file whose name is logged."""

@@ -1,21 +1,22 @@
-"""Turns sampled tokens into outputs for the user: text, stop strings, log probabilities, completions grouped by prompt.
+"""Turn sampled tokens into outputs for the user: text, stop strings, log probabilities, completions grouped by prompt.
 
-In vLLM v0.33.0: `vllm/v1/engine/output_processor.py` (`OutputProcessor`, `RequestState`), `vllm/v1/engine/logprobs.py`.
+In vLLM v0.33.0: `vllm/v1/engine/output_processor.py` (`OutputProcessor`, `RequestState`).
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
 from minivllm.config import NO_PARTS, Parts
 from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
-from minivllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer, token_bytes
-from minivllm.engine.iteration_stats import FinishedRequestStats, IterationStats
+from minivllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer
+from minivllm.engine.iteration_stats import IterationStats
+from minivllm.engine.logprobs import chosen, logprobs_by_token
 from minivllm.engine.parallel_sampling import ParentRequest
-from minivllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
+from minivllm.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from minivllm.sampling_params import RequestOutputKind
 
 
@@ -47,7 +48,7 @@ class RequestState:
         del self.token_ids[num_tokens:]
         if self.logprobs is not None:
             del self.logprobs[num_tokens:]
-            self.cumulative_logprob = sum(_chosen(entry).logprob for entry in self.logprobs)
+            self.cumulative_logprob = sum(chosen(entry).logprob for entry in self.logprobs)
 
 
 class OutputProcessor:
@@ -142,48 +143,32 @@ class OutputProcessor:
         state.parent.kv_transfer_params = output.kv_transfer_params or state.parent.kv_transfer_params
         state.error, state.invalid_request = output.error, output.invalid_request
         if output.error is None:
-            self._count_tokens(state, output, now)
+            num_prompt_tokens = len(state.request.prompt_token_ids)
+            num_new_tokens = len(output.new_token_ids)
+            self._stats_of(state).observe_tokens(
+                state.metrics, num_new_tokens, num_prompt_tokens, state.num_cached_tokens, now
+            )
         if output.new_prompt_logprobs is not None:
-            state.prompt_logprobs = [None, *(self._as_dict(entry) for entry in output.new_prompt_logprobs)]
+            rows = (logprobs_by_token(entry, self.tokenizer) for entry in output.new_prompt_logprobs)
+            state.prompt_logprobs = [None, *rows]  # nothing comes before the first token, so it has none
         if state.logprobs is not None and output.new_logprobs is not None:
             for entry in output.new_logprobs:
-                state.logprobs.append(self._as_dict(entry))
+                state.logprobs.append(logprobs_by_token(entry, self.tokenizer))
                 state.cumulative_logprob = (state.cumulative_logprob or 0.0) + entry.logprobs[0]
 
-    def _count_tokens(self, state: RequestState, output: EngineCoreOutput, now: float) -> None:
-        stats, metrics = self._stats_of(state), state.metrics
-        stats.num_generation_tokens += len(output.new_token_ids)
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-            stats.num_prompt_tokens += len(state.request.prompt_token_ids)
-            stats.num_cached_prompt_tokens += state.num_cached_tokens
-            stats.time_to_first_tokens.append(now - metrics.arrival_time)
-        else:
-            stats.inter_token_latencies.append(now - (metrics.last_token_time or now))
-        metrics.last_token_time = now
-
     def _count_finished(self, state: RequestState, reason: str, num_preemptions: int = 0) -> None:
-        arrival, now = state.metrics.arrival_time, time.monotonic()
-        scheduled = state.metrics.scheduled_time or now
-        first = state.metrics.first_token_time or max(scheduled, now)
-        stats = self._stats_of(state)
-        stats.finished_requests.append(
-            FinishedRequestStats(
-                finish_reason=reason,
-                num_prompt_tokens=len(state.request.prompt_token_ids),
-                num_generation_tokens=len(state.token_ids),
-                max_tokens=state.request.sampling_params.max_tokens or 0,
-                num_cached_tokens=state.num_cached_tokens,
-                num_preemptions=num_preemptions,
-                e2e_latency=now - arrival,
-                queued_time=max(0.0, scheduled - arrival),
-                prefill_time=max(0.0, first - scheduled),
-                decode_time=max(0.0, (state.metrics.last_token_time or first) - first),
-            )
+        num_tokens = len(state.token_ids)
+        ended = state.parent.end(state.index, num_tokens)
+        self._stats_of(state).observe_finished(
+            state.metrics,
+            ended,
+            finish_reason=reason,
+            num_prompt_tokens=len(state.request.prompt_token_ids),
+            num_generation_tokens=num_tokens,
+            max_tokens=state.request.sampling_params.max_tokens or 0,
+            num_cached_tokens=state.num_cached_tokens,
+            num_preemptions=num_preemptions,
         )
-        ended = state.parent.end(state.index, len(state.token_ids))
-        if ended is not None:
-            stats.finished_parents.append(ended)
 
     def _stats_of(self, state: RequestState) -> IterationStats:
         return self._stats[state.request.data_parallel_rank or 0]
@@ -257,22 +242,3 @@ class OutputProcessor:
             return ""
         text = state.detokenizer.text
         return text if state.finish_reason is not None else text[: state.detokenizer.streamable_length()]
-
-    def _as_dict(self, entry: Sequence[Sequence]) -> dict[int, Logprob]:
-        """Return log probabilities by token id; the chosen token is first."""
-        rows: dict[int, Logprob] = {}
-        for token_id, logprob, rank in zip(*entry, strict=True):
-            rows.setdefault(token_id, Logprob(logprob, rank, self._decoded(token_id)))
-        return rows
-
-    def _decoded(self, token_id: int) -> str | None:
-        """Return a token as it stands in the middle of a text: SentencePiece strips the space that begins one."""
-        if self.tokenizer is None:
-            return None
-        return token_bytes(self.tokenizer, skip_special_tokens=False)[token_id].decode(errors="replace")
-
-
-def _chosen(entry: dict[int, Logprob] | None) -> Logprob:
-    """Return the chosen token's log probability, the first entry."""
-    assert entry
-    return next(iter(entry.values()))

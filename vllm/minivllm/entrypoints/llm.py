@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.checks import is_count, refuse_unknown
-from minivllm.config.model_files import local_path
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
@@ -145,10 +143,15 @@ class LLM:
         Raises:
             MinivllmError: there is no template, or it rejects the messages; or as in `generate`.
         """
+        from minivllm.entrypoints.openai.chat_template import render_conversations  # brings Jinja
+
         keywords = _keywords("chat_template_kwargs", chat_template_kwargs)
         further = {**keywords, "add_generation_prompt": add_generation_prompt, "tools": tools}
         form = chat_template_content_format
-        prompts = self._rendered(messages, chat_template, further, continue_final_message, form)
+        template = chat_template or self._chat_template
+        prompts = render_conversations(
+            messages, template, self.llm_engine.engine_args, further, continue_final_message, form
+        )
         return self.generate(
             prompts,
             sampling_params,
@@ -289,27 +292,6 @@ class LLM:
 
     # Prompts
 
-    def _rendered(
-        self, messages: Sequence[Any], template: str | None, further: Mapping[str, Any], goes_on: bool, form: Any
-    ) -> list[str]:
-        from minivllm.entrypoints.openai.chat_template import PLAIN, no_template, read_template, render, special_tokens
-
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise MinivllmError(f"messages are {type(messages).__name__}; they must be a list of messages, or of lists")
-        if template is not None and not isinstance(template, str | Path):
-            raise MinivllmError(f"chat_template is {type(template).__name__}; it must be a template or a file's name")
-        args = self.llm_engine.engine_args
-        source = args.tokenizer or args.model
-        chosen = template or self._chat_template
-        text = read_template(chosen and str(chosen), source)
-        if text is None and local_path(args.model) == EMBEDDED_MODEL:
-            text = PLAIN
-        if text is None:
-            raise MinivllmError(no_template(source))
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        seen = {**special_tokens(source), **further}
-        return [render(text, conversation, seen, goes_on, form) for conversation in conversations]
-
     def _tokenized(self, prompts: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
         """Return the prompts, those that are texts as token ids if special tokens are to be left out."""
         options = _keywords("tokenization_kwargs", options)
@@ -333,12 +315,8 @@ class LLM:
             token_ids = token_ids or self.llm_engine.input_processor.encode(text or "")
         except MinivllmError as error:
             raise type(error)(f"prompt {index}: {error}") from None
-        tokens = TokensPrompt(prompt_token_ids=token_ids)
-        if text is not None:
-            tokens["prompt"] = text
-        if cache_salt is not None:
-            tokens["cache_salt"] = cache_salt
-        return tokens
+        further = {"prompt": text, "cache_salt": cache_salt}
+        return TokensPrompt(prompt_token_ids=token_ids, **{k: value for k, value in further.items() if value})  # type: ignore[typeddict-item]
 
     def _decoded(self, token_ids: list[int], skip_special_tokens: bool) -> str | None:
         tokenizer = self.llm_engine.tokenizer

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import Any, Literal, overload
 
 from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from minivllm.errors import MinivllmError
 from minivllm.worker.settings import WorkerSettings
 
 
@@ -77,38 +76,3 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """End the processes that were started, if any; a second call does nothing."""
-
-
-def get_class(backend: str | None, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> type[Executor]:
-    """Return the executor class of that name; for None, "uni" for one rank and "mp" for more.
-
-    Raises:
-        MinivllmError: unknown backend, or it cannot run that many ranks.
-    """
-    from minivllm.executor.multiproc_executor import MultiprocExecutor  # each is a subclass of the one above
-    from minivllm.executor.ray_executor import RayExecutor
-    from minivllm.executor.uniproc_executor import UniprocExecutor
-
-    executors: dict[Any, type[Executor]] = {"mp": MultiprocExecutor, "ray": RayExecutor, "uni": UniprocExecutor}
-    size = tensor_parallel_size * pipeline_parallel_size
-    backend = backend if backend is not None else "uni" if size == 1 else "mp"
-    if backend not in tuple(executors):  # a tuple, since what was passed may not be hashable
-        names = ", ".join(f'"{name}"' for name in executors)
-        raise MinivllmError(f"there is no distributed_executor_backend {backend!r}: use one of {names}, or None")
-    most = executors[backend].max_ranks
-    if most is not None and size > most:
-        setting = "tensor_parallel_size" + " x pipeline_parallel_size" * (pipeline_parallel_size > 1)
-        raise MinivllmError(
-            f'distributed_executor_backend "{backend}" runs {most} rank, but {setting} is {size}: use "mp"'
-        )
-    return executors[backend]
-
-
-def make_executor(settings: WorkerSettings, backend: str | None = None) -> Executor:
-    """Create the executor of that name (`get_class`), whose ranks load their models.
-
-    Raises:
-        MinivllmError: unknown backend, settings that a rank rejects, or more ranks than GPUs.
-        WorkerDiedError: a rank died before it was ready.
-    """
-    return get_class(backend, settings.tensor_parallel_size, settings.pipeline_parallel_size)(settings)
