@@ -57,6 +57,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def _known_spelling(self, arg: str) -> str:
         flag, equals, value = arg.partition("=")
+        # A value, or a flag that is known as it is written.
         if not flag.startswith("--") or flag in self._option_string_actions:
             return arg
         return flag.replace("_", "-") + equals + value
@@ -73,6 +74,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             if not dot or flag not in self._option_string_actions:
                 kept.append(arg)
                 continue
+            # The value may follow as the next argument; a part without one is a switch.
             if not equals and pending and not pending[0].startswith("--"):
                 equals, value = "=", pending.pop(0)
             _set(parts.setdefault(flag, {}), path.replace("-", "_").split("."), value_of(value) if equals else True)
@@ -97,6 +99,7 @@ def words_of(settings: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for item in re.split(r"^- ", inspect.getdoc(settings) or "", flags=re.MULTILINE)[1:]:
         text = " ".join(item.split("\n\n")[0].split())
+        # One bullet may define several fields, one after another.
         starts = list(DEFINED.finditer(text))
         for start, after in zip(starts, [*starts[1:], None], strict=True):
             words = text[start.end() : after.start() if after else None].strip().rstrip(".").replace("`", "")
@@ -170,6 +173,7 @@ def _shown_default(field: Field[Any]) -> str:
 def _add_flag(group: Any, name: str, hint: Any, default: Any, words: str) -> None:
     flags = [f"--{name.replace('_', '-')}", *([SHORT_FLAGS[name]] if name in SHORT_FLAGS else [])]
     options = {"dest": name, "default": default, "metavar": name.upper(), "help": words}
+    # `int | None` is a flag for an int.
     kinds = set(get_args(hint)) - {type(None)} if get_origin(hint) in (types.UnionType, Union) else {hint}
     if kinds == {bool}:
         del options["metavar"]

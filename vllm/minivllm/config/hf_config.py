@@ -189,6 +189,7 @@ def _attention_shape(hf: Mapping[str, Any], exception: str | None) -> dict[str, 
         return {"num_hidden_layers": layers, "num_attention_heads": 0, "num_key_value_heads": 0, "head_dim": 0}
     layers, heads = _required_count(hf, "num_hidden_layers"), _required_count(hf, "num_attention_heads")
     kv_heads = _kv_heads(hf, heads)
+    # Models that are only counted may have other rules.
     if heads % kv_heads and not exception:
         raise MinivllmError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})")
     shape = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
@@ -238,6 +239,7 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
                 f"{name!r} in the model config's rope parameters must be from 0 to {MAX_ROPE_NUMBER:.0e}, not {value!r}"
             )
     theta = _positive(given, "rope_theta", _positive(hf, "rope_theta", 10000.0))
+    # transformers 5 puts the base into the same dictionary.
     scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "type")}
     scaling["rope_type"] = given.get("rope_type") or given.get("type") or "default"
     return theta, None if scaling["rope_type"] == "default" else scaling
@@ -247,6 +249,8 @@ def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return which biases and norms there are: Qwen2's biases are implied by its type, other configs state theirs."""
     family = hf.get("model_type") or ""
     says = bool(hf.get("attention_bias"))
+    # Qwen2 has biases in q, k and v, and none in the output projection; its config does not mention
+    # them.
     qwen2 = family in ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
     return {
         "attention_bias": qwen2 or says,
@@ -264,6 +268,7 @@ def _other_computation(hf: Mapping[str, Any]) -> str | None:
 def _experts(hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Return the experts, if any layer has them: DeepSeek's first layers have none, and that may be all of them."""
     experts = _count(hf, "num_experts")
+    # Zero is valid here, and `_count` refuses it.
     dense = _count(hf, "first_k_dense_replace") if hf.get("first_k_dense_replace") else 0
     if not experts or dense >= layers:
         return {}
@@ -279,6 +284,7 @@ def _experts(hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
 def _dtype(hf: Mapping[str, Any]) -> str:
     """Return the dtype of the stored weights; float32 if the config names none, as in transformers."""
     value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    # Some configs were written from torch's own name, "torch.bfloat16".
     name = str(value).removeprefix("torch.")
     return {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(
         name, name
@@ -298,5 +304,6 @@ def _checkpoint_kv_dtype(quantization: Any) -> str | None:
         return None
     scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
     if isinstance(scheme, Mapping):
+        # compressed-tensors: {"type": "float", "num_bits": 8} is fp8.
         scheme = f"{scheme.get('type')}{scheme.get('num_bits')}"
     return {"fp8": "fp8", "float8": "fp8", "nvfp4": "nvfp4", "float4": "nvfp4"}.get(str(scheme).lower())

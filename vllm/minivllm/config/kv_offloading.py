@@ -48,6 +48,7 @@ def with_offloading(
         transfer = {"kv_connector": OFFLOADING_CONNECTORS[0], **(transfer or {})}
     given = KVTransferConfig.of(transfer)
     assert given is not None
+    # The dictionary's own entries go before this one.
     extra = {"cpu_bytes_to_use": int(size * GIB)}
     require(
         is_tier(given),

@@ -27,6 +27,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def checkpoint_bytes(directory: Path) -> int | None:
     """Return the bytes of the tensors in a directory's safetensors files, or None without such files."""
+    # Large checkpoints have several files, and their index knows the total.
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         metadata = read_json_object(index).get("metadata")
@@ -51,6 +52,7 @@ def config_path(path_or_name: str | Path) -> Path:
         if not (path / "config.json").is_file():
             raise MinivllmError(f"{path} has no config.json; a model directory has one beside its weights")
         return path / "config.json"
+    # Names on the Hub are "owner/model", so this can only be a path.
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise MinivllmError(f"there is no model directory {name!r}")
     return hub_file(name, "config.json")
@@ -67,6 +69,7 @@ def local_path(path_or_name: str | Path) -> Path:
         raise MinivllmError(f"there is no model directory {name!r}")
     try:
         path = Path(name).expanduser()
+        # Only to find out whether the system accepts such a path.
         path.is_dir()
     except (OSError, RuntimeError, ValueError) as error:  # name too long, or the home of an unknown user
         shown = name if len(name) <= 60 else f"{name[:57]}..."

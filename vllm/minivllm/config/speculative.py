@@ -62,6 +62,7 @@ class SpeculativeConfig:
         if method is not None:
             require_choice("speculative method", method, METHODS)
         require("num_speculative_tokens" in settings, "speculative_config lacks num_speculative_tokens, such as 4")
+        # As in vLLM: who names a model wants it to draft.
         by_default = "ngram" if settings.get("model") is None else "draft_model"
         return cls(**{**settings, "method": by_default if method is None else method})
 
@@ -152,6 +153,7 @@ class DraftingConfig:
         schedule = self.num_speculative_tokens_per_batch_size
         if not schedule or not num_requests:
             return None
+        # The ranges rise, so the last one that has begun is the right one.
         scheduled = [drafts for first, _, drafts in schedule if first <= num_requests][-1]
         return min(self.num_speculative_tokens, scheduled)
 

@@ -123,6 +123,7 @@ def joined_stats(stats: Sequence[dict[str, Any] | None]) -> dict[str, Any] | Non
     joined: dict[str, Any] = {}
     for one in filter(None, stats):
         for name, value in one.items():
+            # `+` adds numbers and joins lists of observations.
             joined[name] = joined[name] + value if name in joined else value
     return joined or None
 

@@ -63,14 +63,17 @@ class LoadFailures:
     def _truncate(self, request: Request, manager: KVCacheManager) -> bool:
         block_ids = manager.get_block_ids(request.request_id)
         block_ids = block_ids[: -(-request.num_computed_tokens // manager.block_size)]
+        # Everything behind the first bad block was computed with it.
         start = next((place for place, block_id in enumerate(block_ids) if self._is_bad(block_id)), None)
         if start is None:
             return False
         end = start  # of those that others compute
         needs: dict[str, tuple[Request, int]] = {}
+        # Blocks that an earlier request recomputes need not be computed by this one, only awaited.
         while end < len(block_ids) and (owner := self._owners.get(block_ids[end])):
             end += 1
             needs[owner.request_id] = owner, end * manager.block_size
+        # From here on this request computes the blocks, for itself and for others.
         self._owners |= dict.fromkeys(block_ids[end:], request)
         set_computed(request, end, manager)
         self.forget(request)
@@ -86,6 +89,7 @@ class LoadFailures:
         start, needs = self._needs.get(request.request_id, (0, {}))
         if not needs:
             return False
+        # An owner was preempted or has ended, so nobody would compute these blocks.
         if any(owner.status is not RequestStatus.RUNNING for owner, _ in needs.values()):
             self.forget(request)
             table = manager.req_to_blocks[request.request_id]
@@ -114,5 +118,6 @@ def set_computed(request: Request, num_blocks: int, manager: KVCacheManager) -> 
     table = manager.req_to_blocks[name]
     manager.block_pool.evict_blocks(table[num_blocks:])
     manager.num_cached_block[name] = min(manager.num_cached_block[name], num_blocks)
+    # The last token is computed in any case, since its logits are needed.
     request.num_computed_tokens = min(num_blocks * manager.block_size, request.num_tokens - 1)
     request.num_cached_tokens = min(request.num_cached_tokens, request.num_computed_tokens)

@@ -78,6 +78,8 @@ class RemoteKV:
         connector.bind_gpu_block_pool(manager.block_pool)
 
     def _forget_steps(self) -> None:
+        # Steps under way that compute with a request's blocks, and those of them that are worth
+        # nothing.
         self._in_flight: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
         self._given_back: dict[str, list[int]] = {}  # block tables, by request, that a step in flight computes with
@@ -99,6 +101,7 @@ class RemoteKV:
         if request.num_computed_tokens > 0:
             return Prefix((), request.num_computed_tokens)  # it was loaded, and lies in its blocks
         blocks, num_local = self.manager.get_computed_blocks(request)
+        # The last token is always computed, so a prompt of one token has nothing to find.
         computes_all = request.skip_reading_prefix_cache or request.num_tokens == 1
         if computes_all or request.request_id in self._never_again:
             return Prefix(blocks, num_local)
@@ -106,6 +109,7 @@ class RemoteKV:
         if num_external is None:
             return None
         most = request.num_tokens - num_local - (not loads_async)  # the last token is computed in any case
+        # A connector may count more tokens than the request can use, or fewer than none.
         num_external = max(0, min(num_external, most))
         return Prefix(blocks, num_local, num_external, loads_async and num_external > 0)
 
@@ -114,12 +118,15 @@ class RemoteKV:
 
         A request that loads holds its blocks without progress and cannot be preempted, so it must not take these.
         """
+        # Decodes are left out: they can be preempted if the pool runs short.
         prefills = (request for request in running if request.num_computed_tokens < request.num_tokens)
         others = (*prefills, *self.kv_holding_waiting.values(), *self.received)
         return sum(map(self.manager.num_missing_blocks, others))
 
     def allocated(self, request: Request, prefix: Prefix) -> None:
         """Take note that a request has got blocks, and holds it back if they are to be filled while others run."""
+        # The whole table, not only the new blocks: the connector needs to know where the cached
+        # ones end.
         blocks = self.manager.req_to_blocks.get(request.request_id, [])
         self.connector.update_state_after_alloc(request, blocks, prefix.num_external)
         if request.num_computed_tokens > 0:
@@ -144,6 +151,7 @@ class RemoteKV:
         ]
         for request in arrived:
             self._take_loaded(request)
+        # Sort only when something was added; most steps add nothing.
         if any(request.num_computed_tokens > 0 for request in arrived):
             before = [*self.received]
             filled = [*before, *(request for request in arrived if request.num_computed_tokens > 0)]
@@ -170,11 +178,13 @@ class RemoteKV:
     def keeps_blocks(self, request: Request) -> bool:
         """Tell the connector that a request has ended; return whether its blocks are still needed."""
         name = request.request_id
+        # Ask while the blocks are still the request's.
         delays, params = self.connector.request_finished(request, self.manager.get_block_ids(name))
         if params is not None:
             self._params[name] = params
         if delays:
             self._being_sent.add(name)
+        # An aborted load may still write into its blocks, so nobody else may have them yet.
         if self.kv_holding_waiting.pop(name, None) and name not in self.finished_recving_kv_req_ids:
             self._being_received.add(name)
             delays = True
@@ -188,6 +198,8 @@ class RemoteKV:
 
     def lost_its_blocks(self, request: Request) -> None:
         """Forget what is known of the blocks of a request that is preempted, or has ended; before they are free."""
+        # A step under way still computes with these blocks. Should one of them turn out to be
+        # invalid, what follows in the table must be withdrawn.
         if self._in_flight[request.request_id]:
             self._given_back[request.request_id] = self.manager.get_block_ids(request.request_id)
         self._truncated.pop(request.request_id, None)
@@ -206,6 +218,7 @@ class RemoteKV:
         self._in_flight.update(output.num_scheduled_tokens.keys())
         if self._truncated:
             continued = output.scheduled_cached_reqs
+            # The ranks have sampled tokens that are not known any more: tell them how many are.
             again = [name for name in continued.req_ids if name in self._truncated]
             continued.num_known_tokens = {name: self._truncated.pop(name).num_tokens for name in again}
 
@@ -224,6 +237,7 @@ class RemoteKV:
         if output is None or not (output.invalid_block_ids or output.failed_recving):
             self._forget_given_back()
             return ignored, []
+        # Requests that only load must be cut first: running ones may have found their blocks.
         loading = [one for one in self.kv_holding_waiting.values() if self._truncate_loading(one, output)]
         running = self._truncate_running(step, output.invalid_block_ids, requests)
         self._forget_given_back()
@@ -238,6 +252,7 @@ class RemoteKV:
             if name in self.kv_holding_waiting:
                 self.finished_recving_kv_req_ids.add(name)
             self._being_received.discard(name)
+        # Blocks are free only when nobody reads them and nobody writes them any more.
         self._being_sent -= output.finished_sending
         for name in output.finished_recving | output.finished_sending:
             if name in self.releasing and name not in self._being_received | self._being_sent:
@@ -249,6 +264,7 @@ class RemoteKV:
         stale = {name for name in names if self._stale[name] > 0}
         self._stale.subtract(stale)
         self._in_flight.subtract(names)
+        # Unary plus drops the entries that have come to zero.
         self._stale, self._in_flight = +self._stale, +self._in_flight
         return stale
 
@@ -262,6 +278,7 @@ class RemoteKV:
         num_valid = request.num_computed_tokens
         if name in output.failed_recving:
             num_valid -= request.num_external_computed_tokens
+        # Only the blocks that should hold something can be invalid.
         block_ids = self.manager.get_block_ids(name)[: -(-num_valid // self.manager.block_size)]
         bad = (place for place, block_id in enumerate(block_ids) if block_id in output.invalid_block_ids)
         num_valid = min(num_valid, next(bad, len(block_ids)) * self.manager.block_size)
@@ -283,6 +300,7 @@ class RemoteKV:
         if not invalid_block_ids:
             return []
         running = [request for request in requests.values() if request.status is RequestStatus.RUNNING]
+        # Remembered to know how many of the lost tokens had come from elsewhere.
         before = {one.request_id: one.num_cached_tokens for one in running}
         affected = self._failures.truncate(running, invalid_block_ids, self.manager, self._given_back.values())
         for request in affected:
@@ -300,6 +318,8 @@ class RemoteKV:
             self._restart_behind(requests.values())
         for request in affected:
             request.spec_token_ids, request.num_output_placeholders = [], 0
+            # Steps that were scheduled before this was known have computed with invalid keys and
+            # values.
             if num_in_flight := self._in_flight[request.request_id]:
                 self._stale[request.request_id] = num_in_flight
         return affected
@@ -324,6 +344,7 @@ class RemoteKV:
             self.connector.request_finished(request, [])
             self._never_again.discard(request.request_id)
         for name in self._being_sent & self.releasing.keys():
+            # The new pool has the same block ids, and the memory behind them was not touched.
             blocks = [manager.block_pool.blocks[block_id] for block_id in self.manager.get_block_ids(name)]
             manager.block_pool.touch(blocks)
             manager.req_to_blocks[name] = blocks

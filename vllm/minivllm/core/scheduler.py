@@ -44,6 +44,8 @@ class Scheduler:
         self.config, self.cache_config, self.policy = scheduler_config, cache_config, policy
         self.drafting = scheduler_config.drafting
         self.kv_cache_manager = self._make_kv_cache_manager()
+        # The front end gets a copy of these limits, so that it can refuse a request where the
+        # caller stands.
         self.limits = RequestLimits(
             scheduler_config.max_model_len,
             cache_config.block_size,
@@ -76,6 +78,7 @@ class Scheduler:
         self._check_request(request)
         if self.remote is not None:
             self.remote.added(request)
+        # A connector finds blocks by their hashes, even where the engine's own cache is off.
         if self.cache_config.enable_prefix_caching or self.remote is not None:
             request.enable_block_hashes(self.cache_config.block_size, self.policy.hash_block_tokens)
         self.requests[request.request_id] = request
@@ -87,6 +90,7 @@ class Scheduler:
         Unknown and already finished ids are ignored. Returns the ids of the requests ended, in the given order.
         """
         assert status.is_finished
+        # `fromkeys` removes duplicates and keeps the order.
         ended = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
         waiting = [request for request in ended if request.status is not RequestStatus.RUNNING]
         if waiting:
@@ -131,6 +135,7 @@ class Scheduler:
         Requests in `lost` are dropped. All others wait again in the order in which they were added; they keep their
         tokens and are recomputed from the first. The worker must forget all requests too.
         """
+        # Counts are since the start of the engine, so they outlive the pool.
         counted = self.kv_cache_manager.prefix_cache_stats
         self.kv_cache_manager = self._make_kv_cache_manager()
         self.kv_cache_manager.prefix_cache_stats = counted
@@ -177,17 +182,23 @@ class Scheduler:
             if remote is not None and self._waits_for_others(request, step):
                 step.position += 1
                 continue
+            # With async scheduling, placeholders stand for tokens that a step in flight is
+            # sampling.
             num_placeholders = request.num_output_placeholders
             num_new_tokens = request.num_tokens_with_spec + num_placeholders - request.num_computed_tokens
+            # A plain decode is one token, which no limit cuts; most requests of a step are decodes.
             if num_new_tokens > 1 or num_placeholders:
                 num_new_tokens = self.cap_num_tokens(request, num_new_tokens, step)
             if num_new_tokens == 0:
                 step.position += 1
                 continue
+            # Preempt others until the blocks are there, or until the request itself is the victim.
             while True:
                 new_blocks = allocate_slots(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
                 if new_blocks is not None:
                     break
+                # Blocks that wait for a copy to host memory are cheaper to give up than a request's
+                # progress.
                 if remote is not None and remote.connector.release_gpu_blocks():
                     continue
                 victim = self.policy.victim(running, self.config.policy, self.kv_cache_manager.req_to_blocks)
@@ -213,10 +224,13 @@ class Scheduler:
 
     def preempt(self, request: Request, step: Step) -> None:
         """Free a running request's blocks and put it back into the queue (FCFS: at the head). It keeps its tokens."""
+        # FCFS always takes the last one, so do not search the list for it.
         position = len(self.running) - 1 if request is self.running[-1] else self.running.index(request)
         del self.running[position]
+        # The requests behind it move up by one.
         if position < step.position:
             step.position -= 1
+        # Its tokens were published when they were scheduled, and will not be computed now.
         was_scheduled = step.unschedule(request)
         if self.remote is not None:
             self.remote.lost_its_blocks(request)
@@ -243,6 +257,7 @@ class Scheduler:
         for those that cannot run however many others end, since pinned adapters have all slots.
         """
         assert self.remote is not None
+        # What comes back here has received nothing, and starts again as a waiting request.
         self.waiting.prepend_requests(self.remote.promote())
         if self.remote.received:
             self._admit_from(self.remote.received, step)
@@ -254,6 +269,7 @@ class Scheduler:
         One that waits for its grammar, for a LoRA slot or for the word of a KV connector blocks nobody.
         """
         skipped: list[Request] = []
+        # Computed once and kept up to date below: it goes through all running requests.
         running_loras = self.running_loras()
         while queue and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = queue.peek_request()
@@ -272,6 +288,7 @@ class Scheduler:
                 break
             if request.lora_request:
                 running_loras.add(request.lora_request.lora_int_id)
+        # Those that were skipped keep their places at the head of the queue.
         queue.prepend_requests(skipped)
 
     def running_loras(self) -> set[int]:
@@ -327,14 +344,18 @@ class Scheduler:
             delay_cache_blocks=prefix.loads_async,
             reserved_blocks=self.remote.num_reserved_blocks(self.running) if self.remote and prefix.loads_async else 0,
             full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
+            # The watermark applies only while others run: an empty engine must admit any request
+            # that fits.
             has_scheduled_reqs=bool(self.running),
         )
         if new_blocks is None:
             return False
+        # A request that has loaded its prefix was counted when it looked it up.
         if request.num_computed_tokens == 0:
             self.kv_cache_manager.record_prefix_cache_stats(request, prefix.num_local)
         if self.remote is not None:
             self.remote.allocated(request, prefix)
+            # Nothing is computed in this step for a request that loads; it only gets its blocks.
             if prefix.loads_async:
                 queue.pop_request()
                 return True
@@ -344,6 +365,7 @@ class Scheduler:
 
     def _start_running(self, request: Request, step: Step, num_found: int, num_new_tokens: int) -> None:
         """Put a request that has been admitted into the step, to be computed behind what was found of its prefix."""
+        # Otherwise it was preempted, and what is not found again is computed for a second time.
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_found
         else:
@@ -399,6 +421,8 @@ class Scheduler:
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             sampled = model_runner_output.sampled_token_ids.get(request_id)
+            # It was aborted while the step ran, or its prompt is not complete, or a load of it
+            # failed.
             if request is None or not sampled or request_id in ignored:
                 continue
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id)
@@ -436,6 +460,7 @@ class Scheduler:
         assert self.remote is not None
         if output.kv_connector_output is not None:
             self.remote.end_update(output.kv_connector_output)
+        # Only a few steps end a request that has parameters for its client.
         if params := self.remote.take_params():
             for one in outputs:
                 one.kv_transfer_params = params.get(one.request_id)
@@ -483,6 +508,7 @@ class Scheduler:
         if not requests:
             return
         for request in requests:
+            # A request that stopped by itself has its status already.
             request.status = status or request.status
             self._free_request(request)
         self.running = [request for request in self.running if not request.status.is_finished]

@@ -198,6 +198,7 @@ class AsyncLLM(FrontEnd):
         collector = self._collectors[request_id] = self._collector(params.output_kind, request_id, on_ready)
         try:
             for child in self._registered(request_id, text, request):
+                # All completions of a prompt go to one core, where they share its prefix.
                 child.data_parallel_rank = data_parallel_rank
                 self.engine_core.add_request(child)
         except BaseException:
@@ -228,6 +229,8 @@ class AsyncLLM(FrontEnd):
         """
         if not isinstance(kv_transfer_params, dict) or kv_transfer_params.get("do_remote_prefill") is not True:
             return
+        # The core has no message for this, but each connector gives back what an aborted request
+        # would have read.
         name = f"declined-{uuid.uuid4()}"
         nothing = SamplingParams(max_tokens=1, seed=0)
         request = EngineCoreRequest(name, [0], nothing, (), time.monotonic(), kv_transfer_params=kv_transfer_params)
@@ -316,6 +319,7 @@ class AsyncLLM(FrontEnd):
     def _listen(self) -> None:
         """Start the task that receives outputs, in the loop that asks first."""
         if self._handler is None:
+            # Not in the constructor, which may run before the loop.
             self._handler = asyncio.get_running_loop().create_task(self._receive_outputs())
 
     async def _receive_outputs(self) -> None:
@@ -335,6 +339,7 @@ class AsyncLLM(FrontEnd):
         self.output_processor.note_scheduled(outputs.scheduled_req_ids, outputs.timestamp)
         for start in range(0, len(outputs.outputs), OUTPUTS_AT_ONCE):
             if start:
+                # Let readers and new requests run between the chunks of a large step.
                 await asyncio.sleep(0)
             some, to_abort = self.output_processor.process_outputs(outputs.outputs[start : start + OUTPUTS_AT_ONCE])
             if to_abort:

@@ -39,6 +39,7 @@ class AsyncMPClient(MPClient):
             try:
                 outputs = self._unpacked(*await self._next_message())
             except Exception as error:
+                # The loop must let go of the sockets before their owner closes them.
                 self._stop_listening(error)
                 self.cores.tell_to_leave()
                 raise
@@ -93,6 +94,7 @@ class AsyncMPClient(MPClient):
                 self._dead = EngineDeadError(self.cores.obituary(self._ended))
                 raise self._dead
             death = self._death = asyncio.get_running_loop().create_future()
+            # Whichever comes first, a message or the end of a core.
             receiving = asyncio.ensure_future(self._messages.recv_multipart())
             try:
                 await asyncio.wait({receiving, death}, return_when=asyncio.FIRST_COMPLETED)
@@ -112,6 +114,7 @@ class AsyncMPClient(MPClient):
 
         def end(lifeline: int, rank: int) -> None:
             loop.remove_reader(lifeline)
+            # Its last message, which says why, may still be on its way.
             loop.call_later(MILLISECONDS_FOR_LAST_WORDS / 1000, tell, rank)
 
         for rank, lifeline in enumerate(self.cores.lifelines):

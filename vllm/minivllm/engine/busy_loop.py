@@ -26,6 +26,7 @@ def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | 
         Exception: whatever exception is found in the queue.
     """
     while True:
+        # Requests and aborts come first: an abort should not wait for another step.
         while not to_do.empty() or not core.has_unfinished_requests():
             act = to_do.get()
             if act is None:

@@ -71,11 +71,14 @@ class EngineCore:
     def __init__(self, args: EngineArgs) -> None:
         self.args = args
         device = pick_device(args.device)
+        # Outputs of requests that ended outside a step; the next step delivers them.
         self._undelivered: list[EngineCoreOutput] = []
         self.model_config = ModelConfig.from_pretrained(args.model)
+        # Fail before any process starts if the model cannot be divided like this.
         shard_config(self.model_config, args.tensor_parallel_size)
         stages = [Stage(rank, args.pipeline_parallel_size) for rank in range(args.pipeline_parallel_size)]
         self._stage_configs = [stage_config(self.model_config, stage) for stage in stages]
+        # Large GPUs get a larger default batch.
         memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
         config = args.scheduler_config(self.model_config, memory)
         self.executor = make_executor(
@@ -85,11 +88,15 @@ class EngineCore:
             self.ledger = profile_ranks(args, config, self._stage_configs, self.executor)
             num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
             assert num_blocks is not None
+            # All ranks get as many blocks as the smallest one has room for: they share the block
+            # ids.
             self.executor.collective_rpc("initialize_kv_cache", num_blocks)
             connector = self._make_connector(args) if args.kv_transfer is not None else None
         except BaseException:
             self.executor.shutdown()
             raise
+        # With several steps in flight, the scheduler must not wait for the tokens of the one
+        # before.
         ahead = self.executor.max_concurrent_batches > 1
         scheduler_class = AsyncScheduler if ahead else Scheduler
         policy = args.parts.policy or DEFAULT_POLICY
@@ -116,6 +123,8 @@ class EngineCore:
         """Add a request to the queue. A rejected one ends with an error, which the next step returns."""
         with self._all_or_nothing((request.request_id,)):
             try:
+                # The adapter is read now, so that one which cannot be served is refused to its
+                # first request.
                 if request.lora_request is not None:
                     request = replace(request, lora_request=self.loras.add(request.lora_request))
                 added = request.to_request()
@@ -131,6 +140,7 @@ class EngineCore:
         with self._all_or_nothing(ids):
             unsent = self.scheduler.unsent(ids)
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+            # Whoever aborts a request expects no further output of it.
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
             self.loras.forget_unused()
             self.scheduler.finished_req_ids -= unsent  # no step need come to tell of them
@@ -149,6 +159,8 @@ class EngineCore:
         """
         if self.batch_queue is not None:
             return self._step_with_batch_queue(self.batch_queue)
+        # None while scheduling: a failure there may have touched any request, later only those of
+        # the step.
         scheduled: Collection[str] | None = None
         now = time.monotonic()
         try:
@@ -167,18 +179,22 @@ class EngineCore:
         concerned: Collection[str] | None = None
         try:
             while len(queue) < self.executor.max_concurrent_batches and self.scheduler.has_unfinished_requests():
+                # A failure while scheduling may have touched any request.
                 concerned, now = None, time.monotonic()
                 scheduler_output = self._schedule(waits=not queue)
                 concerned = scheduler_output.num_scheduled_tokens
+                # A step without tokens or news for the worker need not be sent.
                 if scheduler_output.changes_worker:
                     queue.append(_Batch(scheduler_output, self._start(scheduler_output), now))
                 if not concerned:
                     break  # nobody can go on before the outputs in flight have arrived
+            # From here on only the oldest step can fail.
             concerned = ()
             if not queue:
                 return self._delivered([], [], time.monotonic(), self._snapshot())
             batch = queue.popleft()
             scheduled = batch.scheduler_output.num_scheduled_tokens
+            # Requests that were aborted meanwhile must not end a second time.
             concerned = [request_id for request_id in scheduled if request_id in self.scheduler.requests]
             return self._update(batch.scheduler_output, batch.future.result(), batch.timestamp)
         except BaseException as failure:
@@ -205,6 +221,7 @@ class EngineCore:
             return future
         with record_function_or_nullcontext("minivllm::grammar"):
             grammar_output = self.structured_outputs.grammar_bitmask(self.scheduler.requests, scheduler_output)
+        # The forward pass may have failed at once; then there is nothing to sample.
         if future.done():
             future.result()  # raises its failure
         return self.executor.sample_tokens(grammar_output)
@@ -213,6 +230,8 @@ class EngineCore:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, timestamp: float
     ) -> EngineCoreOutputs:
         """Take in the output of a step scheduled at `timestamp`; return it, and what is still undelivered."""
+        # Only the requests with NaN or infinite logits end; the rest of the step is valid, but it
+        # is recomputed.
         nonfinite = [name for name in model_runner_output.nonfinite_req_ids if name in self.scheduler.requests]
         if nonfinite:
             raise NonFiniteLogitsError(nonfinite)
@@ -224,6 +243,7 @@ class EngineCore:
                 self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
             admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
             snapshot = self._snapshot(scheduler_output, outputs)
+        # Nothing is computed while keys and values are on their way: do not spin.
         if not scheduler_output.num_scheduled_tokens and self.scheduler.remote is not None:
             time.sleep(SECONDS_BETWEEN_EMPTY_STEPS)
         delivered = self._delivered(outputs, admitted, timestamp, snapshot)
@@ -340,14 +360,17 @@ class EngineCore:
 
     def _start_over(self, failure: BaseException, request_ids: Collection[str]) -> BaseException:
         """End these requests with an error and has all others recomputed. Return the error to raise."""
+        # Without its ranks the engine cannot go on.
         if isinstance(failure, WorkerDiedError):
             return failure
+        # A second Ctrl-C here would leave the scheduler and the ranks in different states.
         with InterruptsHeld(clean_up=True):
             return self._drop_step(explain_out_of_memory(failure) or failure, request_ids)
 
     def _drop_step(self, error: BaseException, request_ids: Collection[str]) -> BaseException:
         lost = self._ended_by(error, request_ids)
         logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
+        # A request must not get two last outputs.
         known = {output.request_id for output in self._undelivered}
         self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
         self._restart(lost)
@@ -366,6 +389,7 @@ class EngineCore:
     def _restart(self, lost: Collection[str]) -> None:
         if self.batch_queue is not None:
             self.batch_queue.clear()
+        # First the scheduler, which cannot fail; the ranks may be dead.
         self.scheduler.start_over(lost)
         self.executor.collective_rpc("reset")
 
@@ -386,6 +410,7 @@ class EngineCore:
     def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
         """Create the connector's sides in the ranks, then the scheduler's, which is told how to reach them."""
         told = self.executor.collective_rpc("initialize_kv_connector")
+        # All ranks return the same config but for their rank; the scheduler's side takes rank 0's.
         connector = create_connector(told[0][0], KVConnectorRole.SCHEDULER, args.parts)
         connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(told)})
         return connector

@@ -37,6 +37,8 @@ class EngineCoreProc:
         self.core: EngineCore | None = None
         self._rank = rank
         self._sockets = sockets
+        # The receiving socket has a context of its own: it is never closed, and would keep the
+        # other context from ending.
         self._context, self._input_context = zmq.Context(), zmq.Context()
         self._to_do: queue.SimpleQueue[Act | Exception | None] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[EngineCoreOutputs | Failure] = queue.SimpleQueue()
@@ -50,6 +52,7 @@ class EngineCoreProc:
         settings, num_neighbours = decode(payload, tuple[dict, int])
         try:
             self.core = EngineCore(_share(settings, num_neighbours))
+            # Compile kernels before the first request has to wait for them.
             self.core.executor.collective_rpc("warm_up")
         except Exception as error:
             if not isinstance(error, MinivllmError):
@@ -62,6 +65,7 @@ class EngineCoreProc:
         inputs = self._connected(zmq.DEALER, "input", self._input_context)
         inputs.send_multipart((Kind.HELLO, b""))
         handshake.send_multipart((Kind.READY, encode(self.core.ready)))
+        # Outputs are encoded and sent beside the loop, which can begin the next step.
         sender = threading.Thread(target=self._send, args=(output,), daemon=True)
         threading.Thread(target=self._receive, args=(inputs,), daemon=True).start()
         sender.start()
@@ -97,6 +101,7 @@ class EngineCoreProc:
             self._put(EngineCoreOutputs([], utility_output=answer))
 
     def _put(self, outputs: EngineCoreOutputs) -> None:
+        # The client balances by these counts, and must know which of its requests they include.
         outputs.engine_index, outputs.num_received = self._rank, self._num_received
         self._outputs.put(outputs)
 
@@ -135,5 +140,6 @@ def _share(settings: Mapping[str, Any], num_cores: int) -> EngineArgs:
     args = EngineArgs(**settings)
     if num_cores == 1 or pick_device(args.device).type != "cpu":
         return args
+    # Several cores with all threads each would only take turns on the same processors.
     torch.set_num_threads(max(1, torch.get_num_threads() // num_cores))
     return replace(args, gpu_memory_utilization=args.gpu_memory_utilization / num_cores)

@@ -84,6 +84,7 @@ class CoreProcesses:
         """Let the processes go, kills those that stay, and give all else back. A second call does nothing."""
         if os.getpid() != self._owner:
             return  # a fork
+        # All of them first, then wait: so their ends overlap.
         self.tell_to_leave()
         wait_or_kill(self.processes, SECONDS_TO_LEAVE)
         self._give_back()
@@ -116,6 +117,7 @@ class CoreProcesses:
         ours, theirs = os.pipe()
         self.lifelines.append(ours)
         command = [sys.executable, "-P", "-m", "minivllm.engine.core_entry", self.folder, str(theirs), str(self._owner)]
+        # A terminal sends Ctrl-C to all processes in front; only the front end should answer it.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits the mask
         try:
             process = subprocess.Popen(

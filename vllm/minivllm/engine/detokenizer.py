@@ -101,6 +101,7 @@ class IncrementalDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.num_tokens = 0
         self.text = ""
+        # The prompt may end inside a character that the first output tokens complete.
         end = self._last_bytes(prompt_token_ids)
         self._at_the_start = not end
         self._utf8.decode(end)  # keeps the bytes of a character that the prompt has begun
@@ -119,6 +120,7 @@ class IncrementalDetokenizer:
         for token_id in new_token_ids:
             num_before = len(self.text)
             self._append([token_id])
+            # A stop string within the first `min_tokens` tokens does not count.
             if self.num_tokens <= self._params.min_tokens:
                 continue
             stop = self._cut_at_stop_string(num_before)
@@ -129,6 +131,7 @@ class IncrementalDetokenizer:
     def finish(self) -> str | None:
         """Add the text that was held back, since no more tokens will come. Return a stop string, as `update` does."""
         num_before = len(self.text)
+        # An incomplete character at the end becomes a replacement character.
         self.text += self._utf8.decode(b"", final=True)
         return self._cut_at_stop_string(num_before)
 
@@ -136,6 +139,7 @@ class IncrementalDetokenizer:
         """Return how much of `text` an unfinished stream may send: all but a possible start of a stop string."""
         if self._params.include_stop_str_in_output or not self._stop_strings:
             return len(self.text)
+        # What may be the start of a stop string must not be sent: it would have to be taken back.
         return len(self.text) - max(_overlap(self.text, stop) for stop in self._stop_strings)
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
@@ -216,6 +220,7 @@ def find_stop_string(text: str, stop_strings: Sequence[str], num_before: int) ->
 
 
 def _first_end(text: str, stop: str, num_before: int) -> int:
+    # A stop string may have begun in the text before.
     start = text.find(stop, max(0, num_before - len(stop) + 1))
     return len(text) + 1 if start < 0 else start + len(stop)
 

@@ -125,6 +125,7 @@ class FrontEnd:
     def _registered(self, request_id: str, text: str | None, request: EngineCoreRequest) -> list[EngineCoreRequest]:
         """Split a request into those for the core, and expect their outputs from now on."""
         if not self.has_unfinished_requests():
+            # Idle time must not look like low throughput.
             self._throughput_log.begin()
         parent, children = ParentRequest(request_id, request.sampling_params.n), child_requests(request)
         self._children[request_id] = [child.request_id for child in children]

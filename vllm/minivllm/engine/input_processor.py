@@ -69,6 +69,7 @@ class InputProcessor:
         self._check_lora(lora_request)
         text, token_ids, cache_salt = parse_prompt(prompt)
         if token_ids is None:
+            # Before tokenizing, which takes minutes for a text of gigabytes.
             self.check_length(text or "")
             token_ids = self.encode(text or "")
         self._check_prompt(token_ids)
@@ -141,6 +142,7 @@ class InputProcessor:
         params = params.clone()
         self._check_params(params)
         stops = tuple(params.stop_token_ids or ())
+        # A prompt that is too long gets its error from `limits.check`, not from here.
         max_tokens = max(1, self.limits.max_model_len - num_prompt_tokens)
         return replace(
             params,
@@ -178,6 +180,8 @@ class InputProcessor:
         spellings = set()
         for word in params.bad_words or ():
             assert self.tokenizer is not None
+            # Most vocabularies have a token for a word at the start of a text and another for it
+            # after a space.
             bare = word.lstrip()
             for text in (bare, " " + bare) if bare else (word,):
                 spellings.add(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids))

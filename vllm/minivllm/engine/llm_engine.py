@@ -70,6 +70,7 @@ class LLMEngine(FrontEnd):
                 for child in self._registered(request_id, prompt_text if text is None else text, request):
                     self.engine_core.add_request(child)
             except BaseException:
+                # Some of the completions may be in the core's queue already.
                 self.abort_request([request_id])
                 raise
         return request_id
@@ -92,6 +93,7 @@ class LLMEngine(FrontEnd):
                     outputs = self.engine_core.get_output()
                 return self._take_in(outputs)
             except BaseException:
+                # If the step itself failed, the core has ended its requests already.
                 if outputs is not None:
                     self._give_up({output.request_id for output in outputs.outputs})
                 raise

@@ -41,6 +41,7 @@ class LoadBalancer:
         ranks = range(len(self._cores))
         rank = request.data_parallel_rank
         if rank is None:
+            # The first of equals: an idle engine fills its cores in order.
             rank = min(ranks, key=self.score)
         elif rank not in ranks:
             raise MinivllmError(f"there is no data_parallel_rank {rank}: the cores are {list(ranks)}")

@@ -42,6 +42,7 @@ class LoRARegistry:
             AdapterRefused: it cannot be served, its id is another one's, or it would take the place of one in use.
         """
         self._check_enabled(lora_request)
+        # Two requests for the same adapter may differ in these, and are equal for us.
         wanted = replace(lora_request, load_inplace=False, fingerprint="")
         known = self._adapters.get(lora_request.lora_int_id)
         same = known is not None and replace(known, fingerprint="") == wanted
@@ -65,6 +66,7 @@ class LoRARegistry:
 
     def _read(self, wanted: LoRARequest, known: LoRARequest | None) -> str:
         """Have all ranks read an adapter, and return its fingerprint. While `known` is used, nothing else may come."""
+        # Running requests hold blocks that were computed with the known weights.
         if known is not None and known.lora_int_id in self._used():
             wanted = replace(wanted, load_inplace=True, fingerprint=known.fingerprint)
         answers = self._executor.collective_rpc("add_lora", wanted)

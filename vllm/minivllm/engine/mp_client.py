@@ -42,6 +42,7 @@ class MPClient(EngineCoreClient):
         self._finalizer = weakref.finalize(self, self.cores.end)
         try:
             self._input = self.cores.bind(zmq.ROUTER, "input")
+            # Fail when a core is gone, rather than drop the message silently.
             self._input.router_mandatory = True
             self._output = self.cores.bind(zmq.PULL, "output")
             self.engines = self.cores.start()
@@ -60,6 +61,7 @@ class MPClient(EngineCoreClient):
         return self.cores.processes[0]
 
     def add_request(self, request: EngineCoreRequest) -> None:
+        # The statistics of a request are those of its core.
         rank = request.data_parallel_rank = self._balancer.choose(request)
         self._rank_of[request.request_id] = rank
         self._send(Kind.ADD, request, rank)
@@ -151,6 +153,7 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
         call_id = self._send_call(method, arguments)
         answers: dict[int, UtilityOutput] = {}
         while len(answers) < len(self.engines):
+            # Answers and outputs share one socket, so outputs may come first.
             message = self._receive()
             answer = message.utility_output
             if answer is None:

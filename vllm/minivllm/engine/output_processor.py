@@ -132,6 +132,7 @@ class OutputProcessor:
         for state in states:
             state.finish_reason = "abort"
             self._detokenize(state)
+            # Again: the text that was held back may have contained a stop string.
             state.finish_reason, state.stop_reason = "abort", None
             self._count_finished(state, "abort")
         return [output for state in states if (output := self._make_output(state)) is not None]

@@ -42,7 +42,10 @@ class RankLoop:
             try:
                 return Reply(call.number, self._run(call))
             except Exception as error:
+                # Remember it: calls that were sent before the failure was known get it as their
+                # answer.
                 self.failure = Failure.of(error)
+            # Other ranks may wait for this one in a collective operation; now they fail instead.
             self.worker.leave_group()
         return Reply(call.number, failure=self.failure)
 
@@ -68,6 +71,7 @@ def serve(sock: socket.socket) -> None:
         _say(sock, Reply(0))
         while (call := _next_call(calls)) is not None:
             reply = loop.answer(call)
+            # Failures are always reported; results only where the caller waits for this rank.
             if call.replies in (None, rank) or reply.failure is not None:
                 _say(sock, reply)
     except Exception as error:

@@ -48,6 +48,7 @@ class RayActors:
             MinivllmError: ray is not installed, or the cluster cannot be joined, or has no room.
         """
         ray = import_ray()
+        # A caller's own connection to the cluster must survive this engine.
         self._was_connected = ray.is_initialized()
         if not self._was_connected:
             try:

@@ -63,6 +63,7 @@ def interface_of(address: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
+            # A `struct ifreq`: the kernel fills in the address of the interface with this name.
             request = struct.pack("256s", name.encode()[:15])
             try:
                 found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR

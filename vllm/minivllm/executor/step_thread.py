@@ -31,6 +31,7 @@ class StepThread:
         """Run a call of this name after all that were started; return its result."""
         if method != RESET:
             return self.start(call, *arguments).result()
+        # Steps that still wait in the queue must not run before the reset.
         self._failure = self._failure or WorkerFailedError("the step was dropped: the one before it has failed")
         return self._pool.submit(self._reset, call).result()
 

@@ -33,6 +33,7 @@ class HostCopies:
     def __init__(self, regions: BlockRegions, staging_bytes: int = STAGING_BYTES) -> None:
         self.regions, self._staging_bytes = regions, staging_bytes
         self._stages = False
+        # On a CPU the blocks go straight to host memory, so nothing is staged.
         if regions.device.type == "cuda":
             self._begin_staging()
 
@@ -40,6 +41,7 @@ class HostCopies:
         record, device = self.regions.record_bytes, self.regions.device
         self._stages, self._capacity = True, max(1, self._staging_bytes // record)
         self._staging = torch.empty(self._capacity * record, dtype=torch.uint8, device=device)
+        # Copies run beside the forward pass, not behind it.
         self._stream = torch.cuda.Stream(device)
 
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int], after: Any = None) -> None:
@@ -49,6 +51,7 @@ class HostCopies:
             return
         with torch.cuda.stream(self._stream):
             if after is not None:
+                # The forward pass must have written the blocks before they are read.
                 self._stream.wait_event(after)
             for chosen, room, pieces in self._batches(block_ids, host, slots):
                 gather_blocks(self.regions, chosen, room, block_major=True)

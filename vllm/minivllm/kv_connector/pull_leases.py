@@ -31,12 +31,15 @@ class Leases:
         self._kept: dict[str, _Lease] = {}
         self._released: dict[str, None] = {}  # in the order of their releases
         self._ended: set[str] = set()
+        # A reader may ask for a lease that begins in the next step: it waits on this.
         self._changed = threading.Condition()
 
     def grant(self, block_ids: Mapping[str, Sequence[int]]) -> None:
         """Begin leases of these requests' blocks, or begin them anew. One that was released already ends at once."""
         with self._changed:
             for request_id, ids in block_ids.items():
+                # The decode engine was faster than the step that tells this rank to keep the
+                # blocks.
                 if request_id in self._released:
                     self._ended.add(request_id)
                 else:
@@ -46,6 +49,8 @@ class Leases:
     def renew(self, request_ids: Iterable[str]) -> None:
         """Renew the leases of those requests that have one."""
         with self._changed:
+            # Shorter than a new lease: a heartbeat shows that the other engine lives, so less
+            # patience is needed.
             until = self._clock() + self.duration * 2 / 3
             for lease in (self._kept[request_id] for request_id in request_ids if request_id in self._kept):
                 lease.until = max(lease.until, until)
@@ -58,6 +63,7 @@ class Leases:
                     self._ended.add(request_id)
                 self._released[request_id] = None
                 if len(self._released) > REMEMBERED:
+                    # Dictionaries keep their order, so this is the oldest one.
                     del self._released[next(iter(self._released))]
 
     def take_ended(self) -> tuple[set[str], set[str]]:

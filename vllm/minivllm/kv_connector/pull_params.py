@@ -84,6 +84,7 @@ class RemotePrefill:
 def digest(token_ids: Sequence[int]) -> str:
     """Return a digest of tokens in 32 characters, the same on every machine."""
     numbers = array("q", token_ids)
+    # Two engines may run on processors of different byte order.
     if sys.byteorder == "big":
         numbers.byteswap()
     return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()

@@ -106,9 +106,11 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         if not takes:
             return
         remote = RemotePrefill.of(params, self.config.tensor_parallel_size)
+        # Several requests may use one remote prompt, as with n > 1: they share its claim.
         claim = self._claims.setdefault(remote, _Claim(remote))
         claim.members.add(request.request_id)
         self._claim_of[request.request_id] = claim
+        # Keys and values of another prompt would be used, and published, without a sign.
         if not remote.is_of(request.prompt_token_ids):
             self._leave(request.request_id)
             raise MinivllmError(
@@ -120,8 +122,10 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         claim = self._claim_of.get(request.request_id)
         if claim is None or claim.is_over:
             return 0, False
+        # Another request reads the same blocks. Once they are here, the prefix cache has them.
         if claim.reader not in (None, request.request_id):
             return None, False
+        # Older engines do not say how many tokens they have computed: then it is the whole prompt.
         there = request.num_prompt_tokens if claim.remote.num_tokens is None else claim.remote.num_tokens
         wanted = min(there, request.num_prompt_tokens) - num_computed_tokens
         return (wanted, True) if wanted > 0 else (0, False)
@@ -136,6 +140,8 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         if num_external_tokens == 0:
             self._leave(request.request_id)
             return
+        # Blocks with a hash come from the prefix cache and are filled already; only those behind
+        # them are read.
         num_cached = sum(1 for _ in takewhile(lambda block: block.block_hash is not None, blocks))
         start = num_cached * self.config.block_size
         block_ids = tuple(block.block_id for block in blocks[num_cached:])
@@ -147,6 +153,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         """Return what was decided since the last call, with heartbeats, six in the time of a lease."""
         metadata, self._next = self._next, PullConnectorMetadata()
         now = time.monotonic()
+        # Whatever is not read yet must still be there when its turn comes.
         waiting = [claim.remote for claim in self._claims.values() if not claim.is_over]
         if waiting and now - self._last_heartbeat >= self.lease_duration / HEARTBEATS_PER_LEASE:
             self._last_heartbeat = now
@@ -162,6 +169,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
             if claim := self._claim_of.get(request_id):
                 claim.is_over = True
         for request_id in (told for of_rank in connector_output.kv_connector_worker_meta or () for told in of_rank):
+            # Each rank here tells its own peer, so all of them must have done so.
             self._num_untold[request_id] -= 1
             if self._num_untold[request_id] <= 0:
                 self._untold.pop(request_id, None)
@@ -174,8 +182,10 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         if params is None or not params.get("do_remote_decode"):
             return False, None
         ended_well = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        # The sampled token is not computed, so nothing of it lies in the blocks.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         block_ids = block_ids[: -(-num_tokens // self.config.block_size)]
+        # A request that was aborted or failed has nothing that another engine should use.
         if not ended_well or not block_ids:
             return False, None
         self._next.reqs_to_send[request.request_id] = block_ids
@@ -191,6 +201,8 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         """Start over after a failed step: ranks have given up their reads, and get all other orders again."""
         self._next = PullConnectorMetadata()
         with self._held_lock:
+            # The failed step may or may not have told the ranks which blocks to keep; to be told
+            # twice does no harm.
             self._next.reqs_to_send = dict(self._held)
         for claim in self._claims.values():
             if claim.reader is not None and not claim.is_over:
@@ -207,6 +219,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         claim.members.discard(request_id)
         if claim.reader == request_id:
             claim.is_over = True  # the ranks may still read; then they tell the prefill engine themselves
+        # Others of this claim may still read.
         if claim.members:
             return
         self._claims.pop(claim.remote, None)

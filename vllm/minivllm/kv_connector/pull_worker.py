@@ -66,6 +66,7 @@ class PullConnectorWorker(KVConnectorBase_V1):
             self.count("num_kv_expired_reqs", len(expired))
             logger.warning("Nobody has read the blocks of %s in time: they are free", ", ".join(sorted(expired)))
         received, self._received = self._received, set()
+        # For the scheduler both mean the same: the blocks need not be kept any more.
         return read | expired, received
 
     def get_failed_recving(self) -> set[str]:

@@ -81,6 +81,7 @@ class ExampleConnector(KVConnectorBase_V1):
                 f"shared_storage_path is {path!r}; ExampleConnector needs a folder, as in "
                 '{"kv_connector_extra_config": {"shared_storage_path": "/tmp/kv"}}'
             )
+        # Whatever makes the bytes of a file mean something else is part of the folder's name.
         kind = f"{config.model_fingerprint} {config.block_size} {config.kv_cache_dtype} {config.tensor_parallel_size}"
         self.folder = Path(path) / hashlib.sha256(kind.encode()).hexdigest()[:16]
         try:
@@ -103,6 +104,8 @@ class ExampleConnector(KVConnectorBase_V1):
         if not self.config.kv_transfer_config.is_kv_consumer:
             return 0, False
         size = self.config.block_size
+        # Remembered for `update_state_after_alloc`, where the prefix cache's blocks cannot be told
+        # apart any more.
         self._asked[request.request_id] = num_computed_tokens // size
         first, last = num_computed_tokens // size, (request.num_tokens - 1) // size
         found = 0
@@ -119,6 +122,7 @@ class ExampleConnector(KVConnectorBase_V1):
         size = self.config.block_size
         num_external = num_external_tokens // size
         num_known = self._asked.pop(request.request_id, request.num_computed_tokens // size)
+        # A file holds one block, so each block is loaded by itself.
         for place in range(num_known, num_known + num_external):
             self._metadata.loads[blocks[place].block_id] = request.block_hashes[place].hex()
         self._requests[request.request_id] = _Saved(
@@ -167,13 +171,16 @@ class ExampleConnector(KVConnectorBase_V1):
         # It may have been set back by a load that has failed.
         saved.num_blocks = min(saved.num_blocks, request.num_computed_tokens // self.config.block_size)
         num_known = min(request.num_computed_tokens + num_tokens, request.num_prompt_tokens)
+        # Only full blocks of the prompt: a file is found by its block's hash.
         for place in range(saved.num_blocks, num_known // self.config.block_size):
             name = request.block_hashes[place].hex()
+            # Another engine may have saved the same block.
             if not self._is_complete(name):
                 self._metadata.saves[saved.block_ids[place]] = name
             saved.num_blocks = place + 1
 
     def _is_complete(self, name: str) -> bool:
+        # Each rank has its own heads in a file of its own.
         return all(self._path(name, rank).exists() for rank in range(self.config.tensor_parallel_size))
 
     def _path(self, name: str, rank: int) -> Path:
@@ -198,6 +205,8 @@ class ExampleConnector(KVConnectorBase_V1):
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
         """Copy the layer's part of the blocks to be saved."""
         saves = self._step.saves
+        # After a failed load, nothing is saved until the scheduler knows of it: it may have been
+        # computed with garbage.
         if saves and self._step.last_failure >= self._last_failure:
             self._saving[layer_name] = [tensor[list(saves)].cpu() for tensor in kv_layer]
 
@@ -207,6 +216,7 @@ class ExampleConnector(KVConnectorBase_V1):
         if not saving:
             return
         for place, name in enumerate(self._step.saves.values()):
+            # Key: layer and part, such as keys, values and scales. Each is one block.
             tensors = {
                 f"{layer}.{part}": tensor[place].contiguous()
                 for layer, parts in saving.items()
@@ -238,6 +248,7 @@ class ExampleConnector(KVConnectorBase_V1):
 
         caches = {f"{layer}.{part}": one for layer, of in self._kv_caches.items() for part, one in enumerate(of)}
         try:
+            # safetensors checks the lengths, but would not notice a changed byte.
             with safe_open(path, framework="pt") as opened:
                 loaded = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
                 told = (opened.metadata() or {}).get(CHECKSUM)
@@ -247,6 +258,7 @@ class ExampleConnector(KVConnectorBase_V1):
             one.shape == caches[name].shape[1:] and one.dtype == caches[name].dtype for name, one in loaded.items()
         )
         if not fits or told != checksum(loaded[name] for name in sorted(loaded)):
+            # Remove it, so that it is computed and saved again.
             path.unlink(missing_ok=True)
             return False
         for name, tensor in loaded.items():
@@ -260,6 +272,7 @@ class ExampleConnector(KVConnectorBase_V1):
         unfinished = path.with_suffix(f".{os.getpid()}")
         try:
             save_file(tensors, unfinished, {CHECKSUM: checksum(tensors[name] for name in sorted(tensors))})
+            # Atomic: a reader sees the whole file or none.
             os.replace(unfinished, path)
         except Exception as error:
             unfinished.unlink(missing_ok=True)

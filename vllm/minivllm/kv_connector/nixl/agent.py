@@ -69,6 +69,7 @@ class NixlAgent:
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # the core's calls come from several threads
         )
         try:
+            # NIXL's own exceptions do not say which transports UCX has tried.
             self._api: Any = api.nixl_agent(name, config)
         except Exception as error:
             ways = os.environ.get("UCX_TLS", "not set")
@@ -104,6 +105,7 @@ class NixlAgent:
 
     def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
         """Prepare all pieces of these regions in their order; `peer` None means this agent's own memory."""
+        # [regions, 5]: NIXL expands the strides itself.
         table = np.array(regions, np.uint64).reshape(-1, len(Region._fields))
         prepared = self._api.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", table, self._memory_kind)
         self._lists.setdefault(peer, []).append(prepared)
@@ -111,6 +113,7 @@ class NixlAgent:
 
     def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> "Transfer":
         """Begin to read: piece `pieces[i]` of the peer's list into piece `into[i]` of the local one."""
+        # NIXL takes indices of 32 bits only.
         indices = (into.astype(np.int32), pieces.astype(np.int32))
         handle = self._api.make_prepped_xfer("READ", local, indices[0], remote, indices[1], notification)
         return Transfer(self._api, handle)
@@ -166,6 +169,7 @@ class _Progress:
         self._thread.join()
 
     def _run(self) -> None:
+        # Asking for notifications also makes NIXL move whatever can move.
         while not self._ends.wait(SECONDS_BETWEEN_LOOKS):
             for messages in self._api.get_new_notifs().values():
                 for message in messages:

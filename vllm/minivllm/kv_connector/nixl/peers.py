@@ -78,6 +78,7 @@ class Peers:
             return None
         metadata, offset = self._meeting.pop(place).result()
         self._check(remote, metadata)
+        # An engine that has started anew has the same id and other memory.
         self.lose(remote.engine_id)
         self._met[remote.engine_id] = peer = self._make(metadata, offset)
         return peer
@@ -89,6 +90,7 @@ class Peers:
 
     def forget_lost(self, in_use: Collection[str]) -> None:
         """Release what was prepared for lost engines, but for those whose names are `in_use` by a transfer."""
+        # NIXL must not forget a peer while one of its transfers is under way.
         for peer in [peer for peer in self._lost if peer.name not in in_use]:
             self._lost.remove(peer)
             self._agent.remove_peer(peer.name)
@@ -125,6 +127,7 @@ class Peers:
 
     def _make(self, metadata: NixlAgentMetadata, offset: float) -> Peer:
         tokens = tokens_of_a_piece(self._own.block_size, metadata.block_size)
+        # Peers with the same block size share the list of local pieces.
         if tokens not in self._local_pieces:
             self._local_pieces[tokens] = self._prepare(None, self._own, tokens)
         try:
@@ -154,5 +157,6 @@ def in_thread(work: Callable[[], Result]) -> "Future[Result]":
         except BaseException as error:
             future.set_exception(error)
 
+    # A daemon: a peer that never answers must not keep the process from ending.
     threading.Thread(target=run, daemon=True, name="nixl-handshake").start()
     return future

@@ -40,6 +40,8 @@ def piece_indices(
     `block_ids[0]`; `num_blocks` are the blocks of a region.
     """
     per_block = block_size // tokens.step
+    # The index of each piece within the request, then its block and its place in it.
     places = (np.arange(tokens.start, tokens.stop, tokens.step) - first_token) // tokens.step
     pieces = np.asarray(block_ids)[places // per_block] * per_block + places % per_block
+    # The same pieces in every region: layers, keys and values lie in regions of their own.
     return (np.arange(num_regions)[:, None] * (num_blocks * per_block) + pieces).ravel()

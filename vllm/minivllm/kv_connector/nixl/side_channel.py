@@ -152,6 +152,7 @@ def fetch_metadata(
     """
     asked = time.perf_counter()
     answer, clock = _ask(host, port, (GET_META_MSG, *ranks), seconds)
+    # As in NTP: the answer's time belongs to the middle between question and answer.
     offset = clock - (asked + time.perf_counter()) / 2
     where = f"the engine at {host}:{port}"
     if not answer:

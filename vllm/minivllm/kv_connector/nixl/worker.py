@@ -106,6 +106,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         """Give up all reads and releases: nothing writes into the cache any more. Leases run on."""
         until = time.monotonic() + SECONDS_TO_CANCEL
         for read in self._reads.values():
+            # A transfer that cannot be cancelled still writes into the cache: wait for its end.
             while read.transfer is not None and not read.transfer.release() and time.monotonic() < until:
                 time.sleep(0.001)
         self._reads.clear()
@@ -150,10 +151,12 @@ class NixlConnectorWorker(PullConnectorWorker):
             self._peers.lose(remote.engine_id)
             raise MinivllmError("NIXL says that the transfer has failed")
         if state == "PROC":
+            # Not lost while it cannot be cancelled: its blocks are still being written.
             if time.monotonic() > read.deadline and read.transfer.release():
                 read.transfer = None
                 raise MinivllmError(f"it did not end within {self._read_timeout:g} s")
             return False
+        # vLLM's engines do not know the question.
         if not peer.metadata.answers_is_held:
             return True
         if read.is_held is None:
@@ -171,6 +174,7 @@ class NixlConnectorWorker(PullConnectorWorker):
                 f"remote_block_ids does not name the blocks of {order.end} tokens: there are {len(remote.block_ids)} "
                 f"of {theirs.block_size}, in a cache of {theirs.num_blocks}"
             )
+        # By the first token of each piece; the last piece may reach beyond the end.
         tokens = range(order.start, order.end, peer.piece_tokens)
         num_regions = len(mine.block_lens)
         into = piece_indices(order.block_ids, mine.block_size, order.start, tokens, mine.num_blocks, num_regions)
@@ -192,6 +196,7 @@ class NixlConnectorWorker(PullConnectorWorker):
             num_descriptors=times.num_descriptors,
         )
         read.transfer.release()
+        # Not with the READ itself: the blocks are released only after `is_held` was answered.
         self._notify(read.peer, consumed_message(read.order.remote.request_id, self.config.tensor_parallel_size))
         del self._reads[request_id]
         self.receive(request_id)

@@ -86,6 +86,7 @@ class OffloadScheduler(KVConnectorBase_V1):
             MinivllmError: not one block fits, or this machine has not that much.
         """
         record, num_bytes = sum(metadata.values()), self.settings.cpu_bytes_to_use or 0
+        # One block takes a record on every rank, together `record` bytes.
         num_blocks = self.settings.num_cpu_blocks or int(num_bytes // record)
         require(
             num_blocks >= 2,
@@ -117,12 +118,16 @@ class OffloadScheduler(KVConnectorBase_V1):
         """Count the tier's tokens in whole blocks, except for the last token; pin them until the step is made."""
         size = self.config.block_size
         self._release_hit(request.request_id)
+        # The tier has whole blocks only.
         if num_computed_tokens % size:
             return 0, False
         start = time.perf_counter()
+        # Not the block of the last token, which is computed in any case.
         first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
+        # A prefix must be whole: stop at the first miss.
         keys = list(takewhile(self._is_hit, request.block_hashes[first:most]))
         if self.config.use_eagle:
+            # The drafter's cache of a block depends on the token behind it, which may differ here.
             keys = keys[:-1]
         self._lookup_seconds.append(time.perf_counter() - start)
         if not keys:
@@ -164,6 +169,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         """Add what is to be stored after this step."""
         for name in list(self._hits):  # promised in this step, to a request that did not fit
             self._release_hit(name)
+        # Without tokens nothing is evicted, so there is nothing to save.
         if self.settings.lazy_offload and scheduler_output.num_scheduled_tokens:
             self._store(self._blocks_to_be_evicted(), is_lazy=True)
         elif not self.settings.lazy_offload:
@@ -205,6 +211,7 @@ class OffloadScheduler(KVConnectorBase_V1):
 
     def _store(self, wanted: "dict[BlockHash, KVCacheBlock]", is_lazy: bool = False) -> None:
         """Order these blocks to be stored, as far as the tier has room; those that it has stay there."""
+        # Counted first, to know afterwards how many blocks found no room.
         num_missing = sum(self.manager.lookup(key) is LookupResult.MISS for key in wanted)
         if not num_missing:
             return
@@ -216,6 +223,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         if prepared is None:
             return
         blocks = [wanted[key] for key in prepared.keys_to_store]
+        # One more reference keeps the blocks from being overwritten while they are copied.
         self.gpu_pool.touch(blocks)
         number, self._num_stores = self._num_stores, self._num_stores + 1
         self._stores[number] = _Store(prepared.keys_to_store, blocks, self.num_ranks, is_lazy)
@@ -245,6 +253,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         """Drop the references of a store to blocks of the cache; return whether any of them is free now."""
         blocks, store.blocks = store.blocks, []
         self.gpu_pool.free_blocks(reversed(blocks))
+        # Requests may still hold the others.
         freed = [block for block in blocks if block.ref_cnt == 0]
         if store.is_lazy:  # they were next to be evicted, and still are
             for block in freed:
@@ -257,6 +266,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         stores = [store for store in self._stores.values() if store.blocks]
         if stores:
             self._metadata.need_flush = True
+        # A list and not a generator: `any` would stop at the first one.
         freed = [self._let_go(store) for store in stores]
         return any(freed)
 

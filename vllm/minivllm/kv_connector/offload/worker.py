@@ -28,6 +28,7 @@ class OffloadWorker(KVConnectorBase_V1):
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.WORKER) -> None:
         super().__init__(config, role)
+        # One thread each: stores keep their order, and a load need not wait for them.
         self._storing = ThreadPoolExecutor(1, "kv-store")
         self._loading = ThreadPoolExecutor(1, "kv-load")
         self._host: torch.Tensor | None = None
@@ -61,6 +62,8 @@ class OffloadWorker(KVConnectorBase_V1):
             self._take_host_memory(metadata.num_cpu_blocks)
         self._computes = False
         if metadata.need_flush:
+            # The scheduler has given their blocks to other requests: finish before the forward pass
+            # writes there.
             wait(self._stores.values())
         for name, copy in metadata.loads.items():
             self._loads[name] = self._loading.submit(self._move, self._from_host.from_host, copy)
@@ -76,6 +79,7 @@ class OffloadWorker(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Begin the step's store. Its blocks are not overwritten before it has ended; see `need_flush`."""
+        # Recorded behind the forward pass, so the copy begins when that has written the blocks.
         after = torch.cuda.Event() if self.regions.device.type == "cuda" and self._orders.stores else None
         if after is not None:
             after.record()
@@ -86,6 +90,7 @@ class OffloadWorker(KVConnectorBase_V1):
         """Take note of the copies that have ended; return the requests whose loads have."""
         under_way = [*self._stores.values(), *self._loads.values()]
         if not self._computes and under_way:
+            # Otherwise empty steps would spin until the copy has ended.
             wait(under_way, SECONDS_WITHOUT_TOKENS, FIRST_COMPLETED)
         for number in [number for number, future in self._stores.items() if future.done()]:
             self._observe("store", *self._stores.pop(number).result())
@@ -124,5 +129,6 @@ class OffloadWorker(KVConnectorBase_V1):
     def _move(self, move: Callable[..., None], copy: BlockCopy, *after: Any) -> tuple[int, float]:
         """Copy in one of the threads; return the bytes and the seconds."""
         start = time.perf_counter()
+        # Block 0, the null block, takes no memory here.
         move(copy.block_ids, self._host, [one - 1 for one in copy.cpu_block_ids], *after)
         return len(copy.block_ids) * self.regions.record_bytes, time.perf_counter() - start

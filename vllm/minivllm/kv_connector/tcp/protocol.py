@@ -69,7 +69,10 @@ class Connection:
         """Send a frame. Raise `TransferError` if the peer is gone, or does not take it in time."""
         with _as_transfer_error("the other engine does not take what is sent"):
             self._socket.settimeout(self.timeout)  # of a whole call
+            # A small frame must not wait until there is more to send (Nagle).
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Two calls rather than one: joining them would copy the body, which may have a
+            # megabyte.
             self._socket.sendall(HEADER.pack(refused, len(body), zlib.crc32(body)))
             self._socket.sendall(body)
 
@@ -81,7 +84,9 @@ class Connection:
             TransferError: the peer is gone, sends nothing in time, or sends what is no valid frame.
         """
         until = time.monotonic() + self.timeout
+        # One deadline for header and body, so that a slow peer cannot extend it.
         refused, size, checksum = HEADER.unpack(self._filled(memoryview(bytearray(HEADER.size)), until))
+        # Check the length before allocating: it is the peer's word.
         if size > (MOST_REASON if refused else most) or (room is not None and not refused and size < most):
             raise TransferError(f"a frame is said to have {size} bytes where {most} are due")
         body = self._filled(memoryview(bytearray(size)) if room is None or refused else room, until)
@@ -127,8 +132,11 @@ def connect(host: str, port: int, timeout: float) -> Connection:
 
 def greet(connection: Connection, secret: bytes, timeout: float) -> None:
     """Prove to a server that this engine knows the secret. Raise `TransferError` if the server does not."""
+    # Both sides add a random number, so that neither proof can be recorded and sent again.
     theirs, own = bytes(connection.receive(NONCE_BYTES)), secrets.token_bytes(NONCE_BYTES)
     connection.send(own + _proof(secret, b"client", own, theirs))
+    # The comparison takes the same time wherever they differ, so its duration tells nothing of the
+    # secret.
     if not hmac.compare_digest(connection.receive(PROOF_BYTES), _proof(secret, b"server", own, theirs)):
         raise RefusedError(f"the other engine does not know this engine's secret ({SECRET_VARIABLE})")
     connection.timeout = timeout

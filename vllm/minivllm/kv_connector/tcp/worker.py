@@ -71,8 +71,11 @@ class TCPConnectorWorker(PullConnectorWorker):
         """Raise `MinivllmError` for settings that it does not know or cannot serve."""
         self.settings = TCPSettings.of(config)
         super().__init__(config, role, self.settings.lease_duration)
+        # Pools of their own: slow loads must not delay heartbeats, or leases would end.
         self._readers, self._tellers, self._answerers = map(ThreadPoolExecutor, (READERS, TELLERS, ANSWERERS))
         self._loads: dict[str, tuple[ReadOrder, Future[dict[str, float]]]] = {}
+        # Orders whose blocks may still be written; a reset empties it, and threads look before each
+        # write.
         self._wanted: set[ReadOrder] = set()
         self._writing = Lock()
         self._open: set[Connection] = set()
@@ -82,6 +85,7 @@ class TCPConnectorWorker(PullConnectorWorker):
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
         """Open the server, if this engine gives anything away. Raise `MinivllmError` if its address is taken."""
         self.regions = BlockRegions.of([tensor for tensors in kv_caches.values() for tensor in tensors])
+        # Sent with each read, and compared by the other side before it sends anything.
         self.layout = layout_of(self.config, kv_caches)
         if not self.config.kv_transfer_config.is_kv_producer:
             return
@@ -133,9 +137,11 @@ class TCPConnectorWorker(PullConnectorWorker):
         self._is_closed = True
         if self._listener is not None:
             with suppress(OSError):  # some systems cannot shut a listener down, and wake when it is closed
+                # This wakes the thread that waits in `accept`; closing alone would not.
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             self._accepting.join()
+        # Threads that wait for the network get an error and end.
         for connection in list(self._open):
             connection.close()
         for pool in (self._readers, self._tellers, self._answerers):
@@ -146,6 +152,7 @@ class TCPConnectorWorker(PullConnectorWorker):
         """Close a connection in the end, or with this connector."""
         self._open.add(connection)
         try:
+            # It may have been shut down after the thread was started.
             if self._is_closed:
                 raise TransferError("the connector was shut down")
             yield connection
@@ -171,6 +178,7 @@ class TCPConnectorWorker(PullConnectorWorker):
             try:
                 num_blocks = self._read(order)
             except TransferError as error:
+                # The other engine has answered, and would answer the same again.
                 if isinstance(error, RefusedError):
                     raise
                 num_blocks = self._read(order)
@@ -183,6 +191,7 @@ class TCPConnectorWorker(PullConnectorWorker):
     def _read(self, order: ReadOrder) -> int:
         """Fill an order's blocks, and return how many. Blocks have one size on both sides."""
         remote, size = order.remote, self.config.block_size
+        # The prefix cache may have had the first blocks.
         first = order.start // size
         count = -(-order.end // size) - first
         ask = Ask("read", remote.request_id, first, list(remote.block_ids[first : first + count]), self.layout)
@@ -211,6 +220,7 @@ class TCPConnectorWorker(PullConnectorWorker):
             try:
                 connection = Connection(listener.accept()[0], protocol.HANDSHAKE_SECONDS)
             except OSError:  # it was closed, or no file descriptor is free
+                # Without a free file descriptor `accept` fails at once, again and again.
                 time.sleep(0 if self._is_closed else 0.05)
             else:
                 self._answerers.submit(self._serve, connection)
@@ -232,6 +242,7 @@ class TCPConnectorWorker(PullConnectorWorker):
         connection.send(b"")
 
     def _send_blocks(self, connection: Connection, ask: Ask) -> None:
+        # Name the first difference: the operator of either engine can act on it.
         for name, own in self.layout.items():
             if (theirs := ask.layout.get(name)) != own:
                 raise RefusedError(f"the engines do not fit: {name} is {own} here and {theirs} there")
@@ -241,6 +252,8 @@ class TCPConnectorWorker(PullConnectorWorker):
         buffer = Buffer(self.regions)
         for piece, room in buffer.pieces(ask.block_ids):
             buffer.gather(piece)
+            # Look again after the copy: a lease that has ended meanwhile may mean that other tokens
+            # lie there.
             self._kept(ask.request_id)
             connection.send(room)
 
