@@ -215,6 +215,7 @@ class EngineArgs:
         self.profiler_config = ProfilerConfig.of(self.profiler_config)
         check_offloading(self.kv_offloading_size, self.kv_offloading_backend)
         if self.kv_offloading_size is None:
+            # With a tier, the dictionary may lack the connector's name, which `kv_transfer` adds.
             self.kv_transfer_config = KVTransferConfig.of(self.kv_transfer_config)
         self._check_numbers()
         self._check_pipeline()
@@ -229,6 +230,7 @@ class EngineArgs:
 
     def _take_defaults_for_none(self) -> None:
         for field in fields(self):
+            # Callers of vLLM pass None for what they do not set.
             may_be_none = field.name == "model" or field.default in (None, MISSING)
             if getattr(self, field.name) is None and not may_be_none:
                 setattr(self, field.name, field.default)
@@ -314,6 +316,7 @@ class EngineArgs:
         transfer = self.kv_transfer
         if transfer is None:
             return
+        # A tier talks to no other engine, so it goes with any division of the model.
         alone = is_tier(transfer)
         require(
             self.enable_prefix_caching or not alone,
@@ -360,6 +363,7 @@ class EngineArgs:
         transfer = self.kv_transfer
         if transfer is None or not is_tier(transfer):
             return 0
+        # The bytes of a block are known only when the model is loaded.
         in_blocks = transfer.get_from_extra_config("num_cpu_blocks")
         return 0 if in_blocks else int(transfer.get_from_extra_config("cpu_bytes_to_use") or 0)
 
@@ -406,6 +410,7 @@ class EngineArgs:
         )
         max_num_batched_tokens = self.max_num_batched_tokens or default_tokens
         if not self.enable_chunked_prefill and self.max_num_batched_tokens is None:
+            # Without chunks, a step must have room for the longest prompt.
             max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
         own = _shared_fields(self, SchedulerConfig) | {
             "max_model_len": max_model_len,
@@ -455,6 +460,7 @@ def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
     """Return the default limits of tokens and requests per step."""
     if gpu_memory is None:
         return 2048, 256
+    # As in vLLM: an H100 or larger, or a smaller GPU.
     return (16384, 1024) if gpu_memory >= 70 * GIB else (8192, 256)
 
 
@@ -463,6 +469,7 @@ def add_engine_flags(
 ) -> None:
     """Add a flag for each engine argument; see `add_flags`."""
     further = {**words_of(CacheConfig), **words_of(SchedulerConfig)}
+    # The field has another name in `SchedulerConfig`.
     further["scheduling_policy"] = further["policy"]
     for name, instead in IGNORED.items():
         further[name] = f"taken for scripts written for vLLM; changes nothing here{instead and f': {instead}'}"

@@ -31,6 +31,7 @@ class AsyncThreadClient(EngineCoreClient):
         self._to_do: queue.SimpleQueue[Act | Exception | None] = queue.SimpleQueue()
         self._outputs: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Started with the first call for outputs: only then is there a loop to send them to.
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine core")
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -90,5 +91,6 @@ class AsyncThreadClient(EngineCoreClient):
 
     def _send(self, outputs: EngineCoreOutputs | None) -> None:
         assert self._loop is not None
+        # At the end of the program the loop may be gone before the thread.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, outputs)

@@ -48,6 +48,7 @@ def main(folder: str, lifeline: int, parent: int, rank: int) -> int:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    # Before the imports below, which take seconds: the front end may end meanwhile.
     threading.Thread(target=end_with_parent, args=(parent, end), daemon=True).start()
 
     from minivllm.platforms.collector import while_loading

@@ -42,6 +42,8 @@ class TcpSockets:
 
     def connect(self, socket: zmq.Socket, name: str) -> None:
         socket.curve_serverkey = self.server_key
+        # A key pair of its own for each socket: the server checks nobody's identity, only that they
+        # know its key.
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.connect(self.addresses[name])
 
@@ -61,6 +63,7 @@ class OwnSockets:
         """Return a socket that drops nothing: however many messages wait, they are kept."""
         socket = self._context.socket(kind)
         self._sockets.append(socket)
+        # High-water marks of 0 mean none; by default ZeroMQ drops what exceeds a thousand messages.
         socket.linger = socket.sndhwm = socket.rcvhwm = 0
         return socket
 

@@ -114,6 +114,7 @@ class IncrementalDetokenizer:
         """
         if stopped_by_token and not self._params.include_stop_str_in_output:
             new_token_ids = new_token_ids[:-1]
+        # Without stop strings, all tokens can be decoded at once.
         if not self._stop_strings:
             self._append(new_token_ids)
             return None
@@ -156,6 +157,7 @@ class IncrementalDetokenizer:
         added = [self._bytes_of[token_id] for token_id in token_ids]
         if self._at_the_start and any(added):
             self._at_the_start = False
+            # Special tokens that are skipped have no bytes.
             first = next(index for index, data in enumerate(added) if data)
             added[first] = self._bytes_of.at_the_start(token_ids[first])
         self.text += self._utf8.decode(b"".join(added))
@@ -193,6 +195,7 @@ class DetokenizerOfParts(IncrementalDetokenizer):
 
     def _cut_at_stop_string(self, num_before: int) -> str | None:
         shown, stop = self._part.push(self.text[num_before:])
+        # The part cuts a stop string off in any case.
         included = stop if stop and self._params.include_stop_str_in_output else ""
         self.text = self.text[:num_before] + shown + included
         return stop
@@ -214,6 +217,7 @@ def find_stop_string(text: str, stop_strings: Sequence[str], num_before: int) ->
     It is the one that would be found if the text arrived character by character. Of two that end at the same place,
     the first in the list wins.
     """
+    # By where they end, not by where they begin: as if the text came character by character.
     ends = [(_first_end(text, stop, num_before), stop) for stop in stop_strings]
     end, stop = min(ends, key=lambda pair: pair[0], default=(len(text) + 1, ""))
     return (stop, end) if end <= len(text) else None

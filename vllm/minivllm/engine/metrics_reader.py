@@ -63,6 +63,7 @@ def _values(family: PrometheusMetric) -> Iterator[Metric]:
     by_labels = defaultdict[tuple, list[Sample]](list)
     for sample in family.samples:
         if not sample.name.endswith("_created"):
+            # Buckets and positions are values of one metric here, not metrics of their own.
             labels = tuple((name, value) for name, value in sample.labels.items() if name not in ("le", "position"))
             by_labels[labels].append(sample)
     return (_value(family, dict(labels), samples) for labels, samples in by_labels.items())

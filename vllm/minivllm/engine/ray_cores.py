@@ -27,6 +27,7 @@ class RayCores(CoreProcesses):
         """
         ranks = args.tensor_parallel_size * args.pipeline_parallel_size
         self._actors = RayActors(args.data_parallel_size, args.device, ranks)
+        # "auto" was decided by what the cluster has, not by this machine.
         super().__init__(replace(args, device=self._actors.device))
         self._server = TcpServer(self.sockets, self._actors.host)
 
@@ -48,6 +49,7 @@ class RayCores(CoreProcesses):
     def _start_cores(self) -> None:
         for rank in range(self._args.data_parallel_size):
             connection, process = self._actors.start(f"core {rank}", rank, CoreActor, self._server.for_cores, rank)
+            # The connection is only watched for its end, so its descriptor is enough.
             self.lifelines.append(connection.detach())
             self.processes.append(process)
 

@@ -46,6 +46,7 @@ class ThroughputLog:
             100 * stats.kv_cache_usage,
             100 * prefix.hits / max(1, prefix.queries),
         )
+        # Counts are since the start, the line is about the last seconds.
         drafts = stats.spec_decoding_stats.since(self._drafts)
         self._drafts = stats.spec_decoding_stats
         if drafts.num_drafts:

@@ -83,6 +83,7 @@ class BeamSearcher:
         pairs = [(search, sequence) for search in searches for sequence in search.open()]
         prompts = [_prompt_of(sequence) for _, sequence in pairs]
         priorities, adapters = ([getattr(search, name) for search, _ in pairs] for name in ("priority", "lora_request"))
+        # All open sequences of all prompts in one call, so that they share the steps of the engine.
         outputs = iter(self._run(prompts, self._sampling_params, priorities, adapters))
         for search in searches:
             children = [
@@ -90,6 +91,7 @@ class BeamSearcher:
             ]
             if search.open():
                 search.steps -= 1
+                # An ended sequence keeps its score and takes no place in the beam.
                 search.ended += [child for child in children if child.finish_reason == "stop"]
                 open_ones = [child for child in children if child.finish_reason is None]
                 search.going_on = sorted(open_ones, key=self._score, reverse=True)[: self._params.beam_width]
@@ -109,6 +111,7 @@ class BeamSearcher:
         ]
 
     def _score(self, sequence: BeamSearchSequence) -> float:
+        # Without the division short sequences would always win: each token lowers the sum.
         return sequence.cum_logprob / max(1, len(sequence.logprobs)) ** self._params.length_penalty
 
     def _best(self, search: Search) -> BeamSearchOutput:

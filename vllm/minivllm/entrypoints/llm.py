@@ -79,6 +79,7 @@ class LLM:
         self.llm_engine = LLMEngine(engine_args)
         self._chat_template = chat_template
         self._request_ids = itertools.count()
+        # By request id, in the order in which they were enqueued; None while unfinished.
         self._enqueued: dict[str, RequestOutput | None] = {}
         self._caller = OneCaller()
 
@@ -110,6 +111,7 @@ class LLM:
                 and the completions of those that failed have the finish reason "error" and the message in `error`.
         """
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
+        # Ctrl-C is held for the call, and let through between two steps.
         with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
             return _answers(self._complete(items, sampling_params, priority, advance, interrupts, lora_request))
 
@@ -159,6 +161,7 @@ class LLM:
             lora_request=lora_request,
             priority=priority,
             tokenization_kwargs={
+                # The template has written them.
                 "add_special_tokens": False,
                 **_keywords("tokenization_kwargs", tokenization_kwargs),
             },
@@ -232,6 +235,7 @@ class LLM:
                 with self._aborting(request_ids):
                     self._run([], advance, interrupts)
             finally:
+                # Also after a failure: a call that fails leaves nothing queued.
                 outputs, self._enqueued = list(self._enqueued.values()), {}
             return _answers(outputs)  # type: ignore[arg-type]
 
@@ -378,6 +382,7 @@ class LLM:
             for index, (request_id, prompt, wanted, number, adapter) in enumerate(rows):
                 interrupts.deliver()
                 if isinstance(wanted, SamplingParams):
+                    # Intermediate outputs would be made and thrown away.
                     wanted = replace(wanted, output_kind=RequestOutputKind.FINAL_ONLY)
                 try:
                     self.llm_engine.add_request(request_id, prompt, wanted, lora_request=adapter, priority=number)
@@ -410,6 +415,7 @@ class LLM:
 def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
     """Return the outputs, with a warning for each that has an error; raise if there is no answer at all."""
     errors = {index: error for index, output in enumerate(outputs) if (error := _error_of(output)) is not None}
+    # Some answers are worth returning; with none at all, an exception is clearer.
     nothing = all(completion.error for output in outputs for completion in output.outputs)
     for index, error in errors.items():
         if nothing:

@@ -62,6 +62,7 @@ class EngineRequests:
         while unfinished:
             index = await self._ready.get()
             output = await self._collectors[index].get()
+            # One completion that fails ends the whole reply, which has room for one error only.
             ended = next((one for one in output.outputs if one.error is not None), None)
             if ended is not None:
                 raise (MinivllmError if ended.invalid_request else failed)(ended.error or "")
@@ -112,6 +113,7 @@ class Answer:
     async def whole(self, requests: EngineRequests) -> WholeReply:
         """Return the reply that is not a stream."""
         outputs = {index: output async for index, output in requests.outputs() if output.finished}
+        # Prompts finish in any order, and are answered in the client's.
         ordered = [outputs[index] for index in range(len(self.prompts))]
         found = [
             (index * self.n + one.index, output, one) for index, output in enumerate(ordered) for one in output.outputs
@@ -130,6 +132,7 @@ class Answer:
         num_tokens = [0] * (len(self.prompts) * self.n)
         num_cached: int | None = None
         async for index, output in requests.outputs():
+            # The first output of all: until now an error could still be a status of its own.
             if num_cached is None:
                 num_cached = output.num_cached_tokens
                 for event in self.opening():
@@ -138,10 +141,12 @@ class Answer:
                 number = index * self.n + one.index
                 num_tokens[number] += len(one.token_ids)
                 event = self.event([self.delta(number, output, one)], number, num_tokens[number])
+                # Otherwise the last event, with the usage, has it.
                 if one.finish_reason is not None and not self._asks_usage:
                     event.system_fingerprint = self.serving.fingerprint
                 yield event
         if self._asks_usage:
+            # `object` is given although it is the default: only fields that were set are sent.
             last = self.event_form(**self._base, object=self.event_kind, choices=[])
             last.usage = self._usage(sum(num_tokens), num_cached)
             last.system_fingerprint = self.serving.fingerprint

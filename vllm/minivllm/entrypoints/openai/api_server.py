@@ -108,6 +108,7 @@ def _add_generation(
 ) -> None:
     completions = OpenAIServingCompletion(engine, models, settings, template)
     chat = OpenAIServingChat(engine, models, settings, template)
+    # Only with a connector may a prefill engine hold blocks for a refused request.
     checks = [*JSON_ONLY, tell_if_declined(engine)] if engine.engine_args.kv_transfer_config else JSON_ONLY
 
     @app.post("/v1/completions", dependencies=checks, response_model=CompletionResponse, responses=ERRORS)

@@ -74,9 +74,11 @@ def special_tokens(model: str | Path) -> dict[str, str]:
 
 
 def _of_flag(given: str, model: str | Path) -> str:
+    # A template has braces or lines, and no path has.
     if "{" in given or "\n" in given:
         return given
     path = Path(given)
+    # A file goes before a template of the same name.
     if path.is_dir() or not path.exists():
         named = _templates_of(model)
         if given in named:
@@ -151,6 +153,7 @@ def render(
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise MinivllmError(f"the chat template rejects the messages: {error}") from None
     if goes_on:
+        # The template has added its end of turn behind the last message: cut it off.
         last = _last_text(conversation[-1]["content"]).strip()
         text = text[: text.rindex(last) + len(last)] if last in text else text
     return encodable(text, "the prompt")

@@ -32,6 +32,7 @@ def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
         raise MinivllmError(f"structured_outputs and response_format both say {', '.join(doubled)}; give only one")
     fields |= further
     if isinstance(fields.get("json"), bool):
+        # JSON Schema: true allows anything, false nothing.
         fields["json"] = {} if fields["json"] else {"not": {}}
     return StructuredOutputsParams(**fields) if fields or given is not None else None
 
@@ -68,6 +69,7 @@ def _schema_of_tools(request: ChatCompletionRequest) -> dict[str, Any] | None:
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if request.parallel_tool_calls is False:
         schema["maxItems"] = 1
+    # References such as "#/$defs/x" are resolved from the root.
     definitions = _definitions(calls)
     return schema | {"$defs": definitions} if definitions else schema
 

@@ -23,6 +23,7 @@ def tell_if_declined(engine: AsyncLLM) -> Any:
         try:
             yield
         except (MinivllmError, RequestValidationError) as refusal:
+            # A server that is only busy may serve the request later, and needs the blocks then.
             if not isinstance(refusal, RequestError) or refusal.status < 500:
                 engine.decline(_transfer_params(await request.json()))
             raise

@@ -75,6 +75,7 @@ def error_response(error: Exception) -> ErrorResponse:
         return _response(str(error), error.status, error.kind, error.parameter)
     if isinstance(error, MinivllmError):
         return _response(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError", error.parameter)
+    # A client may try again, at another server or later.
     if isinstance(error, EngineStoppedError):
         return error_response(unavailable(str(error)))
     if isinstance(error, EngineDeadError):
@@ -121,6 +122,7 @@ def _response(message: str, status: HTTPStatus, kind: str, parameter: str | None
 
 
 def _validation_response(errors: Sequence[Any]) -> JSONResponse:
+    # Our own checks run inside of pydantic, which wraps their exceptions.
     own = next((error["ctx"]["error"] for error in errors if "error" in error.get("ctx", {})), None)
     if isinstance(own, MinivllmError):
         return json_response(own)
@@ -134,6 +136,7 @@ def _validation_response(errors: Sequence[Any]) -> JSONResponse:
 
 def _line(error: Any) -> str:
     given = error.get("input")
+    # A whole conversation would not help anybody who reads the message.
     if isinstance(given, dict | list | bytes):
         shown = f"{type(given).__name__} of {len(given)}"
     else:
@@ -144,5 +147,6 @@ def _line(error: Any) -> str:
 def _path(location: Sequence[int | str]) -> str:
     """Return the path to a field, without the names that pydantic gives to the branches of a union."""
     parts = [str(part) for part in location]
+    # For a union, pydantic inserts the name of each type that it has tried.
     named = [part for part in parts if not any(mark in part for mark in "[]{}()") and part not in UNION_MARKERS]
     return ".".join(named or parts)

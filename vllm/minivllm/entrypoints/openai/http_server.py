@@ -68,6 +68,7 @@ def bind(settings: HttpArgs) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in (settings.host or "") else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
+    # A server that was just restarted must get its port back at once.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((settings.host or "", settings.port))
@@ -128,12 +129,15 @@ async def until_the_end(
     elif stopping.done():
         state.draining = True
         logger.info("Shutting down: %d requests are open", state.num_open)
+        # A second signal ends this wait, and so does the backend's death.
         code = await _drain(state, backend, asked, settings.shutdown_timeout)
         backend.end_requests()
         # uvicorn tells open requests that their client has left: they send their last events before.
         await _drain(state, None, asked, SECONDS_TO_CLOSE)
+    # uvicorn closes idle connections and waits for the others.
     server.should_exit = True
     await _either(serving, asked, 2 * SECONDS_TO_CLOSE)
+    # Whoever has not closed by now is cut off.
     server.force_exit = True
     for task in (dying, stopping):
         task.cancel()
@@ -149,6 +153,7 @@ async def _drain(state: ServerState, backend: Backend | None, asked: asyncio.Sem
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
+    # The semaphore is locked as long as no further signal has come.
     while state.num_open and asked.locked() and not (backend and backend.errored) and loop.time() < end:
         await asyncio.sleep(0.02)
     return 1 if backend and backend.errored else 0

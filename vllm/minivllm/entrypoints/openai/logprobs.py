@@ -46,6 +46,7 @@ def completion_logprobs(
         if row is None:
             found.top_logprobs.append(None)
             continue
+        # The chosen token stands first in a row, so there is one more.
         top = row.items() if most < 0 else islice(row.items(), most + 1)
         found.top_logprobs.append({_shown(one, entry, as_ids): max(entry.logprob, LEAST) for one, entry in top})
     return found

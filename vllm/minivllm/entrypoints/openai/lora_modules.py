@@ -98,6 +98,7 @@ def adapter_folder(path: str, folders: Sequence[str]) -> str | None:
     """
     try:
         allowed = [Path(os.path.realpath(folder)) for folder in folders]  # one of them may be gone
+        # A client may name any path: decide by where it really leads.
         found = Path(os.path.realpath(path, strict=True))
         config = Path(os.path.realpath(found / CONFIG_FILE, strict=True))
         weights = Path(os.path.realpath(found / WEIGHTS_FILE))

@@ -47,6 +47,7 @@ class AuthenticationMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request pass, or answers 401."""
+        # Browsers ask with OPTIONS before they send a key (CORS).
         free = scope["type"] != "http" or scope["method"] == "OPTIONS" or not scope["path"].startswith(WITH_KEY)
         if free or self._knows(Headers(scope=scope).get("authorization", "")):
             await self._app(scope, receive, send)
@@ -72,6 +73,7 @@ class OpenRequestsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
+        # Only requests that generate are waited for when the server shuts down.
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
@@ -98,6 +100,7 @@ class BodySizeMiddleware:
             await self._app(scope, receive, send)
             return
         told = Headers(scope=scope).get("content-length", "0")
+        # Refuse by the header if there is one, before anything is read.
         if told.isdecimal() and int(told[:20]) > self._max_bytes:
             await json_response(self._error())(scope, receive, send)
             return
@@ -106,6 +109,7 @@ class BodySizeMiddleware:
         async def counted() -> Message:
             nonlocal received
             message = await receive()
+            # A body sent in chunks has no length in its header.
             received += len(message.get("body", b""))
             if received > self._max_bytes:
                 raise self._error()

@@ -149,6 +149,7 @@ class GenerationRequest(OpenAIBaseModel):
             MinivllmError: a value is outside its range.
         """
         chosen = {name: getattr(self, name) for name in self.DEFAULTS}
+        # The request's own value, else the model's default, else OpenAI's.
         known = {
             name: defaults.get(name, self.DEFAULTS[name]) if value is None else value for name, value in chosen.items()
         }
@@ -210,6 +211,7 @@ def _check_counts(data: Data, *names: str) -> None:
 def _token_ids_of(biases: Mapping[str, float] | None) -> dict[int, float] | None:
     if not biases:
         return None
+    # JSON has no other keys than strings.
     wrong = [key for key in biases if not key.strip().lstrip("+-").isdecimal() or len(key) > 20]
     if wrong:
         raise MinivllmError(f"logit_bias has the keys {wrong[:10]}, which are no token ids", "logit_bias")
@@ -295,6 +297,7 @@ class CompletionRequest(GenerationRequest):
         super().check(data)
         _check_counts(data, "logprobs")
         if data.get("max_tokens") is None:
+            # An explicit null means the default of this API, 16 tokens.
             data.pop("max_tokens", None)
         if data.get("prompt") in (None, ""):
             raise MinivllmError("there is no prompt; give a text or token ids", "prompt")
@@ -480,6 +483,7 @@ def _check_tools(data: Data) -> None:
     tools = data.get("tools")
     if tools == []:
         raise MinivllmError("tools is an empty list; name a tool, or leave it out", "tools")
+    # OpenAI's default depends on whether there are tools.
     choice = data.setdefault("tool_choice", "auto" if tools else "none")
     if choice in ("none", None):
         return

@@ -72,6 +72,7 @@ class ChatAnswer(Answer):
     def delta(self, number: int, output: RequestOutput, one: CompletionOutput) -> ChatCompletionResponseStreamChoice:
         said = DeltaMessage(content=one.text) if one.text or one.finish_reason is None else DeltaMessage()
         if self._tools:
+            # The text is constrained to calls of tools, so none of it is content.
             calls = self._tools[one.index].new(one.text)
             said = DeltaMessage(tool_calls=calls) if calls else DeltaMessage()
         choice = ChatCompletionResponseStreamChoice(

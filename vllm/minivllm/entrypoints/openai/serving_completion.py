@@ -76,6 +76,7 @@ class CompletionAnswer(Answer):
             return None
         token_ids, rows = ([], []) if self.request.only_echoes else (one.token_ids, one.logprobs or [])
         if echoes:
+            # One list for prompt and completion, as OpenAI's completions have it.
             token_ids, rows = prompt.token_ids + token_ids, (output.prompt_logprobs or []) + rows
         serving, most = self.serving, self.request.logprobs
         return completion_logprobs(serving.tokenizer, token_ids, rows, most, offset, serving.shows_ids(self.request))

@@ -78,11 +78,14 @@ class OpenAIServing:
             MinivllmError: the request is invalid.
             EngineDeadError: the engine has ended.
         """
+        # Everything is checked before the first request is added, so a refused one leaves nothing
+        # behind.
         prompts, asked = await self.prompts_of(request)
         params = [self.sampling_params(request, asked, prompt) for prompt in prompts]
         request_id = self.request_id(request, headers)
         requests = await self.start(request, request_id, prompts, params, headers)
         answer = self.renderer(self, request, request_id, prompts)
+        # Nothing has been awaited yet: an error up to here is a status, later ones are events.
         if request.stream:
             return EventStream(as_stream(answer.events(requests), requests), requests.close, self.engine.parts)
         try:
@@ -113,6 +116,7 @@ class OpenAIServing:
                 raise MinivllmError(f"{name} is not served here", name)
         if request.kv_transfer_params:
             self._check_transfer(request.kv_transfer_params, num_prompts)
+        # Each completion is a request of its own in the engine.
         total = num_prompts * max(1, request.n or 1)
         if total > MAX_N:
             raise MinivllmError(f"prompts times n are {total}; the most is {MAX_N}")
@@ -128,6 +132,7 @@ class OpenAIServing:
         if num_prompts > 1:
             raise MinivllmError(f"{name} are those of one prompt; here are {num_prompts}: ask for each alone", name)
         try:
+            # The same encoder as on the way to the core, which would fail there.
             encode(params)
         except (ValueError, OverflowError):  # half a character, or a number beyond 64 bits
             raise MinivllmError(f"{name} have a value that cannot be sent on", name) from None
@@ -139,6 +144,7 @@ class OpenAIServing:
             MinivllmError: the prompt is too long, or a parameter is invalid.
         """
         longest, length = self.limits.max_model_len, len(prompt.token_ids)
+        # vLLM's order of checks: clients' tests look for these messages.
         if asked is not None and asked > longest:
             raise MinivllmError(f"max_tokens is {asked}; max_model_len is {longest}", "max_tokens")
         if length > longest:
@@ -208,6 +214,8 @@ class OpenAIServing:
         if request.truncate_prompt_tokens is None:
             self.engine.input_processor.check_length(text)
         else:
+            # A text of gigabytes may be fine if only its end is wanted, but must not be tokenized
+            # as a whole.
             text = self._near_the_end_kept(text, request)
         return TokenizedPrompt(self.truncated(await self.tokenize(text, request.add_special_tokens), request), whole)
 
@@ -271,6 +279,7 @@ class OpenAIServing:
             "tools": [tool.model_dump(exclude_none=True) for tool in request.tools] if request.tools else None,
             "documents": request.documents,
             **further,
+            # A client may set any variable of the template but the messages.
             **{name: value for name, value in given.items() if name not in ("messages", "chat_template")},
         }
         form = self.settings.chat_template_content_format
@@ -290,6 +299,7 @@ class OpenAIServing:
             ("max_num_queued_tokens", settings.max_num_queued_tokens, lambda: processor.num_prompt_tokens() + 1),
         )
         for name, most, would_be in limits:
+            # Counting tokens goes through all requests, so it is done only where there is a limit.
             if most is not None and would_be() > most:
                 if self.engine.stat_logger is not None:
                     self.engine.stat_logger.record_rejection(name)
@@ -301,6 +311,7 @@ def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:
     given = headers.get("x-data-parallel-rank")
     if given is None:
         return None
+    # Python takes seconds to convert a number of many thousands of digits.
     if not given.isdecimal() or len(given) > MAX_RANK_DIGITS:
         raise MinivllmError(f"the header X-data-parallel-rank is {given[:20]!r}; it must be a core's number")
     return int(given)

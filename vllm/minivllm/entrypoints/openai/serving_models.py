@@ -45,6 +45,7 @@ class OpenAIServingModels:
         self._roots: dict[str, str] = {}
         """The path of each adapter as it was given."""
         self._ids = itertools.count(1)
+        # Loading takes seconds, and two clients may load the same name meanwhile.
         self._changing = asyncio.Lock()
 
     @property
@@ -104,6 +105,8 @@ class OpenAIServingModels:
             async with self._changing:
                 before = self._adapters.get(name)
                 folder = self._folder_of(request)
+                # An id of its own, also in place of another adapter: requests under way keep
+                # theirs.
                 added = LoRARequest(name, next(self._ids), folder)
                 try:
                     await self._add(added, path)
@@ -112,6 +115,7 @@ class OpenAIServingModels:
         except BaseException:
             await self._let_go(added)  # some cores may have it, and no request finds it
             raise
+        # Only now: until the new one is loaded, requests must still find the old one.
         await self._let_go(before)
         return f"Success: LoRA adapter '{name}' added successfully."
 

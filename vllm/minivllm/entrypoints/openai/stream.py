@@ -30,6 +30,7 @@ class EventStream(Response):
         self._close = close
         self._parts = parts
         super().__init__()
+        # Starlette has set it for the empty body that a `Response` has by default.
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,6 +39,7 @@ class EventStream(Response):
             await (self._parts.until_disconnected or until_disconnected)(self._send(send), disconnected(receive))
         finally:
             self._close()
+            # Ends the generator where it waits, so that its own `finally` runs now.
             await self._events.aclose()
 
     def events(self) -> AsyncGenerator[Any, None]:
@@ -75,10 +77,12 @@ async def until_disconnected(
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected)
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        # If both are done, the work is not thrown away.
         return working.result() if working.done() else None
     finally:
         leaving.cancel()
         working.cancel()
+        # Cancelling is only a request: wait until both have ended.
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 

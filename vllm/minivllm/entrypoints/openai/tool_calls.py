@@ -57,11 +57,13 @@ class _Objects:
 
     def _take(self, character: str) -> None:
         if self._in_string:
+            # A quote that is not escaped ends the string.
             self._in_string = self._escaped or character != '"'
             self._escaped = character == "\\" and not self._escaped
         elif character == '"':
             self._in_string = True
         else:
+            # Braces inside of strings do not count.
             self._depth += (character == "{") - (character == "}")
         if self._piece or character == "{":
             self._piece.append(character)

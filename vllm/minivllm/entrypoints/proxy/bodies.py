@@ -43,6 +43,7 @@ def parse(content: bytes) -> Body:
 def prefill_body(body: Mapping[str, Any]) -> Body:
     """Return what the prefill server is sent: one token, of one completion, whole."""
     kept = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
+    # One token is the least that a request can ask for; it is thrown away.
     kept |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK_TO_KEEP)}
     if "max_completion_tokens" in kept:
         kept["max_completion_tokens"] = 1
@@ -79,6 +80,7 @@ def why_decode_alone(body: Mapping[str, Any]) -> str | None:
     - "prompt_logprobs": they need the prompt's logits, and those are not kept.
     """
     prompt = body.get("prompt")
+    # A list of numbers is one prompt.
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
         return "several_prompts"
     if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):

@@ -58,7 +58,9 @@ class Upstream:
     async def cut_off(self) -> None:
         """End all requests that wait for this server: they meet `NO_ANSWER`."""
         for stream in self.streams:
+            # Closing the session alone would leave readers of open streams waiting.
             stream.set_exception(aiohttp.ServerDisconnectedError())
+        # A new session first, so that the next request does not meet a closed one.
         before, self.session = self.session, _session()
         await before.close()
 
@@ -136,6 +138,7 @@ class Proxy:
         way = why_decode_alone(body)
         if way is None:
             reply = await self._ask("prefill", path, prefill_body(body), passed)
+            # A refusal is the client's to read; the decode server would refuse the same request.
             if reply.status_code != 200:
                 return reply
             params = kept_params(bytes(reply.body))
@@ -191,6 +194,8 @@ class Proxy:
         upstream.streams.add(reply.content)
         try:
             async for piece in reply.content.iter_any():
+                # Pieces may end anywhere, so remember the last bytes to know whether an event is
+                # open.
                 before = (before + piece)[-len(END_OF_EVENT) :]
                 yield piece
         except NO_ANSWER:
@@ -219,7 +224,9 @@ class Proxy:
 
 def _session() -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=SECONDS_KEPT_ALIVE)
+    # An answer may take as long as it takes to generate; only connecting is limited.
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SECONDS_TO_CONNECT)
+    # A compressed reply could not be cut into events.
     as_it_is = {"Accept-Encoding": "identity"}
     return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, headers=as_it_is)
 
