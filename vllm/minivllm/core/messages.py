@@ -77,6 +77,7 @@ class EngineCoreOutput:
     `invalid_request` that the request asked for what cannot be done: nothing is wrong with the engine.
     `num_cached_tokens` is the prefix hit at its first admission, in tokens. `new_logprobs` has one entry per new token.
     `num_preemptions` and `kv_transfer_params`, what the KV connector has to tell the client, are told at its end.
+    `num_external_computed_tokens` are those of the prompt that a connector has loaded.
     """
 
     request_id: str
@@ -90,6 +91,7 @@ class EngineCoreOutput:
     invalid_request: bool = False
     num_preemptions: int = 0
     kv_transfer_params: dict[str, Any] | None = None
+    num_external_computed_tokens: int = 0
 
     @classmethod
     def failed(cls, request_id: str, error: str, invalid_request: bool = False) -> "EngineCoreOutput":

@@ -44,74 +44,69 @@ def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
 
 
 class RequestOutputCollector:
-    """Between the task that receives outputs and the reader of one request: holds what was not read yet, as one."""
+    """Between the task that receives outputs and the reader of one request: holds what is unread, as one output."""
 
-    def __init__(
-        self, kind: RequestOutputKind, request_id: str = "", on_ready: Callable[[], None] | None = None
-    ) -> None:
-        """Call `on_ready` whenever an output arrives and none was waiting."""
-        self.request_id = request_id
+    def __init__(self, kind: RequestOutputKind) -> None:
         self._merges = kind is RequestOutputKind.DELTA
-        self._on_ready = on_ready
-        self._waiting: RequestOutput | None = None
+        self._unread: RequestOutput | None = None
         self._error: Exception | None = None
-        self._there = asyncio.Event()
+        self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Add an output. Deltas are joined to those that wait; other kinds hold all there is, and replace them.
+        """Add an output. A delta is joined to what is unread; an output of another kind replaces it.
 
         An exception is read after all that came before it, and by every later reader: what comes after it is dropped.
         """
         if self._error is not None:
             return
-        is_new = self._waiting is None or isinstance(output, Exception)
         if isinstance(output, Exception):
             self._error = output
-        elif self._merges and self._waiting is not None:
-            self._waiting.add(output)
+        elif self._merges and self._unread is not None:
+            self._unread.add(output)
         else:
-            self._waiting = output
-        self._there.set()
-        if is_new and self._on_ready is not None:
-            self._on_ready()
+            self._unread = output
+        self._ready.set()
 
     async def get(self) -> RequestOutput:
-        """Return what has come since the last call, or waits for it.
+        """Return what has come since the last call, or wait for it.
 
         Raises:
             EngineDeadError: the engine has ended.
         """
-        await self._there.wait()
-        found, self._waiting = self._waiting, None
-        if found is not None:
-            if self._error is None:
-                self._there.clear()
-            return found
+        await self._ready.wait()
+        output, self._unread = self._unread, None
+        if output is not None:
+            if self._error is None:  # otherwise the next reader must get the error at once
+                self._ready.clear()
+            return output
         assert self._error is not None
         raise self._error
 
 
-class CollectorOfParts:
-    """A stream's collector whose outputs go through the part `output_collector`; it also says when one is there."""
+class Collector:
+    """One request's unread outputs, in the engine's own collector or in the part `output_collector`.
 
-    def __init__(self, part: Any, request_id: str = "", on_ready: Callable[[], None] | None = None) -> None:
+    `on_ready` is called whenever there is something to read where there was nothing.
+    """
+
+    def __init__(self, unread: Any, request_id: str, on_ready: Callable[[], None] | None = None) -> None:
         self.request_id = request_id
-        self._part = part
+        self._unread = unread
         self._on_ready = on_ready
-        self._is_told = False
+        self._has_called = False
 
     def put(self, output: RequestOutput | Exception) -> None:
-        self._part.put(output)
-        if self._on_ready is not None and (not self._is_told or isinstance(output, Exception)):
-            self._is_told = True
+        """Add an output, or the exception that ends the request."""
+        self._unread.put(output)
+        # An error is read after an output, by a second call of `get`, so it needs a call of its own.
+        if self._on_ready is not None and (not self._has_called or isinstance(output, Exception)):
+            self._has_called = True
             self._on_ready()
 
     async def get(self) -> RequestOutput:
-        self._is_told = False
-        return await self._part.get()
-
-
-Collector = RequestOutputCollector | CollectorOfParts
+        """Return what is unread, or wait for it; raise the exception that was put."""
+        self._has_called = False
+        return await self._unread.get()
 
 
 class AsyncLLM(FrontEnd):
@@ -297,10 +292,8 @@ class AsyncLLM(FrontEnd):
         self.engine_core.shutdown()
 
     def _collector(self, kind: RequestOutputKind, request_id: str, on_ready: Callable[[], None] | None) -> Collector:
-        part = self.parts.output_collector
-        if part is None or kind is not RequestOutputKind.DELTA:
-            return RequestOutputCollector(kind, request_id, on_ready)
-        return CollectorOfParts(part(), request_id, on_ready)
+        part = self.parts.output_collector if kind is RequestOutputKind.DELTA else None
+        return Collector(RequestOutputCollector(kind) if part is None else part(), request_id, on_ready)
 
     def _abort_in_core(self, children: list[str]) -> None:
         if children and not self.errored:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from minivllm.config import ModelConfig
 from minivllm.core.lora_request import LoRARequest
@@ -17,7 +17,6 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import EngineCoreClient
 from minivllm.engine.generation_config import GenerationConfig
 from minivllm.engine.input_processor import InputProcessor
-from minivllm.engine.iteration_stats import IterationStats
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParentRequest, child_requests
 from minivllm.engine.throughput_log import ThroughputLog
@@ -30,21 +29,7 @@ from minivllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-class StatLogger(Protocol):
-    """Takes what was measured since it was last called; the scheduler's counts are since the start."""
-
-    def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats, engine_idx: int = 0) -> None:
-        """Record a step of a core."""
-
-    def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Record what a core's KV connector has counted in a step."""
-
-    def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
-        """Record the names of the adapters in use, after each step of an engine that serves any."""
-
-    def record_rejection(self, reason: str) -> None:
-        """Record that a request was refused for this reason."""
+    from minivllm.engine.prometheus import PrometheusStatLogger
 
 
 class FrontEnd:
@@ -69,8 +54,8 @@ class FrontEnd:
         self._children: dict[str, list[str]] = {}
         """The core's ids of each unfinished request, by the user's id."""
         self._throughput_log = ThroughputLog()
-        self.stat_logger: StatLogger | None = None
-        """Who else wants to know what was measured, after each step."""
+        self.stat_logger: PrometheusStatLogger | None = None
+        """Records what was measured, after each step; None: nobody asks for metrics."""
         self.step_watchers: list[Callable[[int, str], None]] = []
         """Called with a core's index and a line of `engine.step_recorder`, after `start_step_events`."""
 

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from minivllm.core.messages import EngineCoreOutput
 from minivllm.outputs import RequestMetrics
 
 
@@ -53,6 +54,7 @@ class IterationStats:
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
+    num_external_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     time_to_first_tokens: list[float] = field(default_factory=list)
     inter_token_latencies: list[float] = field(default_factory=list)
@@ -64,16 +66,23 @@ class IterationStats:
         """Return the number of all tokens, of prompts and generated."""
         return self.num_prompt_tokens + self.num_generation_tokens
 
+    @property
+    def num_local_prompt_tokens(self) -> int:
+        """Return the number of prompt tokens that were in this engine's own cache."""
+        cached = min(self.num_cached_prompt_tokens, self.num_prompt_tokens)
+        return max(0, cached - self.num_external_prompt_tokens)
+
     def observe_tokens(
-        self, metrics: RequestMetrics, num_new_tokens: int, num_prompt_tokens: int, num_cached_tokens: int, now: float
+        self, metrics: RequestMetrics, output: EngineCoreOutput, num_prompt_tokens: int, now: float
     ) -> None:
-        """Count the tokens that a request has got at this time, and note the time in its metrics."""
-        self.num_generation_tokens += num_new_tokens
+        """Count the tokens of an output that came at this time, and note the time in its request's metrics."""
+        self.num_generation_tokens += len(output.new_token_ids)
         if metrics.first_token_time is None:
             # The prompt is counted with the first token, when all of it is computed.
             metrics.first_token_time = now
             self.num_prompt_tokens += num_prompt_tokens
-            self.num_cached_prompt_tokens += num_cached_tokens
+            self.num_cached_prompt_tokens += output.num_cached_tokens
+            self.num_external_prompt_tokens += output.num_external_computed_tokens
             self.time_to_first_tokens.append(now - metrics.arrival_time)
         else:
             self.inter_token_latencies.append(now - (metrics.last_token_time or now))

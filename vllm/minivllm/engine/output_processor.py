@@ -145,10 +145,7 @@ class OutputProcessor:
         state.error, state.invalid_request = output.error, output.invalid_request
         if output.error is None:
             num_prompt_tokens = len(state.request.prompt_token_ids)
-            num_new_tokens = len(output.new_token_ids)
-            self._stats_of(state).observe_tokens(
-                state.metrics, num_new_tokens, num_prompt_tokens, state.num_cached_tokens, now
-            )
+            self._stats_of(state).observe_tokens(state.metrics, output, num_prompt_tokens, now)
         if output.new_prompt_logprobs is not None:
             rows = (logprobs_by_token(entry, self.tokenizer) for entry in output.new_prompt_logprobs)
             state.prompt_logprobs = [None, *rows]  # nothing comes before the first token, so it has none

@@ -17,7 +17,7 @@ from minivllm.core.messages import EngineCoreReady
 from minivllm.core.stats import PrefixCacheStats, SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.iteration_stats import IterationStats
-from minivllm.kv_connector import metrics as kv_metrics
+from minivllm.kv_connector.metrics import KV_METRICS
 from minivllm.kv_connector.offload.settings import OffloadSettings
 
 FIRST_TOKEN_SECONDS = (
@@ -78,6 +78,14 @@ METRICS = {
     "prompt_tokens": Metric("counter", "Tokens of prompts.", lambda _, step: step.num_prompt_tokens),
     "prompt_tokens_cached":
         Metric("counter", "Tokens of prompts that were cached.", lambda _, step: step.num_cached_prompt_tokens),
+    **{f'prompt_tokens_by_source{{source="{source}"}}': Metric("counter", "Tokens of prompts, by source.", read)
+       for source, read in {
+           "local_cache_hit": lambda _, step: step.num_local_prompt_tokens,
+           "external_kv_transfer": lambda _, step: step.num_external_prompt_tokens,
+           "local_compute": lambda _, step: max(
+               0, step.num_prompt_tokens - step.num_local_prompt_tokens - step.num_external_prompt_tokens
+           ),
+       }.items()},
     "generation_tokens": Metric("counter", "Tokens generated.", lambda _, step: step.num_generation_tokens),
     "iteration_tokens_total":
         Metric("histogram", "Tokens of a step.", lambda _, step: [step.num_tokens] if step.num_tokens else [],
@@ -182,17 +190,19 @@ class PrometheusStatLogger:
         """
         for name, value in stats.items():
             family, _, label_value = name.partition(".")
-            if name in kv_metrics.HISTOGRAMS:
-                text, buckets = kv_metrics.HISTOGRAMS[name]
-                for observed in value:
-                    self._child(Histogram, engine_idx, name, text, buckets=buckets).observe(observed)
-            elif name in kv_metrics.COUNTERS:
-                self._child(Counter, engine_idx, name, kv_metrics.COUNTERS[name]).inc(value)
-            elif name in kv_metrics.GAUGES:
-                self._child(Gauge, engine_idx, name, kv_metrics.GAUGES[name]).set(value)
-            elif family in kv_metrics.COUNTERS_BY:
-                text, label, _ = kv_metrics.COUNTERS_BY[family]
-                self._child(Counter, engine_idx, _key(family, label, label_value), text).inc(value)
+            metric = KV_METRICS.get(family)
+            if metric is None:
+                continue
+            key = _key(family, metric.label, label_value) if metric.label else family
+            settings = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
+            child = self._child(KINDS[metric.kind], engine_idx, key, metric.text, **settings)
+            if metric.kind == "gauge":
+                child.set(value)
+            elif metric.kind == "counter":
+                child.inc(value)
+            else:
+                for observation in value:
+                    child.observe(observation)
 
     def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
         """Record which adapters are in use; those of earlier steps are not shown any more."""
