@@ -68,6 +68,6 @@ class StructuredOutputsParams:
         if isinstance(self.choice, str) or not isinstance(self.choice, Sequence):
             raise MinivllmError(f"choice is {type(self.choice).__name__}; it must be a list of texts")
         require(len(self.choice) > 0, "choice is an empty list; give at least one text")
-        for one in self.choice:
-            require(isinstance(one, str), f"choice has {one!r}; it must be a list of texts")
-            encodable(one, "a choice")
+        for text in self.choice:
+            require(isinstance(text, str), f"choice has {text!r}; it must be a list of texts")
+            encodable(text, "a choice")

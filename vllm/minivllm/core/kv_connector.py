@@ -121,8 +121,8 @@ class KVConnectorOutput:
 def joined_stats(stats: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return the counts of several ranks or connectors as one: numbers are added, lists joined."""
     joined: dict[str, Any] = {}
-    for one in filter(None, stats):
-        for name, value in one.items():
+    for counts in filter(None, stats):
+        for name, value in counts.items():
             # `+` adds numbers and joins lists of observations.
             joined[name] = joined[name] + value if name in joined else value
     return joined or None

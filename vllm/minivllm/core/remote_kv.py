@@ -156,7 +156,7 @@ class RemoteKV:
             before = [*self.received]
             filled = [*before, *(request for request in arrived if request.num_computed_tokens > 0)]
             self.received.remove_requests(before)
-            self.received.prepend_requests(sorted(filled, key=lambda one: self._admissions[one.request_id]))
+            self.received.prepend_requests(sorted(filled, key=lambda request: self._admissions[request.request_id]))
         return [request for request in arrived if request.num_computed_tokens == 0]
 
     def _take_loaded(self, request: Request) -> None:
@@ -238,11 +238,13 @@ class RemoteKV:
             self._forget_given_back()
             return ignored, []
         # Requests that only load must be cut first: running ones may have found their blocks.
-        loading = [one for one in self.kv_holding_waiting.values() if self._truncate_loading(one, output)]
+        loading = [request for request in self.kv_holding_waiting.values() if self._truncate_loading(request, output)]
         running = self._truncate_running(step, output.invalid_block_ids, requests)
         self._forget_given_back()
         ignored.update(request.request_id for request in running)
-        ended = [] if self.recomputes else [*loading, *(one for one in running if one.status is RequestStatus.RUNNING)]
+        # A request that was preempted meanwhile has lost its blocks, so it is computed anew in any case.
+        still_running = [request for request in running if request.status is RequestStatus.RUNNING]
+        ended = [] if self.recomputes else [*loading, *still_running]
         return ignored, ended
 
     def end_update(self, output: KVConnectorOutput) -> None:
@@ -270,7 +272,9 @@ class RemoteKV:
 
     def _forget_given_back(self) -> None:
         if self._given_back:
-            self._given_back = {name: one for name, one in self._given_back.items() if self._in_flight[name]}
+            self._given_back = {
+                name: block_ids for name, block_ids in self._given_back.items() if self._in_flight[name]
+            }
 
     def _truncate_loading(self, request: Request, output: KVConnectorOutput) -> bool:
         """Count what a waiting request will have got, if some of it is invalid; return whether it is."""
@@ -301,7 +305,7 @@ class RemoteKV:
             return []
         running = [request for request in requests.values() if request.status is RequestStatus.RUNNING]
         # Remembered to know how many of the lost tokens had come from elsewhere.
-        before = {one.request_id: one.num_cached_tokens for one in running}
+        before = {request.request_id: request.num_cached_tokens for request in running}
         affected = self._failures.truncate(running, invalid_block_ids, self.manager, self._given_back.values())
         for request in affected:
             name = request.request_id
@@ -348,7 +352,7 @@ class RemoteKV:
             blocks = [manager.block_pool.blocks[block_id] for block_id in self.manager.get_block_ids(name)]
             manager.block_pool.touch(blocks)
             manager.req_to_blocks[name] = blocks
-        self.releasing = {name: one for name, one in self.releasing.items() if name in self._being_sent}
+        self.releasing = {name: request for name, request in self.releasing.items() if name in self._being_sent}
         self._never_again.update(self.kv_holding_waiting.keys())
         for names in (self._being_received, self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids):
             names.clear()

@@ -463,8 +463,8 @@ class Scheduler:
             self.remote.end_update(output.kv_connector_output)
         # Only a few steps end a request that has parameters for its client.
         if params := self.remote.take_params():
-            for one in outputs:
-                one.kv_transfer_params = params.get(one.request_id)
+            for request_output in outputs:
+                request_output.kv_transfer_params = params.get(request_output.request_id)
 
     def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
         """Set the draft tokens to verify in the next step, by request id. Ignored for unfinished prefills."""

@@ -384,7 +384,7 @@ class EngineCore:
             return list(request_ids)
         self.loras.could_not_be_read(error.lora_int_id)
         adapters = {name: request.lora_request for name, request in self.scheduler.requests.items()}
-        return [name for name, one in adapters.items() if one is not None and one.lora_int_id == error.lora_int_id]
+        return [name for name, adapter in adapters.items() if adapter and adapter.lora_int_id == error.lora_int_id]
 
     def _restart(self, lost: Collection[str]) -> None:
         if self.batch_queue is not None:

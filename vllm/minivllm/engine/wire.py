@@ -47,7 +47,7 @@ class Failure:
     def error(self) -> Exception:
         """Return the exception for the caller: the core's own if the user can act on it, else `EngineDeadError`."""
         known = (MinivllmError, UnsupportedModelError, WorkerDiedError)
-        kind = {one.__name__: one for one in known}.get(self.name)
+        kind = {error_class.__name__: error_class for error_class in known}.get(self.name)
         return kind(self.text) if kind else EngineDeadError(f"the engine's core has ended: {self.name}: {self.text}")
 
 

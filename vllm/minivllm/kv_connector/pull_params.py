@@ -133,7 +133,7 @@ def _block_ids(params: dict[str, Any]) -> tuple[int, ...]:
     if (
         not isinstance(value, list)
         or not value
-        or not all(type(one) is int and 0 <= one <= MAX_NUMBER for one in value)
+        or not all(type(block_id) is int and 0 <= block_id <= MAX_NUMBER for block_id in value)
         or len(set(value)) < len(value)
     ):
         raise _invalid(

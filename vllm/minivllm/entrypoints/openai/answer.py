@@ -63,7 +63,7 @@ class EngineRequests:
             index = await self._ready.get()
             output = await self._collectors[index].get()
             # One completion that fails ends the whole reply, which has room for one error only.
-            ended = next((one for one in output.outputs if one.error is not None), None)
+            ended = next((completion for completion in output.outputs if completion.error is not None), None)
             if ended is not None:
                 raise (MinivllmError if ended.invalid_request else failed)(ended.error or "")
             unfinished -= output.finished
@@ -94,11 +94,11 @@ class Answer:
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._asks_usage = request.include_usage or serving.settings.enable_force_include_usage
 
-    def choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> OpenAIBaseModel:
+    def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> OpenAIBaseModel:
         """Return a choice of a whole reply."""
         raise NotImplementedError
 
-    def delta(self, number: int, output: RequestOutput, one: CompletionOutput) -> OpenAIBaseModel:
+    def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> OpenAIBaseModel:
         """Return what is new of a choice."""
         raise NotImplementedError
 
@@ -115,14 +115,15 @@ class Answer:
         outputs = {index: output async for index, output in requests.outputs() if output.finished}
         # Prompts finish in any order, and are answered in the client's.
         ordered = [outputs[index] for index in range(len(self.prompts))]
-        found = [
-            (index * self.n + one.index, output, one) for index, output in enumerate(ordered) for one in output.outputs
-        ]
+        rows = [(index, output, completion) for index, output in enumerate(ordered) for completion in output.outputs]
+        num_generated = sum(len(completion.token_ids) for _, _, completion in rows)
         return self.whole_form(
             **self._base,
-            choices=[self.choice(*one) for one in found],
+            choices=[
+                self.choice(index * self.n + completion.index, output, completion) for index, output, completion in rows
+            ],
             system_fingerprint=self.serving.fingerprint,
-            usage=self._usage(sum(len(one.token_ids) for _, _, one in found), ordered[-1].num_cached_tokens),
+            usage=self._usage(num_generated, ordered[-1].num_cached_tokens),
             kv_transfer_params=ordered[0].kv_transfer_params,
             **self.about_prompt(ordered[0]),
         )
@@ -137,12 +138,12 @@ class Answer:
                 num_cached = output.num_cached_tokens
                 for event in self.opening():
                     yield event
-            for one in output.outputs:
-                number = index * self.n + one.index
-                num_tokens[number] += len(one.token_ids)
-                event = self.event([self.delta(number, output, one)], number, num_tokens[number])
+            for completion in output.outputs:
+                number = index * self.n + completion.index
+                num_tokens[number] += len(completion.token_ids)
+                event = self.event([self.delta(number, output, completion)], number, num_tokens[number])
                 # Otherwise the last event, with the usage, has it.
-                if one.finish_reason is not None and not self._asks_usage:
+                if completion.finish_reason is not None and not self._asks_usage:
                     event.system_fingerprint = self.serving.fingerprint
                 yield event
         if self._asks_usage:

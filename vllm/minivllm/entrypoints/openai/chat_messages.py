@@ -106,7 +106,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
         raise MinivllmError(
             f"a message's content is {type(content).__name__}; it must be a text, a list of parts or null"
         )
-    return [part for one in content if (part := _part(one)) is not None]
+    return [part for entry in content if (part := _part(entry)) is not None]
 
 
 def _part(part: Any) -> dict[str, Any] | None:

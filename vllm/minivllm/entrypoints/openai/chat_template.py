@@ -102,7 +102,7 @@ def _templates_of(model: str | Path) -> dict[str, str]:
     written = read_json_object(path).get("chat_template") or []
     named = [{"name": DEFAULT, "template": written}] if isinstance(written, str) else written
     try:
-        templates = {one["name"]: one["template"] for one in named}
+        templates = {entry["name"]: entry["template"] for entry in named}
     except (TypeError, LookupError):
         templates = {"": None}
     if not all(isinstance(text, str) for pair in templates.items() for text in pair):

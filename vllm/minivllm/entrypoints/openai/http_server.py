@@ -169,8 +169,8 @@ async def _either(serving: asyncio.Task[None], asked: asyncio.Semaphore, seconds
 def signals() -> asyncio.Semaphore:
     """Return a semaphore that each signal releases once."""
     asked = asyncio.Semaphore(0)
-    for one in SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(one, asked.release)
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, asked.release)
     return asked
 
 
@@ -181,12 +181,12 @@ def signals_end_the_start() -> Generator[None, None, None]:
     def leave(*_: object) -> None:
         raise SystemExit(0)
 
-    before = [signal.signal(one, leave) for one in SIGNALS]
+    before = [signal.signal(number, leave) for number in SIGNALS]
     try:
         yield
     finally:
-        for one, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(one, handler)
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
 
 
 def allow_many_connections() -> None:

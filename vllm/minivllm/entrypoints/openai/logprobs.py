@@ -48,7 +48,7 @@ def completion_logprobs(
             continue
         # The chosen token stands first in a row, so there is one more.
         top = row.items() if most < 0 else islice(row.items(), most + 1)
-        found.top_logprobs.append({_shown(one, entry, as_ids): max(entry.logprob, LEAST) for one, entry in top})
+        found.top_logprobs.append({_shown(top_id, entry, as_ids): max(entry.logprob, LEAST) for top_id, entry in top})
     return found
 
 
@@ -61,7 +61,7 @@ def chat_logprobs(token_ids: Sequence[int], rows: Logprobs, most: int, as_ids: b
         content.append(
             ChatCompletionLogProbsContent(
                 **_entry(token_id, row[token_id], as_ids).__dict__,
-                top_logprobs=[_entry(one, entry, as_ids) for one, entry in top],
+                top_logprobs=[_entry(top_id, entry, as_ids) for top_id, entry in top],
             )
         )
     return ChatCompletionLogProbs(content=content)

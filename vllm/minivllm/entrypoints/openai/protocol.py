@@ -503,7 +503,7 @@ def _check_named_tool(tools: Any, function: Any) -> None:
     if not isinstance(name, str) or not name:
         raise MinivllmError(f"a tool_choice that names a tool is {shape}", "tool_choice.function.name")
     functions = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    if name not in [one.get("name") for one in functions if isinstance(one, dict)]:
+    if name not in [function.get("name") for function in functions if isinstance(function, dict)]:
         raise MinivllmError(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
 
 

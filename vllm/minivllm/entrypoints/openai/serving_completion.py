@@ -29,52 +29,52 @@ class CompletionAnswer(Answer):
         self._num_characters: dict[int, int] = {}
         """How many characters of each choice were sent."""
 
-    def choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> CompletionResponseChoice:
+    def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> CompletionResponseChoice:
         prompt, shows_ids = self.prompts[number // self.n], self.request.return_token_ids
         return CompletionResponseChoice(
             index=number,
-            text=self._text(prompt, one, self.request.echo),
-            logprobs=self._logprobs(prompt, output, one, self.request.echo),
-            finish_reason=one.finish_reason,
-            stop_reason=one.stop_reason,
-            token_ids=one.token_ids if shows_ids else None,
+            text=self._text(prompt, completion, self.request.echo),
+            logprobs=self._logprobs(prompt, output, completion, self.request.echo),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if shows_ids else None,
             prompt_token_ids=prompt.token_ids if shows_ids else None,
             prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
         )
 
-    def delta(self, number: int, output: RequestOutput, one: CompletionOutput) -> CompletionResponseStreamChoice:
+    def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> CompletionResponseStreamChoice:
         request, prompt, first = self.request, self.prompts[number // self.n], number not in self._num_characters
         echoes = bool(request.echo) and first
         before = self._num_characters.get(number, 0)
         choice = CompletionResponseStreamChoice(
             index=number,
-            text=self._text(prompt, one, echoes),
-            logprobs=self._logprobs(prompt, output, one, echoes, before),
-            finish_reason=one.finish_reason,
-            stop_reason=one.stop_reason,
+            text=self._text(prompt, completion, echoes),
+            logprobs=self._logprobs(prompt, output, completion, echoes, before),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
             prompt_token_ids=prompt.token_ids if echoes or (first and request.return_token_ids) else None,
-            token_ids=one.token_ids if request.return_token_ids else None,
+            token_ids=completion.token_ids if request.return_token_ids else None,
         )
         self._num_characters[number] = before + len(choice.text)
         return choice
 
-    def _text(self, prompt: TokenizedPrompt, one: CompletionOutput, echoes: bool | None) -> str:
+    def _text(self, prompt: TokenizedPrompt, completion: CompletionOutput, echoes: bool | None) -> str:
         """Return a completion's text, after the prompt's for an echo, unless the prompt is returned as token ids."""
         said_before = prompt.text if echoes and not self.request.return_token_ids else ""
-        return (said_before or "") + ("" if self.request.only_echoes else one.text)
+        return (said_before or "") + ("" if self.request.only_echoes else completion.text)
 
     def _logprobs(
         self,
         prompt: TokenizedPrompt,
         output: RequestOutput,
-        one: CompletionOutput,
+        completion: CompletionOutput,
         echoes: bool | None,
         offset: int = 0,
     ) -> CompletionLogProbs | None:
         """Return the log probabilities of tokens whose text begins `offset` characters after the prompt's."""
         if self.request.logprobs is None:
             return None
-        token_ids, rows = ([], []) if self.request.only_echoes else (one.token_ids, one.logprobs or [])
+        token_ids, rows = ([], []) if self.request.only_echoes else (completion.token_ids, completion.logprobs or [])
         if echoes:
             # One list for prompt and completion, as OpenAI's completions have it.
             token_ids, rows = prompt.token_ids + token_ids, (output.prompt_logprobs or []) + rows

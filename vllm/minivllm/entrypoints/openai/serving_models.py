@@ -74,7 +74,7 @@ class OpenAIServingModels:
     def show(self) -> ModelList:
         """Return the list of models, adapters behind what they are for."""
         own = [self._card(name, self._root, None, self._max_model_len) for name in self.names]
-        parents = {name: one.base_model_name or self.name for name, one in self._adapters.items()}
+        parents = {name: adapter.base_model_name or self.name for name, adapter in self._adapters.items()}
         others = [self._card(name, self._roots[name], parent, None) for name, parent in parents.items()]
         return ModelList(data=[*own, *others])
 
@@ -86,8 +86,8 @@ class OpenAIServingModels:
         """
         for module in modules:
             self._check_free(module.name)
-            one = LoRARequest(module.name, next(self._ids), module.path, module.base_model_name)
-            await self._add(one, module.path)
+            adapter = LoRARequest(module.name, next(self._ids), module.path, module.base_model_name)
+            await self._add(adapter, module.path)
 
     async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> str:
         """Load an adapter, or with `load_inplace` another one under a known name; return what the client is told.

@@ -96,7 +96,7 @@ class FrontendArgs(HttpArgs):
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             value = getattr(self, name)
             require(
-                isinstance(value, list) and all(isinstance(one, str) for one in value),
+                isinstance(value, list) and all(isinstance(entry, str) for entry in value),
                 f'{name} is {value!r}; it must be a list of texts in JSON, such as ["*"]',
             )
 

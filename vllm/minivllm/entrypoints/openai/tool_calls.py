@@ -22,12 +22,12 @@ class CalledTools:
         """Return the calls of a text that is complete."""
         if self._name is not None:
             return [_call(self._name, text)]
-        return [_call(one["name"], _as_text(one["parameters"])) for one in json.loads(text)]
+        return [_call(call["name"], _as_text(call["parameters"])) for call in json.loads(text)]
 
     def new(self, text: str) -> list[dict[str, Any]]:
         """Return what this piece of the text adds: arguments of a named tool as they come, other calls as a whole."""
         if self._name is None:
-            return [self._next(one["name"], _as_text(one["parameters"])) for one in self._calls.completed_by(text)]
+            return [self._next(call["name"], _as_text(call["parameters"])) for call in self._calls.completed_by(text)]
         if self._number == 0:
             return [self._next(self._name, text)]
         return [{"index": 0, "function": {"arguments": text}}] if text else []

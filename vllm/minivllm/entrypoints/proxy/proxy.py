@@ -104,14 +104,14 @@ class Proxy:
         """Look at each server's health, now and from time to time."""
         self.servers = [Upstream("prefill", url) for url in self.settings.prefill]
         self.servers += [Upstream("decode", url) for url in self.settings.decode]
-        await asyncio.gather(*(one.look() for one in self.servers))
-        self._tasks = [asyncio.create_task(self._watch(one)) for one in self.servers]
+        await asyncio.gather(*(server.look() for server in self.servers))
+        self._tasks = [asyncio.create_task(self._watch(server)) for server in self.servers]
 
     async def close(self) -> None:
         """Close all connections."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *(one.session.close() for one in self.servers), return_exceptions=True)
+        await asyncio.gather(*self._tasks, *(server.session.close() for server in self.servers), return_exceptions=True)
 
     async def wait_until_dead(self) -> None:
         """Never return: servers may come back."""
@@ -120,12 +120,12 @@ class Proxy:
     def end_requests(self) -> None:
         """End requests under way with an error."""
         self._stopped = True
-        self._tasks += [asyncio.create_task(one.cut_off()) for one in self.servers]
+        self._tasks += [asyncio.create_task(server.cut_off()) for server in self.servers]
 
     @property
     def is_healthy(self) -> bool:
         """Return whether there is a server of each kind to ask."""
-        return len({one.role for one in self.servers if one.trouble is None}) == 2
+        return len({server.role for server in self.servers if server.trouble is None}) == 2
 
     async def answer(self, path: str, content: bytes, headers: Mapping[str, str]) -> Response:
         """Return the reply to a client's request: a decode server's, or another server's refusal.
@@ -207,7 +207,7 @@ class Proxy:
 
     def _in_turn(self, role: str) -> Sequence[Upstream]:
         """Return the servers to ask, the next one first; its turn is over then."""
-        healthy = [one for one in self.servers if one.role == role and one.trouble is None]
+        healthy = [server for server in self.servers if server.role == role and server.trouble is None]
         for first in healthy[:1]:
             self.servers.remove(first)
             self.servers.append(first)

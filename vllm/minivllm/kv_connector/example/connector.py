@@ -246,18 +246,21 @@ class ExampleConnector(KVConnectorBase_V1):
         """Fill one block; return whether the file holds what it should. One that does not is removed."""
         from safetensors import SafetensorError, safe_open
 
-        caches = {f"{layer}.{part}": one for layer, of in self._kv_caches.items() for part, one in enumerate(of)}
+        caches = {
+            f"{layer}.{part}": tensor
+            for layer, tensors in self._kv_caches.items()
+            for part, tensor in enumerate(tensors)
+        }
         try:
             # safetensors checks the lengths, but would not notice a changed byte.
             with safe_open(path, framework="pt") as opened:
                 loaded = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-                told = (opened.metadata() or {}).get(CHECKSUM)
+                written = (opened.metadata() or {}).get(CHECKSUM)
         except (OSError, SafetensorError):
-            loaded, told = {}, None
-        fits = loaded.keys() == caches.keys() and all(
-            one.shape == caches[name].shape[1:] and one.dtype == caches[name].dtype for name, one in loaded.items()
-        )
-        if not fits or told != checksum(loaded[name] for name in sorted(loaded)):
+            loaded, written = {}, None
+        wanted = {name: (cache.shape[1:], cache.dtype) for name, cache in caches.items()}
+        fits = {name: (tensor.shape, tensor.dtype) for name, tensor in loaded.items()} == wanted
+        if not fits or written != checksum(loaded[name] for name in sorted(loaded)):
             # Remove it, so that it is computed and saved again.
             path.unlink(missing_ok=True)
             return False

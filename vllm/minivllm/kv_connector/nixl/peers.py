@@ -121,7 +121,7 @@ class Peers:
                 f"{where} has blocks of {metadata.block_size} tokens, this one of {self._own.block_size}, and the "
                 "scales of an int8 cache cannot be cut: give both the same block_size"
             )
-        theirs, mine = ([length / one.block_size for length in one.block_lens] for one in (metadata, self._own))
+        theirs, mine = ([length / cache.block_size for length in cache.block_lens] for cache in (metadata, self._own))
         if theirs != mine:
             raise MinivllmError(f"{where} has {theirs} bytes of each token in its cache's regions, this one {mine}")
 

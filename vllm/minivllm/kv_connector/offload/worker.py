@@ -130,5 +130,5 @@ class OffloadWorker(KVConnectorBase_V1):
         """Copy in one of the threads; return the bytes and the seconds."""
         start = time.perf_counter()
         # Block 0, the null block, takes no memory here.
-        move(copy.block_ids, self._host, [one - 1 for one in copy.cpu_block_ids], *after)
+        move(copy.block_ids, self._host, [block_id - 1 for block_id in copy.cpu_block_ids], *after)
         return len(copy.block_ids) * self.regions.record_bytes, time.perf_counter() - start

@@ -268,11 +268,12 @@ class TCPConnectorWorker(PullConnectorWorker):
 
 def layout_of(config: KVConnectorConfig, kv_caches: KVCaches) -> dict[str, str]:
     """Describe what both sides must have alike for the bytes of one to mean the same to the other."""
-    layers = groupby(str([(str(one.dtype), list(one.shape[1:])) for one in layer]) for layer in kv_caches.values())
+    shapes = ([(str(tensor.dtype), list(tensor.shape[1:])) for tensor in layer] for layer in kv_caches.values())
+    layers = groupby(map(str, shapes))
     return {
         "model": config.model_fingerprint,
         "block_size": str(config.block_size),
         "tensor_parallel_size": str(config.tensor_parallel_size),
         "tensor_parallel_rank": str(config.tensor_parallel_rank),
-        "the cache": ", ".join(f"{len(list(alike))} layers of {one}" for one, alike in layers),
+        "the cache": ", ".join(f"{len(list(alike))} layers of {shape}" for shape, alike in layers),
     }
