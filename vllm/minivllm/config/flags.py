@@ -39,15 +39,15 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments as argparse does, but read the underscores of an unknown flag as dashes."""
-        given = [self._known_spelling(arg) for arg in (sys.argv[1:] if args is None else args)]
-        return super().parse_known_args(self._joined(given), namespace)
+        arguments = [self._known_spelling(arg) for arg in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(self._joined(arguments), namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments as argparse does; the error for an unknown flag names the nearest known one."""
-        given, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown[0])
-        return given
+        return parsed
 
     def refuse(self, flag: str) -> NoReturn:
         """Say that there is no such flag, and which is nearest, or where they are listed."""
@@ -78,8 +78,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             if not equals and pending and not pending[0].startswith("--"):
                 equals, value = "=", pending.pop(0)
             _set(parts.setdefault(flag, {}), path.replace("-", "_").split("."), value_of(value) if equals else True)
-        for flag, found in parts.items():
-            kept += [f"{flag}={json.dumps(self._taken_out(kept, flag) | found)}"]
+        for flag, values in parts.items():
+            kept += [f"{flag}={json.dumps(self._taken_out(kept, flag) | values)}"]
         return kept
 
     def _taken_out(self, args: list[str], flag: str) -> dict[str, Any]:

@@ -229,19 +229,19 @@ def _kv_heads(hf: Mapping[str, Any], heads: int) -> int:
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Return RoPE base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if isinstance(given.get("full_attention"), Mapping):  # one set of parameters per layer kind
-        given = given["full_attention"]
+    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if isinstance(parameters.get("full_attention"), Mapping):  # one set of parameters per layer kind
+        parameters = parameters["full_attention"]
     for name in ROPE_NUMBERS:
-        value = given.get(name)
+        value = parameters.get(name)
         if value is not None and not (is_number(value) and 0 <= value <= MAX_ROPE_NUMBER):
             raise MinivllmError(
                 f"{name!r} in the model config's rope parameters must be from 0 to {MAX_ROPE_NUMBER:.0e}, not {value!r}"
             )
-    theta = _positive(given, "rope_theta", _positive(hf, "rope_theta", 10000.0))
+    theta = _positive(parameters, "rope_theta", _positive(hf, "rope_theta", 10000.0))
     # transformers 5 puts the base into the same dictionary.
-    scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "type")}
-    scaling["rope_type"] = given.get("rope_type") or given.get("type") or "default"
+    scaling = {key: value for key, value in parameters.items() if key not in ("rope_theta", "type")}
+    scaling["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
     return theta, None if scaling["rope_type"] == "default" else scaling
 
 
@@ -261,8 +261,10 @@ def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _other_computation(hf: Mapping[str, Any]) -> str | None:
-    given = ((name, hf.get(name), usual) for name, usual in OTHER_COMPUTATION.items())
-    return next((f"{name}={value!r}" for name, value, usual in given if value is not None and value not in usual), None)
+    settings = ((name, hf.get(name), usual) for name, usual in OTHER_COMPUTATION.items())
+    return next(
+        (f"{name}={value!r}" for name, value, usual in settings if value is not None and value not in usual), None
+    )
 
 
 def _experts(hf: Mapping[str, Any], layers: int) -> dict[str, Any]:

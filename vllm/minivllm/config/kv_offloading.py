@@ -46,15 +46,15 @@ def with_offloading(
         return KVTransferConfig.of(transfer)
     if transfer is None or (isinstance(transfer, Mapping) and "kv_connector" not in transfer):
         transfer = {"kv_connector": OFFLOADING_CONNECTORS[0], **(transfer or {})}
-    given = KVTransferConfig.of(transfer)
-    assert given is not None
+    config = KVTransferConfig.of(transfer)
+    assert config is not None
     # The dictionary's own entries go before this one.
     extra = {"cpu_bytes_to_use": int(size * GIB)}
     require(
-        is_tier(given),
-        f"an engine has one connector: leave out kv_offloading_size, or the kv_connector {given.kv_connector!r}",
+        is_tier(config),
+        f"an engine has one connector: leave out kv_offloading_size, or the kv_connector {config.kv_connector!r}",
     )
-    return replace(given, kv_connector_extra_config={**extra, **given.kv_connector_extra_config})
+    return replace(config, kv_connector_extra_config={**extra, **config.kv_connector_extra_config})
 
 
 def is_tier(transfer: KVTransferConfig | None) -> bool:

@@ -65,8 +65,8 @@ class Parts:
     @property
     def replaced(self) -> dict[str, Callable[..., Any]]:
         """Return the parts that are replaced, by name, except for the policy."""
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "policy"}
-        return {name: part for name, part in given.items() if part is not None}
+        parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "policy"}
+        return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def names(self) -> list[str]:

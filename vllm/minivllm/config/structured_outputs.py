@@ -43,9 +43,9 @@ class StructuredOutputsParams:
             )
         require_flags(self, "disable_any_whitespace")
         self._check_types()
-        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
-        require(bool(given), f"structured_outputs has no constraint; give one of {', '.join(CONSTRAINTS)}")
-        require(len(given) == 1, f"structured_outputs has {' and '.join(given)}; give only one of them")
+        constraints = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        require(bool(constraints), f"structured_outputs has no constraint; give one of {', '.join(CONSTRAINTS)}")
+        require(len(constraints) == 1, f"structured_outputs has {' and '.join(constraints)}; give only one of them")
 
     def _check_types(self) -> None:
         require(

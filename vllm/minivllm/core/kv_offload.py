@@ -102,9 +102,9 @@ class CPUOffloadingManager:
         Those that are there stay, and count as used just now, as in vLLM's `CPUOffloadingManager`: the block of an
         offered key was just read, or is about to leave the cache. None: not one block can be had, since all are pinned.
         """
-        found = {key: self.lookup(key) for key in keys}
-        missing = [key for key, result in found.items() if result is LookupResult.MISS]
-        hits = [key for key, result in found.items() if result is LookupResult.HIT]
+        results = {key: self.lookup(key) for key in keys}
+        missing = [key for key, result in results.items() if result is LookupResult.MISS]
+        hits = [key for key, result in results.items() if result is LookupResult.HIT]
         self.prepare_load(hits)  # so that they are not evicted for the others
         blocks = self.block_pool.get_new_blocks(min(len(missing), self.block_pool.get_num_free_blocks()))
         self.complete_load(hits)

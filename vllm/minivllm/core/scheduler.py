@@ -300,11 +300,11 @@ class Scheduler:
 
     def _take_grammar(self, request: Request) -> None:
         """Let a request go on once its grammar is compiled; ends it if there will be none."""
-        wanted = request.structured_output_request
-        assert wanted is not None
-        if wanted.is_pending():
+        structured_request = request.structured_output_request
+        assert structured_request is not None
+        if structured_request.is_pending():
             return
-        failure = wanted.failure()
+        failure = structured_request.failure()
         if failure is None:
             request.status = RequestStatus.WAITING
             return
@@ -476,8 +476,10 @@ class Scheduler:
                 )
             request = self.requests.get(request_id)
             if request is not None and request.status is RequestStatus.RUNNING and not request.is_prefill_chunk:
-                wanted = request.structured_output_request
-                request.spec_token_ids = wanted.grammar.validate_tokens(drafts) if wanted else drafts
+                structured_request = request.structured_output_request
+                request.spec_token_ids = (
+                    structured_request.grammar.validate_tokens(drafts) if structured_request else drafts
+                )
 
     def _roll_back_rejected(self, request: Request, num_drafts: int, num_accepted: int, num_invalid: int) -> None:
         # Keys and values of rejected draft tokens stay in the blocks as garbage; the next tokens overwrite them.

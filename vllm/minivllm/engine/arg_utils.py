@@ -222,9 +222,11 @@ class EngineArgs:
         self._check_kv_transfer()
 
     def _forget_ignored(self) -> None:
-        given = [f"{name} ({instead})" if instead else name for name, instead in IGNORED.items() if getattr(self, name)]
-        if given:
-            logger.info("Arguments of the engine that change nothing here: %s", ", ".join(given))
+        ignored = [
+            f"{name} ({instead})" if instead else name for name, instead in IGNORED.items() if getattr(self, name)
+        ]
+        if ignored:
+            logger.info("Arguments of the engine that change nothing here: %s", ", ".join(ignored))
         for name in IGNORED:
             setattr(self, name, None)
 
@@ -384,15 +386,15 @@ class EngineArgs:
         return config if self.enable_lora else None
 
     def _join_speculative_config(self) -> None:
-        given = {"method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens}
-        given = {name: value for name, value in given.items() if value is not None}
-        if not given:
+        entries = {"method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens}
+        entries = {name: value for name, value in entries.items() if value is not None}
+        if not entries:
             return
         require(
             self.speculative_config is None,
             "give speculative_config, or spec_method, spec_model and spec_tokens; not both",
         )
-        self.speculative_config = given
+        self.speculative_config = entries
         self.spec_method = self.spec_model = self.spec_tokens = None
 
     def scheduler_config(self, config: ModelConfig, gpu_memory: int | None) -> SchedulerConfig:

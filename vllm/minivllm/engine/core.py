@@ -248,8 +248,8 @@ class EngineCore:
             time.sleep(SECONDS_BETWEEN_EMPTY_STEPS)
         delivered = self._delivered(outputs, admitted, timestamp, snapshot)
         if self.scheduler.remote is not None:
-            told = model_runner_output.kv_connector_output
-            counted = (told and told.kv_connector_stats, self.scheduler.remote.connector.take_stats())
+            report = model_runner_output.kv_connector_output
+            counted = (report and report.kv_connector_stats, self.scheduler.remote.connector.take_stats())
             delivered.kv_connector_stats = joined_stats(counted)
         return delivered
 
@@ -409,10 +409,10 @@ class EngineCore:
 
     def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
         """Create the connector's sides in the ranks, then the scheduler's, which is told how to reach them."""
-        told = self.executor.collective_rpc("initialize_kv_connector")
+        handshakes = self.executor.collective_rpc("initialize_kv_connector")
         # All ranks return the same config but for their rank; the scheduler's side takes rank 0's.
-        connector = create_connector(told[0][0], KVConnectorRole.SCHEDULER, args.parts)
-        connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(told)})
+        connector = create_connector(handshakes[0][0], KVConnectorRole.SCHEDULER, args.parts)
+        connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(handshakes)})
         return connector
 
 

@@ -181,10 +181,10 @@ def died(rank: int, pids: Sequence[int | str], how: str) -> str:
 def _environment(args: EngineArgs, rank: int) -> dict[str, str]:
     """Return a core's environment: where modules are and, with several cores, which GPUs it may use."""
     home = str(Path(errors.__file__).resolve().parents[1])
-    found = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH")))))
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH")))))
     if args.data_parallel_size > 1 and pick_device(args.device).type == "cuda":
-        found[VISIBLE_DEVICES] = ",".join(_gpus(args, rank))
-    return found
+        environment[VISIBLE_DEVICES] = ",".join(_gpus(args, rank))
+    return environment
 
 
 def _gpus(args: EngineArgs, rank: int) -> list[str]:

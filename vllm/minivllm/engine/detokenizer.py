@@ -163,10 +163,10 @@ class IncrementalDetokenizer:
         self.text += self._utf8.decode(b"".join(added))
 
     def _cut_at_stop_string(self, num_before: int) -> str | None:
-        found = find_stop_string(self.text, self._stop_strings, num_before) if self._stop_strings else None
-        if found is None:
+        match = find_stop_string(self.text, self._stop_strings, num_before) if self._stop_strings else None
+        if match is None:
             return None
-        stop, end = found
+        stop, end = match
         self.text = self.text[: end if self._params.include_stop_str_in_output else end - len(stop)]
         return stop
 

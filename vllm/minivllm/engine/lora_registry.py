@@ -43,9 +43,9 @@ class LoRARegistry:
         """
         self._check_enabled(lora_request)
         # Two requests for the same adapter may differ in these, and are equal for us.
-        wanted = replace(lora_request, load_inplace=False, fingerprint="")
+        adapter = replace(lora_request, load_inplace=False, fingerprint="")
         known = self._adapters.get(lora_request.lora_int_id)
-        same = known is not None and replace(known, fingerprint="") == wanted
+        same = known is not None and replace(known, fingerprint="") == adapter
         if known is not None and same and not lora_request.load_inplace:
             if known.lora_int_id in self._unreadable:
                 self._read(known, None)
@@ -57,26 +57,26 @@ class LoRARegistry:
                 f"lora_int_id {known.lora_int_id} is that of {known.lora_name!r} in {known.lora_path}: give "
                 f"{lora_request.lora_name!r} another id, or set load_inplace"
             )
-        found = replace(wanted, fingerprint=self._read(wanted, known))
-        self._adapters[found.lora_int_id] = found
+        added = replace(adapter, fingerprint=self._read(adapter, known))
+        self._adapters[added.lora_int_id] = added
         self._slots = ()  # another name may be in them from now on
-        self._unreadable.discard(found.lora_int_id)
-        self._leaving.discard(found.lora_int_id)
-        return found
+        self._unreadable.discard(added.lora_int_id)
+        self._leaving.discard(added.lora_int_id)
+        return added
 
-    def _read(self, wanted: LoRARequest, known: LoRARequest | None) -> str:
+    def _read(self, adapter: LoRARequest, known: LoRARequest | None) -> str:
         """Have all ranks read an adapter, and return its fingerprint. While `known` is used, nothing else may come."""
         # Running requests hold blocks that were computed with the known weights.
         if known is not None and known.lora_int_id in self._used():
-            wanted = replace(wanted, load_inplace=True, fingerprint=known.fingerprint)
-        answers = self._executor.collective_rpc("add_lora", wanted)
+            adapter = replace(adapter, load_inplace=True, fingerprint=known.fingerprint)
+        answers = self._executor.collective_rpc("add_lora", adapter)
         refusals = [refusal for _, refusal in answers if refusal]
         fingerprints = {fingerprint for fingerprint, _ in answers if fingerprint}
         if not refusals and len(fingerprints) == 1:
             return fingerprints.pop()
         if fingerprints:  # the ranks have read different things
-            self._executor.collective_rpc("remove_lora", wanted.lora_int_id)
-            refusals = [f"the files in {wanted.lora_path} changed while they were read: add the adapter once more"]
+            self._executor.collective_rpc("remove_lora", adapter.lora_int_id)
+            refusals = [f"the files in {adapter.lora_path} changed while they were read: add the adapter once more"]
         raise AdapterRefused(refusals[0])
 
     def _used(self) -> "set[int]":

@@ -56,7 +56,7 @@ class Histogram(Metric):
 
 def get_metrics_snapshot(registry: CollectorRegistry) -> list[Metric]:
     """Return the metrics of a registry as they are now."""
-    return [found for family in registry.collect() if family.name.startswith(PREFIX) for found in _values(family)]
+    return [metric for family in registry.collect() if family.name.startswith(PREFIX) for metric in _values(family)]
 
 
 def _values(family: PrometheusMetric) -> Iterator[Metric]:

@@ -73,5 +73,5 @@ def make_profiler(args: EngineArgs, prefix: str | None, limits: Mapping[str, int
         raise MinivllmError('nothing is recorded without profiler_config={"profiler": "torch", …}')
     if args.multiprocess or args.tensor_parallel_size > 1 or args.distributed_executor_backend == "mp":
         raise MinivllmError("only an engine in this process is recorded: leave out multiprocess and several ranks")
-    given = {name: value for name, value in limits.items() if value is not None}
-    return TorchProfiler(replace(config, **given), prefix)
+    changes = {name: value for name, value in limits.items() if value is not None}
+    return TorchProfiler(replace(config, **changes), prefix)

@@ -117,8 +117,8 @@ class BeamSearcher:
     def _best(self, search: Search) -> BeamSearchOutput:
         for sequence in search.going_on:
             sequence.finish_reason = "length"
-        found = sorted([*search.ended, *search.going_on], key=self._score, reverse=True)
-        return BeamSearchOutput(found[: self._params.beam_width])
+        sequences = sorted([*search.ended, *search.going_on], key=self._score, reverse=True)
+        return BeamSearchOutput(sequences[: self._params.beam_width])
 
 
 def _prompt_of(sequence: BeamSearchSequence) -> TokensPrompt:

@@ -372,20 +372,20 @@ class LLM:
         lora_request: LoraRequests = None,
     ) -> list[str]:
         """Queue all prompts or none; return their ids."""
-        wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = _one_each("sampling_params", wanted, prompts)
+        chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", chosen, prompts)
         priorities = _one_each("priority", 0 if priority is None else priority, prompts)
         adapters = _one_each("lora_request", lora_request, prompts)
         request_ids = [str(next(self._request_ids)) for _ in prompts]
         with self._aborting(request_ids):
             rows = zip(request_ids, prompts, params, priorities, adapters, strict=True)
-            for index, (request_id, prompt, wanted, number, adapter) in enumerate(rows):
+            for index, (request_id, prompt, own_params, number, adapter) in enumerate(rows):
                 interrupts.deliver()
-                if isinstance(wanted, SamplingParams):
+                if isinstance(own_params, SamplingParams):
                     # Intermediate outputs would be made and thrown away.
-                    wanted = replace(wanted, output_kind=RequestOutputKind.FINAL_ONLY)
+                    own_params = replace(own_params, output_kind=RequestOutputKind.FINAL_ONLY)
                 try:
-                    self.llm_engine.add_request(request_id, prompt, wanted, lora_request=adapter, priority=number)
+                    self.llm_engine.add_request(request_id, prompt, own_params, lora_request=adapter, priority=number)
                 except MinivllmError as error:
                     raise type(error)(f"prompt {index}: {error}") from None
         return request_ids

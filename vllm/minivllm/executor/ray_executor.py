@@ -66,9 +66,9 @@ def interface_of(address: str) -> str:
             # A `struct ifreq`: the kernel fills in the address of the interface with this name.
             request = struct.pack("256s", name.encode()[:15])
             try:
-                found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
             except OSError:  # it has no address
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
+            if socket.inet_ntoa(reply[20:24]) == address:
                 return name
     raise MinivllmError(f"no network interface has the address {address}")

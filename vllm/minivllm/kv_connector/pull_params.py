@@ -54,10 +54,10 @@ class RemotePrefill:
                 divided otherwise than this one.
         """
         for key, own in (("tp_size", tensor_parallel_size), ("dcp_size", 1), ("pp_size", 1)):
-            theirs = params.get(key)
-            if (own if theirs is None else theirs) != own:
+            value = params.get(key)
+            if (own if value is None else value) != own:
                 raise MinivllmError(
-                    f"kv_transfer_params has {key} {_shown(theirs)}, this engine {own}: both must be divided alike"
+                    f"kv_transfer_params has {key} {_shown(value)}, this engine {own}: both must be divided alike"
                 )
         if params.get("transfer_mode") not in (None, "pull"):
             raise MinivllmError(
@@ -143,9 +143,9 @@ def _block_ids(params: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _invalid(key: str, value: Any, wanted: str) -> MinivllmError:
-    told = "lacks" if value is None else "has an invalid"
+    verb = "lacks" if value is None else "has an invalid"
     shown = "" if value is None else f" {_shown(value)}"
-    return MinivllmError(f"kv_transfer_params {told} {key}{shown}; it must be {wanted}")
+    return MinivllmError(f"kv_transfer_params {verb} {key}{shown}; it must be {wanted}")
 
 
 def _shown(value: Any) -> str:

@@ -99,9 +99,9 @@ class PullConnectorScheduler(KVConnectorBase_V1):
             return
         takes, gives = check_flags(params)
         if (takes and not role.is_kv_consumer) or (gives and not role.is_kv_producer):
-            asked, wanted = ("do_remote_prefill", "kv_consumer") if takes else ("do_remote_decode", "kv_producer")
+            asked, needed = ("do_remote_prefill", "kv_consumer") if takes else ("do_remote_decode", "kv_producer")
             raise MinivllmError(
-                f"{asked} is for an engine whose kv_role is {wanted!r} or 'kv_both'; here kv_role is {role.kv_role!r}"
+                f"{asked} is for an engine whose kv_role is {needed!r} or 'kv_both'; here kv_role is {role.kv_role!r}"
             )
         if not takes:
             return
@@ -127,8 +127,8 @@ class PullConnectorScheduler(KVConnectorBase_V1):
             return None, False
         # Older engines do not say how many tokens they have computed: then it is the whole prompt.
         there = request.num_prompt_tokens if claim.remote.num_tokens is None else claim.remote.num_tokens
-        wanted = min(there, request.num_prompt_tokens) - num_computed_tokens
-        return (wanted, True) if wanted > 0 else (0, False)
+        num_missing = min(there, request.num_prompt_tokens) - num_computed_tokens
+        return (num_missing, True) if num_missing > 0 else (0, False)
 
     def update_state_after_alloc(
         self, request: Request, blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
@@ -168,7 +168,9 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         for request_id in connector_output.finished_recving:
             if claim := self._claim_of.get(request_id):
                 claim.is_over = True
-        for request_id in (told for of_rank in connector_output.kv_connector_worker_meta or () for told in of_rank):
+        for request_id in (
+            told_id for of_rank in connector_output.kv_connector_worker_meta or () for told_id in of_rank
+        ):
             # Each rank here tells its own peer, so all of them must have done so.
             self._num_untold[request_id] -= 1
             if self._num_untold[request_id] <= 0:

@@ -82,8 +82,8 @@ class PullConnectorWorker(KVConnectorBase_V1):
         return stats or None
 
     def build_connector_worker_meta(self) -> list[str] | None:
-        told = [self._told.pop() for _ in range(len(self._told))]  # other threads may append meanwhile
-        return told or None
+        request_ids = [self._told.pop() for _ in range(len(self._told))]  # other threads may append meanwhile
+        return request_ids or None
 
     def forget_results(self) -> None:
         """Forget what has not been told to the scheduler yet."""

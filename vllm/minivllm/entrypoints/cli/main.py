@@ -25,10 +25,10 @@ NOT_FLAGS = {"model", "parts", "multiprocess"}
 
 class _Parser(FlexibleArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:  # of a command, whose parser alone knows its flags
             self.refuse(unknown[0])
-        return given, unknown
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         raise MinivllmError(message)
@@ -37,8 +37,8 @@ class _Parser(FlexibleArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; return the exit code. 2: it cannot be done as said, and one line says why."""
     try:
-        given = _parser().parse_args(arguments)
-        return COMMANDS[given.command](given)
+        parsed = _parser().parse_args(arguments)
+        return COMMANDS[parsed.command](parsed)
     except (MinivllmError, EngineDeadError, WorkerDiedError) as error:
         print(f"minivllm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -86,8 +86,8 @@ def _add_proxy(commands: Any) -> None:
 
 
 def _proxy(parsed: argparse.Namespace) -> int:
-    given = {name: value for name, value in vars(parsed).items() if name != "command"}
-    settings = ProxyArgs(**given)
+    flags = {name: value for name, value in vars(parsed).items() if name != "command"}
+    settings = ProxyArgs(**flags)
 
     from minivllm.entrypoints.proxy.serve import serve
 
@@ -97,15 +97,15 @@ def _proxy(parsed: argparse.Namespace) -> int:
 def _serve(parsed: argparse.Namespace) -> int:
     from minivllm.engine.arg_utils import EngineArgs
 
-    given = {name: value for name, value in vars(parsed).items() if name != "command"}
-    model = given.pop("model_tag") or given["model"]
+    flags = {name: value for name, value in vars(parsed).items() if name != "command"}
+    model = flags.pop("model_tag") or flags["model"]
     names = {field.name for field in fields(FrontendArgs)}
-    frontend = {name: value for name, value in given.items() if name in names}
+    frontend = {name: value for name, value in flags.items() if name in names}
     keys = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
     if keys is not None and "api_key" not in frontend:
         frontend["api_key"] = [keys]
     settings = FrontendArgs(**frontend)
-    engine = {name: value for name, value in given.items() if name not in names}
+    engine = {name: value for name, value in flags.items() if name not in names}
     args = EngineArgs(**engine | {"model": model or EMBEDDED_MODEL, "multiprocess": True})
     ModelConfig.from_pretrained(args.model)
 

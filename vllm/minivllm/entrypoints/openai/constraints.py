@@ -24,8 +24,8 @@ def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
     Raises:
         MinivllmError: there are several, or one that is not served.
     """
-    given = request.structured_outputs
-    fields = given.model_dump(exclude_none=True, by_alias=True) if given is not None else {}
+    own = request.structured_outputs
+    fields = own.model_dump(exclude_none=True, by_alias=True) if own is not None else {}
     schema = _schema_of_tools(request) if isinstance(request, ChatCompletionRequest) else None
     further = _of_format(request.response_format) if schema is None else {"json": schema}
     if doubled := fields.keys() & further.keys():
@@ -34,7 +34,7 @@ def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
     if isinstance(fields.get("json"), bool):
         # JSON Schema: true allows anything, false nothing.
         fields["json"] = {} if fields["json"] else {"not": {}}
-    return StructuredOutputsParams(**fields) if fields or given is not None else None
+    return StructuredOutputsParams(**fields) if fields or own is not None else None
 
 
 def forced_tools(request: ChatCompletionRequest) -> list[ChatCompletionToolsParam]:

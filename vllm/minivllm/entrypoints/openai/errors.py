@@ -135,12 +135,12 @@ def _validation_response(errors: Sequence[Any]) -> JSONResponse:
 
 
 def _line(error: Any) -> str:
-    given = error.get("input")
+    value = error.get("input")
     # A whole conversation would not help anybody who reads the message.
-    if isinstance(given, dict | list | bytes):
-        shown = f"{type(given).__name__} of {len(given)}"
+    if isinstance(value, dict | list | bytes):
+        shown = f"{type(value).__name__} of {len(value)}"
     else:
-        shown = str(given)[:MAX_INPUT_CHARACTERS]
+        shown = str(value)[:MAX_INPUT_CHARACTERS]
     return f"{_path(error['loc'])}: {error['msg']}, not {shown}"[:MAX_ERROR_CHARACTERS]
 
 

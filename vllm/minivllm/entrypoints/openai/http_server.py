@@ -192,10 +192,10 @@ def signals_end_the_start() -> Generator[None, None, None]:
 def allow_many_connections() -> None:
     """Raise the limit of open files as far as the system allows: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-    if soft < wanted:
+    most = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+    if soft < most:
         with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _is_not_about_tasks(record: logging.LogRecord) -> bool:

@@ -49,14 +49,14 @@ def _module_of(text: str) -> LoRAModulePath:
         require(bool(name and equals and path), wrong)
         return LoRAModulePath(check_name(name), path)
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError):
-        found = {}
+        fields = {}
     known = {"name", "path", "base_model_name"}
-    fits = {"name", "path"} <= found.keys() <= known and all(isinstance(value, str) for value in found.values())
-    require(fits and bool(found["path"]), wrong)
-    check_name(found["name"])
-    return LoRAModulePath(**found)
+    fits = {"name", "path"} <= fields.keys() <= known and all(isinstance(value, str) for value in fields.values())
+    require(fits and bool(fields["path"]), wrong)
+    check_name(fields["name"])
+    return LoRAModulePath(**fields)
 
 
 def check_name(name: str) -> str:
@@ -99,10 +99,10 @@ def adapter_folder(path: str, folders: Sequence[str]) -> str | None:
     try:
         allowed = [Path(os.path.realpath(folder)) for folder in folders]  # one of them may be gone
         # A client may name any path: decide by where it really leads.
-        found = Path(os.path.realpath(path, strict=True))
-        config = Path(os.path.realpath(found / CONFIG_FILE, strict=True))
-        weights = Path(os.path.realpath(found / WEIGHTS_FILE))
+        target = Path(os.path.realpath(path, strict=True))
+        config = Path(os.path.realpath(target / CONFIG_FILE, strict=True))
+        weights = Path(os.path.realpath(target / WEIGHTS_FILE))
     except (OSError, ValueError):  # it is not there, it is too long, it has a NUL, or links go round in circles
         return None
-    inside = all(any(part.is_relative_to(folder) for folder in allowed) for part in (found, config, weights))
-    return str(found) if inside and config.is_file() and (weights.is_file() or not weights.exists()) else None
+    inside = all(any(part.is_relative_to(folder) for folder in allowed) for part in (target, config, weights))
+    return str(target) if inside and config.is_file() and (weights.is_file() or not weights.exists()) else None

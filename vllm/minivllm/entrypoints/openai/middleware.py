@@ -56,8 +56,8 @@ class AuthenticationMiddleware:
 
     def _knows(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
-        found = [hmac.compare_digest(_digest(key.strip()), known) for known in self._known]  # all of them, always
-        return scheme.lower() == "bearer" and any(found)
+        matches = [hmac.compare_digest(_digest(key.strip()), known) for known in self._known]  # all of them, always
+        return scheme.lower() == "bearer" and any(matches)
 
 
 def _digest(key: str) -> bytes:
@@ -99,9 +99,9 @@ class BodySizeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        told = Headers(scope=scope).get("content-length", "0")
+        announced = Headers(scope=scope).get("content-length", "0")
         # Refuse by the header if there is one, before anything is read.
-        if told.isdecimal() and int(told[:20]) > self._max_bytes:
+        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             await json_response(self._error())(scope, receive, send)
             return
         received = 0

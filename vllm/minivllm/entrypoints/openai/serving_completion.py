@@ -91,9 +91,9 @@ class OpenAIServingCompletion(OpenAIServing):
         for name in ("suffix", "prompt_embeds"):
             if getattr(request, name) is not None:
                 raise MinivllmError(f"{name} is not served here", None if name == "suffix" else name)
-        given = _prompts_of(request)
-        self.check(request, len(given))
-        prompts = [await self._tokenized(prompt, request) for prompt in given]
+        raw_prompts = _prompts_of(request)
+        self.check(request, len(raw_prompts))
+        prompts = [await self._tokenized(prompt, request) for prompt in raw_prompts]
         return prompts, 1 if request.only_echoes else request.max_tokens
 
     async def _tokenized(self, prompt: str | list[int], request: CompletionRequest) -> TokenizedPrompt:

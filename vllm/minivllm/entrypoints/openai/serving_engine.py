@@ -154,8 +154,8 @@ class OpenAIServing:
             )
         room = longest - length
         default = self._defaults.get("max_tokens")
-        wanted = [room, asked, default if asked is None else None]
-        max_tokens = min(count for count in wanted if count is not None)
+        limits = [room, asked, default if asked is None else None]
+        max_tokens = min(count for count in limits if count is not None)
         params = request.to_sampling_params(max_tokens, self._defaults, self.vocab_size)
         params.structured_outputs = constraint_of(request)
         return params
@@ -196,8 +196,8 @@ class OpenAIServing:
 
     def request_id(self, request: GenerationRequest, headers: Mapping[str, str]) -> str:
         """Return the reply's id: the header's, the request's, or a new one, with a prefix."""
-        given = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
-        return f"{self.id_prefix}-{given.encode('utf8', 'replace').decode()[:1024]}"
+        client_id = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
+        return f"{self.id_prefix}-{client_id.encode('utf8', 'replace').decode()[:1024]}"
 
     def shows_ids(self, request: GenerationRequest) -> bool:
         """Return whether log probabilities show tokens as their ids."""
@@ -241,15 +241,15 @@ class OpenAIServing:
 
     def truncated(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
         """Return what `truncate_prompt_tokens` leaves: the last tokens, or the first; -1: as many as fit."""
-        wanted = request.truncate_prompt_tokens
-        if wanted is None:
+        most = request.truncate_prompt_tokens
+        if most is None:
             return token_ids
         longest = self.limits.max_model_len
-        if wanted == 0 or wanted > longest:
+        if most == 0 or most > longest:
             raise MinivllmError(
-                f"truncate_prompt_tokens is {wanted}; it must be from 1 to {longest}, or -1", "truncate_prompt_tokens"
+                f"truncate_prompt_tokens is {most}; it must be from 1 to {longest}, or -1", "truncate_prompt_tokens"
             )
-        kept = longest if wanted == -1 else wanted
+        kept = longest if most == -1 else most
         return token_ids[:kept] if request.truncation_side == "right" else token_ids[-kept:]
 
     def _near_the_end_kept(self, text: str, request: GenerationRequest) -> str:
@@ -266,8 +266,8 @@ class OpenAIServing:
         Raises:
             MinivllmError: there is no template, or it rejects the messages, or the request brings one of its own.
         """
-        given = request.chat_template_kwargs or {}
-        own = request.chat_template or given.get("chat_template")
+        variables = request.chat_template_kwargs or {}
+        own = request.chat_template or variables.get("chat_template")
         if own and not self.settings.trust_request_chat_template:
             raise MinivllmError("a request's own chat_template is served only with --trust-request-chat-template")
         template = own or self.template
@@ -280,16 +280,16 @@ class OpenAIServing:
             "documents": request.documents,
             **further,
             # A client may set any variable of the template but the messages.
-            **{name: value for name, value in given.items() if name not in ("messages", "chat_template")},
+            **{name: value for name, value in variables.items() if name not in ("messages", "chat_template")},
         }
         form = self.settings.chat_template_content_format
         return render(template, request.messages, seen, request.continue_final_message, form)
 
     def _check_logprobs(self, name: str, asked: int | None) -> None:
         most = self.vocab_size if self.settings.max_logprobs == -1 else self.settings.max_logprobs
-        wanted = self.vocab_size if asked == -1 else asked or 0
-        if wanted > most:
-            raise MinivllmError(f"{name} asks for {wanted} tokens a position; the server allows {most}", name)
+        number = self.vocab_size if asked == -1 else asked or 0
+        if number > most:
+            raise MinivllmError(f"{name} asks for {number} tokens a position; the server allows {most}", name)
 
     def _admit(self, number: int) -> None:
         """Refuse new requests while too many are unfinished; counts the refusals."""
@@ -308,10 +308,10 @@ class OpenAIServing:
 
 def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:
     """Return the core that a router in front of this server has chosen, if any."""
-    given = headers.get("x-data-parallel-rank")
-    if given is None:
+    header = headers.get("x-data-parallel-rank")
+    if header is None:
         return None
     # Python takes seconds to convert a number of many thousands of digits.
-    if not given.isdecimal() or len(given) > MAX_RANK_DIGITS:
-        raise MinivllmError(f"the header X-data-parallel-rank is {given[:20]!r}; it must be a core's number")
-    return int(given)
+    if not header.isdecimal() or len(header) > MAX_RANK_DIGITS:
+        raise MinivllmError(f"the header X-data-parallel-rank is {header[:20]!r}; it must be a core's number")
+    return int(header)

@@ -63,8 +63,8 @@ async def with_cancellation(
     work: Coroutine[Any, Any, Result], request: Request, parts: Parts = NO_PARTS
 ) -> Result | Response:
     """Return the result, unless the client leaves before; then the work is cancelled."""
-    found = await (parts.until_disconnected or until_disconnected)(work, disconnected(request.receive))
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if found is None else found
+    result = await (parts.until_disconnected or until_disconnected)(work, disconnected(request.receive))
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if result is None else result
 
 
 async def until_disconnected(

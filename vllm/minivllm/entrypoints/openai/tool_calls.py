@@ -47,13 +47,13 @@ class _Objects:
 
     def completed_by(self, text: str) -> list[dict[str, Any]]:
         """Return the objects that end in this piece."""
-        found = []
+        completed = []
         for character in text:
             self._take(character)
             if character == "}" and not self._in_string and self._depth == 0:
-                found.append(json.loads("".join(self._piece)))
+                completed.append(json.loads("".join(self._piece)))
                 self._piece = []
-        return found
+        return completed
 
     def _take(self, character: str) -> None:
         if self._in_string:

@@ -54,8 +54,8 @@ def prefill_body(body: Mapping[str, Any]) -> Body:
 
 def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None) -> Body:
     """Return what the decode server is sent: the client's request, and where the keys and values are."""
-    told = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
-    return {**body, **told}
+    further = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
+    return {**body, **further}
 
 
 def kept_params(content: bytes) -> Body | None:

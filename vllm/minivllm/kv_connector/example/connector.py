@@ -108,12 +108,12 @@ class ExampleConnector(KVConnectorBase_V1):
         # apart any more.
         self._asked[request.request_id] = num_computed_tokens // size
         first, last = num_computed_tokens // size, (request.num_tokens - 1) // size
-        found = 0
+        num_blocks = 0
         for block_hash in request.block_hashes[first:last]:
             if not self._is_complete(block_hash.hex()):
                 break
-            found += 1
-        return found * size, False
+            num_blocks += 1
+        return num_blocks * size, False
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int

@@ -97,8 +97,8 @@ class Peers:
 
     def _is_current(self, remote: RemotePrefill, metadata: NixlAgentMetadata) -> bool:
         """Return whether the blocks lie in the memory that is registered there now, as far as the params say."""
-        told = remote.generation.split(GENERATIONS_JOINED_BY)
-        own = told[self._ranks[1]] if self._ranks[1] < len(told) else ""
+        generations = remote.generation.split(GENERATIONS_JOINED_BY)
+        own = generations[self._ranks[1]] if self._ranks[1] < len(generations) else ""
         return own in ("", metadata.registration_generation)
 
     def _fetch(self, remote: RemotePrefill) -> tuple[NixlAgentMetadata, float]:
@@ -121,9 +121,13 @@ class Peers:
                 f"{where} has blocks of {metadata.block_size} tokens, this one of {self._own.block_size}, and the "
                 "scales of an int8 cache cannot be cut: give both the same block_size"
             )
-        theirs, mine = ([length / cache.block_size for length in cache.block_lens] for cache in (metadata, self._own))
-        if theirs != mine:
-            raise MinivllmError(f"{where} has {theirs} bytes of each token in its cache's regions, this one {mine}")
+        peer_bytes, own_bytes = (
+            [length / cache.block_size for length in cache.block_lens] for cache in (metadata, self._own)
+        )
+        if peer_bytes != own_bytes:
+            raise MinivllmError(
+                f"{where} has {peer_bytes} bytes of each token in its cache's regions, this one {own_bytes}"
+            )
 
     def _make(self, metadata: NixlAgentMetadata, offset: float) -> Peer:
         tokens = tokens_of_a_piece(self._own.block_size, metadata.block_size)

@@ -168,17 +168,17 @@ class NixlConnectorWorker(PullConnectorWorker):
 
     def _begin(self, order: ReadOrder, peer: Peer) -> Transfer:
         """Post the READ. Raise `MinivllmError` if the other engine cannot have all these tokens."""
-        mine, theirs, remote = self._own, peer.metadata, order.remote
-        if order.end > len(remote.block_ids) * theirs.block_size or max(remote.block_ids) >= theirs.num_blocks:
+        own, peer_cache, remote = self._own, peer.metadata, order.remote
+        if order.end > len(remote.block_ids) * peer_cache.block_size or max(remote.block_ids) >= peer_cache.num_blocks:
             raise MinivllmError(
                 f"remote_block_ids does not name the blocks of {order.end} tokens: there are {len(remote.block_ids)} "
-                f"of {theirs.block_size}, in a cache of {theirs.num_blocks}"
+                f"of {peer_cache.block_size}, in a cache of {peer_cache.num_blocks}"
             )
         # By the first token of each piece; the last piece may reach beyond the end.
         tokens = range(order.start, order.end, peer.piece_tokens)
-        num_regions = len(mine.block_lens)
-        into = piece_indices(order.block_ids, mine.block_size, order.start, tokens, mine.num_blocks, num_regions)
-        pieces = piece_indices(remote.block_ids, theirs.block_size, 0, tokens, theirs.num_blocks, num_regions)
+        num_regions = len(own.block_lens)
+        into = piece_indices(order.block_ids, own.block_size, order.start, tokens, own.num_blocks, num_regions)
+        pieces = piece_indices(remote.block_ids, peer_cache.block_size, 0, tokens, peer_cache.num_blocks, num_regions)
         assert self._agent is not None
         try:
             return self._agent.read(peer.local_pieces, into, peer.remote_pieces, pieces, b"")
@@ -227,12 +227,12 @@ class NixlConnectorWorker(PullConnectorWorker):
     def _send_heartbeats(self, remotes: list[RemotePrefill]) -> None:
         """Send one notification to each engine that is known, and begin to meet the others."""
         by_engine = groupby(sorted(remotes, key=lambda remote: remote.engine_id), lambda remote: remote.engine_id)
-        for theirs in (list(group) for _, group in by_engine):
+        for requests in (list(group) for _, group in by_engine):
             peer = None
             with suppress(MinivllmError):
-                peer = self._peers.greet(theirs[0])
+                peer = self._peers.greet(requests[0])
             if peer is not None:
-                self._notify(peer, heartbeat_message(remote.request_id for remote in theirs))
+                self._notify(peer, heartbeat_message(remote.request_id for remote in requests))
 
 
 def heartbeat_message(request_ids: Iterable[str]) -> bytes:

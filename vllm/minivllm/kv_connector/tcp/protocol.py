@@ -133,24 +133,26 @@ def connect(host: str, port: int, timeout: float) -> Connection:
 def greet(connection: Connection, secret: bytes, timeout: float) -> None:
     """Prove to a server that this engine knows the secret. Raise `TransferError` if the server does not."""
     # Both sides add a random number, so that neither proof can be recorded and sent again.
-    theirs, own = bytes(connection.receive(NONCE_BYTES)), secrets.token_bytes(NONCE_BYTES)
-    connection.send(own + _proof(secret, b"client", own, theirs))
+    peer_nonce, own_nonce = bytes(connection.receive(NONCE_BYTES)), secrets.token_bytes(NONCE_BYTES)
+    connection.send(own_nonce + _proof(secret, b"client", own_nonce, peer_nonce))
     # The comparison takes the same time wherever they differ, so its duration tells nothing of the
     # secret.
-    if not hmac.compare_digest(connection.receive(PROOF_BYTES), _proof(secret, b"server", own, theirs)):
+    if not hmac.compare_digest(connection.receive(PROOF_BYTES), _proof(secret, b"server", own_nonce, peer_nonce)):
         raise RefusedError(f"the other engine does not know this engine's secret ({SECRET_VARIABLE})")
     connection.timeout = timeout
 
 
 def welcome(connection: Connection, secret: bytes, timeout: float) -> None:
     """Check that a client knows the secret, and prove the same. Raise `TransferError` if it does not."""
-    own = secrets.token_bytes(NONCE_BYTES)
-    connection.send(own)
+    own_nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.send(own_nonce)
     answer = bytes(connection.receive(NONCE_BYTES + PROOF_BYTES))
-    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if len(theirs) < NONCE_BYTES or not hmac.compare_digest(proof, _proof(secret, b"client", theirs, own)):
+    peer_nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if len(peer_nonce) < NONCE_BYTES or not hmac.compare_digest(
+        proof, _proof(secret, b"client", peer_nonce, own_nonce)
+    ):
         raise RefusedError(f"this engine has another secret ({SECRET_VARIABLE})")
-    connection.send(_proof(secret, b"server", theirs, own))
+    connection.send(_proof(secret, b"server", peer_nonce, own_nonce))
     connection.timeout = timeout
 
 
