@@ -4,9 +4,9 @@ import pytest
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 
 
 def test_a_batch_size_beyond_a_range_counts_as_its_last_one_and_no_draft_is_longer_than_allowed():

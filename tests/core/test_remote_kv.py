@@ -15,10 +15,10 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.remote_kv import LOAD_FAILED
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.step_recorder import StepRecorder
 
 

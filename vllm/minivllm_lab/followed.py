@@ -21,7 +21,7 @@ import torch
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger

@@ -13,9 +13,9 @@ unless all were admitted into the same step: the scheduler does not divide them 
 In vLLM v0.33.0: `vllm/v1/core/sched/async_scheduler.py` (`AsyncScheduler`).
 """
 
-from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.core.step import Step
 
 UNKNOWN_TOKEN = -1

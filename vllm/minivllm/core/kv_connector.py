@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import torch
 
     from minivllm.core.block_pool import BlockPool, KVCacheBlock
-    from minivllm.core.output import SchedulerOutput
     from minivllm.core.request import Request
+    from minivllm.core.scheduler_output import SchedulerOutput
 
 KVTransferParams = dict[str, Any]
 """`kv_transfer_params` of a request: what a proxy, or another engine, tells the connector. Plain data, as in JSON."""

@@ -30,9 +30,9 @@ from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorOutput, KVTransferParams
 from minivllm.core.kv_load_failures import LoadFailures
-from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import create_request_queue
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.core.stats import PrefixCacheStats
 
 LOAD_FAILED = 'its keys and values could not be loaded from elsewhere, and kv_load_failure_policy is "fail"'

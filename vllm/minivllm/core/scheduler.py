@@ -18,11 +18,11 @@ from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.kv_connector import KVConnectorBase_V1
 from minivllm.core.limits import RequestLimits
 from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.core.remote_kv import LOAD_FAILED, RemoteKV
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import RequestQueue, create_request_queue
+from minivllm.core.scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.core.stats import SchedulerStats, SpecDecodingStats
 from minivllm.core.step import Step
 from minivllm.core.stop import check_grammar, check_stop

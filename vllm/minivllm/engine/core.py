@@ -25,10 +25,10 @@ from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole, joined_stats
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.generation_config import tokenizer_and_ends
 from minivllm.engine.lora_registry import AdapterRefused, LoRARegistry

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import SchedulerOutput
 
 FORMAT = 2
 WAITING_SHOWN = 24

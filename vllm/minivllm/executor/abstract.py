@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
-from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.worker.settings import WorkerSettings
 
 

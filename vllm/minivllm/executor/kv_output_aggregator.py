@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from minivllm.core.kv_connector import KVConnectorOutput, joined_stats
-from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.scheduler_output import ModelRunnerOutput
 
 
 class KVOutputAggregator:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
 from minivllm.executor.abstract import Executor
 from minivllm.executor.kv_output_aggregator import KVOutputAggregator

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from typing import Any
 
-from minivllm.core.output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.scheduler_output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.executor.abstract import Executor
 from minivllm.executor.step_thread import StepThread
 from minivllm.worker.settings import WorkerSettings

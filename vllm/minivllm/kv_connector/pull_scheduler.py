@@ -33,7 +33,7 @@ from minivllm.kv_connector.pull_params import RemotePrefill, check_flags, digest
 
 if TYPE_CHECKING:
     from minivllm.core.block_pool import KVCacheBlock
-    from minivllm.core.output import SchedulerOutput
+    from minivllm.core.scheduler_output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

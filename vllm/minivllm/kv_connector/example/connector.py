@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     import torch
 
     from minivllm.core.block_pool import KVCacheBlock
-    from minivllm.core.output import SchedulerOutput
     from minivllm.core.request import Request
+    from minivllm.core.scheduler_output import SchedulerOutput
 
 logger = init_logger(__name__)
 CHECKSUM = "blake2b"

@@ -29,8 +29,8 @@ from minivllm.platforms.device_memory import available_memory
 
 if TYPE_CHECKING:
     from minivllm.core.block_pool import BlockPool, KVCacheBlock
-    from minivllm.core.output import SchedulerOutput
     from minivllm.core.request import Request
+    from minivllm.core.scheduler_output import SchedulerOutput
 
 logger = init_logger(__name__)
 
