@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ from core.invariants import check_scheduler
 from core.worker_double import WorkerDouble
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.messages import EngineCoreOutput
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import SchedulerOutput

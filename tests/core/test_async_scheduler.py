@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
-from minivllm.core.messages import EngineCoreOutput
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import SchedulerOutput

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutput
 from minivllm.core.remote_kv import LOAD_FAILED
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import comb
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.messages import EngineCoreOutput
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import CachedRequestData, ModelRunnerOutput, SchedulerOutput

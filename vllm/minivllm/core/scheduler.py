@@ -14,10 +14,10 @@ Steps in flight: `minivllm.core.async_scheduler`. Each of several cores has a sc
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.kv_connector import KVConnectorBase_V1
 from minivllm.core.limits import RequestLimits
-from minivllm.core.messages import EngineCoreOutput
 from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.core.remote_kv import LOAD_FAILED, RemoteKV
 from minivllm.core.request import Request, RequestStatus

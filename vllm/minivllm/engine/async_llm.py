@@ -15,8 +15,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_mp_client import AsyncMPClient
 from minivllm.engine.front_end import FrontEnd

@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq.asyncio
 
-from minivllm.core.messages import EngineCoreOutputs, UtilityOutput
+from minivllm.core.engine_messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import joined_answers
 from minivllm.engine.core_processes import MILLISECONDS_FOR_LAST_WORDS, died

@@ -7,7 +7,7 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs, UtilityOutput
+from minivllm.core.engine_messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES
 from minivllm.errors import MinivllmError, WorkerDiedError

@@ -22,9 +22,9 @@ import torch
 
 from minivllm.config import ModelConfig
 from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole, joined_stats
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler

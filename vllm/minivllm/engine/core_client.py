@@ -1,6 +1,6 @@
 """The engine core as the front end sees it, in the same process or a separate one.
 
-They exchange only the plain data of `minivllm.core.messages`. The front end never reads the core's scheduler: `ready`
+They exchange only the plain data of `minivllm.core.engine_messages`. The front end never reads the core's scheduler: `ready`
 says once what it needs to know, and each `get_output` brings the state after a step.
 
 Nothing here loads torch: where the core is another process (`mp_client.py`, `async_mp_client.py`), the front end starts
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, UtilityOutput
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, UtilityOutput
 from minivllm.errors import MinivllmError
 
 UTILITIES = (

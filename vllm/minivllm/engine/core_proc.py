@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import zmq
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.busy_loop import Act, abort_requests, answer_of, run_busy_loop, tell_watchers
 from minivllm.engine.core import EngineCore

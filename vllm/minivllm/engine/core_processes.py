@@ -25,7 +25,7 @@ from typing import IO
 import zmq
 
 from minivllm import errors
-from minivllm.core.messages import EngineCoreReady
+from minivllm.core.engine_messages import EngineCoreReady
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_sockets import OwnSockets
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.config import ModelConfig
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.core.stats import SchedulerStats, summed_stats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import EngineCoreClient

@@ -6,7 +6,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`InprocClient`).
 from collections.abc import Sequence
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES, SyncEngineCoreClient

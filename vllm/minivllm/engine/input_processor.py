@@ -14,9 +14,9 @@ from dataclasses import replace
 from tokenizers import Tokenizer
 
 from minivllm.config import ModelConfig
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.limits import RequestLimits
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreRequest
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt, parse_prompt
 from minivllm.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutput
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.outputs import RequestMetrics
 
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from minivllm.core.engine_messages import EngineCoreOutputs
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import SyncEngineCoreClient
 from minivllm.engine.front_end import FrontEnd

@@ -9,7 +9,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`DPLBAsyncMPClient.get_core_en
 
 from dataclasses import dataclass
 
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.stats import SchedulerStats
 from minivllm.errors import MinivllmError
 

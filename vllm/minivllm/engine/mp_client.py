@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import UTILITIES, EngineCoreClient, SyncEngineCoreClient, joined_answers
 from minivllm.engine.core_processes import CoreProcesses, wait_for_message

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from minivllm.config import NO_PARTS, Parts
-from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreRequest
 from minivllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer
 from minivllm.engine.iteration_stats import IterationStats
 from minivllm.engine.logprobs import chosen, logprobs_by_token

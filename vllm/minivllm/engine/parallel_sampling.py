@@ -6,7 +6,7 @@ In vLLM v0.33.0: `vllm/v1/engine/parallel_sampling.py` (`ParentRequest`).
 from dataclasses import replace
 from typing import Any
 
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.outputs import CompletionOutput
 
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.process_collector import ProcessCollector
 
 from minivllm.config.kv_offloading import is_tier
-from minivllm.core.messages import EngineCoreReady
+from minivllm.core.engine_messages import EngineCoreReady
 from minivllm.core.stats import PrefixCacheStats, SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.iteration_stats import IterationStats
