@@ -20,7 +20,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.busy_loop import Act, abort_requests, answer_of, run_busy_loop, tell_watchers
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_sockets import CoreSockets
-from minivllm.engine.wire import Failure, Kind, decode, encode, identity
+from minivllm.engine.socket_messages import Failure, Kind, decode, encode, identity
 from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger
 from minivllm.platforms.device import pick_device

@@ -28,7 +28,7 @@ from minivllm import errors
 from minivllm.core.engine_messages import EngineCoreReady
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_sockets import OwnSockets
-from minivllm.engine.wire import Failure, Kind, decode, encode, identity
+from minivllm.engine.socket_messages import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.platforms.child_processes import ChildProcess, how_it_ended, wait_or_kill
 from minivllm.platforms.device import pick_device

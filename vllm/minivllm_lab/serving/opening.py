@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 
 from minivllm.core.engine_messages import EngineCoreRequest
-from minivllm.engine.wire import encode
+from minivllm.engine.socket_messages import encode
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.drawing import QUIET, RULE, arrow, rect, svg, text, tint
 from minivllm_lab.followed import MAX_TOKENS, NAME, PROMPT, Followed, followed

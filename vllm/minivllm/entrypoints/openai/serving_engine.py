@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from minivllm.config.checks import encodable
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.engine.wire import encode
+from minivllm.engine.socket_messages import encode
 from minivllm.entrypoints.openai.answer import Answer, EngineRequests, TokenizedPrompt, as_stream
 from minivllm.entrypoints.openai.chat_template import no_template, render, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
