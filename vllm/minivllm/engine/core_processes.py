@@ -1,6 +1,6 @@
 """The processes of the cores, one for each data-parallel replica: starting them, meeting them, ending them.
 
-Each is a fresh interpreter that runs `minivllm.engine.core_entry`, so a user's script needs no
+Each is a fresh interpreter that runs `minivllm.engine.core_main`, so a user's script needs no
 `if __name__ == "__main__"`. It ignores Ctrl-C, which the front end handles. Each side notices the other's end by a pipe
 that closes with it: the core's standard input, and the lifeline.
 
@@ -116,7 +116,7 @@ class CoreProcesses:
         """Start a core's process. Our end of its lifeline becomes readable as soon as the process has ended."""
         ours, theirs = os.pipe()
         self.lifelines.append(ours)
-        command = [sys.executable, "-P", "-m", "minivllm.engine.core_entry", self.folder, str(theirs), str(self._owner)]
+        command = [sys.executable, "-P", "-m", "minivllm.engine.core_main", self.folder, str(theirs), str(self._owner)]
         # A terminal sends Ctrl-C to all processes in front; only the front end should answer it.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits the mask
         try:

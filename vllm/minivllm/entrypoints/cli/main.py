@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import minivllm
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.flags import FlexibleArgumentParser, HelpFormatter, add_flags
-from minivllm.engine.core_entry import leave
+from minivllm.engine.core_main import leave
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.proxy.settings import ProxyArgs
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError

@@ -1,4 +1,4 @@
-"""Entry point of a core's process: `python -m minivllm.engine.core_entry FOLDER LIFELINE PARENT RANK`.
+"""Entry point of a core's process: `python -m minivllm.engine.core_main FOLDER LIFELINE PARENT RANK`.
 
 `core_processes.py` starts it. Its standard input is a pipe that is never written to and that closes when the front end
 ends; a thread waits for that before anything large is imported, so that no process is left over, whenever that is.
