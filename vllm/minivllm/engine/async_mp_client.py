@@ -13,7 +13,7 @@ import zmq.asyncio
 from minivllm.core.engine_messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import joined_answers
-from minivllm.engine.core_processes import MILLISECONDS_FOR_LAST_WORDS, died
+from minivllm.engine.core_process_manager import MILLISECONDS_FOR_LAST_WORDS, died
 from minivllm.engine.mp_client import MPClient
 from minivllm.errors import EngineDeadError
 

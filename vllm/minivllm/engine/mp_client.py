@@ -1,7 +1,7 @@
 """The front end's side of cores in separate processes: sending to them, receiving from them, noticing their end.
 
 A client has two sockets: one sends requests, addressed to a core's identity, the other receives outputs of all cores
-(`socket_messages.py`). It starts the cores (`core_processes.py`). Each request goes to one core (`load_balancing.py`), and so does
+(`socket_messages.py`). It starts the cores (`core_process_manager.py`). Each request goes to one core (`load_balancing.py`), and so does
 its abort.
 
 `async_mp_client.py` has the client for an event loop.
@@ -19,7 +19,7 @@ import zmq
 from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import UTILITIES, EngineCoreClient, SyncEngineCoreClient, joined_answers
-from minivllm.engine.core_processes import CoreProcesses, wait_for_message
+from minivllm.engine.core_process_manager import CoreProcesses, wait_for_message
 from minivllm.engine.load_balancing import LoadBalancer
 from minivllm.engine.socket_messages import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError

@@ -11,7 +11,7 @@ from dataclasses import replace
 import zmq
 
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_processes import CoreProcesses, died
+from minivllm.engine.core_process_manager import CoreProcesses, died
 from minivllm.engine.core_sockets import TcpServer, TcpSockets
 from minivllm.executor.ray_actors import RayActors, connected_actor
 
