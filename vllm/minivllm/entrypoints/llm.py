@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from minivllm.config.checks import is_count, refuse_unknown
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.call_lock import CallLock
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.one_caller import OneCaller
 from minivllm.entrypoints.beam_search import BeamSearcher
 from minivllm.entrypoints.progress import Advance, progress
 from minivllm.errors import MinivllmError
@@ -81,7 +81,7 @@ class LLM:
         self._request_ids = itertools.count()
         # By request id, in the order in which they were enqueued; None while unfinished.
         self._enqueued: dict[str, RequestOutput | None] = {}
-        self._caller = OneCaller()
+        self._call_lock = CallLock()
 
     # Generating
 
@@ -112,7 +112,7 @@ class LLM:
         """
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
         # Ctrl-C is held for the call, and let through between two steps.
-        with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
+        with self._call_lock.held() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
             return _answers(self._complete(items, sampling_params, priority, advance, interrupts, lora_request))
 
     def chat(
@@ -195,7 +195,7 @@ class LLM:
         if concurrency_limit is not None and not is_count(concurrency_limit, 1):
             raise MinivllmError(f"concurrency_limit is {concurrency_limit!r}; it must be 1 or more, or None for all")
         found: list[BeamSearchOutput] = []
-        with self._caller.alone() as interrupts:
+        with self._call_lock.held() as interrupts:
             searcher = self._searcher(params, interrupts)
             size = concurrency_limit or max(1, len(items))
             for start in range(0, len(items), size):
@@ -217,7 +217,7 @@ class LLM:
     ) -> list[str]:
         """Queue prompts for `wait_for_completion` and return their ids. Nothing is computed yet."""
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
-        with self._caller.alone() as interrupts:
+        with self._call_lock.held() as interrupts:
             request_ids = self._add_requests(items, sampling_params, priority, interrupts, lora_request)
             self._enqueued |= dict.fromkeys(request_ids)
             return request_ids
@@ -229,7 +229,7 @@ class LLM:
         """
         if output_type is not None and output_type is not RequestOutput:
             raise MinivllmError(f"output_type is {output_type!r}; it can only be RequestOutput")
-        with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(self._enqueued)) as advance:
+        with self._call_lock.held() as interrupts, progress(use_tqdm, "prompts", len(self._enqueued)) as advance:
             request_ids = list(self._enqueued)
             try:
                 with self._aborting(request_ids):
@@ -280,7 +280,7 @@ class LLM:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached blocks; return whether it did. See `LLMEngine.reset_prefix_cache`."""
-        with self._caller.alone():
+        with self._call_lock.held():
             return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def shutdown(self) -> None:
@@ -288,7 +288,7 @@ class LLM:
 
         An LLM that runs in this process only has none to end, and can still be used.
         """
-        with self._caller.alone():
+        with self._call_lock.held():
             self.llm_engine.shutdown()
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from minivllm.errors import MinivllmError
 from minivllm.platforms.interrupts import InterruptsHeld
 
 
-class OneCaller:
+class CallLock:
     """Rejects a second caller: another thread, a signal handler during a call, or a forked process."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class OneCaller:
         self._lock = threading.Lock()
 
     @contextmanager
-    def alone(self) -> Iterator[InterruptsHeld]:
+    def held(self) -> Iterator[InterruptsHeld]:
         """Hold the lock for the duration of one call, and Ctrl-C with it: neither is left half done.
 
         Raises:
