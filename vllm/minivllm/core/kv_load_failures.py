@@ -1,4 +1,4 @@
-"""What is left of running requests when blocks that should have been loaded hold nothing valid.
+"""Decide what running requests keep when blocks that should have been loaded hold nothing valid.
 
 Blocks are published when they are scheduled, so other requests may have found them, and those that were computed behind
 them. The first request in the batch with such a block computes it anew, and all of its own behind it. Others that have

@@ -1,6 +1,6 @@
-"""The books of a second tier of the KV cache: which blocks lie in host memory, and which of them go first.
+"""Keep the books of a second tier of the KV cache: which blocks lie in host memory, and which of them go first.
 
-The tier is a second block pool, keyed by the same hashes as the first one. Nobody's table points into it: a block is
+The tier is a second block pool, keyed by the same hashes as the first one. No block table points into it: a block is
 copied there when it is full, and copied back into a block of the first pool when a request's prefix is found there but
 not here. So it extends the prefix cache, and a request that was preempted profits like any other.
 
@@ -9,9 +9,8 @@ A copy takes time, so each comes as a pair, and between its two calls the blocks
     prepare_store ──▶ copy ──▶ complete_store      in between the key is HIT_PENDING, and its block is not evicted
     prepare_load  ──▶ copy ──▶ complete_load       in between the key stays a HIT, and its block is not evicted
 
-Who is evicted is said by the pool's own free queue: the key that was not touched for longest (LRU). All keys of a
-request are touched together, its last block first, so the tail of a prefix goes before its head, without which it is of
-no use.
+The pool's own free queue says which key is evicted: the least recently used one. All keys of a request are touched
+together, its last block first, so the tail of a prefix goes before its head, without which it is of no use.
 
 In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py`, whose second `BlockPool` this is;
 `vllm/v1/kv_offload/cpu/manager.py` (`CPUOffloadingManager`), which can also evict by ARC

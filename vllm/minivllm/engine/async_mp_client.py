@@ -1,6 +1,7 @@
-"""The client of cores in separate processes for an event loop: nothing here blocks once the cores are ready.
+"""Talk to cores in separate processes from an event loop: nothing here blocks once the cores are ready.
 
-Sending never waits, since the sockets keep whatever has not gone out yet. Receiving is one task; it ends with a core.
+Sending never waits, since the sockets keep whatever has not gone out yet. Receiving is one task, which ends with a
+core.
 
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`AsyncMPClient`, `DPLBAsyncMPClient`).
 """

@@ -1,4 +1,5 @@
-"""An engine serves one call at a time, in the process that made it."""
+"""Let an engine serve one call at a time, in the process that made it.
+"""
 
 import os
 import threading

@@ -1,7 +1,7 @@
 """The engine core as the front end sees it, in the same process or a separate one.
 
-They exchange only the plain data of `minivllm.core.engine_messages`. The front end never reads the core's scheduler: `ready`
-says once what it needs to know, and each `get_output` brings the state after a step.
+They exchange only the plain data of `minivllm.core.engine_messages`. The front end never reads the core's scheduler:
+`ready` says once what it needs to know, and each `get_output` brings the state after a step.
 
 Nothing here loads torch: where the core is another process (`mp_client.py`, `async_mp_client.py`), the front end starts
 without it.

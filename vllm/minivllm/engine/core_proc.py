@@ -1,4 +1,4 @@
-"""The core's process: its loop (`busy_loop`) in the main thread, its sockets in two other threads.
+"""Run a core in its own process: its loop (`busy_loop`) in the main thread, its sockets in two other threads.
 
 While a step computes, the GIL is free most of the time, so requests are decoded and outputs encoded meanwhile.
 

@@ -1,10 +1,10 @@
-"""The processes of the cores, one for each data-parallel replica: starting them, meeting them, ending them.
+"""Start the processes of the cores, one for each data-parallel replica, exchange settings with them, and end them.
 
-Each is a fresh interpreter that runs `minivllm.engine.core_main`, so a user's script needs no
-`if __name__ == "__main__"`. It ignores Ctrl-C, which the front end handles. Each side notices the other's end by a pipe
-that closes with it: the core's standard input, and the lifeline.
+A core is a fresh Python process that runs `core_main.py`. The script of the user is not imported there, so it needs no
+`if __name__ == "__main__"`. A core ignores Ctrl-C, which the front end handles. Each side notices the other's end by a
+pipe that closes with it: the core's standard input, and the lifeline.
 
-A core first says hello on the handshake's socket and receives the engine's arguments; from then on it talks to the
+A core first says hello on the handshake's socket and receives the engine's arguments. From then on it talks to the
 client over two other sockets (`mp_client.py`). All sockets lie in a folder that only this user can read
 (`core_sockets.py`). `ray_cores.py` has cores on other machines.
 

@@ -1,6 +1,6 @@
-"""What surrounds the core on a user's side: prompts become requests, outputs become texts.
+"""Turn prompts into requests for the core, and its outputs into texts: the engine on a user's side.
 
-`LLMEngine` drives a core step by step, `AsyncLLM` serves an event loop; both are this, with a client of the core.
+`LLMEngine` drives a core step by step, `AsyncLLM` serves an event loop. Both are front ends with a client of the core.
 """
 
 from __future__ import annotations

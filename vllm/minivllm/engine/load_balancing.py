@@ -1,7 +1,7 @@
-"""Which of several cores gets a request.
+"""Choose which of several cores gets a request.
 
-A core's score is waiting x 4 + running: what it last said, and requests sent since that it has not counted yet; the
-lowest wins.
+A core's score is waiting x 4 + running: what it last reported, and the requests sent since that it has not counted yet.
+The lowest score wins.
 
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`DPLBAsyncMPClient.get_core_engine_for_request`), with the counts of
 `vllm/v1/engine/coordinator.py`.

@@ -1,7 +1,7 @@
-"""The adapters that a core has been told of. The ranks read them; the scheduler counts those that run.
+"""Keep track of a core's adapters. The ranks read them; the scheduler counts those that run.
 
-An adapter is read when it is added, or when the first request names it, so that one which cannot be served is refused
-to whoever names it. One that is removed while requests use it goes when the last of them has ended.
+An adapter is read when it is added, or when the first request names it, so that a request for one that cannot be served
+is refused. An adapter that is removed while requests use it goes when the last of them has ended.
 
 In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`, `list_loras`, `pin_lora`). It removes
 an adapter at once.

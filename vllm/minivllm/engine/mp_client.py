@@ -1,8 +1,8 @@
-"""The front end's side of cores in separate processes: sending to them, receiving from them, noticing their end.
+"""Talk to cores in separate processes: send to them, receive from them, notice their end.
 
-A client has two sockets: one sends requests, addressed to a core's identity, the other receives outputs of all cores
-(`socket_messages.py`). It starts the cores (`core_process_manager.py`). Each request goes to one core (`load_balancing.py`), and so does
-its abort.
+A client starts the cores (`core_process_manager.py`) and has two sockets. One sends requests, addressed to a core's
+identity; the other receives the outputs of all cores (`socket_messages.py`). Each request goes to one core
+(`load_balancing.py`), and so does its abort.
 
 `async_mp_client.py` has the client for an event loop.
 

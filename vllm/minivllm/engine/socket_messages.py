@@ -1,4 +1,4 @@
-"""The messages on the sockets between a front end and a core's process.
+"""Encode the messages on the sockets between a front end and a core's process.
 
 A message is a one-byte kind and a payload: plain data in MessagePack, never pickle, which would run code it is sent.
 

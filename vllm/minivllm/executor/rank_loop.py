@@ -1,4 +1,4 @@
-"""What a rank's process does: it creates its object, and handles calls, one after another, until there are no more.
+"""Run one rank: create its object, and handle calls one after another until there are no more.
 
 A rank survives an exception in a call. It leaves its group, so that no other rank waits for it in vain, and replies
 with the exception. It answers all further calls with the same failure, without running them, until the call `reset`: a

@@ -1,4 +1,5 @@
-"""What crosses the socket between the engine's process and a rank: pickles, for both run the same code."""
+"""Messages on the socket between the engine's process and a rank. They are pickles, for both run the same code.
+"""
 
 import traceback
 from dataclasses import dataclass

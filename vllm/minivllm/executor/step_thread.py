@@ -1,4 +1,4 @@
-"""A thread that runs a rank's calls in order, so that the caller can schedule the next step meanwhile.
+"""Run a rank's calls in order in a thread, so that the caller can schedule the next step meanwhile.
 
 PyTorch's kernels and the waits for a GPU release the GIL, so the two run at the same time. As with a rank in a process
 (`rank_loop`), a failed step's failure answers all further calls until the call `reset`: steps that were already waiting

@@ -1,4 +1,4 @@
-"""How long a prefill engine keeps blocks for others: a lease, renewed by heartbeats, ended when the blocks are read.
+"""Keep blocks for other engines under leases, which heartbeats renew and a finished read ends.
 
 The decode engine may have died, or the request may have been cancelled at the proxy, so a lease ends by itself after
 `duration` seconds. Each heartbeat of a decode engine that still wants the blocks renews it for two thirds of that.

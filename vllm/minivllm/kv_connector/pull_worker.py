@@ -1,6 +1,6 @@
 """The ranks' side of connectors that pull: what has arrived, what is lost, and which blocks need not be kept any more.
 
-How bytes move is for the connectors that build on this: they call `receive` or `lose` once for each read.
+The connectors that build on this move the bytes, and call `receive` or `lose` once for each read.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""From the engine's outputs to a reply: what completions and chats do alike. Each has a renderer, an `Answer`.
+"""Turn the engine's outputs into a reply, for completions and chats alike. Each has a renderer, an `Answer`.
 
 In vLLM v0.33.0 this stands twice: `vllm/entrypoints/openai/completion/serving.py` (`completion_stream_generator`),
 `vllm/entrypoints/openai/chat_completion/serving.py` (`chat_completion_stream_generator`).

@@ -1,8 +1,8 @@
-"""A request that is refused here, although a prefill engine keeps its prompt's keys and values: that engine is told.
+"""Tell the prefill engine when a request is refused here although that engine keeps its prompt's keys and values.
 
-Else those blocks would be held until their lease ends, and a client that goes on asking for what cannot be, such as too
-many tokens, could fill the prefill engine's cache with them. The prefill engine itself has nothing to refuse: it is
-asked for one token.
+Otherwise those blocks would be held until their lease ends, and a client that goes on asking for what cannot be served,
+such as too many tokens, could fill the prefill engine's cache with them. The prefill engine itself has nothing to
+refuse: it is asked for one token.
 """
 
 from collections.abc import AsyncIterator

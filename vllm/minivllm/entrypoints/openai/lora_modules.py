@@ -1,4 +1,4 @@
-"""Which adapters a server begins with, and from where a client may load others.
+"""Find out which adapters a server begins with, and from where a client may load others.
 
 In vLLM v0.33.0: `LoRAModulePath` in `vllm/entrypoints/openai/models/protocol.py`, `LoRAParserAction` in
 `vllm/entrypoints/common/cli_args.py`. vLLM loads from any path, or from the Hub, once

@@ -1,4 +1,4 @@
-"""What happens to every request before its route: keys, sizes, counting, ids.
+"""Handle what concerns every request before its route: keys, sizes, counting, ids.
 
 In vLLM v0.33.0: `vllm/entrypoints/serve/middleware/`.
 """

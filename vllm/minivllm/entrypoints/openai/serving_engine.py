@@ -1,4 +1,4 @@
-"""What completions and chat completions do alike: from a request to the engine's requests.
+"""Turn a client's request into requests of the engine, for completions and chats alike.
 
 In vLLM v0.33.0: `vllm/entrypoints/generate/base/serving.py`, `vllm/entrypoints/serve/utils/api_utils.py`.
 """
