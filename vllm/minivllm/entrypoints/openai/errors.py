@@ -1,8 +1,8 @@
 """Turn exceptions into errors on the wire: `{"error": {message, type, param, code}}`.
 
 A body that does not fit the request's schema is a "Bad Request", and `param` is the path to the field. Anything else
-that is wrong with a request is a "BadRequestError", and `param` is the field, if there is one. Unknown paths and methods
-are FastAPI's.
+that is wrong with a request is a "BadRequestError", and `param` is the field, if there is one. Unknown paths and
+methods are FastAPI's.
 
 In vLLM v0.33.0: `vllm/entrypoints/serve/exception_handling/`.
 """
