@@ -208,33 +208,24 @@ class SamplingParams:
             f"seed is {self.seed!r}; it must be a whole number, or None",
         )
 
+    def _check_range(self, name: str, least: float, most: float, meaning: str, parameter: str | None = None) -> None:
+        value = getattr(self, name)
+        fits = is_number(value) and least <= value <= most
+        require(fits, f"{name} is {value!r}; it must be {meaning}", parameter)
+
     def _check_distribution(self) -> None:
-        require(
-            is_number(self.temperature) and 0.0 <= self.temperature <= MAX_TEMPERATURE,
-            f"temperature is {self.temperature!r}; it must be from 0 (greedy) to {MAX_TEMPERATURE:.0f}",
-            "temperature",
-        )
+        self._check_range("temperature", 0.0, MAX_TEMPERATURE, "from 0 (greedy) to 2", "temperature")
         require(
             is_number(self.top_p) and 0.0 < self.top_p <= 1.0,
             f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (1: off)",
             "top_p",
         )
         require(is_count(self.top_k, 0), f"top_k is {self.top_k!r}; it must be at least 1, or 0 or -1 for off")
-        require(
-            is_number(self.min_p) and 0.0 <= self.min_p <= 1.0,
-            f"min_p is {self.min_p!r}; it must be between 0 (off) and 1",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            require(
-                is_number(value) and -2.0 <= value <= 2.0, f"{name} is {value!r}; it must be between -2 and 2 (0: off)"
-            )
-        require(
-            is_number(self.repetition_penalty)
-            and MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
-            f"repetition_penalty is {self.repetition_penalty!r}; it must be above 0 (1: off), from "
-            f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY:.0f}",
-        )
+        self._check_range("min_p", 0.0, 1.0, "between 0 (off) and 1")
+        self._check_range("presence_penalty", -2.0, 2.0, "between -2 and 2 (0: off)")
+        self._check_range("frequency_penalty", -2.0, 2.0, "between -2 and 2 (0: off)")
+        bounds = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        self._check_range("repetition_penalty", *bounds, "above 0 (1: off), from 1e-06 to 1000000")
         require(
             not self.is_greedy or self.n == 1,
             f"n is {self.n} with temperature 0: greedy completions are all the same. Use n=1, or a temperature above 0",

@@ -140,7 +140,8 @@ class KVConnectorBase_V1:
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole) -> None:
         """Raise `MinivllmError` for settings that this connector cannot work with."""
-        self.config, self.role = config, role
+        self.config = config
+        self.role = role
         self._connector_metadata: KVConnectorMetadata | None = None
 
     # The workers' side

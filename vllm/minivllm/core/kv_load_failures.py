@@ -35,7 +35,8 @@ class LoadFailures:
         was scheduled. Returns these requests.
         """
         requests = list(requests)
-        self._owners, self._bad = {}, set(invalid_block_ids)
+        self._owners = {}
+        self._bad = set(invalid_block_ids)
         for request in requests:
             self._wait_no_more(request, manager)
         self._withdraw(given_back, manager)

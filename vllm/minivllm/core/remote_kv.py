@@ -59,7 +59,9 @@ class RemoteKV:
     """The requests of one scheduler that a connector has to do with. `recomputes`: what is lost is computed here."""
 
     def __init__(self, connector: KVConnectorBase_V1, manager: KVCacheManager, recomputes: bool) -> None:
-        self.connector, self.manager, self.recomputes = connector, manager, recomputes
+        self.connector = connector
+        self.manager = manager
+        self.recomputes = recomputes
         self.kv_holding_waiting: dict[str, Request] = {}
         self.received = create_request_queue("fcfs")
         """Requests whose blocks are filled, and which wait for their turn, in order of admission."""
@@ -321,7 +323,8 @@ class RemoteKV:
             ]
             self._restart_behind(requests.values())
         for request in affected:
-            request.spec_token_ids, request.num_output_placeholders = [], 0
+            request.spec_token_ids = []
+            request.num_output_placeholders = 0
             # Steps that were scheduled before this was known have computed with invalid keys and
             # values.
             if num_in_flight := self._in_flight[request.request_id]:

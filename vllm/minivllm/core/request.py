@@ -201,7 +201,8 @@ class Request:
 
     def enable_block_hashes(self, block_size: int, hash_block: HashBlockTokens = hash_block_tokens) -> None:
         """Hash all full blocks of `block_size` tokens now, and later each block that a new token fills."""
-        self._block_size, self._hash_block = block_size, hash_block
+        self._block_size = block_size
+        self._hash_block = hash_block
         self._extra_keys = (
             generate_block_hash_extra_keys(self.lora_request, self.cache_salt),
             generate_block_hash_extra_keys(self.lora_request, None),

@@ -41,7 +41,9 @@ class Scheduler:
     def __init__(
         self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, policy: SchedulingPolicy = DEFAULT_POLICY
     ) -> None:
-        self.config, self.cache_config, self.policy = scheduler_config, cache_config, policy
+        self.config = scheduler_config
+        self.cache_config = cache_config
+        self.policy = policy
         self.drafting = scheduler_config.drafting
         self.kv_cache_manager = self._make_kv_cache_manager()
         # The front end gets a copy of these limits, so that it can refuse a request where the
@@ -141,7 +143,8 @@ class Scheduler:
         self.kv_cache_manager.prefix_cache_stats = counted
         gone = [request for name, request in self.requests.items() if name in lost]
         self.requests = {name: request for name, request in self.requests.items() if name not in lost}
-        self.running, self.finished_req_ids = [], set()
+        self.running = []
+        self.finished_req_ids = set()
         self.waiting = create_request_queue(self.config.policy)
         for request in self.requests.values():
             if request.status is RequestStatus.RUNNING:
@@ -161,7 +164,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Return the next step. `num_computed_tokens` includes its tokens at once, before they are computed."""
-        budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
+        budget = self.config.max_num_batched_tokens
+        threshold = self.config.long_prefill_token_threshold
         adaptive = self.config.long_prefill_token_threshold_adaptive
         step = Step(budget, self.policy.chunk_limit(budget, threshold, len(self.requests), adaptive))
         self.policy.schedule(self, step)
@@ -175,8 +179,11 @@ class Scheduler:
 
     def schedule_running(self, step: Step) -> None:
         """Schedule running requests in order of admission. One that can get no tokens is skipped and blocks none."""
-        running, remote, allocate_slots = self.running, self.remote, self.kv_cache_manager.allocate_slots
-        num_lookahead_tokens, continue_running = self.drafting.num_lookahead_tokens, step.continue_running
+        running = self.running
+        remote = self.remote
+        allocate_slots = self.kv_cache_manager.allocate_slots
+        num_lookahead_tokens = self.drafting.num_lookahead_tokens
+        continue_running = step.continue_running
         while step.position < len(running) and step.token_budget > 0:
             request = running[step.position]
             if remote is not None and self._waits_for_others(request, step):

@@ -1,5 +1,4 @@
-"""Let an engine serve one call at a time, in the process that made it.
-"""
+"""Let an engine serve one call at a time, in the process that made it."""
 
 import os
 import threading

@@ -30,9 +30,9 @@ from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.core_log import log_memory, log_step, profile_ranks
 from minivllm.engine.generation_config import tokenizer_and_ends
 from minivllm.engine.lora_registry import AdapterRefused, LoRARegistry
-from minivllm.engine.memory_log import log_memory, profile_ranks
 from minivllm.engine.step_recorder import StepRecorder
 from minivllm.errors import AdapterError, MinivllmError, NonFiniteLogitsError, WorkerDiedError
 from minivllm.executor.factory import make_executor
@@ -180,7 +180,8 @@ class EngineCore:
         try:
             while len(queue) < self.executor.max_concurrent_batches and self.scheduler.has_unfinished_requests():
                 # A failure while scheduling may have touched any request.
-                concerned, now = None, time.monotonic()
+                concerned = None
+                now = time.monotonic()
                 scheduler_output = self._schedule(waits=not queue)
                 concerned = scheduler_output.num_scheduled_tokens
                 # A step without tokens or news for the worker need not be sent.
@@ -204,7 +205,8 @@ class EngineCore:
         """Schedule a step. If there is nothing to compute, it `waits` for a grammar, if one is being compiled."""
         with record_function_or_nullcontext("minivllm::schedule"):
             scheduler_output = self.scheduler.schedule()
-        self._log_step(scheduler_output)
+        if logger.isEnabledFor(logging.DEBUG):
+            log_step(scheduler_output, self.scheduler)
         if waits and not scheduler_output.num_scheduled_tokens:
             self.structured_outputs.wait_for_one(SECONDS_WITHOUT_A_STEP)
         return scheduler_output
@@ -268,7 +270,8 @@ class EngineCore:
 
     def reset_prefix_cache_and_connector(self) -> bool:
         """Forget all cached blocks, and what the KV connector has stored elsewhere; return False if it could not."""
-        done, remote = self.reset_prefix_cache(), self.scheduler.remote
+        done = self.reset_prefix_cache()
+        remote = self.scheduler.remote
         return done and (remote is None or remote.connector.reset_cache() is not False)
 
     def reset_prefix_cache(self) -> bool:
@@ -313,7 +316,8 @@ class EngineCore:
 
     def stop_step_events(self) -> str:
         """Describe no more steps; return the state as it is now."""
-        snapshot, self.step_recorder = self._snapshot(), None
+        snapshot = self._snapshot()
+        self.step_recorder = None
         return snapshot
 
     def state(self) -> EngineCoreOutputs:
@@ -392,20 +396,6 @@ class EngineCore:
         # First the scheduler, which cannot fail; the ranks may be dead.
         self.scheduler.start_over(lost)
         self.executor.collective_rpc("reset")
-
-    def _log_step(self, output: SchedulerOutput) -> None:
-        if not logger.isEnabledFor(logging.DEBUG):
-            return
-        logger.debug(
-            "step of %d tokens %s; admitted %s, preempted %s; %d running, %d waiting, %d blocks free",
-            output.total_num_scheduled_tokens,
-            output.num_scheduled_tokens,
-            [request.req_id for request in output.scheduled_new_reqs],
-            sorted(output.preempted_req_ids),
-            len(self.scheduler.running),
-            len(self.scheduler.waiting),
-            self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-        )
 
     def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
         """Create the connector's sides in the ranks, then the scheduler's, which is told how to reach them."""

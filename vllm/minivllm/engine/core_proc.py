@@ -39,7 +39,8 @@ class EngineCoreProc:
         self._sockets = sockets
         # The receiving socket has a context of its own: it is never closed, and would keep the
         # other context from ending.
-        self._context, self._input_context = zmq.Context(), zmq.Context()
+        self._context = zmq.Context()
+        self._input_context = zmq.Context()
         self._to_do: queue.SimpleQueue[Act | Exception | None] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[EngineCoreOutputs | Failure] = queue.SimpleQueue()
         self._num_received = 0

@@ -86,12 +86,14 @@ class TcpServer:
     def __init__(self, sockets: OwnSockets, host: str) -> None:
         server_key, self._secret_key = zmq.curve_keypair()
         self.for_cores = TcpSockets(server_key)
-        self._sockets, self._host = sockets, host
+        self._sockets = sockets
+        self._host = host
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
         """Return a socket on a free port; cores find it by its name."""
         socket = self._sockets.new(kind)
-        socket.curve_secretkey, socket.curve_server = self._secret_key, True
+        socket.curve_secretkey = self._secret_key
+        socket.curve_server = True
         port = socket.bind_to_random_port(f"tcp://{self._host}")
         self.for_cores.addresses[name] = f"tcp://{self._host}:{port}"
         return socket

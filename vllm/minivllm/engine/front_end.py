@@ -112,7 +112,8 @@ class FrontEnd:
         if not self.has_unfinished_requests():
             # Idle time must not look like low throughput.
             self._throughput_log.begin()
-        parent, children = ParentRequest(request_id, request.sampling_params.n), child_requests(request)
+        parent = ParentRequest(request_id, request.sampling_params.n)
+        children = child_requests(request)
         self._children[request_id] = [child.request_id for child in children]
         for index, child in enumerate(children):
             self.output_processor.add_request(child, text, index, parent)

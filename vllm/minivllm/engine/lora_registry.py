@@ -29,7 +29,8 @@ class LoRARegistry:
 
     def __init__(self, executor: Executor, scheduler: Callable[[], Scheduler]) -> None:
         """Take the executor, and a function that returns the present scheduler."""
-        self._executor, self._scheduler = executor, scheduler
+        self._executor = executor
+        self._scheduler = scheduler
         self._adapters: dict[int, LoRARequest] = {}
         self._leaving: set[int] = set()
         self._unreadable: set[int] = set()
@@ -133,7 +134,8 @@ class LoRARegistry:
         """Tell the scheduler, and so whoever watches it, which adapters lie in the ranks' slots."""
         if not lora_ids or lora_ids == self._slots:
             return
-        scheduler, known = self._scheduler(), self._adapters
+        scheduler = self._scheduler()
+        known = self._adapters
         self._slots = lora_ids
         scheduler.lora_slots = [
             (known[lora_id].lora_name, lora_id in scheduler.pinned_loras) if lora_id in known else ("", False)

@@ -68,7 +68,8 @@ class OutputProcessor:
             detokenizer = make_detokenizer(self.tokenizer, request.prompt_token_ids, params, self._parts)
         state = RequestState(request, prompt, index, parent, detokenizer, RequestMetrics(request.arrival_time))
         if params.logprobs is not None:
-            state.logprobs, state.cumulative_logprob = [], 0.0
+            state.logprobs = []
+            state.cumulative_logprob = 0.0
         self.states[request.request_id] = state
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
@@ -176,7 +177,8 @@ class OutputProcessor:
 
         If only the final output is wanted and there are no stop strings, decodes once, at the end.
         """
-        detokenizer, params = state.detokenizer, state.request.sampling_params
+        detokenizer = state.detokenizer
+        params = state.request.sampling_params
         finished = state.finish_reason is not None
         later = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop and not finished
         if detokenizer is None or later:
@@ -195,7 +197,8 @@ class OutputProcessor:
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
         """Return the request's next output; None for FINAL_ONLY while completions of the prompt are unfinished."""
-        kind, parent = state.request.sampling_params.output_kind, state.parent
+        kind = state.request.sampling_params.output_kind
+        parent = state.parent
         parent.observe(self._completion(state, kind))
         if kind is RequestOutputKind.FINAL_ONLY and parent.unfinished:
             return None
@@ -216,7 +219,9 @@ class OutputProcessor:
         )
 
     def _completion(self, state: RequestState, kind: RequestOutputKind) -> CompletionOutput:
-        text, token_ids, logprobs = self._showable_text(state), state.token_ids, state.logprobs
+        text = self._showable_text(state)
+        token_ids = state.token_ids
+        logprobs = state.logprobs
         if kind is RequestOutputKind.DELTA:
             text, token_ids = text[state.num_sent_characters :], token_ids[state.num_sent_tokens :]
             logprobs = logprobs and logprobs[state.num_sent_tokens :]

@@ -39,8 +39,10 @@ class StepRecorder:
 
     def snapshot(self, step: SchedulerOutput | None = None, outputs: Sequence[EngineCoreOutput] = ()) -> str:
         """Describe the state after a step that had these outputs; without one, as it is now."""
-        scheduler, config = self._scheduler, self._scheduler.config
-        cache, remote = scheduler.cache_config, scheduler.remote
+        scheduler = self._scheduler
+        config = self._scheduler.config
+        cache = scheduler.cache_config
+        remote = scheduler.remote
         self._step += step is not None
         loading = [*remote.received, *remote.kv_holding_waiting.values()] if remote else []
         tier = remote.connector.tier_state() if remote else None

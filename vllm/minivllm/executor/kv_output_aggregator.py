@@ -14,7 +14,8 @@ class KVOutputAggregator:
     """Finishes a transfer when all ranks have, in whichever steps; it has failed if it has on any of them."""
 
     def __init__(self, size: int, output_rank: int = 0) -> None:
-        self.size, self.output_rank = size, output_rank
+        self.size = size
+        self.output_rank = output_rank
         self.reset()
 
     def reset(self) -> None:

@@ -67,7 +67,8 @@ def serve(sock: socket.socket) -> None:
         calls = sock.makefile("rb")
         with while_loading():  # the function's module, and torch with it
             make, arguments = pickle.load(calls)
-        rank, loop = arguments[-1], RankLoop(make(*arguments))
+        rank = arguments[-1]
+        loop = RankLoop(make(*arguments))
         _say(sock, Reply(0))
         while (call := _next_call(calls)) is not None:
             reply = loop.answer(call)

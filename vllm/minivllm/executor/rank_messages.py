@@ -1,5 +1,4 @@
-"""Messages on the socket between the engine's process and a rank. They are pickles, for both run the same code.
-"""
+"""Messages on the socket between the engine's process and a rank. They are pickles, for both run the same code."""
 
 import traceback
 from dataclasses import dataclass

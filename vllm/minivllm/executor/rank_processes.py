@@ -228,7 +228,8 @@ def start_here(rank: int) -> tuple[socket.socket, ChildProcess]:
     """Start a rank's process on this machine."""
     ours, theirs = socket.socketpair()
     with theirs:  # close our copy, so that the socket hangs up when the rank ends
-        script, fd = Path(__file__).with_name("rank_main.py"), str(theirs.fileno())
+        script = Path(__file__).with_name("rank_main.py")
+        fd = str(theirs.fileno())
         command = [sys.executable, "-P", str(script), fd, str(os.getpid()), json.dumps(list(map(str, sys.path)))]
         # A terminal sends Ctrl-C to its whole foreground process group. Each rank gets its own session, so that
         # only this process receives it.

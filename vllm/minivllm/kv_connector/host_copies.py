@@ -31,15 +31,18 @@ class HostCopies:
     """One thread's copies, on a GPU through a buffer of `staging_bytes`."""
 
     def __init__(self, regions: BlockRegions, staging_bytes: int = STAGING_BYTES) -> None:
-        self.regions, self._staging_bytes = regions, staging_bytes
+        self.regions = regions
+        self._staging_bytes = staging_bytes
         self._stages = False
         # On a CPU the blocks go straight to host memory, so nothing is staged.
         if regions.device.type == "cuda":
             self._begin_staging()
 
     def _begin_staging(self) -> None:
-        record, device = self.regions.record_bytes, self.regions.device
-        self._stages, self._capacity = True, max(1, self._staging_bytes // record)
+        record = self.regions.record_bytes
+        device = self.regions.device
+        self._stages = True
+        self._capacity = max(1, self._staging_bytes // record)
         self._staging = torch.empty(self._capacity * record, dtype=torch.uint8, device=device)
         # Copies run beside the forward pass, not behind it.
         self._stream = torch.cuda.Stream(device)

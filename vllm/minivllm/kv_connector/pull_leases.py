@@ -27,7 +27,8 @@ class Leases:
     """The requests whose blocks one rank keeps for others. Any thread may call; times are in seconds of `clock`."""
 
     def __init__(self, duration: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.duration, self._clock = duration, clock
+        self.duration = duration
+        self._clock = clock
         self._kept: dict[str, _Lease] = {}
         self._released: dict[str, None] = {}  # in the order of their releases
         self._ended: set[str] = set()

@@ -77,7 +77,9 @@ class PullConnectorScheduler(KVConnectorBase_V1):
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole, lease_duration: float) -> None:
         super().__init__(config, role)
         self.lease_duration = lease_duration
-        self.host, self.port, self.generation = "", 0, ""
+        self.host = ""
+        self.port = 0
+        self.generation = ""
         self._held: dict[str, list[int]] = {}
         self._held_lock = threading.Lock()  # the side channel's thread asks
         self._claims: dict[RemotePrefill, _Claim] = {}
@@ -94,7 +96,8 @@ class PullConnectorScheduler(KVConnectorBase_V1):
 
     def on_new_request(self, request: Request) -> None:
         """Raise `MinivllmError` for params that no prefill engine has answered."""
-        params, role = request.kv_transfer_params, self.config.kv_transfer_config
+        params = request.kv_transfer_params
+        role = self.config.kv_transfer_config
         if params is None:
             return
         takes, gives = check_flags(params)

@@ -87,7 +87,9 @@ class Answer:
     def __init__(
         self, serving: OpenAIServing, request: Any, request_id: str, prompts: Sequence[TokenizedPrompt]
     ) -> None:
-        self.serving, self.request, self.prompts = serving, request, prompts
+        self.serving = serving
+        self.request = request
+        self.prompts = prompts
         self.n = request.n or 1
         model = serving.models.name_in_reply(request.model)
         self._base = {"id": request_id, "created": int(time.time()), "model": model}

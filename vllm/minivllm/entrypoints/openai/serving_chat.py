@@ -92,7 +92,8 @@ class ChatAnswer(Answer):
     def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> ChatCompletionResponseChoice:
         message = ChatMessage(role=self._role, content=self._said_before + completion.text)
         if self._tools and completion.finish_reason == "stop":  # else it is cut off, and no call
-            message.content, message.tool_calls = None, self._tools[completion.index].whole(completion.text)
+            message.content = None
+            message.tool_calls = self._tools[completion.index].whole(completion.text)
         return ChatCompletionResponseChoice(
             index=number,
             message=message,

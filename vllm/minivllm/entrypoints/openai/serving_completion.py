@@ -30,7 +30,8 @@ class CompletionAnswer(Answer):
         """How many characters of each choice were sent."""
 
     def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> CompletionResponseChoice:
-        prompt, shows_ids = self.prompts[number // self.n], self.request.return_token_ids
+        prompt = self.prompts[number // self.n]
+        shows_ids = self.request.return_token_ids
         return CompletionResponseChoice(
             index=number,
             text=self._text(prompt, completion, self.request.echo),
@@ -43,7 +44,9 @@ class CompletionAnswer(Answer):
         )
 
     def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> CompletionResponseStreamChoice:
-        request, prompt, first = self.request, self.prompts[number // self.n], number not in self._num_characters
+        request = self.request
+        prompt = self.prompts[number // self.n]
+        first = number not in self._num_characters
         echoes = bool(request.echo) and first
         before = self._num_characters.get(number, 0)
         choice = CompletionResponseStreamChoice(
@@ -78,7 +81,8 @@ class CompletionAnswer(Answer):
         if echoes:
             # One list for prompt and completion, as OpenAI's completions have it.
             token_ids, rows = prompt.token_ids + token_ids, (output.prompt_logprobs or []) + rows
-        serving, most = self.serving, self.request.logprobs
+        serving = self.serving
+        most = self.request.logprobs
         return completion_logprobs(serving.tokenizer, token_ids, rows, most, offset, serving.shows_ids(self.request))
 
 

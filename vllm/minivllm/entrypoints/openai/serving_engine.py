@@ -293,7 +293,8 @@ class OpenAIServing:
 
     def _admit(self, number: int) -> None:
         """Refuse new requests while too many are unfinished; counts the refusals."""
-        settings, processor = self.settings, self.engine.output_processor
+        settings = self.settings
+        processor = self.engine.output_processor
         limits = (
             ("max_num_queued_reqs", settings.max_num_queued_reqs, lambda: len(processor.states) + number),
             ("max_num_queued_tokens", settings.max_num_queued_tokens, lambda: processor.num_prompt_tokens() + 1),

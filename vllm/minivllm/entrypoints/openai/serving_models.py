@@ -40,7 +40,8 @@ class OpenAIServingModels:
         self._root = root
         self._max_model_len = max_model_len
         self._created = int(time.time())
-        self._engine, self._folders = engine, lora_folders
+        self._engine = engine
+        self._folders = lora_folders
         self._adapters: dict[str, LoRARequest] = {}
         self._roots: dict[str, str] = {}
         """The path of each adapter as it was given."""
@@ -152,7 +153,8 @@ class OpenAIServingModels:
     async def _add(self, adapter: LoRARequest, root: str) -> None:
         assert self._engine is not None
         await self._engine.add_lora(adapter)
-        self._adapters[adapter.lora_name], self._roots[adapter.lora_name] = adapter, root
+        self._adapters[adapter.lora_name] = adapter
+        self._roots[adapter.lora_name] = root
 
     async def _let_go(self, adapter: LoRARequest | None) -> None:
         """Have the cores forget an adapter that no request finds any more."""

@@ -48,7 +48,8 @@ class Upstream:
     """A server behind the proxy. `trouble`: why it is not asked now."""
 
     def __init__(self, role: str, url: str) -> None:
-        self.role, self.url = role, url.rstrip("/")
+        self.role = role
+        self.url = url.rstrip("/")
         self.trouble: str | None = None
         self.num_late = 0
         """How many looks at its health in a row have timed out."""
@@ -134,7 +135,9 @@ class Proxy:
             MinivllmError: the request is not one.
             RequestError: no server answers.
         """
-        body, passed, params = parse(content), _headers_for_servers(headers), None
+        body = parse(content)
+        passed = _headers_for_servers(headers)
+        params = None
         way = why_decode_alone(body)
         if way is None:
             reply = await self._ask("prefill", path, prefill_body(body), passed)

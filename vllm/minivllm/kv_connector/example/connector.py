@@ -95,7 +95,8 @@ class ExampleConnector(KVConnectorBase_V1):
         self._kv_caches: KVCaches = {}
         self._saving: dict[str, list[torch.Tensor]] = {}
         self._invalid_block_ids: set[int] = set()
-        self._num_steps, self._last_failure = 0, -1
+        self._num_steps = 0
+        self._last_failure = -1
 
     # The scheduler's side
 
@@ -140,7 +141,8 @@ class ExampleConnector(KVConnectorBase_V1):
                 if request_id in self._requests:
                     self._add_saves(self._requests[request_id], num_tokens)
         metadata, self._metadata = self._metadata, ExampleConnectorMetadata()
-        metadata.step, metadata.last_failure = self._num_steps, self._last_failure
+        metadata.step = self._num_steps
+        metadata.last_failure = self._last_failure
         self._num_steps += 1
         return metadata
 
@@ -235,7 +237,9 @@ class ExampleConnector(KVConnectorBase_V1):
 
     def reset(self) -> None:
         """Forget the failed step."""
-        self._saving, self._invalid_block_ids, self._last_failure = {}, set(), -1
+        self._saving = {}
+        self._invalid_block_ids = set()
+        self._last_failure = -1
 
     @property
     def _step(self) -> ExampleConnectorMetadata:

@@ -180,7 +180,8 @@ class Transfer:
     """A read that has begun."""
 
     def __init__(self, api: Any, handle: Any) -> None:
-        self._api, self._handle = api, handle
+        self._api = api
+        self._handle = handle
         try:
             self._state: State = api.transfer(handle)
         except Exception:

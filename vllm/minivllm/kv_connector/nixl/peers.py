@@ -41,8 +41,11 @@ class Peers:
 
     def __init__(self, agent: NixlAgent, own: NixlAgentMetadata, rank: int, compatibility_hash: str, seconds: float):
         """Take this rank, which is also that of its peers, and the seconds after which a handshake has failed."""
-        self._agent, self._own, self._ranks = agent, own, (0, rank)
-        self._hash, self._seconds = compatibility_hash, seconds
+        self._agent = agent
+        self._own = own
+        self._ranks = (0, rank)
+        self._hash = compatibility_hash
+        self._seconds = seconds
         self._met: dict[str, Peer] = {}
         self._lost: list[Peer] = []
         self._meeting: dict[tuple[str, str, int], Future[tuple[NixlAgentMetadata, float]]] = {}

@@ -94,10 +94,13 @@ class NixlSideChannel:
         Raises:
             MinivllmError: the port is taken, or the host is none of this machine's.
         """
-        self._payloads, self._is_held = payloads, is_held
+        self._payloads = payloads
+        self._is_held = is_held
         self._context = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
-        socket.linger, socket.maxmsgsize, socket.ipv6 = 0, MAX_QUESTION_BYTES, ":" in host
+        socket.linger = 0
+        socket.maxmsgsize = MAX_QUESTION_BYTES
+        socket.ipv6 = ":" in host
         try:
             socket.bind(tcp_address(host, port))
         except zmq.ZMQError as error:
@@ -185,7 +188,9 @@ def ask_is_held(host: str, port: int, request_id: str, seconds: float) -> bool:
 def _ask(host: str, port: int, question: tuple[Any, ...], seconds: float) -> tuple[bytes, float]:
     """Return the answer and the other's clock."""
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-        socket.linger, socket.maxmsgsize, socket.ipv6 = 0, MAX_ANSWER_BYTES, ":" in host
+        socket.linger = 0
+        socket.maxmsgsize = MAX_ANSWER_BYTES
+        socket.ipv6 = ":" in host
         socket.sndtimeo = socket.rcvtimeo = int(seconds * 1000)
         try:
             socket.connect(tcp_address(host, port))

@@ -69,7 +69,8 @@ class NixlConnectorWorker(PullConnectorWorker):
         """Prepare the worker; `make_agent` gets a name that no other agent has, and the backends."""
         seconds, self._backends = check_settings(config)
         super().__init__(config, role, seconds["kv_lease_duration"])
-        self._handshake_timeout, self._read_timeout = seconds["handshake_timeout"], seconds["read_timeout"]
+        self._handshake_timeout = seconds["handshake_timeout"]
+        self._read_timeout = seconds["read_timeout"]
         self._make_agent = make_agent
         self._agent: NixlAgent | None = None
         self._reads: dict[str, _Read] = {}
@@ -145,7 +146,9 @@ class NixlConnectorWorker(PullConnectorWorker):
                 return False
             read.transfer = self._begin(read.order, read.peer)
             read.deadline = time.monotonic() + self._read_timeout
-        state, remote, peer = read.transfer.state(), read.order.remote, read.peer
+        state = read.transfer.state()
+        remote = read.order.remote
+        peer = read.peer
         assert peer is not None
         if state == "ERR":
             self._peers.lose(remote.engine_id)
@@ -168,7 +171,9 @@ class NixlConnectorWorker(PullConnectorWorker):
 
     def _begin(self, order: ReadOrder, peer: Peer) -> Transfer:
         """Post the READ. Raise `MinivllmError` if the other engine cannot have all these tokens."""
-        own, peer_cache, remote = self._own, peer.metadata, order.remote
+        own = self._own
+        peer_cache = peer.metadata
+        remote = order.remote
         if order.end > len(remote.block_ids) * peer_cache.block_size or max(remote.block_ids) >= peer_cache.num_blocks:
             raise MinivllmError(
                 f"remote_block_ids does not name the blocks of {order.end} tokens: there are {len(remote.block_ids)} "

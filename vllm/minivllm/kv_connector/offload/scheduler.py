@@ -85,7 +85,8 @@ class OffloadScheduler(KVConnectorBase_V1):
         Raises:
             MinivllmError: not one block fits, or this machine has not that much.
         """
-        record, num_bytes = sum(metadata.values()), self.settings.cpu_bytes_to_use or 0
+        record = sum(metadata.values())
+        num_bytes = self.settings.cpu_bytes_to_use or 0
         # One block takes a record on every rank, together `record` bytes.
         num_blocks = self.settings.num_cpu_blocks or int(num_bytes // record)
         require(
@@ -311,7 +312,8 @@ class OffloadScheduler(KVConnectorBase_V1):
         state = self.tier_state()
         if state != self._told_state:
             self._told_state = state
-            num_blocks, num_pinned = state["blocks"], self.manager.num_pinned_blocks
+            num_blocks = state["blocks"]
+            num_pinned = self.manager.num_pinned_blocks
             counts["kv_offload_cpu_cache_usage_perc"] = (state["used"] + state["storing"]) / num_blocks
             counts["kv_offload_cpu_cache_read_usage_perc"] = (num_pinned - state["storing"]) / num_blocks
             counts["kv_offload_cpu_cache_write_usage_perc"] = state["storing"] / num_blocks

@@ -63,7 +63,8 @@ class Connection:
     """Frames over one socket."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
-        self._socket, self.timeout = sock, timeout
+        self._socket = sock
+        self.timeout = timeout
 
     def send(self, body: bytes | memoryview, refused: bool = False) -> None:
         """Send a frame. Raise `TransferError` if the peer is gone, or does not take it in time."""

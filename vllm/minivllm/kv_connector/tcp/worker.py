@@ -43,7 +43,8 @@ class Buffer:
     """Room for one piece of a transfer, of at most `num_blocks` blocks."""
 
     def __init__(self, regions: BlockRegions) -> None:
-        self.num_blocks, self._bytes = max(1, PIECE_BYTES // regions.record_bytes), regions.record_bytes
+        self.num_blocks = max(1, PIECE_BYTES // regions.record_bytes)
+        self._bytes = regions.record_bytes
         self._copies = HostCopies(regions, self.num_blocks * self._bytes)
         self._host = host_buffer(self.num_blocks, self._bytes, pinned=regions.device.type == "cuda")
 
@@ -165,7 +166,8 @@ class TCPConnectorWorker(PullConnectorWorker):
     @contextmanager
     def _asking(self, remote: RemotePrefill, ask: Ask) -> Iterator[Connection]:
         """Ask the rank with this one's number, which listens at the port of that number."""
-        port, settings = remote.port + self.config.tensor_parallel_rank, self.settings
+        port = remote.port + self.config.tensor_parallel_rank
+        settings = self.settings
         with self._using(protocol.connect(remote.host, port, settings.timeout)) as connection:
             protocol.greet(connection, settings.secret, settings.timeout)
             connection.send(msgspec.msgpack.encode(ask))
@@ -190,7 +192,8 @@ class TCPConnectorWorker(PullConnectorWorker):
 
     def _read(self, order: ReadOrder) -> int:
         """Fill an order's blocks, and return how many. Blocks have one size on both sides."""
-        remote, size = order.remote, self.config.block_size
+        remote = order.remote
+        size = self.config.block_size
         # The prefix cache may have had the first blocks.
         first = order.start // size
         count = -(-order.end // size) - first

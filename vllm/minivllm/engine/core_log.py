@@ -1,4 +1,4 @@
-"""How many blocks the ranks' memory has room for, and the log lines that say where it goes.
+"""Find out how many blocks the ranks' memory has room for, and log where it goes and what each step does.
 
 In vLLM v0.33.0: `EngineCore._initialize_kv_caches` in `vllm/v1/engine/core.py`, `vllm/v1/core/kv_cache_utils.py`.
 """
@@ -10,6 +10,8 @@ import torch
 from minivllm.config import ModelConfig, SchedulerConfig
 from minivllm.config.units import GIB
 from minivllm.core.limits import RequestLimits
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.executor.abstract import Executor
 from minivllm.logger import init_logger
@@ -59,4 +61,18 @@ def log_memory(ledger: MemoryLedger | None, limits: RequestLimits, num_blocks: i
         f"{tokens:,}",
         f"{limits.max_model_len:,}",
         max_concurrency(tokens, limits.max_model_len),
+    )
+
+
+def log_step(output: SchedulerOutput, scheduler: Scheduler) -> None:
+    """Log what a step computes, and what it leaves waiting."""
+    logger.debug(
+        "step of %d tokens %s; admitted %s, preempted %s; %d running, %d waiting, %d blocks free",
+        output.total_num_scheduled_tokens,
+        output.num_scheduled_tokens,
+        [request.req_id for request in output.scheduled_new_reqs],
+        sorted(output.preempted_req_ids),
+        len(scheduler.running),
+        len(scheduler.waiting),
+        scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
     )
