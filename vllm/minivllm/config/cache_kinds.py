@@ -93,6 +93,7 @@ def cache_exception(hf_config: Mapping[str, Any]) -> str | None:
     model_type = hf_config.get("model_type") or ""
     if model_type in OTHER_TYPES:
         return OTHER_TYPES[model_type]
+    # A new family has an unknown type, but its fields may give it away.
     for name, reason in TELLING_FIELDS.items():
         if hf_config.get(name):
             return f"{reason} (its config has {name!r})"
@@ -147,6 +148,7 @@ def counted_layer_types(hf_config: Mapping[str, Any], num_hidden_layers: int) ->
     if not listed and not is_count(period, 1):
         return None
     kinds = listed or [other if (layer + 1) % period else FULL for layer in range(num_hidden_layers)]
+    # Chunks limit what attends, not what is allocated.
     kinds = tuple(FULL if kind == "chunked_attention" else kind for kind in kinds)
     if not set(kinds) <= {FULL, SLIDING, LINEAR} or (SLIDING in kinds and not window):
         return None

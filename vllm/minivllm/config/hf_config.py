@@ -184,6 +184,7 @@ def _required_count(hf: Mapping[str, Any], name: str) -> int:
 
 def _attention_shape(hf: Mapping[str, Any], exception: str | None) -> dict[str, Any]:
     """Return the numbers of layers and heads, and the widths; without attention heads (Mamba) the head counts are 0."""
+    # State-space models have layers, but nothing that attends.
     if exception and hf.get("num_attention_heads") is None:
         layers = _count(hf, "num_hidden_layers")
         return {"num_hidden_layers": layers, "num_attention_heads": 0, "num_key_value_heads": 0, "head_dim": 0}

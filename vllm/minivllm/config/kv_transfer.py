@@ -62,6 +62,7 @@ class KVTransferConfig:
         )
         refuse_unknown("kv_transfer_config has no key", settings, [field.name for field in fields(cls)])
         require("kv_connector" in settings, f"kv_transfer_config lacks kv_connector, as in {example}")
+        # An explicit null means the random default, as in vLLM.
         return cls(**{name: value for name, value in settings.items() if name != "engine_id" or value is not None})
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ class LoRAConfig:
         require_counts(self, 1, "max_loras")
         require_counts(self, 1, "max_cpu_loras", may_be_none=True)
         require(
+            # `is_count` too, since True equals 1 and is in the list.
             self.max_lora_rank in MAX_LORA_RANKS and is_count(self.max_lora_rank, 1),
             f"max_lora_rank is {self.max_lora_rank!r}; it must be one of {', '.join(map(str, MAX_LORA_RANKS))}",
         )

@@ -46,6 +46,7 @@ class SchedulerConfig:
     @property
     def num_extra_tokens(self) -> int:
         """Return the most slots that a request may need beyond its tokens: lookahead, and each step's drafts."""
+        # With two steps in flight, the drafts of both may need slots.
         steps = 2 if self.async_scheduling else 1
         return self.drafting.num_speculative_tokens * steps + self.drafting.num_lookahead_tokens
 

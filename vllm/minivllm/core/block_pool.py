@@ -48,6 +48,7 @@ class FreeKVCacheBlockQueue:
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.num_free_blocks = 0
+        # Sentinels at both ends: no operation has to ask whether a block is the first or the last.
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
         _link(self._head, self._tail)
@@ -61,6 +62,7 @@ class FreeKVCacheBlockQueue:
         """Take `n` blocks from the head, head first. Raise `BlockPoolError`, taking none, if fewer are free."""
         if n > self.num_free_blocks:
             raise BlockPoolError(f"cannot take {n} blocks: {self.num_free_blocks} are free")
+        # Unlink `n` blocks in one pass and join the rest of the list once.
         taken: list[KVCacheBlock] = []
         block = self._head.next_free_block
         for _ in range(n):
@@ -111,6 +113,7 @@ class FreeKVCacheBlockQueue:
     ) -> None:
         assert before is not None
         for block in blocks:
+            # A block in the list would be linked twice, and the list would fall apart later.
             if block.prev_free_block is not None:
                 raise BlockPoolError(f"{block} is already in the free queue")
             before.next_free_block = block
@@ -143,6 +146,7 @@ class BlockHashToBlockMap:
     def get_one_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """Return the block published first among those still published, or None."""
         blocks = self._blocks.get(block_hash)
+        # Dictionaries keep their order, so the first is the one published first.
         return next(iter(blocks.values())) if blocks else None
 
     def insert(self, block_hash: BlockHash, block: KVCacheBlock) -> None:
@@ -169,6 +173,8 @@ class BlockPool:
             raise MinivllmError(f"num_gpu_blocks is {num_gpu_blocks}; at least 2 are needed: block 0 is the null block")
         self.num_gpu_blocks = num_gpu_blocks
         self.enable_caching = enable_caching
+        # A hundred thousand objects that live forever: Python's GC need not look at them again and
+        # again.
         with at_rest():
             self.blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in range(num_gpu_blocks)]
             self.null_block = self.blocks[0]
@@ -206,6 +212,7 @@ class BlockPool:
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Add a reference to each block; blocks in the free queue leave it but keep their hash."""
         for block in blocks:
+            # A free block that still has its hash: take it out of the middle of the queue.
             if block.ref_cnt == 0 and not block.is_null:
                 self.free_block_queue.remove(block)
             block.ref_cnt += 1
@@ -216,6 +223,8 @@ class BlockPool:
         Blocks whose count drops to zero join the free queue: those without a hash at its head, as one group whose first
         block is reused next; those with a hash at its tail. Raise `BlockPoolError` for a block that is already free.
         """
+        # Two lists rather than two calls a block: those without a hash keep their order as one
+        # group.
         without_hash: list[KVCacheBlock] = []
         with_hash: list[KVCacheBlock] = []
         for block in ordered_blocks:

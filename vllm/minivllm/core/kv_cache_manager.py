@@ -96,6 +96,7 @@ class KVCacheManager:
         table = self.req_to_blocks.get(request.request_id, [])
         num_computed = request.num_computed_tokens + len(new_computed_blocks) * self.block_size
         num_tokens = num_computed + num_external_computed_tokens + num_new_tokens
+        # Lookahead must not reach beyond the longest request.
         num_slots = min(num_tokens + num_lookahead_tokens, self.max_model_len)
         num_held = len(table) + len(new_computed_blocks)
         num_missing = -(-num_slots // self.block_size) - num_held
@@ -103,18 +104,22 @@ class KVCacheManager:
         new_blocks: Sequence[KVCacheBlock] = ()
         if num_missing > 0:
             num_required = num_missing
+            # Admit only what can be computed to its end; otherwise a prompt could be preempted by
+            # its own next chunk.
             if full_sequence_must_fit:
                 num_full = -(-min(request.num_tokens, self.max_model_len) // self.block_size)
                 num_required = max(num_missing, num_full - num_held)
             num_available = self._num_available(request, new_computed_blocks, has_scheduled_reqs)
             if num_required > num_available or num_missing > num_available - reserved_blocks:
                 return None
+            # Before new blocks are taken, which could otherwise be these.
             self.block_pool.touch(new_computed_blocks)
             new_blocks = self.block_pool.get_new_blocks(num_missing)
             table += [*new_computed_blocks, *new_blocks]
             self.req_to_blocks[request.request_id] = table
             self.num_cached_block.setdefault(request.request_id, len(new_computed_blocks))
 
+        # Never beyond the known tokens: drafts may be rejected.
         if not delay_cache_blocks:
             self.cache_blocks(request, min(num_tokens, request.num_tokens))
         return new_blocks
@@ -129,6 +134,7 @@ class KVCacheManager:
         if not self.enable_caching:
             return
         num_full = num_tokens // self.block_size
+        # Blocks are published once and in order, so a counter is enough.
         num_cached = self.num_cached_block[request.request_id]
         if num_full > num_cached:
             table = self.req_to_blocks[request.request_id]

@@ -102,6 +102,7 @@ class PriorityRequestQueue:
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove requests. O(n), once for all of them."""
         gone = {request.request_id for request in requests}
+        # Keys are unique, since they end with the id, so requests are never compared.
         self._heap = [entry for entry in self._heap if entry[1].request_id not in gone]
         heapq.heapify(self._heap)
 

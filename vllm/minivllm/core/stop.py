@@ -9,6 +9,7 @@ def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
     The order matters: EOS, then the request's own stop tokens, then length. Stop tokens and length end the request even
     below `min_tokens`, which the sampler enforces.
     """
+    # No `stop_reason`: clients tell EOS from their own stop tokens by it.
     if token_id in request.eos_token_ids:
         request.status = RequestStatus.FINISHED_STOPPED
         return True

@@ -281,6 +281,7 @@ class AsyncLLM(FrontEnd):
 
     def end_requests(self) -> None:
         """Fail requests under way with `EngineStoppedError`, and new ones too. The core goes on without them."""
+        # Free their blocks; the front end answers their readers itself.
         self._abort_in_core(list(self.output_processor.states))
         self._die(EngineStoppedError("the server is shutting down"))
 
@@ -322,6 +323,7 @@ class AsyncLLM(FrontEnd):
         except asyncio.CancelledError:
             raise
         except Exception as error:
+            # Those say in one line why; anything else is a bug and needs its traceback.
             if not isinstance(error, EngineDeadError | WorkerDiedError):
                 logger.exception("The engine's outputs cannot be received any more")
             self._die(error)

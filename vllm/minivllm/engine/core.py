@@ -270,9 +270,8 @@ class EngineCore:
 
     def reset_prefix_cache_and_connector(self) -> bool:
         """Forget all cached blocks, and what the KV connector has stored elsewhere; return False if it could not."""
-        done = self.reset_prefix_cache()
         remote = self.scheduler.remote
-        return done and (remote is None or remote.connector.reset_cache() is not False)
+        return self.reset_prefix_cache() and (remote is None or remote.connector.reset_cache() is not False)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks. Do nothing and return False while any request holds a block."""

@@ -47,6 +47,7 @@ def profile_ranks(
         )
         for rank, use in enumerate(executor.collective_rpc("memory_use"))
     ]
+    # All ranks use the same block ids, so the one with the least room decides.
     return min(ledgers, key=lambda ledger: ledger.num_blocks)
 
 

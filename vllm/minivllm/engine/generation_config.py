@@ -79,6 +79,7 @@ def _read(path_or_name: str | Path, filename: str) -> dict[str, Any]:
 def tokenizer_and_ends(args: EngineArgs) -> tuple[str, tuple[int, ...]]:
     """Return the tokenizer as JSON, and the model's end-of-sequence tokens: what grammars need to know."""
     tokenizer = load_tokenizer(args.tokenizer or args.model)
+    # Grammars tokenize on their own, and must see tokens as the engine does.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     config = ModelConfig.from_pretrained(args.model)

@@ -64,6 +64,7 @@ class InputProcessor:
         Raises:
             MinivllmError: the prompt or the parameters are invalid; the message says what would be valid.
         """
+        # Python counts True as an int.
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise MinivllmError(f"priority is {priority!r}; it must be a whole number, a lower one goes first")
         self._check_lora(lora_request)
@@ -73,6 +74,7 @@ class InputProcessor:
             self.check_length(text or "")
             token_ids = self.encode(text or "")
         self._check_prompt(token_ids)
+        # Checked here, where the caller stands: an error in the core would reach it as an output.
         resolved = self._resolve(params, len(token_ids))
         self.limits.check("the request", len(token_ids), resolved.max_tokens or 1)
         request = EngineCoreRequest(
@@ -139,6 +141,7 @@ class InputProcessor:
         """Return a checked copy of the parameters with `seed`, `max_tokens` and all token ids filled in."""
         if not isinstance(params, SamplingParams):
             raise MinivllmError(f"sampling_params are {type(params).__name__}; they must be SamplingParams")
+        # The caller may change its object while the request runs.
         params = params.clone()
         self._check_params(params)
         stops = tuple(params.stop_token_ids or ())
@@ -165,6 +168,7 @@ class InputProcessor:
             check_grammar(params.structured_outputs)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise MinivllmError("stop and bad_words are texts, and skip_tokenizer_init is on; use stop_token_ids")
+        # With `min_tokens`, stop tokens are masked until then: nothing may be left to sample.
         allowed = frozenset(params.allowed_token_ids or ())
         if params.min_tokens and allowed and allowed <= {*self.eos_token_ids, *(params.stop_token_ids or ())}:
             raise MinivllmError(

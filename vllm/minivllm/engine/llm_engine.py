@@ -205,6 +205,7 @@ class LLMEngine(FrontEnd):
         return shown
 
     def _give_up(self, child_ids: set[str]) -> None:
+        # The core knows the completions, the user only their prompt.
         parents = [parent for parent, children in self._children.items() if not child_ids.isdisjoint(children)]
         self.abort_request(parents)
 

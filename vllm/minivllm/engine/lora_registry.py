@@ -70,6 +70,7 @@ class LoRARegistry:
         # Running requests hold blocks that were computed with the known weights.
         if known is not None and known.lora_int_id in self._used():
             adapter = replace(adapter, load_inplace=True, fingerprint=known.fingerprint)
+        # Each rank reads the files by itself, so they must have read the same.
         answers = self._executor.collective_rpc("add_lora", adapter)
         refusals = [refusal for _, refusal in answers if refusal]
         fingerprints = {fingerprint for fingerprint, _ in answers if fingerprint}

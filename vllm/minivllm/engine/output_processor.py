@@ -180,6 +180,7 @@ class OutputProcessor:
         detokenizer = state.detokenizer
         params = state.request.sampling_params
         finished = state.finish_reason is not None
+        # Decoding once at the end is cheaper than token by token.
         later = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop and not finished
         if detokenizer is None or later:
             return False
@@ -200,6 +201,7 @@ class OutputProcessor:
         kind = state.request.sampling_params.output_kind
         parent = state.parent
         parent.observe(self._completion(state, kind))
+        # The output of a prompt has all of its completions.
         if kind is RequestOutputKind.FINAL_ONLY and parent.unfinished:
             return None
         completions = parent.completions()
@@ -230,6 +232,7 @@ class OutputProcessor:
         return CompletionOutput(
             state.index,
             text,
+            # A copy: the state's list grows while the reader holds this output.
             list(token_ids),
             state.cumulative_logprob,
             logprobs,

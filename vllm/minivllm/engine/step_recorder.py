@@ -44,6 +44,7 @@ class StepRecorder:
         cache = scheduler.cache_config
         remote = scheduler.remote
         self._step += step is not None
+        # They go before the waiting ones, so they are shown before them.
         loading = [*remote.received, *remote.kv_holding_waiting.values()] if remote else []
         tier = remote.connector.tier_state() if remote else None
         # A pool that takes the place of the engine's own may know nothing of hashes.
@@ -64,6 +65,7 @@ class StepRecorder:
             "tier": [] if tier is None else list(tier.values()),
             "slots": scheduler.lora_slots,
         }
+        # Forget ended requests, or this would grow for as long as the server runs.
         self._numbers = {name: number for name, number in self._numbers.items() if name in scheduler.requests}
         return json.dumps(line, separators=(",", ":"))
 

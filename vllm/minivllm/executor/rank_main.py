@@ -34,6 +34,7 @@ def main() -> None:
     fd, parent, path = sys.argv[1:]
     sock = socket.socket(fileno=int(fd))
     threading.Thread(target=end_with_parent, args=(sock, int(parent)), daemon=True).start()
+    # Only now: an import from the parent's path could take long, or fail.
     sys.path[:] = json.loads(path)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]; nothing is flushed at exit
     from minivllm.executor.rank_loop import live

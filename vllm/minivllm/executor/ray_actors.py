@@ -77,6 +77,7 @@ class RayActors:
             WorkerDiedError: it has not connected in time. `name` is its name in the message.
         """
         assert self._listener is not None
+        # Starting it does not wait for it: Ray may have to start a process first.
         actor = import_ray().remote(actor_class).options(**bundle_of(self._placement, index)).remote()
         token = secrets.token_bytes(TOKEN_BYTES)
         address = self._listener.getsockname()[:2]
@@ -229,6 +230,7 @@ def _end_with_starter(sock: socket.socket, ended: threading.Event, clean_up: Cal
     hang_up.register(sock, select.POLLHUP | select.POLLRDHUP)
     while not ended.is_set() and not hang_up.poll(MILLISECONDS_A_LOOK):
         pass
+    # The actor may be about to end by itself.
     if ended.wait(0.0 if clean_up else SECONDS_TO_END):
         return
     try:

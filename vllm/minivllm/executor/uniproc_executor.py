@@ -38,6 +38,7 @@ class UniprocExecutor(Executor):
         self._thread = None
         if settings.max_concurrent_batches > 1:
             self._thread = StepThread()
+            # The thread goes on to the next step without waiting for the GPU; `OutputFuture` waits.
             self.worker.defer_tokens()
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:

@@ -101,12 +101,14 @@ def _serve(parsed: argparse.Namespace) -> int:
     model = flags.pop("model_tag") or flags["model"]
     names = {field.name for field in fields(FrontendArgs)}
     frontend = {name: value for name, value in flags.items() if name in names}
+    # Process lists show command lines, so a key belongs into the environment.
     keys = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
     if keys is not None and "api_key" not in frontend:
         frontend["api_key"] = [keys]
     settings = FrontendArgs(**frontend)
     engine = {name: value for name, value in flags.items() if name not in names}
     args = EngineArgs(**engine | {"model": model or EMBEDDED_MODEL, "multiprocess": True})
+    # A mistyped model must not wait for torch either.
     ModelConfig.from_pretrained(args.model)
 
     # torch and FastAPI come only now: a mistyped flag is told at once

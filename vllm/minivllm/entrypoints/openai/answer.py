@@ -92,6 +92,7 @@ class Answer:
         self.prompts = prompts
         self.n = request.n or 1
         model = serving.models.name_in_reply(request.model)
+        # All events of a stream have the same id and time.
         self._base = {"id": request_id, "created": int(time.time()), "model": model}
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._asks_usage = request.include_usage or serving.settings.enable_force_include_usage

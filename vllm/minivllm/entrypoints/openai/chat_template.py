@@ -100,6 +100,7 @@ def _templates_of(model: str | Path) -> dict[str, str]:
     if (path := _file_of(model, TOKENIZER_CONFIG)) is None:
         return {}
     written = read_json_object(path).get("chat_template") or []
+    # Older models have several templates in a list, such as one for tools.
     named = [{"name": DEFAULT, "template": written}] if isinstance(written, str) else written
     try:
         templates = {entry["name"]: entry["template"] for entry in named}

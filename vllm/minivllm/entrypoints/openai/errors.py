@@ -79,6 +79,7 @@ def error_response(error: Exception) -> ErrorResponse:
     # A client may try again, at another server or later.
     if isinstance(error, EngineStoppedError):
         return error_response(unavailable(str(error)))
+    # The reason may name files and addresses of this machine: it goes to the log only.
     if isinstance(error, EngineDeadError):
         return error_response(failed("the engine's core has ended; the server's log says why"))
     logger.error("A request failed", exc_info=error)

@@ -125,6 +125,7 @@ async def until_the_end(
     if dying.done():
         code = 1
         logger.error("The engine has ended: %s", backend.dead_error)
+        # Clients and probes that come now get a 503 rather than a refused connection.
         await _either(serving, asked, SECONDS_TO_TELL)
     elif stopping.done():
         state.draining = True

@@ -82,6 +82,7 @@ def check_lora_settings(args: EngineArgs, settings: FrontendArgs, environment: M
     modules, folders = lora_modules_of(settings.lora_modules), settings.runtime_lora_path
     for name, value in (("lora_modules", modules), ("runtime_lora_path", folders)):
         require(args.enable_lora or not value, f"{name} needs an engine with adapters: give --enable-lora too")
+    # Who comes from vLLM sets the variable and would wonder why there is no route.
     asked = next((name for name in RUNTIME_VARIABLES if environment.get(name, "0") not in ("", "0")), None)
     require(
         asked is None or bool(folders),

@@ -43,6 +43,7 @@ class AuthenticationMiddleware:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
+        # Hashes have one length, so the time of a comparison tells nothing about a key's length.
         self._known = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

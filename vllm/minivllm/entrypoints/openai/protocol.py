@@ -190,6 +190,7 @@ class GenerationRequest(OpenAIBaseModel):
         _check_counts(data, "prompt_logprobs")
         if data.get("stream_options") and not data.get("stream"):
             raise MinivllmError("stream_options need `stream: true`", "stream_options")
+        # They come with the first event only, and that form has no field for them.
         if data.get("stream") and (data.get("prompt_logprobs") or 0) != 0:
             raise MinivllmError("prompt_logprobs are not available with `stream: true`", "prompt_logprobs")
         form = data.get("response_format")

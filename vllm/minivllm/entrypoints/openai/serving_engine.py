@@ -228,6 +228,7 @@ class OpenAIServing:
             # The library gives up the GIL for batches only, and without that a thread holds up everybody.
             return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
+        # A thread costs about as much as tokenizing a short text.
         return encode() if len(text) < CHARACTERS_IN_LOOP else await asyncio.to_thread(encode)
 
     async def detokenize(self, token_ids: list[int]) -> str:

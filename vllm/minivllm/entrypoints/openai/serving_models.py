@@ -134,6 +134,7 @@ class OpenAIServingModels:
             self._roots.pop(name, None)
         if gone is None:
             raise not_found(f"The lora adapter '{name[:200]}' cannot be found.")
+        # In the cores it stays until its last request has ended.
         await self._let_go(gone)
         return f"Success: LoRA adapter '{name}' removed successfully."
 

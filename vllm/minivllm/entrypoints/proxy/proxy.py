@@ -105,6 +105,7 @@ class Proxy:
         """Look at each server's health, now and from time to time."""
         self.servers = [Upstream("prefill", url) for url in self.settings.prefill]
         self.servers += [Upstream("decode", url) for url in self.settings.decode]
+        # Before the first request comes, so that it does not meet a server that is down.
         await asyncio.gather(*(server.look() for server in self.servers))
         self._tasks = [asyncio.create_task(self._watch(server)) for server in self.servers]
 

@@ -39,6 +39,7 @@ class StepFeed:
         for unsent, shown in self._pages.items():
             if shown == core:
                 if unsent.full():
+                    # Drop the oldest: the newest state is worth more.
                     unsent.get_nowait()
                 unsent.put_nowait(line)
 
@@ -54,6 +55,8 @@ class StepFeed:
                 try:
                     yield _event(await asyncio.wait_for(unsent.get(), SECONDS_OF_SILENCE))
                 except TimeoutError:
+                    # A comment in the stream: it notices a page that has left, and a proxy keeps
+                    # the connection open.
                     yield ": ping\n\n"
         finally:
             del self._pages[unsent]
