@@ -55,15 +55,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="minivllm", description="A small serving engine with vLLM's names.")
     parser.add_argument("--version", action="version", version=minivllm.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser(
+    serve = _add_command(
+        commands,
         "serve",
-        help="an OpenAI-compatible server",
-        usage="minivllm serve [MODEL] [flags]",
-        description="An OpenAI-compatible server. The flags are vLLM's, and so are the names of their groups.",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
+        "[MODEL]",
+        "An OpenAI-compatible server. The flags are vLLM's, and so are the names of their groups.",
     )
-    _add_proxy(commands)
+    proxy = _add_command(
+        commands,
+        "proxy",
+        "--prefill URL [URL …] --decode URL [URL …]",
+        "One address for servers that compute prompts and servers that generate (--kv-transfer-config).",
+    )
+    add_flags(proxy, ProxyArgs, {"Proxy": [field.name for field in fields(ProxyArgs)]})
     serve.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="a directory or a name on the Hub; the embedded one"
     )
@@ -73,16 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_proxy(commands: Any) -> None:
-    proxy = commands.add_parser(
-        "proxy",
-        help="one address for prefill and decode servers",
-        usage="minivllm proxy --prefill URL [URL …] --decode URL [URL …] [flags]",
-        description="One address for servers that compute prompts and servers that generate (--kv-transfer-config).",
+def _add_command(commands: Any, name: str, arguments: str, description: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=description.split(".")[0],
+        usage=f"minivllm {name} {arguments} [flags]",
+        description=description,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    add_flags(proxy, ProxyArgs, {"Proxy": [field.name for field in fields(ProxyArgs)]})
 
 
 def _proxy(parsed: argparse.Namespace) -> int:

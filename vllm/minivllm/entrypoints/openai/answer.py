@@ -96,6 +96,10 @@ class Answer:
         self._base = {"id": request_id, "created": int(time.time()), "model": model}
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._asks_usage = request.include_usage or serving.settings.enable_force_include_usage
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Set up what a renderer keeps of the request."""
 
     def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> OpenAIBaseModel:
         """Return a choice of a whole reply."""

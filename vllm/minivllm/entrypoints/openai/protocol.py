@@ -28,6 +28,25 @@ class OpenAIBaseModel(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
+class CheckedRequest(OpenAIBaseModel):
+    """A request whose fields are checked together, before pydantic checks their types."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_combinations(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            cls.check(data)
+        return data
+
+    @classmethod
+    def check(cls, data: Data) -> None:
+        """Check what fields mean together, and what vLLM checks before types.
+
+        Raises:
+            MinivllmError: two fields do not go together, or one has a value that is never served.
+        """
+
+
 # What both kinds of requests share
 
 
@@ -68,7 +87,7 @@ class StructuredOutputsParams(OpenAIBaseModel):
     structural_tag: str | None = None
 
 
-class GenerationRequest(OpenAIBaseModel):
+class GenerationRequest(CheckedRequest):
     """The fields that completions and chat completions share. None: the model's default, or nobody has asked."""
 
     DEFAULTS: ClassVar[Mapping[str, float]] = {
@@ -173,20 +192,9 @@ class GenerationRequest(OpenAIBaseModel):
             extra_args={"kv_transfer_params": self.kv_transfer_params} if self.kv_transfer_params else None,
         )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_combinations(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            cls.check(data)
-        return data
-
     @classmethod
     def check(cls, data: Data) -> None:
-        """Check what fields mean together, and what vLLM checks before types.
-
-        Raises:
-            MinivllmError: two fields do not go together, or one has a value that is never served.
-        """
+        super().check(data)
         _check_counts(data, "prompt_logprobs")
         if data.get("stream_options") and not data.get("stream"):
             raise MinivllmError("stream_options need `stream: true`", "stream_options")
@@ -438,7 +446,7 @@ class ChatCompletionNamedToolChoiceParam(OpenAIBaseModel):
     type: Literal["function"] = "function"
 
 
-class ChatTemplateRequest(OpenAIBaseModel):
+class ChatTemplateRequest(CheckedRequest):
     """Messages, and how they become a prompt."""
 
     model: str | None = None
@@ -450,6 +458,12 @@ class ChatTemplateRequest(OpenAIBaseModel):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[ChatCompletionToolsParam] | None = None
+
+    @classmethod
+    def check(cls, data: Data) -> None:
+        super().check(data)
+        if data.get("continue_final_message") and data.get("add_generation_prompt"):
+            raise MinivllmError("continue_final_message and add_generation_prompt cannot both be true")
 
 
 class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
@@ -475,8 +489,6 @@ class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
         _check_counts(data, "top_logprobs")
         if data.get("top_logprobs") and not data.get("logprobs"):
             raise MinivllmError("top_logprobs need `logprobs: true`", "top_logprobs")
-        if data.get("continue_final_message") and data.get("add_generation_prompt"):
-            raise MinivllmError("continue_final_message and add_generation_prompt cannot both be true")
         _check_tools(data)
 
 
@@ -609,23 +621,6 @@ class ChatCompletionStreamResponse(StreamEvent):
 # Models and tokens
 
 
-class ModelPermission(OpenAIBaseModel):
-    """What older clients read."""
-
-    id: str
-    object: str = "model_permission"
-    created: int
-    allow_create_engine: bool = False
-    allow_sampling: bool = True
-    allow_logprobs: bool = True
-    allow_search_indices: bool = False
-    allow_view: bool = True
-    allow_fine_tuning: bool = False
-    organization: str = "*"
-    group: str | None = None
-    is_blocking: bool = False
-
-
 class ModelCard(OpenAIBaseModel):
     """A name that requests may use. `root` is the model's path or name on the Hub."""
 
@@ -636,7 +631,8 @@ class ModelCard(OpenAIBaseModel):
     root: str | None = None
     parent: str | None = None
     max_model_len: int | None = None
-    permission: list[ModelPermission] = []
+    permission: list[dict[str, Any]] = []
+    """What older clients read."""
 
 
 class ModelList(OpenAIBaseModel):
@@ -674,13 +670,6 @@ class TokenizeChatRequest(ChatTemplateRequest):
     """`POST /tokenize` with messages."""
 
     return_token_strs: bool | None = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_combinations(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("continue_final_message") and data.get("add_generation_prompt"):
-            raise MinivllmError("continue_final_message and add_generation_prompt cannot both be true")
-        return data
 
 
 class TokenizeResponse(OpenAIBaseModel):

@@ -1,6 +1,6 @@
 """`POST /v1/chat/completions`. In vLLM v0.33.0: `vllm/entrypoints/openai/chat_completion/serving.py`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from minivllm.entrypoints.openai.answer import Answer, TokenizedPrompt
@@ -28,16 +28,10 @@ class ChatAnswer(Answer):
 
     whole_form, event_form, event_kind = ChatCompletionResponse, ChatCompletionStreamResponse, "chat.completion.chunk"
 
-    def __init__(
-        self,
-        serving: OpenAIServing,
-        request: ChatCompletionRequest,
-        request_id: str,
-        prompts: Sequence[TokenizedPrompt],
-    ) -> None:
-        super().__init__(serving, request, request_id, prompts)
+    def prepare(self) -> None:
+        request = self.request
         last = request.messages[-1]
-        self._role = serving.settings.response_role if request.add_generation_prompt else last["role"]
+        self._role = self.serving.settings.response_role if request.add_generation_prompt else last["role"]
         """Who speaks. A message that goes on may be echoed, so that the reply has it whole."""
         said = last.get("content") if request.echo and last["role"] == self._role else ""
         self._said_before = said if isinstance(said, str) else ""

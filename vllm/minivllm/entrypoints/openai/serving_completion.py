@@ -1,7 +1,5 @@
 """`POST /v1/completions`. In vLLM v0.33.0: `vllm/entrypoints/openai/completion/serving.py`."""
 
-from collections.abc import Sequence
-
 from minivllm.entrypoints.openai.answer import Answer, TokenizedPrompt
 from minivllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import (
@@ -22,10 +20,7 @@ class CompletionAnswer(Answer):
 
     whole_form, event_form, event_kind = CompletionResponse, CompletionStreamResponse, "text_completion"
 
-    def __init__(
-        self, serving: OpenAIServing, request: CompletionRequest, request_id: str, prompts: Sequence[TokenizedPrompt]
-    ) -> None:
-        super().__init__(serving, request, request_id, prompts)
+    def prepare(self) -> None:
         self._num_characters: dict[int, int] = {}
         """How many characters of each choice were sent."""
 

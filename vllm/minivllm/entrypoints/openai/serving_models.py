@@ -18,10 +18,16 @@ from minivllm.entrypoints.openai.protocol import (
     LoadLoRAAdapterRequest,
     ModelCard,
     ModelList,
-    ModelPermission,
     UnloadLoRAAdapterRequest,
 )
 from minivllm.errors import MinivllmError
+
+PERMISSION = {
+    "object": "model_permission", "allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True,
+    "allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False, "organization": "*", "group": None,
+    "is_blocking": False,
+}  # fmt: skip
+"""What OpenAI's API once said of each model."""
 
 
 class OpenAIServingModels:
@@ -175,7 +181,7 @@ class OpenAIServingModels:
             root=root,
             parent=parent,
             max_model_len=max_model_len,
-            permission=[ModelPermission(id=f"modelperm-{uuid.uuid4().hex[:16]}", created=self._created)],
+            permission=[{"id": f"modelperm-{uuid.uuid4().hex[:16]}", "created": self._created, **PERMISSION}],
         )
 
 
