@@ -201,7 +201,7 @@ class BlockPool:
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take blocks from the head of the free queue; each loses its hash and gets a reference count of 1.
 
-        Raises `BlockPoolError`, taking none, if fewer than `num_blocks` are free.
+        Raise `BlockPoolError`, taking none, if fewer than `num_blocks` are free.
         """
         blocks = self.free_block_queue.popleft_n(num_blocks)
         for block in blocks:

@@ -80,7 +80,7 @@ class KVCacheManager:
             | computed | prefix hit            | external                       | new, drafts included | lookahead |
                          `new_computed_blocks`   `num_external_computed_tokens`   `num_lookahead_tokens`
 
-        Returns the blocks added to the table, excluding prefix hits, or None if they do not fit. Full blocks are
+        Return the blocks added to the table, excluding prefix hits, or None if they do not fit. Full blocks are
         published here, before they are computed: a request that finds them runs in the same forward pass or a later
         one. Draft tokens are never published.
 

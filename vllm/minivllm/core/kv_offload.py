@@ -43,7 +43,7 @@ class PrepareStoreOutput(NamedTuple):
 class CPUOffloadingManager:
     """A second block pool, of `num_blocks` usable blocks with ids from 1 on. Each key is there once.
 
-    Raises `BlockPoolError` for calls that are not paired.
+    Raise `BlockPoolError` for calls that are not paired.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -146,7 +146,7 @@ class RemoteKV:
     def promote(self) -> list[Request]:
         """Put requests that have received what they waited for into `received`.
 
-        Returns those that have got nothing, and hold no blocks any more.
+        Return those that have got nothing, and hold no blocks any more.
         """
         arrived = [
             request for name, request in self.kv_holding_waiting.items() if name in self.finished_recving_kv_req_ids
@@ -233,7 +233,7 @@ class RemoteKV:
     ) -> tuple[set[str], list[Request]]:
         """Take in which loads have failed, before the step's tokens; `requests` are all unfinished ones.
 
-        Returns the requests whose tokens are worth nothing, and those that end, as `kv_load_failure_policy` says.
+        Return the requests whose tokens are worth nothing, and those that end, as `kv_load_failure_policy` says.
         """
         ignored = self._take_stale(step)
         if output is None or not (output.invalid_block_ids or output.failed_recving):

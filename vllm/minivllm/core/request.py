@@ -115,7 +115,7 @@ class Request:
 
         As in vLLM, the sampler enforces `min_tokens` by masking stop tokens. A request for prompt log probabilities
         sets `skip_reading_prefix_cache`, because a prefix hit computes no logits.
-        Raises `MinivllmError` for an empty prompt or `max_tokens` below 1.
+        Raise `MinivllmError` for an empty prompt or `max_tokens` below 1.
         """
         if not prompt_token_ids:
             raise MinivllmError(f"the prompt of request {request_id!r} is empty; it needs at least one token")

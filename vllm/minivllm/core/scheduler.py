@@ -419,7 +419,7 @@ class Scheduler:
     ) -> list[EngineCoreOutput]:
         """Process the sampled tokens of a step: rolls back rejected draft tokens, appends tokens, ends requests.
 
-        Returns one output per request that sampled tokens, in scheduling order; aborted requests have none. Before
+        Return one output per request that sampled tokens, in scheduling order; aborted requests have none. Before
         them stand those whose grammar has failed.
         """
         ignored = () if self.remote is None else self._take_load_failures(scheduler_output, model_runner_output)

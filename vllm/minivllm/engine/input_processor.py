@@ -1,4 +1,4 @@
-"""Turns a user's prompt and parameters into a request for the core, or raises a clear error.
+"""Turns a user's prompt and parameters into a request for the core, or raise a clear error.
 
 In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor.process_inputs`,
 `assign_request_id`).

@@ -121,7 +121,7 @@ class MPClient(EngineCoreClient):
         return outputs
 
     def _wait(self, socket: zmq.Socket) -> None:
-        """Wait for the next message, or raises `EngineDeadError` if a core's process has ended without one."""
+        """Wait for the next message, or raise `EngineDeadError` if a core's process has ended without one."""
         if self._dead is not None:
             raise self._dead
         ended = wait_for_message(socket, self._ranks_by_lifeline)

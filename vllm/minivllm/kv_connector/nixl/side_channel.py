@@ -148,7 +148,7 @@ def fetch_metadata(
 ) -> tuple[NixlAgentMetadata, float]:
     """Ask the engine there for the metadata of its rank (pp_rank, tp_rank).
 
-    Returns the metadata, and by how many seconds its clock is ahead of this one's.
+    Return the metadata, and by how many seconds its clock is ahead of this one's.
 
     Raises:
         MinivllmError: nobody answers within so many `seconds`, or what answers does not fit this engine; says why.
