@@ -25,9 +25,8 @@ class AsyncMPClient(MPClient):
     def __init__(self, args: EngineArgs) -> None:
         self._calls: dict[tuple[int, int], asyncio.Future[UtilityOutput]] = {}
         self._messages: zmq.asyncio.Socket | None = None
-        self._death: asyncio.Future[None] | None = None
-        self._ended: int | None = None
-        """The core whose process was the first to end."""
+        self._death: asyncio.Future[int] | None = None
+        """Gets the rank of the core whose process is the first to end."""
         super().__init__(args)
 
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -88,36 +87,29 @@ class AsyncMPClient(MPClient):
     async def _next_message(self) -> list[bytes]:
         if self._dead is not None:
             raise self._dead
-        if self._messages is None:
-            self._messages = self._listen()
-        while True:
-            if self._ended is not None:
-                self._dead = EngineDeadError(self.cores.obituary(self._ended))
-                raise self._dead
-            death = self._death = asyncio.get_running_loop().create_future()
-            # Whichever comes first, a message or the end of a core.
+        if self._messages is None or self._death is None:
+            self._messages, self._death = self._listen()
+        if not self._death.done():
             receiving = asyncio.ensure_future(self._messages.recv_multipart())
             try:
-                await asyncio.wait({receiving, death}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({receiving, self._death}, return_when=asyncio.FIRST_COMPLETED)
                 if receiving.done():
                     return receiving.result()
             finally:
                 receiving.cancel()
+        self._dead = EngineDeadError(self.cores.obituary(self._death.result()))
+        raise self._dead
 
-    def _listen(self) -> zmq.asyncio.Socket:
-        """Return the socket of outputs for this loop, and watch for the end of a core's process."""
+    def _listen(self) -> tuple[zmq.asyncio.Socket, "asyncio.Future[int]"]:
+        """Return the socket of outputs for this loop, and a future of the first core to end."""
         loop = asyncio.get_running_loop()
-
-        def tell(rank: int) -> None:
-            self._ended = rank if self._ended is None else self._ended
-            if self._death is not None and not self._death.done():
-                self._death.set_result(None)
+        death: asyncio.Future[int] = loop.create_future()
 
         def end(lifeline: int, rank: int) -> None:
             loop.remove_reader(lifeline)
             # Its last message, which says why, may still be on its way.
-            loop.call_later(MILLISECONDS_FOR_LAST_WORDS / 1000, tell, rank)
+            loop.call_later(MILLISECONDS_FOR_LAST_WORDS / 1000, lambda: death.done() or death.set_result(rank))
 
         for rank, lifeline in enumerate(self.cores.lifelines):
             loop.add_reader(lifeline, end, lifeline, rank)
-        return zmq.asyncio.Socket.from_socket(self._output)
+        return zmq.asyncio.Socket.from_socket(self._output), death
