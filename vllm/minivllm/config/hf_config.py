@@ -250,8 +250,7 @@ def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return which biases and norms there are: Qwen2's biases are implied by its type, other configs state theirs."""
     family = hf.get("model_type") or ""
     says = bool(hf.get("attention_bias"))
-    # Qwen2 has biases in q, k and v, and none in the output projection; its config does not mention
-    # them.
+    # Qwen2 has biases in q, k and v, and none in the output projection; its config does not mention them.
     qwen2 = family in ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
     return {
         "attention_bias": qwen2 or says,

@@ -28,8 +28,7 @@ class AsyncScheduler(Scheduler):
     def _make_output(self, step: Step) -> SchedulerOutput:
         output = super()._make_output(step)
         if not self.config.async_scheduling:
-            # In a pipeline the first stage does not have the token that the last one has sampled:
-            # send it along.
+            # In a pipeline the first stage does not have the token that the last one has sampled: send it along.
             sampled = [[] if request.is_prefill_chunk else [request.all_token_ids[-1]] for request in step.continued]
             output.scheduled_cached_reqs.new_token_ids = sampled
         return output

@@ -173,8 +173,7 @@ class BlockPool:
             raise MinivllmError(f"num_gpu_blocks is {num_gpu_blocks}; at least 2 are needed: block 0 is the null block")
         self.num_gpu_blocks = num_gpu_blocks
         self.enable_caching = enable_caching
-        # A hundred thousand objects that live forever: Python's GC need not look at them again and
-        # again.
+        # A hundred thousand objects that live forever: Python's GC need not look at them again and again.
         with at_rest():
             self.blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in range(num_gpu_blocks)]
             self.null_block = self.blocks[0]
@@ -223,8 +222,7 @@ class BlockPool:
         Blocks whose count drops to zero join the free queue: those without a hash at its head, as one group whose first
         block is reused next; those with a hash at its tail. Raise `BlockPoolError` for a block that is already free.
         """
-        # Two lists rather than two calls a block: those without a hash keep their order as one
-        # group.
+        # Two lists rather than two calls a block: those without a hash keep their order as one group.
         without_hash: list[KVCacheBlock] = []
         with_hash: list[KVCacheBlock] = []
         for block in ordered_blocks:

@@ -79,8 +79,7 @@ class CPUOffloadingManager:
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
         """Take note that a request with these keys has come, or has ended: they are evicted later than others."""
-        # Holding a block and letting it go puts it at the end of the free queue: so it counts as
-        # used just now.
+        # Holding a block and letting it go puts it at the end of the free queue: so it counts as used just now.
         hits = [key for key in keys if self.lookup(key) is LookupResult.HIT]
         self.prepare_load(hits)
         self.complete_load(hits)

@@ -80,8 +80,7 @@ class RemoteKV:
         connector.bind_gpu_block_pool(manager.block_pool)
 
     def _forget_steps(self) -> None:
-        # Steps under way that compute with a request's blocks, and those of them that are worth
-        # nothing.
+        # Steps under way that compute with a request's blocks, and those of them that are worth nothing.
         self._in_flight: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
         self._given_back: dict[str, list[int]] = {}  # block tables, by request, that a step in flight computes with
@@ -127,8 +126,7 @@ class RemoteKV:
 
     def allocated(self, request: Request, prefix: Prefix) -> None:
         """Take note that a request has got blocks, and holds it back if they are to be filled while others run."""
-        # The whole table, not only the new blocks: the connector needs to know where the cached
-        # ones end.
+        # The whole table, not only the new blocks: the connector needs to know where the cached ones end.
         blocks = self.manager.req_to_blocks.get(request.request_id, [])
         self.connector.update_state_after_alloc(request, blocks, prefix.num_external)
         if request.num_computed_tokens > 0:
@@ -325,8 +323,7 @@ class RemoteKV:
         for request in affected:
             request.spec_token_ids = []
             request.num_output_placeholders = 0
-            # Steps that were scheduled before this was known have computed with invalid keys and
-            # values.
+            # Steps that were scheduled before this was known have computed with invalid keys and values.
             if num_in_flight := self._in_flight[request.request_id]:
                 self._stale[request.request_id] = num_in_flight
         return affected

@@ -46,8 +46,7 @@ class Scheduler:
         self.policy = policy
         self.drafting = scheduler_config.drafting
         self.kv_cache_manager = self._make_kv_cache_manager()
-        # The front end gets a copy of these limits, so that it can refuse a request where the
-        # caller stands.
+        # The front end gets a copy of these limits, so that it can refuse a request where the caller stands.
         self.limits = RequestLimits(
             scheduler_config.max_model_len,
             cache_config.block_size,
@@ -189,8 +188,7 @@ class Scheduler:
             if remote is not None and self._waits_for_others(request, step):
                 step.position += 1
                 continue
-            # With async scheduling, placeholders stand for tokens that a step in flight is
-            # sampling.
+            # With async scheduling, placeholders stand for tokens that a step in flight is sampling.
             num_placeholders = request.num_output_placeholders
             num_new_tokens = request.num_tokens_with_spec + num_placeholders - request.num_computed_tokens
             # A plain decode is one token, which no limit cuts; most requests of a step are decodes.
@@ -204,8 +202,7 @@ class Scheduler:
                 new_blocks = allocate_slots(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
                 if new_blocks is not None:
                     break
-                # Blocks that wait for a copy to host memory are cheaper to give up than a request's
-                # progress.
+                # Blocks that wait for a copy to host memory are cheaper to give up than a request's progress.
                 if remote is not None and remote.connector.release_gpu_blocks():
                     continue
                 victim = self.policy.victim(running, self.config.policy, self.kv_cache_manager.req_to_blocks)
@@ -351,8 +348,7 @@ class Scheduler:
             delay_cache_blocks=prefix.loads_async,
             reserved_blocks=self.remote.num_reserved_blocks(self.running) if self.remote and prefix.loads_async else 0,
             full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
-            # The watermark applies only while others run: an empty engine must admit any request
-            # that fits.
+            # The watermark applies only while others run: an empty engine must admit any request that fits.
             has_scheduled_reqs=bool(self.running),
         )
         if new_blocks is None:
@@ -428,8 +424,7 @@ class Scheduler:
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             sampled = model_runner_output.sampled_token_ids.get(request_id)
-            # It was aborted while the step ran, or its prompt is not complete, or a load of it
-            # failed.
+            # It was aborted while the step ran, or its prompt is not complete, or a load of it failed.
             if request is None or not sampled or request_id in ignored:
                 continue
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id)

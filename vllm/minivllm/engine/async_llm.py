@@ -224,8 +224,7 @@ class AsyncLLM(FrontEnd):
         """
         if not isinstance(kv_transfer_params, dict) or kv_transfer_params.get("do_remote_prefill") is not True:
             return
-        # The core has no message for this, but each connector gives back what an aborted request
-        # would have read.
+        # The core has no message for this, but each connector gives back what an aborted request would have read.
         name = f"declined-{uuid.uuid4()}"
         nothing = SamplingParams(max_tokens=1, seed=0)
         request = EngineCoreRequest(name, [0], nothing, (), time.monotonic(), kv_transfer_params=kv_transfer_params)

@@ -88,15 +88,13 @@ class EngineCore:
             self.ledger = profile_ranks(args, config, self._stage_configs, self.executor)
             num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
             assert num_blocks is not None
-            # All ranks get as many blocks as the smallest one has room for: they share the block
-            # ids.
+            # All ranks get as many blocks as the smallest one has room for: they share the block ids.
             self.executor.collective_rpc("initialize_kv_cache", num_blocks)
             connector = self._make_connector(args) if args.kv_transfer is not None else None
         except BaseException:
             self.executor.shutdown()
             raise
-        # With several steps in flight, the scheduler must not wait for the tokens of the one
-        # before.
+        # With several steps in flight, the scheduler must not wait for the tokens of the one before.
         ahead = self.executor.max_concurrent_batches > 1
         scheduler_class = AsyncScheduler if ahead else Scheduler
         policy = args.parts.policy or DEFAULT_POLICY
@@ -123,8 +121,7 @@ class EngineCore:
         """Add a request to the queue. A rejected one ends with an error, which the next step returns."""
         with self._all_or_nothing((request.request_id,)):
             try:
-                # The adapter is read now, so that one which cannot be served is refused to its
-                # first request.
+                # The adapter is read now, so that one which cannot be served is refused to its first request.
                 if request.lora_request is not None:
                     request = replace(request, lora_request=self.loras.add(request.lora_request))
                 added = request.to_request()
@@ -159,8 +156,7 @@ class EngineCore:
         """
         if self.batch_queue is not None:
             return self._step_with_batch_queue(self.batch_queue)
-        # None while scheduling: a failure there may have touched any request, later only those of
-        # the step.
+        # None while scheduling: a failure there may have touched any request, later only those of the step.
         scheduled: Collection[str] | None = None
         now = time.monotonic()
         try:
@@ -232,8 +228,7 @@ class EngineCore:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, timestamp: float
     ) -> EngineCoreOutputs:
         """Take in the output of a step scheduled at `timestamp`; return it, and what is still undelivered."""
-        # Only the requests with NaN or infinite logits end; the rest of the step is valid, but it
-        # is recomputed.
+        # Only the requests with NaN or infinite logits end; the rest of the step is valid, but it is recomputed.
         nonfinite = [name for name in model_runner_output.nonfinite_req_ids if name in self.scheduler.requests]
         if nonfinite:
             raise NonFiniteLogitsError(nonfinite)

@@ -42,8 +42,7 @@ class TcpSockets:
 
     def connect(self, socket: zmq.Socket, name: str) -> None:
         socket.curve_serverkey = self.server_key
-        # A key pair of its own for each socket: the server checks nobody's identity, only that they
-        # know its key.
+        # A key pair of its own for each socket: the server checks nobody's identity, only that they know its key.
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.connect(self.addresses[name])
 

@@ -184,8 +184,7 @@ class InputProcessor:
         spellings = set()
         for word in params.bad_words or ():
             assert self.tokenizer is not None
-            # Most vocabularies have a token for a word at the start of a text and another for it
-            # after a space.
+            # Most vocabularies have a token for a word at the start of a text and another for it after a space.
             bare = word.lstrip()
             for text in (bare, " " + bare) if bare else (word,):
                 spellings.add(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids))

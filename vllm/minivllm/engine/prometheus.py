@@ -207,8 +207,7 @@ class PrometheusStatLogger:
     def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
         """Record which adapters are in use; those of earlier steps are not shown any more."""
         if self._lora_info is not None:
-            # The labels are the adapters in use: without this, every combination ever seen would
-            # stay.
+            # The labels are the adapters in use: without this, every combination ever seen would stay.
             self._lora_info.clear()
             labels = (str(self._max_loras), ",".join(sorted(running)), ",".join(sorted(waiting)))
             self._lora_info.labels(*labels).set_to_current_time()
@@ -250,8 +249,7 @@ class PrometheusStatLogger:
         if (key, engine) not in self._children:
             name, _, pair = key.partition("{")
             label, _, value = pair.strip('}"').partition('="')
-            # A key is a name, or a name with one label as Prometheus writes it:
-            # name{label="value"}.
+            # A key is a name, or a name with one label as Prometheus writes it: name{label="value"}.
             labels = {label: value} if label else {}
             family = self._family(kind, name, text, labels, **settings)
             self._children[key, engine] = self._labelled(family, engine, labels)

@@ -42,8 +42,7 @@ class RankLoop:
             try:
                 return Reply(call.number, self._run(call))
             except Exception as error:
-                # Remember it: calls that were sent before the failure was known get it as their
-                # answer.
+                # Remember it: calls that were sent before the failure was known get it as their answer.
                 self.failure = Failure.of(error)
             # Other ranks may wait for this one in a collective operation; now they fail instead.
             self.worker.leave_group()

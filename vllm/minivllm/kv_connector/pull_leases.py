@@ -39,8 +39,7 @@ class Leases:
         """Begin leases of these requests' blocks, or begin them anew. One that was released already ends at once."""
         with self._changed:
             for request_id, ids in block_ids.items():
-                # The decode engine was faster than the step that tells this rank to keep the
-                # blocks.
+                # The decode engine was faster than the step that tells this rank to keep the blocks.
                 if request_id in self._released:
                     self._ended.add(request_id)
                 else:
@@ -50,8 +49,7 @@ class Leases:
     def renew(self, request_ids: Iterable[str]) -> None:
         """Renew the leases of those requests that have one."""
         with self._changed:
-            # Shorter than a new lease: a heartbeat shows that the other engine lives, so less
-            # patience is needed.
+            # Shorter than a new lease: a heartbeat shows that the other engine lives, so less patience is needed.
             until = self._clock() + self.duration * 2 / 3
             for lease in (self._kept[request_id] for request_id in request_ids if request_id in self._kept):
                 lease.until = max(lease.until, until)

@@ -143,8 +143,7 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         if num_external_tokens == 0:
             self._leave(request.request_id)
             return
-        # Blocks with a hash come from the prefix cache and are filled already; only those behind
-        # them are read.
+        # Blocks with a hash come from the prefix cache and are filled already; only those behind them are read.
         num_cached = sum(1 for _ in takewhile(lambda block: block.block_hash is not None, blocks))
         start = num_cached * self.config.block_size
         block_ids = tuple(block.block_id for block in blocks[num_cached:])

@@ -78,8 +78,7 @@ class OpenAIServing:
             MinivllmError: the request is invalid.
             EngineDeadError: the engine has ended.
         """
-        # Everything is checked before the first request is added, so a refused one leaves nothing
-        # behind.
+        # Everything is checked before the first request is added, so a refused one leaves nothing behind.
         prompts, asked = await self.prompts_of(request)
         params = [self.sampling_params(request, asked, prompt) for prompt in prompts]
         request_id = self.request_id(request, headers)
@@ -214,8 +213,7 @@ class OpenAIServing:
         if request.truncate_prompt_tokens is None:
             self.engine.input_processor.check_length(text)
         else:
-            # A text of gigabytes may be fine if only its end is wanted, but must not be tokenized
-            # as a whole.
+            # A text of gigabytes may be fine if only its end is wanted, but must not be tokenized as a whole.
             text = self._near_the_end_kept(text, request)
         return TokenizedPrompt(self.truncated(await self.tokenize(text, request.add_special_tokens), request), whole)
 

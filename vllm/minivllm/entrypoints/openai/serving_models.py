@@ -112,8 +112,7 @@ class OpenAIServingModels:
             async with self._changing:
                 before = self._adapters.get(name)
                 folder = self._folder_of(request)
-                # An id of its own, also in place of another adapter: requests under way keep
-                # theirs.
+                # An id of its own, also in place of another adapter: requests under way keep theirs.
                 added = LoRARequest(name, next(self._ids), folder)
                 try:
                     await self._add(added, path)

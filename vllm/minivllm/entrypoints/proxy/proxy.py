@@ -198,8 +198,7 @@ class Proxy:
         upstream.streams.add(reply.content)
         try:
             async for piece in reply.content.iter_any():
-                # Pieces may end anywhere, so remember the last bytes to know whether an event is
-                # open.
+                # Pieces may end anywhere, so remember the last bytes to know whether an event is open.
                 before = (before + piece)[-len(END_OF_EVENT) :]
                 yield piece
         except NO_ANSWER:

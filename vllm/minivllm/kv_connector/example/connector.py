@@ -105,8 +105,7 @@ class ExampleConnector(KVConnectorBase_V1):
         if not self.config.kv_transfer_config.is_kv_consumer:
             return 0, False
         size = self.config.block_size
-        # Remembered for `update_state_after_alloc`, where the prefix cache's blocks cannot be told
-        # apart any more.
+        # Remembered for `update_state_after_alloc`, where the prefix cache's blocks cannot be told apart any more.
         self._asked[request.request_id] = num_computed_tokens // size
         first, last = num_computed_tokens // size, (request.num_tokens - 1) // size
         num_blocks = 0

@@ -62,8 +62,7 @@ class OffloadWorker(KVConnectorBase_V1):
             self._take_host_memory(metadata.num_cpu_blocks)
         self._computes = False
         if metadata.need_flush:
-            # The scheduler has given their blocks to other requests: finish before the forward pass
-            # writes there.
+            # The scheduler has given their blocks to other requests: finish before the forward pass writes there.
             wait(self._stores.values())
         for name, copy in metadata.loads.items():
             self._loads[name] = self._loading.submit(self._move, self._from_host.from_host, copy)

@@ -72,8 +72,7 @@ class Connection:
             self._socket.settimeout(self.timeout)  # of a whole call
             # A small frame must not wait until there is more to send (Nagle).
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # Two calls rather than one: joining them would copy the body, which may have a
-            # megabyte.
+            # Two calls rather than one: joining them would copy the body, which may have a megabyte.
             self._socket.sendall(HEADER.pack(refused, len(body), zlib.crc32(body)))
             self._socket.sendall(body)
 
@@ -136,8 +135,7 @@ def greet(connection: Connection, secret: bytes, timeout: float) -> None:
     # Both sides add a random number, so that neither proof can be recorded and sent again.
     peer_nonce, own_nonce = bytes(connection.receive(NONCE_BYTES)), secrets.token_bytes(NONCE_BYTES)
     connection.send(own_nonce + _proof(secret, b"client", own_nonce, peer_nonce))
-    # The comparison takes the same time wherever they differ, so its duration tells nothing of the
-    # secret.
+    # The comparison takes the same time wherever they differ, so its duration tells nothing of the secret.
     if not hmac.compare_digest(connection.receive(PROOF_BYTES), _proof(secret, b"server", own_nonce, peer_nonce)):
         raise RefusedError(f"the other engine does not know this engine's secret ({SECRET_VARIABLE})")
     connection.timeout = timeout

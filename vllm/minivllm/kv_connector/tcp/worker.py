@@ -75,8 +75,7 @@ class TCPConnectorWorker(PullConnectorWorker):
         # Pools of their own: slow loads must not delay heartbeats, or leases would end.
         self._readers, self._tellers, self._answerers = map(ThreadPoolExecutor, (READERS, TELLERS, ANSWERERS))
         self._loads: dict[str, tuple[ReadOrder, Future[dict[str, float]]]] = {}
-        # Orders whose blocks may still be written; a reset empties it, and threads look before each
-        # write.
+        # Orders whose blocks may still be written; a reset empties it, and threads look before each write.
         self._wanted: set[ReadOrder] = set()
         self._writing = Lock()
         self._open: set[Connection] = set()
@@ -255,8 +254,7 @@ class TCPConnectorWorker(PullConnectorWorker):
         buffer = Buffer(self.regions)
         for piece, room in buffer.pieces(ask.block_ids):
             buffer.gather(piece)
-            # Look again after the copy: a lease that has ended meanwhile may mean that other tokens
-            # lie there.
+            # Look again after the copy: a lease that has ended meanwhile may mean that other tokens lie there.
             self._kept(ask.request_id)
             connection.send(room)
 
