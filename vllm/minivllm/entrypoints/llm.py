@@ -150,7 +150,7 @@ class LLM:
         keywords = _keywords("chat_template_kwargs", chat_template_kwargs)
         further = {**keywords, "add_generation_prompt": add_generation_prompt, "tools": tools}
         form = chat_template_content_format
-        template = chat_template or self._chat_template
+        template = self._chat_template if chat_template is None else chat_template
         prompts = render_conversations(
             messages, template, self.llm_engine.engine_args, further, continue_final_message, form
         )
