@@ -94,6 +94,7 @@ def positive_seconds(name: str, value: Any) -> float:
 def encodable(text: str, name: str) -> str:
     """Return the string if it can be encoded as UTF-8; otherwise raise a `MinivllmError` that names it."""
     try:
+        # A Python string may hold half of a surrogate pair, which no file and no socket can.
         text.encode()
     except UnicodeEncodeError as error:
         broken = f"half a character ({text[error.start]!r} at {error.start})"

@@ -79,6 +79,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 equals, value = "=", pending.pop(0)
             _set(parts.setdefault(flag, {}), path.replace("-", "_").split("."), value_of(value) if equals else True)
         for flag, values in parts.items():
+            # Parts go before the entries of the flag's own JSON.
             kept += [f"{flag}={json.dumps(self._taken_out(kept, flag) | values)}"]
         return kept
 
@@ -97,6 +98,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 def words_of(settings: type) -> dict[str, str]:
     """Return what the list in a dataclass's docstring says of each field, as plain text."""
     found: dict[str, str] = {}
+    # Each bullet of the docstring; what stands before the first one is prose.
     for item in re.split(r"^- ", inspect.getdoc(settings) or "", flags=re.MULTILINE)[1:]:
         text = " ".join(item.split("\n\n")[0].split())
         # One bullet may define several fields, one after another.
@@ -132,6 +134,7 @@ def add_flags(
         for name in names:
             if name not in left_out:
                 field = by_name[name]
+                # Without a default, a flag that is not given is not in the namespace, and the dataclass decides.
                 default = _default(field) if with_defaults else argparse.SUPPRESS
                 shown = "" if with_defaults else _shown_default(field)
                 _add_flag(group, name, hints[name], default, words.get(name, "").replace("%", "%%") + shown)
@@ -180,6 +183,7 @@ def _add_flag(group: Any, name: str, hint: Any, default: Any, words: str) -> Non
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
     elif kinds == {bool, str}:
         group.add_argument(*flags, nargs="?", const=True, **options)
+    # Lists and dictionaries are JSON on the command line, as in vLLM.
     elif name.startswith("allowed_") or name.endswith("_config"):
         group.add_argument(*flags, type=json_of, **options)
     elif kinds == {list[str]}:

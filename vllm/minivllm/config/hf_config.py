@@ -93,6 +93,7 @@ def model_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     hf = _with_usual_names(text_config(hf_config))
     _check_kinds(hf)
     exception = cache_exception(hf)
+    # Models that are only counted, not run, need fewer fields.
     shape = _attention_shape(hf, exception)
     window, kinds = window_of_layers(hf, shape["num_hidden_layers"])
     if kinds is not None and len(kinds) != shape["num_hidden_layers"]:
@@ -134,7 +135,9 @@ def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(inner, Mapping):
             outer = {key: hf_config[key] for key in OUTER_FIELDS if hf_config.get(key) is not None}
             defaults = PART_DEFAULTS.get(str(inner.get("model_type")), {})
+            # The inner config goes before the outer one, and both before the family's defaults.
             own = {key: value for key, value in inner.items() if value is not None}
+            # Except for this one, which the outer config decides.
             tied = {"tie_word_embeddings": outer["tie_word_embeddings"]} if "tie_word_embeddings" in outer else {}
             return {**defaults, **outer, **own, **tied}
     return dict(hf_config)

@@ -44,6 +44,7 @@ def with_offloading(
     """
     if size is None:
         return KVTransferConfig.of(transfer)
+    # `kv_offloading_size` alone stands for the whole connector.
     if transfer is None or (isinstance(transfer, Mapping) and "kv_connector" not in transfer):
         transfer = {"kv_connector": OFFLOADING_CONNECTORS[0], **(transfer or {})}
     config = KVTransferConfig.of(transfer)

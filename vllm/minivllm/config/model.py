@@ -94,6 +94,7 @@ class ModelConfig:
     @property
     def keeps_every_token(self) -> bool:
         """Return whether every layer caches the key and value of every token."""
+        # A window forgets tokens, in every layer or in some.
         windows = self.sliding_window is not None or set(self.layer_types or (FULL,)) != {FULL}
         return self.cache_exception is None and not windows
 
@@ -130,6 +131,7 @@ class ModelConfig:
         try:
             return replace(cls.from_dict(contents), checkpoint_bytes=checkpoint_bytes(path.parent))
         except MinivllmError as error:
+            # The same type, so that "unsupported model" stays that.
             raise type(error)(f"{path_or_name}: {error}") from error
 
     def require(self, *names: str) -> None:

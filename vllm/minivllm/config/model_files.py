@@ -72,6 +72,7 @@ def local_path(path_or_name: str | Path) -> Path:
         # Only to find out whether the system accepts such a path.
         path.is_dir()
     except (OSError, RuntimeError, ValueError) as error:  # name too long, or the home of an unknown user
+        # A name that is too long for a path would fill the screen.
         shown = name if len(name) <= 60 else f"{name[:57]}..."
         reason = error.strerror if isinstance(error, OSError) else error
         raise MinivllmError(f"there is no model directory {shown!r}: {reason}") from None
@@ -88,6 +89,7 @@ def hub_file(name: str, filename: str) -> Path:
 
     try:
         cached = try_to_load_from_cache(name, filename)
+        # `try_to_load_from_cache` returns a marker if the file is known not to exist.
         if isinstance(cached, str):
             return Path(cached)
         get_hf_file_metadata(hf_hub_url(name, filename), timeout=HUB_SECONDS)  # fails at once; a download would retry

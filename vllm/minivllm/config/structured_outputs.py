@@ -38,6 +38,7 @@ class StructuredOutputsParams:
         for name in ("structural_tag", "disable_additional_properties"):
             value = getattr(self, name)
             require(
+                # Clients send these fields with their defaults.
                 value is None or value is False or (isinstance(value, str) and not value),
                 f"structured_outputs: {name} is not served here",
             )

@@ -75,7 +75,7 @@ class KVCacheManager:
         full_sequence_must_fit: bool = False,
         has_scheduled_reqs: bool = True,
     ) -> Sequence[KVCacheBlock] | None:
-        """Allocate the blocks for a request's next `num_new_tokens` tokens; if they do not fit, changes nothing.
+        """Allocate the blocks for a request's next `num_new_tokens` tokens; if they do not fit, change nothing.
 
             | computed | prefix hit            | external                       | new, drafts included | lookahead |
                          `new_computed_blocks`   `num_external_computed_tokens`   `num_lookahead_tokens`

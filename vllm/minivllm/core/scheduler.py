@@ -303,7 +303,7 @@ class Scheduler:
         return running | self.pinned_loras
 
     def _take_grammar(self, request: Request) -> None:
-        """Let a request go on once its grammar is compiled; ends it if there will be none."""
+        """Let a request go on once its grammar is compiled; end it if there will be none."""
         structured_request = request.structured_output_request
         assert structured_request is not None
         if structured_request.is_pending():
@@ -413,7 +413,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Process the sampled tokens of a step: rolls back rejected draft tokens, appends tokens, ends requests.
+        """Process the sampled tokens of a step: roll back rejected draft tokens, append tokens, end requests.
 
         Return one output per request that sampled tokens, in scheduling order; aborted requests have none. Before
         them stand those whose grammar has failed.
@@ -509,7 +509,7 @@ class Scheduler:
         return sampled, False
 
     def _finish(self, requests: Sequence[Request], status: RequestStatus | None = None) -> None:
-        """Free requests and remove them from `running`; sets their status if `status` is given."""
+        """Free requests and remove them from `running`; set their status if `status` is given."""
         if not requests:
             return
         for request in requests:

@@ -263,6 +263,7 @@ class EngineArgs:
             f"the part policy is {self.parts.policy!r}; it must be SchedulingPolicy(...)",
         )
         require(
+            # A learner's schedule knows nothing of placeholders for tokens in flight.
             not (self.async_scheduling and self._own_steps),
             f"async_scheduling needs the engine's own {self._own_steps}: leave it out, or what the policy has instead",
         )
@@ -272,6 +273,7 @@ class EngineArgs:
             'give speculative_config the method "ngram", or leave out the part',
         )
         require(
+            # Parts are Python objects, and only plain data crosses to another process.
             not self.parts.names_in_core or not (self.multiprocess or self._has_other_processes),
             f"parts ({', '.join(self.parts.names_in_core)}) cannot go to another process: leave out multiprocess, "
             "tensor_parallel_size, pipeline_parallel_size, data_parallel_size, data_parallel_backend and "
@@ -414,6 +416,7 @@ class EngineArgs:
         if not self.enable_chunked_prefill and self.max_num_batched_tokens is None:
             # Without chunks, a step must have room for the longest prompt.
             max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+        # Most settings have the same name on both sides; these are resolved here.
         own = _shared_fields(self, SchedulerConfig) | {
             "max_model_len": max_model_len,
             "max_num_seqs": self.max_num_seqs or default_seqs,
@@ -434,6 +437,7 @@ class EngineArgs:
         from minivllm.kernels.rejection_sample import rejection_sample
         from minivllm.worker.settings import WorkerSettings
 
+        # Later ones go before earlier ones: the scheduler's limits are resolved, those of `self` may be None.
         own = _shared_fields(self, WorkerSettings) | _shared_fields(scheduler, WorkerSettings)
         own |= _shared_fields(self.parts, WorkerSettings) | {
             "device": device,

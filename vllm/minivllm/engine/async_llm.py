@@ -190,6 +190,7 @@ class AsyncLLM(FrontEnd):
         """
         self._check_alive()
         text, request = self._processed(request_id, prompt, params, priority, lora_request)
+        # Before the core gets the request: its first output may come at once.
         collector = self._collectors[request_id] = self._collector(params.output_kind, request_id, on_ready)
         try:
             for child in self._registered(request_id, text, request):
@@ -203,11 +204,11 @@ class AsyncLLM(FrontEnd):
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests: their readers get a last output with the finish reason "abort"."""
-        for one in [request_id] if isinstance(request_id, str) else list(request_id):
-            children = self._children.pop(one, [])
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            children = self._children.pop(name, [])
             for last in self.output_processor.aborted(children):
-                if one in self._collectors:
-                    self._collectors[one].put(last)
+                if name in self._collectors:
+                    self._collectors[name].put(last)
             self._abort_in_core(children)
 
     def abort_now(self, request_ids: Iterable[str]) -> None:
@@ -331,6 +332,7 @@ class AsyncLLM(FrontEnd):
         """Hand the outputs of a step to their readers, in chunks, so that a large step does not hold up the loop."""
         shown: list[RequestOutput] = []
         self.output_processor.note_scheduled(outputs.scheduled_req_ids, outputs.timestamp)
+        # A step of a large batch has thousands of outputs, and the loop has other readers to serve.
         for start in range(0, len(outputs.outputs), OUTPUTS_AT_ONCE):
             if start:
                 # Let readers and new requests run between the chunks of a large step.
@@ -348,6 +350,7 @@ class AsyncLLM(FrontEnd):
         """Tell all readers why no output will come any more."""
         if self.dead_error is not None:
             return
+        # Readers get one kind of error, whatever has ended the engine.
         self.dead_error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
         self._ended.set()
         for collector in self._collectors.values():

@@ -29,6 +29,7 @@ class CallLock:
                 'survive a fork. Make an LLM in each process, or start processes with the method "spawn"'
             )
         with InterruptsHeld() as interrupts:
+            # Do not wait: a signal handler that calls the engine would wait for itself.
             if not self._lock.acquire(blocking=False):
                 raise MinivllmError(
                     "this LLM is in the middle of another call: it serves one at a time. Give it all prompts in one "

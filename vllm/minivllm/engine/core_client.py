@@ -75,4 +75,5 @@ def joined_answers(method: str, answers: Sequence[UtilityOutput]) -> Any:
         if answer.error is not None:
             raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
     results = [answer.result for answer in answers]
+    # Cores agree on everything but success.
     return all(results) if isinstance(results[0], bool) else results[0]

@@ -65,6 +65,7 @@ class EngineCoreProc:
         output = self._connected(zmq.PUSH, "output")
         inputs = self._connected(zmq.DEALER, "input", self._input_context)
         inputs.send_multipart((Kind.HELLO, b""))
+        # Only now: the client must find all sockets connected.
         handshake.send_multipart((Kind.READY, encode(self.core.ready)))
         # Outputs are encoded and sent beside the loop, which can begin the next step.
         sender = threading.Thread(target=self._send, args=(output,), daemon=True)
@@ -73,6 +74,7 @@ class EngineCoreProc:
         try:
             run_busy_loop(self.core, self._to_do, self._put)
         except Exception as error:
+            # The last message of a core says why it ends.
             self._outputs.put(Failure.of(error))
             sender.join(SECONDS_TO_SEND)
             if not sender.is_alive():
@@ -131,6 +133,7 @@ class EngineCoreProc:
         socket = (context or self._context).socket(kind)
         socket.identity = identity(self._rank)
         socket.sndhwm = socket.rcvhwm = 0
+        # Give the last message time to go out, but not for ever.
         socket.linger = int(SECONDS_TO_SEND * 1000)
         self._sockets.connect(socket, name)
         return socket

@@ -114,6 +114,7 @@ class CoreProcesses:
 
     def _start_one(self, rank: int, environment: Mapping[str, str]) -> None:
         """Start a core's process. Our end of its lifeline becomes readable as soon as the process has ended."""
+        # The core holds one end of this pipe, so ours becomes readable when the core ends, however it does.
         ours, theirs = os.pipe()
         self.lifelines.append(ours)
         command = [sys.executable, "-P", "-m", "minivllm.engine.core_main", self.folder, str(theirs), str(self._owner)]
@@ -134,12 +135,13 @@ class CoreProcesses:
             os.close(theirs)
 
     def _meet(self, handshake: zmq.Socket) -> list[EngineCoreReady]:
-        """Wait for each core's hello, sends it the engine's arguments, and wait until all are ready."""
+        """Wait for each core's hello, send it the engine's arguments, and wait until all are ready."""
         settings = {field.name: getattr(self._args, field.name) for field in fields(self._args)}
         del settings["parts"]  # Python objects; EngineArgs has refused any
         ready: dict[int, EngineCoreReady] = {}
         names = [identity(rank) for rank in range(len(self.processes))]
         while len(ready) < len(names):
+            # A core that is ready may end later; that is for the client to notice.
             waiting = {fd: rank for rank, fd in enumerate(self.lifelines) if rank not in ready}
             ended = wait_for_message(handshake, waiting)
             if ended is not None:
@@ -165,6 +167,7 @@ def wait_for_message(socket: zmq.Socket, lifelines: Mapping[int, int]) -> int | 
     for fd in lifelines:
         poller.register(fd, zmq.POLLIN)
     ready = dict(poller.poll())
+    # A message goes before a death: it may say why the core has ended.
     if socket in ready or socket.poll(MILLISECONDS_FOR_LAST_WORDS):
         return None
     return next(lifelines[fd] for fd in lifelines if fd in ready)
@@ -197,6 +200,7 @@ def _gpus(args: EngineArgs, rank: int) -> list[str]:
             f"data_parallel_size is {args.data_parallel_size}, with {each} GPUs for each core, which takes "
             f'{each * args.data_parallel_size}: there are {there} here; use fewer, or device="cpu"'
         )
+    # The user may have hidden some GPUs; cores share what is left.
     visible = os.environ.get(VISIBLE_DEVICES)
     names = visible.split(",") if visible else [str(index) for index in range(there)]
     return names[rank * each : (rank + 1) * each]

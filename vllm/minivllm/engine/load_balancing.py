@@ -33,7 +33,7 @@ class LoadBalancer:
         self._cores = [_Core() for _ in range(num_cores)]
 
     def choose(self, request: EngineCoreRequest) -> int:
-        """Return the rank of the core for this request, and counts it as sent.
+        """Return the rank of the core for this request, and count it as sent.
 
         Raises:
             MinivllmError: the request names a core that there is not.

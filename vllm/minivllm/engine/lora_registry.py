@@ -86,7 +86,7 @@ class LoRARegistry:
         return {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
 
     def remove(self, lora_id: int) -> bool:
-        """Remove an adapter, or has it go with its last request; return whether it was there."""
+        """Remove an adapter, or let it go with its last request; return whether it was there."""
         if lora_id not in self._adapters or lora_id in self._leaving:
             return False
         self._leaving.add(lora_id)

@@ -62,6 +62,7 @@ def get_metrics_snapshot(registry: CollectorRegistry) -> list[Metric]:
 def _values(family: PrometheusMetric) -> Iterator[Metric]:
     by_labels = defaultdict[tuple, list[Sample]](list)
     for sample in family.samples:
+        # prometheus_client adds the time at which a counter was made.
         if not sample.name.endswith("_created"):
             # Buckets and positions are values of one metric here, not metrics of their own.
             labels = tuple((name, value) for name, value in sample.labels.items() if name not in ("le", "position"))

@@ -17,6 +17,7 @@ class ParentRequest:
         self.request_id = request_id
         self.n = n
         self.unfinished = set(range(n))
+        # Two sets: an output may be observed after its request was counted as ended.
         self._running = set(range(n))
         self._longest = 0
         self._completions: dict[int, CompletionOutput] = {}

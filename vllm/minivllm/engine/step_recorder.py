@@ -43,6 +43,7 @@ class StepRecorder:
         config = self._scheduler.config
         cache = scheduler.cache_config
         remote = scheduler.remote
+        # A snapshot without a step shows the state between two steps.
         self._step += step is not None
         # They go before the waiting ones, so they are shown before them.
         loading = [*remote.received, *remote.kv_holding_waiting.values()] if remote else []

@@ -26,7 +26,7 @@ class ThroughputLog:
         self._prompt_tokens = self._generation_tokens = 0
 
     def observe(self, prompt_tokens: int, generation_tokens: int, stats: SchedulerStats) -> None:
-        """Count a step's tokens, those of prompts that were computed and those generated; logs when it is time."""
+        """Count a step's tokens, those of prompts that were computed and those generated; log when it is time."""
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += generation_tokens
         seconds = time.monotonic() - self._since

@@ -32,6 +32,7 @@ class Search:
     ended: list[BeamSearchSequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # A search begins with one sequence: the prompt.
         self.going_on = [BeamSearchSequence(self.prompt, list(self.prompt["prompt_token_ids"]), [], self.lora_request)]
 
     def open(self) -> list[BeamSearchSequence]:
@@ -68,6 +69,7 @@ class BeamSearcher:
         ]
         for _ in range(self._params.max_tokens):
             num_open = sum(len(search.open()) for search in searches)
+            # Every sequence has ended, or there is no room for another token.
             if num_open == 0:
                 break
             self._step(searches)

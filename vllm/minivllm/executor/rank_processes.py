@@ -221,7 +221,7 @@ class _Ranks:
 
 
 RankStarter = Callable[[int], tuple[socket.socket, ChildProcess]]
-"""Starts a rank's process; returns our end of its socket, which is closed when the rank ends."""
+"""Start a rank's process; return our end of its socket, which is closed when the rank ends."""
 
 
 def start_here(rank: int) -> tuple[socket.socket, ChildProcess]:

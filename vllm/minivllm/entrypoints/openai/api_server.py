@@ -77,6 +77,7 @@ def build_app(
     if settings.runtime_lora_path:
         _add_adapters(app, models)
 
+    # Anyone who reaches the server could slow it down with this route.
     if any(os.environ.get(name, "0") not in ("", "0") for name in DEVELOPMENT_VARIABLES):
 
         @app.post("/reset_prefix_cache")

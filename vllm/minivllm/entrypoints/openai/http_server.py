@@ -66,6 +66,7 @@ def bind(settings: HttpArgs) -> socket.socket:
     Raises:
         MinivllmError: the port is in use, or the host is not this machine's.
     """
+    # Only IPv6 addresses have colons.
     family = socket.AF_INET6 if ":" in (settings.host or "") else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     # A server that was just restarted must get its port back at once.
@@ -192,6 +193,7 @@ def signals_end_the_start() -> Generator[None, None, None]:
 
 def allow_many_connections() -> None:
     """Raise the limit of open files as far as the system allows: each connection is one."""
+    # Many systems allow 1,024 by default.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
     if soft < most:

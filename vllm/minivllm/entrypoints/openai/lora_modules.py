@@ -53,6 +53,7 @@ def _module_of(text: str) -> LoRAModulePath:
     except (ValueError, RecursionError):
         fields = {}
     known = {"name", "path", "base_model_name"}
+    # Comparisons of key views are comparisons of sets: required, then allowed.
     fits = {"name", "path"} <= fields.keys() <= known and all(isinstance(value, str) for value in fields.values())
     require(fits and bool(fields["path"]), wrong)
     check_name(fields["name"])
@@ -105,5 +106,6 @@ def adapter_folder(path: str, folders: Sequence[str]) -> str | None:
         weights = Path(os.path.realpath(target / WEIGHTS_FILE))
     except (OSError, ValueError):  # it is not there, it is too long, it has a NUL, or links go round in circles
         return None
+    # Also the files themselves: a link in an allowed folder may lead out of it.
     inside = all(any(part.is_relative_to(folder) for folder in allowed) for part in (target, config, weights))
     return str(target) if inside and config.is_file() and (weights.is_file() or not weights.exists()) else None

@@ -47,7 +47,7 @@ class AuthenticationMiddleware:
         self._known = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request pass, or answers 401."""
+        """Let the request pass, or answer 401."""
         # Browsers ask with OPTIONS before they send a key (CORS).
         free = scope["type"] != "http" or scope["method"] == "OPTIONS" or not scope["path"].startswith(WITH_KEY)
         if free or self._knows(Headers(scope=scope).get("authorization", "")):

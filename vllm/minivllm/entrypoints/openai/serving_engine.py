@@ -291,7 +291,7 @@ class OpenAIServing:
             raise MinivllmError(f"{name} asks for {number} tokens a position; the server allows {most}", name)
 
     def _admit(self, number: int) -> None:
-        """Refuse new requests while too many are unfinished; counts the refusals."""
+        """Refuse new requests while too many are unfinished, and count the refusals."""
         settings = self.settings
         processor = self.engine.output_processor
         limits = (
@@ -311,7 +311,7 @@ def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:
     header = headers.get("x-data-parallel-rank")
     if header is None:
         return None
-    # Python takes seconds to convert a number of many thousands of digits.
+    # No core has a number that long, and Python refuses to convert thousands of digits.
     if not header.isdecimal() or len(header) > MAX_RANK_DIGITS:
         raise MinivllmError(f"the header X-data-parallel-rank is {header[:20]!r}; it must be a core's number")
     return int(header)

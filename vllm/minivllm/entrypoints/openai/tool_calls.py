@@ -28,6 +28,7 @@ class CalledTools:
         """Return what this piece of the text adds: arguments of a named tool as they come, other calls as a whole."""
         if self._name is None:
             return [self._next(call["name"], _as_text(call["parameters"])) for call in self._calls.completed_by(text)]
+        # The first piece opens the call, the others only add to its arguments.
         if self._number == 0:
             return [self._next(self._name, text)]
         return [{"index": 0, "function": {"arguments": text}}] if text else []
@@ -65,6 +66,7 @@ class _Objects:
         else:
             # Braces inside of strings do not count.
             self._depth += (character == "{") - (character == "}")
+        # Skip what stands between the objects: brackets, commas, spaces.
         if self._piece or character == "{":
             self._piece.append(character)
 

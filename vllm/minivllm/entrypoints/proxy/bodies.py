@@ -45,6 +45,7 @@ def prefill_body(body: Mapping[str, Any]) -> Body:
     kept = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
     # One token is the least that a request can ask for; it is thrown away.
     kept |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK_TO_KEEP)}
+    # Its newer name goes before `max_tokens`, so it must say the same.
     if "max_completion_tokens" in kept:
         kept["max_completion_tokens"] = 1
     if isinstance(kept.get("n"), int) and kept["n"] > 1:

@@ -72,6 +72,7 @@ class Upstream:
                 self.num_late = 0
                 self.note(None if reply.status == 200 else f"its /health says {reply.status}")
         except TimeoutError:
+            # A busy server may answer late; one that is lost never does.
             self.num_late += 1
             if self.num_late >= LOST_AFTER:
                 self.note(f"it has not said in {SECONDS_TO_SAY_HEALTHY:g} s whether it is healthy")

@@ -142,7 +142,7 @@ class OffloadScheduler(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Order what was promised to be loaded; follows the request from now on."""
+        """Order what was promised to be loaded, and follow the request from now on."""
         name = request.request_id
         self._followed[name] = _Followed(request)
         self.manager.touch(request.block_hashes)
