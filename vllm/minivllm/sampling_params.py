@@ -31,7 +31,7 @@ MAX_LOGIT_BIAS = 100.0
 
 
 class RequestOutputKind(Enum):
-    """What each `RequestOutput` of a stream holds: everything so far, only what is new, or one output at the end."""
+    """The contents of a stream's outputs: everything so far, only what is new, or one output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -41,7 +41,7 @@ class RequestOutputKind(Enum):
 @checked_arguments
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
-    """How to sample one request. An invalid value raises a `MinivllmError` that says which values are valid.
+    """Settings for sampling one request. An invalid value raises a `MinivllmError` that says which values are valid.
 
     Fields may be assigned. They are checked when the object is created, and again when a request uses it. The engine
     works on its own copy, so a later assignment affects only later requests.
@@ -263,7 +263,7 @@ class SamplingParams:
             ids = getattr(self, name)
             require(
                 ids is None or _are_token_ids(ids),
-                f"{name} is {ids!r}; it must hold token ids: whole numbers from 0 on",
+                f"{name} is {ids!r}; it must hold token ids: whole numbers, 0 or more",
                 name,
             )
         require(
@@ -276,7 +276,7 @@ class SamplingParams:
 @checked_arguments
 @dataclass(kw_only=True, slots=True)
 class BeamSearchParams:
-    """How `LLM.beam_search` searches. An invalid value raises a `MinivllmError`.
+    """Settings of `LLM.beam_search`. An invalid value raises a `MinivllmError`.
 
     - `beam_width`: sequences kept at each step, and returned at the end. `max_tokens`: the longest continuation.
     - `ignore_eos`: the end-of-sequence token is one like any other. Otherwise a sequence that reaches it is complete.
@@ -305,7 +305,7 @@ class BeamSearchParams:
         ids = self.allowed_token_ids
         require(
             ids is None or (_are_token_ids(ids) and len(ids) > 0),
-            f"allowed_token_ids is {ids!r}; it must hold token ids: whole numbers from 0 on",
+            f"allowed_token_ids is {ids!r}; it must hold token ids: whole numbers, 0 or more",
         )
 
 

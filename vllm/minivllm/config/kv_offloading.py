@@ -40,7 +40,7 @@ def with_offloading(
     A `kv_transfer_config` without a connector, or with the tier's, has further options of the tier.
 
     Raises:
-        MinivllmError: as `KVTransferConfig.of`, or both are asked for.
+        MinivllmError: as `KVTransferConfig.of`, or both a tier and another connector are set.
     """
     if size is None:
         return KVTransferConfig.of(transfer)

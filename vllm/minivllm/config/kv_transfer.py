@@ -28,7 +28,7 @@ def _is_unicode(value: Any) -> bool:
 @checked_arguments
 @dataclass(frozen=True, kw_only=True)
 class KVTransferConfig:
-    """Which connector moves keys and values to and from other engines, and how.
+    """Settings of the connector that moves keys and values to and from other engines.
 
     - `kv_connector`: the connector's name, such as "NixlConnector".
     - `engine_id`: names this engine to others; by default a random UUID.

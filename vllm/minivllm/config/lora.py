@@ -10,7 +10,7 @@ LORA_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """How many adapters an engine serves at once, and how large they may be.
+    """Limits on how many adapters an engine serves at once, and how large they may be.
 
     - `max_loras`: slots on the device: the most adapters in one step. Each has room for `max_lora_rank` in every linear
       inside the layers, whatever is loaded into it.

@@ -26,7 +26,7 @@ EMBEDDED_SIBLINGS = {kind: MODELS / f"tiny-python-{kind}" for kind in ("mha", "g
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the decoder and the memory arithmetic need to know about a model. Zero: the config does not say."""
+    """The shape of a model, for the decoder and the memory arithmetic. Zero: the config does not say."""
 
     num_hidden_layers: int
     num_attention_heads: int

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What takes the place of the engine's own parts; None leaves a part as it is.
+    """Parts that take the place of the engine's own; None leaves a part as it is.
 
     - `policy`: the scheduler's rules, a `core.policy.SchedulingPolicy`; the pool and the hash of its blocks, too.
     - `attention`: called as `worker.paged_attention.PagedAttention(kv_caches, scale, sliding_window)`, once the caches

@@ -13,7 +13,7 @@ POLICIES = ("fcfs", "priority")
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """How requests share the steps of the engine. Lengths are in tokens.
+    """Settings by which requests share the steps of the engine. Lengths are in tokens.
 
     - `max_num_batched_tokens`: the token budget of a step. vLLM rejects a budget below `max_num_seqs`; here it is
       allowed, so that you can see what happens.

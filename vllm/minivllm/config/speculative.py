@@ -19,7 +19,7 @@ DEFAULT_LOOKUP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How to draft, and how many tokens.
+    """Settings of speculation: the method of drafting, and the number of tokens.
 
     - `method`: "ngram" finds an earlier occurrence of the last tokens in the same request, and drafts what followed it.
       "draft_model" runs a smaller model with the same vocabulary; in a dictionary with a `model` it is the default.
@@ -128,7 +128,7 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingConfig:
-    """What the scheduler has to know of speculation; by default there is none.
+    """The scheduler's part of the speculation settings; by default there is no speculation.
 
     - `num_speculative_tokens`: the most draft tokens per request and step.
     - `num_lookahead_tokens`: extra slots to allocate, for a drafter that writes into the same blocks.

@@ -43,7 +43,7 @@ id. A connector moves all tensors of a layer."""
 
 
 class KVConnectorRole(Enum):
-    """Which side of a connector an object is."""
+    """The side of a connector that an object is."""
 
     SCHEDULER = 0
     WORKER = 1
@@ -51,7 +51,7 @@ class KVConnectorRole(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class KVConnectorConfig:
-    """What a connector is told of the engine it belongs to.
+    """A connector's view of the engine it belongs to.
 
     - `model_fingerprint`: equal for two engines that compute the same keys and values for the same tokens, but for
       rounding: the model, its weights, the dtype of the computation, and what drafts.
@@ -85,12 +85,12 @@ class KVConnectorConfig:
 
 
 class KVConnectorMetadata:
-    """What the scheduler's side tells the workers' sides in one step. Each connector has its own; plain data."""
+    """Orders of the scheduler's side to the workers' sides for one step: plain data, of each connector's own class."""
 
 
 @dataclass(slots=True)
 class KVConnectorOutput:
-    """What the workers' sides have done, told with a step's output.
+    """A report of the workers' sides, which comes with a step's output.
 
     - `finished_sending`, `finished_recving`: requests whose transfer is over, on all ranks.
       `failed_recving`: those of the latter of which nothing has arrived that could be used.

@@ -1,7 +1,7 @@
 """Decide what running requests keep when blocks that should have been loaded hold nothing valid.
 
 Blocks are published when they are scheduled, so other requests may have found them, and those that were computed behind
-them. The first request in the batch with such a block computes it anew, and all of its own behind it. Others that have
+them. The first request in the batch with such a block computes it again, and all of its own behind it. Others that have
 it too only wait for that: they share the block.
 
 In vLLM v0.33.0: `_update_requests_with_invalid_blocks` in `vllm/v1/core/sched/scheduler.py`, which goes by the blocks
@@ -15,7 +15,7 @@ from minivllm.core.request import Request, RequestStatus
 
 
 class LoadFailures:
-    """Which request computes which block anew."""
+    """Keeps track of which request computes which block again."""
 
     def __init__(self) -> None:
         self._owners: dict[int, Request] = {}
@@ -31,7 +31,7 @@ class LoadFailures:
     ) -> list[Request]:
         """Set `num_computed_tokens` of each request that has an invalid block to what is valid, or will be soon.
 
-        Blocks to be computed anew lose their hashes, and so do those of tables that were `given_back` since the step
+        Blocks to be computed again lose their hashes, and so do those of tables that were `given_back` since the step
         was scheduled. Returns these requests.
         """
         requests = list(requests)
@@ -105,7 +105,7 @@ class LoadFailures:
         return False
 
     def concern(self, request: Request, manager: KVCacheManager) -> bool:
-        """Return whether a request holds blocks that others are to compute anew."""
+        """Return whether a request holds blocks that others are to compute again."""
         return any(self._is_bad(block_id) for block_id in manager.get_block_ids(request.request_id))
 
     def forget(self, request: Request) -> None:

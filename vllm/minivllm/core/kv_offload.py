@@ -26,7 +26,7 @@ from minivllm.core.block_pool import BlockPool, BlockPoolError, KVCacheBlock
 
 
 class LookupResult(Enum):
-    """What the tier knows of a key: nothing; it can be loaded; it is being stored."""
+    """The state of a key in the tier: unknown; it can be loaded; it is being stored."""
 
     MISS = 0
     HIT = 1
@@ -34,14 +34,14 @@ class LookupResult(Enum):
 
 
 class PrepareStoreOutput(NamedTuple):
-    """What a store is to copy: these keys, into these blocks of the tier."""
+    """The keys that a store is to copy, and the blocks of the tier that they go to."""
 
     keys_to_store: list[BlockHash]
     block_ids: list[int]
 
 
 class CPUOffloadingManager:
-    """A second block pool, of `num_blocks` usable blocks with ids from 1 on. Each key is there once.
+    """A second block pool, of `num_blocks` usable blocks; ids start at 1. Each key is there once.
 
     Raise `BlockPoolError` for calls that are not paired.
     """

@@ -1,4 +1,4 @@
-"""The scheduler's dealings with a KV connector: who waits for keys and values, and whose blocks are still needed.
+"""The scheduler's dealings with a KV connector: requests that wait for keys and values, and blocks still in use.
 
 A request whose prefix comes from elsewhere is in one of these places:
 
@@ -39,7 +39,7 @@ LOAD_FAILED = 'its keys and values could not be loaded from elsewhere, and kv_lo
 
 
 class Prefix(NamedTuple):
-    """What of a request needs no computing: `blocks` of `num_local` tokens in the cache, and more from elsewhere.
+    """The part of a request that needs no computing: `blocks` of `num_local` cached tokens, and more from elsewhere.
 
     `loads_async`: the `num_external` tokens are loaded while other steps run.
     """
@@ -242,7 +242,7 @@ class RemoteKV:
         running = self._truncate_running(step, output.invalid_block_ids, requests)
         self._forget_given_back()
         ignored.update(request.request_id for request in running)
-        # A request that was preempted meanwhile has lost its blocks, so it is computed anew in any case.
+        # A request that was preempted meanwhile has lost its blocks, so it is recomputed in any case.
         still_running = [request for request in running if request.status is RequestStatus.RUNNING]
         ended = [] if self.recomputes else [*loading, *still_running]
         return ignored, ended

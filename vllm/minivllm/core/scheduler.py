@@ -215,7 +215,7 @@ class Scheduler:
             step.position += 1
 
     def _waits_for_others(self, request: Request, step: Step) -> bool:
-        """Return whether a request needs blocks that others compute anew, and have not by this step."""
+        """Return whether a request needs blocks that others recompute, and have not by this step."""
         assert self.remote is not None
         # By priority, one of the others could still be preempted in this step.
         return self.remote.must_wait(request, step.num_scheduled_tokens if self.config.policy == "fcfs" else {})

@@ -94,7 +94,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class GrammarOutput:
-    """Which tokens fit the grammars of these requests: `grammar_bitmask` [rows, ceil(vocab / 32)], int32.
+    """The tokens that fit the grammars of these requests: `grammar_bitmask` [rows, ceil(vocab / 32)], int32.
 
     Bit i of word w is token 32 w + i. A request has a row for its next token, then one after each of its drafts.
     """

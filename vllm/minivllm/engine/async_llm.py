@@ -110,7 +110,7 @@ class Collector:
 
 
 class AsyncLLM(FrontEnd):
-    """For one event loop. The constructor blocks until the core is ready.
+    """The engine of one event loop. The constructor blocks until the core is ready.
 
     Raises:
         MinivllmError: the arguments are invalid.
@@ -146,7 +146,7 @@ class AsyncLLM(FrontEnd):
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a prompt as they come. Whoever stops reading aborts the request.
+        """Yield the outputs of a prompt as they come. A reader that stops aborts the request.
 
         `data_parallel_rank`: the core that computes it; None: the least loaded one.
 
@@ -238,7 +238,7 @@ class AsyncLLM(FrontEnd):
         return await self._utility("reset_prefix_cache")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, again.
 
         Raises:
             MinivllmError: it cannot be served.

@@ -20,7 +20,7 @@ from minivllm.errors import EngineDeadError
 
 
 class AsyncMPClient(MPClient):
-    """For `AsyncLLM`. The constructor blocks until the cores are ready; all else belongs to one running event loop."""
+    """A client for `AsyncLLM`. Its constructor blocks until the cores are ready; the rest runs in one event loop."""
 
     def __init__(self, args: EngineArgs) -> None:
         self._calls: dict[tuple[int, int], asyncio.Future[UtilityOutput]] = {}

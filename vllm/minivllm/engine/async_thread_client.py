@@ -23,7 +23,7 @@ SECONDS_TO_LEAVE = 10.0
 
 
 class AsyncThreadClient(EngineCoreClient):
-    """For `AsyncLLM`. The thread starts with the first call for outputs, in the loop that asks."""
+    """A client for `AsyncLLM`. The thread starts with the first call for outputs, in the loop that asks."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.engine_core = EngineCore(args)

@@ -137,7 +137,7 @@ class EngineCore:
         with self._all_or_nothing(ids):
             unsent = self.scheduler.unsent(ids)
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
-            # Whoever aborts a request expects no further output of it.
+            # The caller that aborts a request expects no further output of it.
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
             self.loras.forget_unused()
             self.scheduler.finished_req_ids -= unsent  # no step need come to tell of them
@@ -274,7 +274,7 @@ class EngineCore:
             return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def add_lora(self, lora_request: LoRARequest | dict[str, Any]) -> bool:
-        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, again.
 
         Raises:
             MinivllmError: it cannot be served.

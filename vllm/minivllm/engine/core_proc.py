@@ -100,7 +100,7 @@ class EngineCoreProc:
         elif kind == Kind.UTILITY:
             call_id, method, arguments = decode(payload, tuple[int, str, list[Any]])
             answer = answer_of(core, call_id, method, arguments)
-            tell_watchers(core, self._put)  # whoever has the answer has them too
+            tell_watchers(core, self._put)  # a caller that has the answer has them too
             self._put(EngineCoreOutputs([], utility_output=answer))
 
     def _put(self, outputs: EngineCoreOutputs) -> None:

@@ -14,7 +14,7 @@ import zmq
 
 
 class CoreSockets(Protocol):
-    """How a core finds the sockets of who starts it."""
+    """Finds the sockets of the front end for a core."""
 
     def connect(self, socket: zmq.Socket, name: str) -> None:
         """Connect a core's socket to the one with this name."""
@@ -32,9 +32,9 @@ class FolderSockets:
 
 @dataclass(frozen=True)
 class TcpSockets:
-    """What a core on another machine needs to know: the addresses by name, and the front end's key.
+    """Addresses by name, and the front end's key: all that a core on another machine needs to know.
 
-    Whoever has this can talk to the engine.
+    Any process that has this can talk to the engine.
     """
 
     server_key: bytes = field(repr=False)

@@ -66,7 +66,7 @@ class TokenBytes(dict[int, bytes]):
 def _bytes_by_character() -> dict[str, int]:
     """Return the byte that each character of a byte-level vocabulary stands for.
 
-    A printable byte is its own character; the others are the characters from 256 on, in order.
+    A printable byte is its own character; the others are the characters after 255, in order.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -149,7 +149,7 @@ class LLMEngine(FrontEnd):
         return self._utility("reset_running_requests" if reset_running_requests else method)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, again.
 
         A request that names an adapter does that by itself.
 

@@ -18,7 +18,7 @@ WAITING_WEIGHT = 4
 
 @dataclass
 class _Core:
-    """What is known of one core. `num_sent` counts our requests, `num_received` those that its counts include."""
+    """Counts of one core. `num_sent` counts our requests, `num_received` those that its counts include."""
 
     waiting: int = 0
     running: int = 0

@@ -17,14 +17,14 @@ from minivllm.executor.abstract import Executor
 
 
 class AdapterRefused(MinivllmError):
-    """What was asked for cannot be done. Nothing has changed, in the ranks neither."""
+    """An adapter cannot be served as requested. Nothing has changed, in the ranks neither."""
 
 
 class LoRARegistry:
     """Adapters by id, with the fingerprints of what was read, by which cached blocks go.
 
     What host memory has forgotten is read from its folder again, and refused if it is not what it was: a folder that is
-    written anew must be added anew (`load_inplace`).
+    rewritten must be added again (`load_inplace`).
     """
 
     def __init__(self, executor: Executor, scheduler: Callable[[], Scheduler]) -> None:
@@ -37,7 +37,7 @@ class LoRARegistry:
         self._slots: Sequence[int | None] = ()
 
     def add(self, lora_request: LoRARequest) -> LoRARequest:
-        """Return the adapter as its requests are to name it. It is read if it is not known, or is to be read anew.
+        """Return the adapter as its requests are to name it. It is read if it is not known, or `load_inplace` is set.
 
         Raises:
             AdapterRefused: it cannot be served, its id is another one's, or it would take the place of one in use.
@@ -132,7 +132,7 @@ class LoRARegistry:
             self._ask_for_slots()
 
     def note_slots(self, lora_ids: Sequence[int | None]) -> None:
-        """Tell the scheduler, and so whoever watches it, which adapters lie in the ranks' slots."""
+        """Tell the scheduler, and so the page that shows it, which adapters lie in the ranks' slots."""
         if not lora_ids or lora_ids == self._slots:
             return
         scheduler = self._scheduler()

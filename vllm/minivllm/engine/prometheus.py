@@ -36,7 +36,7 @@ NO_LOOKUPS = PrefixCacheStats()
 
 
 class Metric(NamedTuple):
-    """How a metric is made and fed.
+    """A metric, and the function that reads its value.
 
     `read` gets the scheduler's state after a step, and what the front end measured of the requests in it. It returns
     the value now (gauge), the total since the start (total), the increase (counter), or a list of observations
@@ -118,7 +118,7 @@ KINDS = {"gauge": Gauge, "total": Counter, "counter": Counter, "histogram": Hist
 
 
 def _of_drafts(num_positions: int) -> dict[str, Metric]:
-    """Return the metrics of an engine that drafts so many tokens."""
+    """Return the metrics of an engine that drafts `num_positions` tokens."""
 
     def total(name: str, text: str) -> Metric:
         return Metric("total", text, lambda s, _: getattr(s.spec_decoding_stats, name))

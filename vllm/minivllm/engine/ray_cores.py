@@ -17,7 +17,7 @@ from minivllm.executor.ray_actors import RayActors, connected_actor
 
 
 class RayCores(CoreProcesses):
-    """As `CoreProcesses`."""
+    """Cores as actors of Ray, with the interface of `CoreProcesses`."""
 
     def __init__(self, args: EngineArgs) -> None:
         """Reserve the places.

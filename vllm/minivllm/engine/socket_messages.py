@@ -24,8 +24,10 @@ def identity(rank: int) -> bytes:
 
 
 class Kind:
-    """What a core sends: HELLO and READY or FAILED in the handshake; then to each client HELLO, OUTPUTS, and FAILED as
-    its last message. The other kinds are sent to it.
+    """Kinds of messages.
+
+    A core sends HELLO and READY or FAILED in the handshake; then to each client HELLO, OUTPUTS, and FAILED as its last
+    message. The other kinds are sent to it.
     """
 
     HELLO, READY, OUTPUTS, FAILED = b"h", b"r", b"o", b"f"
@@ -34,7 +36,7 @@ class Kind:
 
 @dataclass
 class Failure:
-    """Why a core failed to start or died: the class name of an exception, and its message."""
+    """The reason why a core failed to start or died: the class name of an exception, and its message."""
 
     name: str
     text: str

@@ -16,7 +16,7 @@ class Executor(ABC):
 
     All methods but `shutdown` raise `WorkerDiedError` if a rank has died, and the engine ends. If a call fails on a
     rank, they raise the rank's own error or `WorkerFailedError`. Then a `collective_rpc("reset")` is due, which makes
-    the ranks forget all requests and meet anew; until it, ranks in processes raise the same for every call. It is due
+    the ranks forget all requests and meet again; until it, ranks in processes raise the same for every call. It is due
     as well after an exception in the middle of a method, such as Ctrl-C: the ranks may or may not have run the call.
 
     What the ranks survive: on CPUs, any exception on any of them. On GPUs, one that all of them raise at the same

@@ -13,7 +13,7 @@ RESET = "reset"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `method(*arguments)` on every rank; only the rank `replies` replies (None: all), and whoever fails."""
+    """A call of `method(*arguments)` on every rank; only the rank `replies` (None: all) replies, and any that fails."""
 
     number: int
     method: str

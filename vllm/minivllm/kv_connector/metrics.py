@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 
 class KVMetric(NamedTuple):
-    """What a connector counts. It gives the value of a gauge, the increase of a counter, a list for a histogram.
+    """A metric of a connector, which gives the value of a gauge, the increase of a counter, a list for a histogram.
 
     With a `label`, it gives a number for each "name.value".
     """

@@ -36,7 +36,7 @@ class Leases:
         self._changed = threading.Condition()
 
     def grant(self, block_ids: Mapping[str, Sequence[int]]) -> None:
-        """Begin leases of these requests' blocks, or begin them anew. One that was released already ends at once."""
+        """Begin leases of these requests' blocks, or restart them. One that was released already ends at once."""
         with self._changed:
             for request_id, ids in block_ids.items():
                 # The decode engine was faster than the step that tells this rank to keep the blocks.

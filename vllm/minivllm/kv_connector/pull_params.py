@@ -1,7 +1,7 @@
 """Read and write `kv_transfer_params` as NIXL's connector does: what a proxy carries between two engines.
 
 The proxy asks a prefill engine with `do_remote_decode`, and gives its answer to a decode engine, with the same prompt.
-Whoever sends a request to the decode engine can write anything here, so all of it is checked before use.
+Any client of the decode engine can write anything here, so all of it is checked before use.
 
 One key is not NIXL's: `remote_prompt_digest`, of the tokens that were computed. Keys and values of another prompt would
 be used without a sign, and published for that prompt; so where the key is present, the prompt must be the same.

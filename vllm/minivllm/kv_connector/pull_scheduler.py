@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """What every rank is to read: tokens `start` to `end` of `remote`; `start` is the first one of `block_ids[0]`."""
+    """An order to every rank to read tokens `start` to `end` of `remote`; `start` is the first one of `block_ids[0]`."""
 
     remote: RemotePrefill
     block_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class ReadOrder:
 
 @dataclass
 class PullConnectorMetadata(KVConnectorMetadata):
-    """What the ranks are to do in one step; requests by id.
+    """Orders to the ranks for one step; requests by id.
 
     - `reqs_to_recv`: to be read. `reqs_to_release`: nothing of them is wanted, which the prefill engine should know.
     - `reqs_to_send`: these blocks of theirs are kept, so nobody can read others. One may be told twice.

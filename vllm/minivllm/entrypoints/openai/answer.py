@@ -35,7 +35,7 @@ class TokenizedPrompt:
 
 
 class EngineRequests:
-    """The engine's requests behind one request of a client. Whoever has them must `close` them."""
+    """The engine's requests behind one request of a client. The owner must `close` them."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -161,7 +161,7 @@ class Answer:
             yield last
 
     def event(self, choices: Sequence[OpenAIBaseModel], number: int, num_tokens: int) -> StreamEvent:
-        """Return an event of a choice of which so many tokens were generated."""
+        """Return an event of a choice that has `num_tokens` generated tokens."""
         event = self.event_form(**self._base, object=self.event_kind, choices=choices)
         if self._asks_usage and self.request.continuous_usage:
             event.usage = usage_of(len(self.prompts[number // self.n].token_ids), num_tokens)

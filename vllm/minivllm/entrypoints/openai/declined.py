@@ -2,7 +2,7 @@
 
 Otherwise those blocks would be held until their lease ends, and a client that goes on asking for what cannot be served,
 such as too many tokens, could fill the prefill engine's cache with them. The prefill engine itself has nothing to
-refuse: it is asked for one token.
+refuse: its request is for one token.
 """
 
 from collections.abc import AsyncIterator

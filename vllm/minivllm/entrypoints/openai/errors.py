@@ -27,7 +27,7 @@ UNION_MARKERS = {"str", "int", "float", "bool", "bytes", "none", "list", "dict"}
 
 
 class ErrorInfo(BaseModel):
-    """What is wrong. `code` is the HTTP status."""
+    """The fault of a request. `code` is the HTTP status."""
 
     message: str
     type: str

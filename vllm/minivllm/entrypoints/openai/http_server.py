@@ -34,7 +34,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Backend(Protocol):
-    """What stands behind the routes: `AsyncLLM`, or a proxy's servers."""
+    """The part behind the routes: `AsyncLLM`, or a proxy's servers."""
 
     @property
     def errored(self) -> bool:
@@ -56,7 +56,7 @@ class NoSignalServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Capture none."""
+        """Capture no signal: `until_the_end` handles them."""
         yield
 
 
@@ -139,7 +139,7 @@ async def until_the_end(
     # uvicorn closes idle connections and waits for the others.
     server.should_exit = True
     await _either(serving, asked, 2 * SECONDS_TO_CLOSE)
-    # Whoever has not closed by now is cut off.
+    # Connections that have not closed by now are cut off.
     server.force_exit = True
     for task in (dying, stopping):
         task.cancel()

@@ -31,7 +31,7 @@ JSON_ONLY = [Depends(json_only)]
 
 
 class ServerState:
-    """What the server does besides answering: how many requests are open, and whether it takes more."""
+    """The number of open requests, and whether the server refuses new ones."""
 
     def __init__(self) -> None:
         self.num_open = 0

@@ -51,7 +51,7 @@ class CheckedRequest(OpenAIBaseModel):
 
 
 class StreamOptions(OpenAIBaseModel):
-    """Which usage a stream reports: at its end, or with each event too."""
+    """Settings of the usage that a stream reports: at its end, or with each event too."""
 
     include_usage: bool | None = True
     continuous_usage_stats: bool | None = False
@@ -228,7 +228,7 @@ def _token_ids_of(biases: Mapping[str, float] | None) -> dict[int, float] | None
 
 
 class UsageInfo(OpenAIBaseModel):
-    """Tokens, counted."""
+    """Numbers of tokens of a request."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
@@ -246,7 +246,7 @@ class PromptLogprob(OpenAIBaseModel):
 
 
 class Reply(OpenAIBaseModel):
-    """What whole replies and events of a stream share."""
+    """Fields that whole replies and events of a stream share."""
 
     id: str
     created: int = Field(default_factory=lambda: int(time.time()))
@@ -277,7 +277,7 @@ Prompts = list[TokenId] | list[list[TokenId]] | str | list[str]
 
 
 class CompletionRequest(GenerationRequest):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     prompt: Prompts | None = None
     echo: bool | None = False
@@ -322,7 +322,7 @@ class CompletionLogProbs(OpenAIBaseModel):
 
 
 class CompletionResponseStreamChoice(OpenAIBaseModel):
-    """What is new of one completion."""
+    """The new part of one completion."""
 
     index: int
     text: str
@@ -334,7 +334,7 @@ class CompletionResponseStreamChoice(OpenAIBaseModel):
 
 
 class CompletionResponseChoice(CompletionResponseStreamChoice):
-    """One completion."""
+    """One whole completion."""
 
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     routed_experts: str | None = None
@@ -364,28 +364,28 @@ class _Message(TypedDict):
 
 
 class ChatCompletionDeveloperMessageParam(_Message):
-    """Instructions of whoever built the application."""
+    """Instructions of the application's developer."""
 
     content: str | list[Any]
     role: Literal["developer"]
 
 
 class ChatCompletionSystemMessageParam(_Message):
-    """Instructions."""
+    """Instructions of the system."""
 
     content: str | list[Any]
     role: Literal["system"]
 
 
 class ChatCompletionUserMessageParam(_Message):
-    """What a user says."""
+    """A message of the user."""
 
     content: str | list[Any]
     role: Literal["user"]
 
 
 class ChatCompletionAssistantMessageParam(_Message):
-    """What the model has said, or which tools it has called."""
+    """A message of the model, or the tools that it has called."""
 
     role: Literal["assistant"]
     content: NotRequired[str | list[Any] | None]
@@ -393,7 +393,7 @@ class ChatCompletionAssistantMessageParam(_Message):
 
 
 class ChatCompletionToolMessageParam(_Message):
-    """What a tool has answered."""
+    """The result of a tool's call."""
 
     content: str | list[Any]
     role: Literal["tool"]
@@ -467,7 +467,7 @@ class ChatTemplateRequest(CheckedRequest):
 
 
 class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     logprobs: bool | None = False
     top_logprobs: int | None = 0
@@ -556,7 +556,7 @@ class ToolCall(OpenAIBaseModel):
 
 
 class ChatMessage(OpenAIBaseModel):
-    """What the model says. `tool_calls` is not there, rather than null or empty, when there are none."""
+    """The model's message. Without tool calls, `tool_calls` is absent rather than null or empty."""
 
     role: str
     content: str | None = None
@@ -569,7 +569,7 @@ class ChatMessage(OpenAIBaseModel):
 
 
 class DeltaMessage(OpenAIBaseModel):
-    """What is new of it. `tool_calls` are those of a tool that is being called, argument by argument."""
+    """The new part of a message. `tool_calls` has the next piece of a call's arguments."""
 
     role: str | None = None
     content: str | None = None
@@ -577,7 +577,7 @@ class DeltaMessage(OpenAIBaseModel):
 
 
 class ChatCompletionResponseChoice(OpenAIBaseModel):
-    """One answer."""
+    """One whole answer."""
 
     index: int
     message: ChatMessage
@@ -599,7 +599,7 @@ class ChatCompletionResponse(WholeReply):
 
 
 class ChatCompletionResponseStreamChoice(OpenAIBaseModel):
-    """What is new of one answer."""
+    """The new part of one answer."""
 
     index: int
     delta: DeltaMessage
@@ -636,7 +636,7 @@ class ModelCard(OpenAIBaseModel):
 
 
 class ModelList(OpenAIBaseModel):
-    """`GET /v1/models`."""
+    """The reply to `GET /v1/models`."""
 
     object: str = "list"
     data: list[ModelCard] = []
@@ -651,7 +651,7 @@ class LoadLoRAAdapterRequest(OpenAIBaseModel):
 
 
 class UnloadLoRAAdapterRequest(OpenAIBaseModel):
-    """`POST /v1/unload_lora_adapter`."""
+    """The body of `POST /v1/unload_lora_adapter`."""
 
     lora_name: str
     lora_int_id: Int64 | None = None
@@ -682,7 +682,7 @@ class TokenizeResponse(OpenAIBaseModel):
 
 
 class DetokenizeRequest(OpenAIBaseModel):
-    """`POST /detokenize`."""
+    """The body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: list[TokenId]

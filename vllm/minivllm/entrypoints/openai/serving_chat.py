@@ -24,7 +24,7 @@ from minivllm.outputs import CompletionOutput, RequestOutput
 
 
 class ChatAnswer(Answer):
-    """How the answers of a chat are told."""
+    """Renders the answers of a chat."""
 
     whole_form, event_form, event_kind = ChatCompletionResponse, ChatCompletionStreamResponse, "chat.completion.chunk"
 

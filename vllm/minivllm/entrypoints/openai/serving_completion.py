@@ -16,7 +16,7 @@ from minivllm.outputs import CompletionOutput, RequestOutput
 
 
 class CompletionAnswer(Answer):
-    """How completions are told."""
+    """Renders the choices of completions."""
 
     whole_form, event_form, event_kind = CompletionResponse, CompletionStreamResponse, "text_completion"
 

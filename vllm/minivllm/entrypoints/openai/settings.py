@@ -13,7 +13,7 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 @dataclass(frozen=True, kw_only=True)
 class HttpArgs:
-    """Where a server listens, and how it ends: what `http_server.py` needs to know of any server."""
+    """The address of a server and the settings of its end, which `http_server.py` needs for any server."""
 
     host: str | None = None
     port: int = 8000
@@ -24,7 +24,7 @@ class HttpArgs:
     def __post_init__(self) -> None:
         require(
             is_number(self.shutdown_timeout) and self.shutdown_timeout >= 0.0,
-            f"shutdown_timeout is {self.shutdown_timeout!r}; it must be a number of seconds from 0 on",
+            f"shutdown_timeout is {self.shutdown_timeout!r}; it must be a number of seconds, 0 or more",
         )
         require_choice("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)
 

@@ -1,8 +1,9 @@
 """Two servers for each request: one computes the prompt, the other generates.
 
-The prefill server is asked for one token. It keeps the prompt's keys and values and says where they are; the decode
-server is sent that with the client's request, fetches them and answers, and its bytes go to the client as they come.
-Servers take turns. Up to then nothing was said to the client, so where a server does not answer, the next one is asked.
+The prefill server gets a request for one token. It keeps the prompt's keys and values and says where they are. The
+decode server is sent that with the client's request, fetches them and answers, and its bytes go to the client as they
+come. Servers take turns. Up to then nothing was said to the client, so if a server does not answer, the next one is
+tried.
 
 A client that leaves closes its connection to whichever server works for it, and so aborts its request there. A decode
 server that aborts or refuses a request tells the prefill server. What no decode server was told of, the prefill server

@@ -48,7 +48,7 @@ class StepFeed:
         cores = self._engine.engine_args.data_parallel_size
         yield _event(json.dumps({"xray": FORMAT, "model": self._model, "core": core, "cores": cores}))
         unsent: asyncio.Queue[str] = asyncio.Queue(MOST_UNSENT)
-        # Before the recorder is asked for: its first snapshot is for this page.
+        # Before the recorder starts: its first snapshot is for this page.
         self._pages[unsent] = core
         try:
             await self._engine.start_step_events()

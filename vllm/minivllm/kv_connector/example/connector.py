@@ -4,9 +4,9 @@ This is the simplest connector: read it first. Both sides are one class, nothing
 each save begins and ends within its step. With the others requests wait outside of the batch while bytes move.
 
 One file holds one full block of a prompt, with all layers, and is named by the block's hash: so by its tokens, all
-tokens before them, and what else they depend on. Whoever has the same prefix finds its blocks, one after another.
+tokens before them, and what else they depend on. A request with the same prefix finds its blocks, one after another.
 A file appears when it is complete, and has a checksum; one that is cut or altered counts as a load that has failed, and
-is removed. What a step computes with such a block is not saved. Nothing is ever evicted; that is left to whoever owns
+is removed. What a step computes with such a block is not saved. Nothing is ever evicted; that is left to the owner of
 the folder.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py` (`ExampleConnector`), which keeps a
@@ -190,7 +190,7 @@ class ExampleConnector(KVConnectorBase_V1):
     # The workers' side
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Keep them."""
+        """Keep the tensors for loads and saves."""
         self._kv_caches = kv_caches
 
     def start_load_kv(self) -> None:

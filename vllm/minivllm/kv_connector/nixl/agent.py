@@ -30,7 +30,7 @@ MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 
 
 class Region(NamedTuple):
-    """`count` pieces of `num_bytes` from `address` on, one every `stride` bytes, on this device (0 for host memory)."""
+    """`count` pieces of `num_bytes` starting at `address`, one every `stride` bytes, on a device (0: host memory)."""
 
     address: int
     num_bytes: int
@@ -41,7 +41,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """What NIXL has measured of a transfer: seconds to post it, seconds until it was over, its bytes and its pieces.
+    """NIXL's measurements of a transfer: seconds to post it, seconds until it was over, its bytes and its pieces.
 
     Neighbouring pieces are merged, so there may be fewer of them than were asked for.
     """

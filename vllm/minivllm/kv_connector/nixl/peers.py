@@ -52,7 +52,7 @@ class Peers:
         self._local_pieces: dict[int, Any] = {}
 
     def known(self, remote: RemotePrefill) -> Peer | None:
-        """Return the engine of this remote request, if it was met and has not started anew since."""
+        """Return the engine of this remote request, if it was met and has not restarted since."""
         peer = self._met.get(remote.engine_id)
         return peer if peer and self._is_current(remote, peer.metadata) else None
 
@@ -81,13 +81,13 @@ class Peers:
             return None
         metadata, offset = self._meeting.pop(place).result()
         self._check(remote, metadata)
-        # An engine that has started anew has the same id and other memory.
+        # An engine that has restarted has the same id and other memory.
         self.lose(remote.engine_id)
         self._met[remote.engine_id] = peer = self._make(metadata, offset)
         return peer
 
     def lose(self, engine_id: str) -> None:
-        """Forget an engine, so that its next request meets it anew."""
+        """Forget an engine, so that its next request meets it again."""
         if (peer := self._met.pop(engine_id, None)) is not None:
             self._lost.append(peer)
 
@@ -114,7 +114,7 @@ class Peers:
                 f"{where} is {metadata.engine_id!r}, and the request was computed by {remote.engine_id!r}"
             )
         if not self._is_current(remote, metadata):
-            raise MinivllmError(f"{where} has started anew, and the blocks of {remote.request_id!r} are gone")
+            raise MinivllmError(f"{where} has restarted, and the blocks of {remote.request_id!r} are gone")
         if metadata.kv_cache_layout != self._own.kv_cache_layout:
             raise MinivllmError(f"{where} has layout {metadata.kv_cache_layout}, this one {self._own.kv_cache_layout}")
         if metadata.block_strides != metadata.block_lens:

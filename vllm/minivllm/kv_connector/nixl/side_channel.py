@@ -40,7 +40,7 @@ class NixlAgentMetadata(msgspec.Struct):
 
     The cache is `len(kv_caches_base_addr)` regions of `num_blocks` blocks; a block of region i has `block_lens[i]`
     bytes and begins every `block_strides[i]` bytes. `registration_generation` changes whenever memory is registered
-    anew.
+    again.
     """
 
     engine_id: str
@@ -63,7 +63,7 @@ class NixlAgentMetadata(msgspec.Struct):
 
 
 class NixlHandshakePayload(msgspec.Struct):
-    """What the side channel answers: `agent_metadata_bytes` may be decoded where `compatibility_hash` is one's own."""
+    """The side channel's answer: decode `agent_metadata_bytes` only if `compatibility_hash` is the engine's own."""
 
     compatibility_hash: str
     agent_metadata_bytes: bytes
@@ -151,7 +151,7 @@ def fetch_metadata(
     Return the metadata, and by how many seconds its clock is ahead of this one's.
 
     Raises:
-        MinivllmError: nobody answers within so many `seconds`, or what answers does not fit this engine; says why.
+        MinivllmError: nobody answers within `seconds`, or the engine there does not fit this one; the message says why.
     """
     asked = time.perf_counter()
     answer, clock = _ask(host, port, (GET_META_MSG, *ranks), seconds)
@@ -176,7 +176,7 @@ def ask_is_held(host: str, port: int, request_id: str, seconds: float) -> bool:
     """Return whether the engine there still keeps this request's blocks.
 
     Raises:
-        MinivllmError: no answer within so many `seconds`.
+        MinivllmError: no answer within `seconds`.
     """
     answer, _ = _ask(host, port, (IS_HELD_MSG, request_id), seconds)
     try:

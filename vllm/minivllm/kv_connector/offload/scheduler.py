@@ -45,7 +45,7 @@ class _Followed:
 
 @dataclass(slots=True)
 class _Hit:
-    """What was promised to a request: keys from its block `first` on, and where they are pinned in the tier."""
+    """A promise to a request: the keys of its blocks starting at `first`, and where they are pinned in the tier."""
 
     first: int
     keys: list[BlockHash]

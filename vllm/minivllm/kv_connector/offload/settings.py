@@ -14,7 +14,7 @@ from minivllm.config.checks import is_number, refuse_unknown, require, require_c
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadSettings:
-    """What `kv_connector_extra_config` may say of the tier.
+    """The tier's settings in `kv_connector_extra_config`.
 
     - `cpu_bytes_to_use`: bytes of host memory, of all ranks together. `num_cpu_blocks`: in place of that, blocks,
       one of which is a null block, as in the first pool.

@@ -10,7 +10,7 @@ A connection serves one question and is closed:
     client ──▶ server   an `Ask`
     server ──▶ client   an empty frame; or, for blocks, a frame for each piece of them
 
-Neither side sends the secret. Whoever does not know it gets a line that says so, in a frame that is marked as refused.
+Neither side sends the secret. A peer that does not know it gets a line that says so, in a frame marked as refused.
 The receiver knows how long each frame may be, so no length that a peer names makes it allocate more. Each frame has
 `timeout` seconds. Nothing is encrypted: over networks that others can read or write to, put it through a tunnel.
 """
@@ -49,7 +49,7 @@ class RefusedError(TransferError):
 class Ask(msgspec.Struct, frozen=True):
     """A question: send me these blocks of a request, or keep them, or let go of them.
 
-    `block_ids` must be the request's blocks from its `first` on; `layout` is that of the cache that they go to.
+    `block_ids` must be the request's blocks starting at its `first`; `layout` is that of the cache that they go to.
     """
 
     what: Literal["read", "renew", "release"]
@@ -77,7 +77,7 @@ class Connection:
             self._socket.sendall(body)
 
     def receive(self, most: int, room: memoryview | None = None) -> memoryview:
-        """Receive a frame of at most so many bytes; or of exactly so many, into this `room`.
+        """Receive a frame of at most `most` bytes; or of exactly `most`, into this `room`.
 
         Raises:
             RefusedError: the peer says why it refuses.

@@ -250,7 +250,7 @@ class TCPConnectorWorker(PullConnectorWorker):
                 raise RefusedError(f"the engines do not fit: {name} is {own} here and {theirs} there")
         kept = self._kept(ask.request_id, SECONDS_TO_WAIT)
         if ask.first < 0 or list(kept[ask.first :][: len(ask.block_ids)]) != ask.block_ids:
-            raise RefusedError(f"request {ask.request_id!r} has other blocks than those that are asked for")
+            raise RefusedError(f"request {ask.request_id!r} has other blocks than the requested ones")
         buffer = Buffer(self.regions)
         for piece, room in buffer.pieces(ask.block_ids):
             buffer.gather(piece)
