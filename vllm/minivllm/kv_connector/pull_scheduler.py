@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """An order to every rank to read tokens `start` to `end` of `remote`; `start` is the first one of `block_ids[0]`."""
+    """An order to every rank: read tokens `start` to `end` of `remote`; `block_ids[0]` begins with token `start`."""
 
     remote: RemotePrefill
     block_ids: tuple[int, ...]
