@@ -82,7 +82,7 @@ def check_devices(settings: WorkerSettings) -> None:
         MinivllmError: there are more ranks than GPUs.
     """
     size = settings.world_size
-    # NCCL would hang if two ranks shared a GPU.
+    # NCCL does not take two ranks on one GPU; say so before any process starts.
     if settings.device == "cuda" and size > torch.cuda.device_count():
         what = "tensor_parallel_size" + " x pipeline_parallel_size" * (settings.pipeline_parallel_size > 1)
         raise MinivllmError(

@@ -143,7 +143,6 @@ class OpenAIServing:
             MinivllmError: the prompt is too long, or a parameter is invalid.
         """
         longest, length = self.limits.max_model_len, len(prompt.token_ids)
-        # vLLM's order of checks: clients' tests look for these messages.
         if asked is not None and asked > longest:
             raise MinivllmError(f"max_tokens is {asked}; max_model_len is {longest}", "max_tokens")
         if length > longest:

@@ -69,7 +69,7 @@ class NixlAgent:
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # the core's calls come from several threads
         )
         try:
-            # NIXL's own exceptions do not say which transports UCX has tried.
+            # A restriction of UCX's transports is a usual cause, so the message shows it.
             self._api: Any = api.nixl_agent(name, config)
         except Exception as error:
             ways = os.environ.get("UCX_TLS", "not set")
@@ -105,7 +105,7 @@ class NixlAgent:
 
     def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
         """Prepare all pieces of these regions in their order; `peer` None means this agent's own memory."""
-        # [regions, 5]: NIXL expands the strides itself.
+        # [regions, 5], in the order of the fields of `Region`.
         table = np.array(regions, np.uint64).reshape(-1, len(Region._fields))
         prepared = self._api.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", table, self._memory_kind)
         self._lists.setdefault(peer, []).append(prepared)
