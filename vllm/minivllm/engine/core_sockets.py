@@ -8,16 +8,8 @@ In vLLM v0.33.0: `EngineZmqAddresses` in `vllm/v1/engine/utils.py`; its TCP sock
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import zmq
-
-
-class CoreSockets(Protocol):
-    """Finds the sockets of the front end for a core."""
-
-    def connect(self, socket: zmq.Socket, name: str) -> None:
-        """Connect a core's socket to the one with this name."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +19,7 @@ class FolderSockets:
     folder: str
 
     def connect(self, socket: zmq.Socket, name: str) -> None:
+        """Connect a core's socket to the front end's socket of this name."""
         socket.connect(f"ipc://{self.folder}/{name}")
 
 
@@ -45,6 +38,10 @@ class TcpSockets:
         # A key pair of its own for each socket: the server checks nobody's identity, only that they know its key.
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.connect(self.addresses[name])
+
+
+CoreSockets = FolderSockets | TcpSockets
+"""What a core connects its sockets by."""
 
 
 class OwnSockets:

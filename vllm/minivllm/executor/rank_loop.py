@@ -10,26 +10,21 @@ In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`WorkerProc.worker_bu
 import os
 import pickle
 import socket
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, BinaryIO, NoReturn
 
 from minivllm.executor.rank_messages import RESET, Call, Failure, Reply
 from minivllm.platforms.collector import while_loading
 
 
-class RankWorker(Protocol):
-    """The object of a rank, with whatever methods are called on it besides these."""
-
-    def reset(self) -> None:
-        """Forget what earlier calls have left, and joins the other ranks again, which are told the same."""
-
-    def leave_group(self) -> None:
-        """End the connections to the other ranks: those that wait in one of them raise `LostPeerError`."""
-
-
 class RankLoop:
-    """One rank's object, and the failure that it has not been reset after."""
+    """One rank's object, and the failure that it has not been reset after.
 
-    def __init__(self, worker: RankWorker) -> None:
+    Besides the methods that are called on it, the object has `reset`, which forgets what earlier calls have left and
+    joins the other ranks again, and `leave_group`, which ends the connections to the other ranks: those that wait in one
+    of them raise `LostPeerError`.
+    """
+
+    def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.failure: Failure | None = None
 
