@@ -20,8 +20,8 @@ class RankLoop:
     """One rank's object, and the failure that it has not been reset after.
 
     Besides the methods that are called on it, the object has `reset`, which forgets what earlier calls have left and
-    joins the other ranks again, and `leave_group`, which ends the connections to the other ranks: those that wait in one
-    of them raise `LostPeerError`.
+    joins the other ranks again, and `leave_group`, which ends the connections to the other ranks: those that wait in
+    one of them raise `LostPeerError`.
     """
 
     def __init__(self, worker: Any) -> None:
