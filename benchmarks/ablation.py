@@ -30,7 +30,7 @@ from typing import Any
 from levers import BY_NAME, INTERACTING, LEVERS, RANKING, Work, budget, engine_of, modelled_factors, works
 from shapley import shapley_values, subsets
 
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.core import EngineCore
 from minivllm.platforms.device import pick_device
 from minivllm.sampling_params import SamplingParams

@@ -267,7 +267,7 @@ class Rig:
         return [own, *own.children(recursive=True)]
 
     def _core(self, name: str) -> psutil.Process:
-        return next(one for one in self._family(name) if "minivllm.engine.core_entry" in one.cmdline())
+        return next(one for one in self._family(name) if "minivllm.engine.core_main" in one.cmdline())
 
     def stop(self) -> None:
         self.let_go()

@@ -18,9 +18,9 @@ from peers import ENGINES, VLLM_PYTHON
 from scheduler_timing import fastest_run
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.results import record, write_json

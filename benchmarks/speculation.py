@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, CacheConfig
 from minivllm.config.speculative import METHODS
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError

@@ -33,8 +33,8 @@ LENGTH = struct.Struct("I")
 ROOM = "/" * 4096
 """An argument of the template's that makes place for the command of what it becomes (`show`)."""
 STARTERS = (
-    "minivllm.executor.rank_processes", "minivllm.engine.core_processes", "minivllm_lab.disaggregation.server_pair",
-    "server.serving",
+    "minivllm.executor.rank_processes", "minivllm.engine.core_process_manager",
+    "minivllm_lab.disaggregation.server_pair", "server.serving",
 )  # fmt: skip
 """The modules that start ranks, cores and servers."""
 SERVER = ("minivllm.entrypoints.cli.main", "minivllm.entrypoints.openai.launcher")

@@ -23,12 +23,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.wire import decode, encode
+from minivllm.engine.socket_messages import decode, encode
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
 from minivllm.platforms.triton_utils import tl, triton

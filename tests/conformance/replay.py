@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm_lab.cli import Parser
 
 SCHEDULER_KEYS = (

@@ -16,8 +16,8 @@ from minivllm.core.kv_connector import (
     KVConnectorOutput,
     KVConnectorRole,
 )
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 INVALID = -1
 """What a slot holds that should have been loaded and was not, or was computed from such slots."""

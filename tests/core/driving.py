@@ -6,10 +6,10 @@ from core.invariants import check_scheduler
 from core.worker_double import WorkerDouble
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import SchedulerOutput
 
 CACHE_FIELDS = {"num_gpu_blocks", "block_size", "enable_prefix_caching"}
 

@@ -7,7 +7,7 @@ from typing import cast
 from core.worker_double import NextToken, WorkerDouble
 
 from minivllm.core.kv_connector import KVConnectorOutput
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.kv_connector.offload.metadata import BlockCopy, OffloadMetadata
 
 Block = list[int | None]

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
-from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
 @dataclass

@@ -4,16 +4,16 @@ import pytest
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 
 
 def test_a_batch_size_beyond_a_range_counts_as_its_last_one_and_no_draft_is_longer_than_allowed():
     schedule = [(1, 4, 5), (8, 15, 3), (16, 20, 0)]
     drafting = DraftingConfig(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=schedule)
     scheduler = Scheduler(SchedulerConfig(max_model_len=64, drafting=drafting), CacheConfig(num_gpu_blocks=8))
-    found = [scheduler._num_drafts_after(size) for size in (1, 4, 7, 8, 15, 16, 20, 300)]
+    found = [scheduler.drafting.num_drafts_after(size) for size in (1, 4, 7, 8, 15, 16, 20, 300)]
     assert found == [4, 4, 4, 3, 3, 0, 0, 0]
 
 

@@ -391,6 +391,6 @@ def drafts_of(run: OffloadRun, name: str, rng: Random) -> list[int]:
 
 
 def _no_step() -> Any:
-    from minivllm.core.output import CachedRequestData, SchedulerOutput
+    from minivllm.core.scheduler_output import CachedRequestData, SchedulerOutput
 
     return SchedulerOutput([], CachedRequestData(), {}, 0, {}, set(), set())

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import SchedulerOutput
 
 SEEDS = st.integers(0, 2**32)
 

@@ -6,10 +6,10 @@ from core.invariants import check_scheduler
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 
 

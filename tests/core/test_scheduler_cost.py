@@ -10,9 +10,9 @@ from types import FrameType
 import pytest
 from core.driving import make_scheduler
 
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 
 
 def decoding(num_requests: int, num_blocks: int = 2000, num_waiting: int = 0) -> Scheduler:

@@ -8,7 +8,7 @@ computed, was given to two requests, or was overwritten too early is a failed as
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 NextToken = Callable[[list[int]], int]
 

@@ -15,9 +15,9 @@ from fastapi import FastAPI
 from patience import eventually
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.step_recorder import StepRecorder
 from minivllm.entrypoints.openai.middleware import AuthenticationMiddleware

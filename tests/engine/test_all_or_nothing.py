@@ -13,8 +13,8 @@ import pytest
 import minivllm.errors
 from minivllm import LLM, MinivllmError, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT
-from minivllm.core.messages import EngineCoreRequest
-from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.engine_messages import EngineCoreRequest
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import NonFiniteLogitsError
 from minivllm_lab.inside import core_of
 

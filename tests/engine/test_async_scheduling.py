@@ -12,7 +12,7 @@ from engine.test_all_or_nothing import Boom, RaiseAtLine, generate_for_ever
 from minivllm import LLM, MinivllmError, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
 from minivllm.config.units import GIB
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm_lab.inside import core_of

@@ -14,9 +14,9 @@ from patience import PATIENCE, eventually
 
 from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from minivllm.core.stats import SchedulerStats
-from minivllm.engine.wire import decode, encode
+from minivllm.engine.socket_messages import decode, encode
 from minivllm.errors import EngineDeadError
 from minivllm_lab.inside import core_of
 

@@ -9,7 +9,7 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.busy_loop import run_busy_loop
 from minivllm.engine.core_proc import EngineCoreProc
 from minivllm.engine.core_sockets import FolderSockets
-from minivllm.engine.wire import Kind, encode
+from minivllm.engine.socket_messages import Kind, encode
 from minivllm_lab.inside import core_of
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from minivllm.core.messages import UtilityOutput
+from minivllm.core.engine_messages import UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import joined_answers
-from minivllm.engine.core_processes import VISIBLE_DEVICES, _gpus
+from minivllm.engine.core_process_manager import VISIBLE_DEVICES, _gpus
 from minivllm.errors import MinivllmError
 
 

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.input_batch import InputBatch
 

@@ -9,7 +9,7 @@ import pytest
 import minivllm
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind

@@ -3,7 +3,7 @@
 import pytest
 
 from minivllm import SamplingParams
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats, summed_stats
 from minivllm.engine.load_balancing import LoadBalancer
 from minivllm.errors import MinivllmError

@@ -6,7 +6,7 @@ import pytest
 
 from minivllm import LLM, EngineArgs
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.engine.core_processes import died
+from minivllm.engine.core_process_manager import died
 from minivllm.errors import MinivllmError
 from minivllm.executor import ray_actors
 

@@ -9,7 +9,7 @@ import torch
 from patience import PATIENCE
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.core.output import AsyncModelRunnerOutput, CachedRequestData, NewRequestData, SchedulerOutput
+from minivllm.core.scheduler_output import AsyncModelRunnerOutput, CachedRequestData, NewRequestData, SchedulerOutput
 from minivllm.entrypoints.llm import LLM
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.input_batch import InputBatch

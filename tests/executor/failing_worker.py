@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.worker import Worker, join_group
 

@@ -16,10 +16,11 @@ from executor.test_rank_processes import have_ended, interrupted_after, interrup
 from patience import PATIENCE
 
 from minivllm.config import EMBEDDED_DRAFT, ModelConfig
-from minivllm.core.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.core.scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError, WorkerDiedError
-from minivllm.executor.abstract import Executor, get_class, make_executor
+from minivllm.executor.abstract import Executor
+from minivllm.executor.factory import get_class, make_executor
 from minivllm.executor.kv_output_aggregator import KVOutputAggregator
 from minivllm.executor.multiproc_executor import MultiprocExecutor
 from minivllm.executor.rank_processes import RankProcesses

@@ -46,7 +46,7 @@ class Network:
 
 
 class AgentDouble:
-    """A `TransferAgent`; `released` counts what was prepared and is not any more."""
+    """An agent without NIXL; `released` counts what was prepared and is not any more."""
 
     def __init__(self, name: str, network: Network) -> None:
         self.name, self.network = name, network

@@ -53,12 +53,12 @@ class Server:
         return [own, *own.children(recursive=True)]
 
     def core(self) -> psutil.Process:
-        return next(one for one in self.processes() if "minivllm.engine.core_entry" in one.cmdline())
+        return next(one for one in self.processes() if "minivllm.engine.core_main" in one.cmdline())
 
     def folder(self) -> Path:
         """Where its sockets are."""
         command = self.core().cmdline()
-        return Path(command[command.index("minivllm.engine.core_entry") + 1])
+        return Path(command[command.index("minivllm.engine.core_main") + 1])
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""

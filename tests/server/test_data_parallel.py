@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("warm_processes")
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": [7] * 64, "max_tokens": 1}
 FLAGS = ("--data-parallel-size", "2", "--max-num-seqs", "2", "--max-model-len", "2048")
-CORE, RANK = "minivllm.engine.core_entry", "rank_main.py"
+CORE, RANK = "minivllm.engine.core_main", "rank_main.py"
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from server.serving import Server
 
-from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreRequest
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParentRequest, child_requests
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, weight_bytes
 from minivllm_simulate.cost_model import StepShape

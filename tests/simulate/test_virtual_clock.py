@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import SchedulingPolicy, running_then_waiting
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm_lab.continuous_batching.slots import seat
 from minivllm_simulate.cost_model import FittedCost, StepShape

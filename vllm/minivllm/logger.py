@@ -37,7 +37,6 @@ class _StandardError(logging.StreamHandler):
     """Looks up `sys.stderr` at each record, because notebooks and tests replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.StreamHandler`."""
         self.stream = sys.stderr
         super().emit(record)
 

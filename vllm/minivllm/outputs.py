@@ -53,7 +53,7 @@ class CompletionOutput:
     lora_request: "LoRARequest | None" = None
 
     def finished(self) -> bool:
-        """Whether the completion is finished."""
+        """Return whether the completion is finished."""
         return self.finish_reason is not None
 
     def extend(self, later: "CompletionOutput") -> None:

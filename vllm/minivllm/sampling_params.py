@@ -11,7 +11,15 @@ from enum import Enum
 from typing import Any
 
 from minivllm.config import StructuredOutputsParams
-from minivllm.config.checks import checked_arguments, encodable, is_count, is_number, require, require_flags
+from minivllm.config.checks import (
+    checked_arguments,
+    encodable,
+    is_count,
+    is_number,
+    require,
+    require_counts,
+    require_flags,
+)
 
 MIN_TEMPERATURE = 1e-2
 """Temperatures between 0 and this are raised to it, because dividing logits by smaller ones can overflow."""
@@ -23,7 +31,7 @@ MAX_LOGIT_BIAS = 100.0
 
 
 class RequestOutputKind(Enum):
-    """What each `RequestOutput` of a stream holds: everything so far, only what is new, or one output at the end."""
+    """The contents of a stream's outputs: everything so far, only what is new, or one output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -33,7 +41,7 @@ class RequestOutputKind(Enum):
 @checked_arguments
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
-    """How to sample one request. An invalid value raises a `MinivllmError` that says which values are valid.
+    """Settings for sampling one request. An invalid value raises a `MinivllmError` that says which values are valid.
 
     Fields may be assigned. They are checked when the object is created, and again when a request uses it. The engine
     works on its own copy, so a later assignment affects only later requests.
@@ -112,7 +120,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **params: Any) -> "SamplingParams":
-        """Same as the constructor, but None means the default, and `logit_bias` may have numerals as keys.
+        """Create parameters where None means the default, and `logit_bias` may have numerals as keys.
 
         Raises:
             MinivllmError: a value is invalid.
@@ -200,33 +208,24 @@ class SamplingParams:
             f"seed is {self.seed!r}; it must be a whole number, or None",
         )
 
+    def _check_range(self, name: str, least: float, most: float, meaning: str, parameter: str | None = None) -> None:
+        value = getattr(self, name)
+        fits = is_number(value) and least <= value <= most
+        require(fits, f"{name} is {value!r}; it must be {meaning}", parameter)
+
     def _check_distribution(self) -> None:
-        require(
-            is_number(self.temperature) and 0.0 <= self.temperature <= MAX_TEMPERATURE,
-            f"temperature is {self.temperature!r}; it must be from 0 (greedy) to {MAX_TEMPERATURE:.0f}",
-            "temperature",
-        )
+        self._check_range("temperature", 0.0, MAX_TEMPERATURE, "from 0 (greedy) to 2", "temperature")
         require(
             is_number(self.top_p) and 0.0 < self.top_p <= 1.0,
             f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (1: off)",
             "top_p",
         )
         require(is_count(self.top_k, 0), f"top_k is {self.top_k!r}; it must be at least 1, or 0 or -1 for off")
-        require(
-            is_number(self.min_p) and 0.0 <= self.min_p <= 1.0,
-            f"min_p is {self.min_p!r}; it must be between 0 (off) and 1",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            require(
-                is_number(value) and -2.0 <= value <= 2.0, f"{name} is {value!r}; it must be between -2 and 2 (0: off)"
-            )
-        require(
-            is_number(self.repetition_penalty)
-            and MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
-            f"repetition_penalty is {self.repetition_penalty!r}; it must be above 0 (1: off), from "
-            f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY:.0f}",
-        )
+        self._check_range("min_p", 0.0, 1.0, "between 0 (off) and 1")
+        self._check_range("presence_penalty", -2.0, 2.0, "between -2 and 2 (0: off)")
+        self._check_range("frequency_penalty", -2.0, 2.0, "between -2 and 2 (0: off)")
+        bounds = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        self._check_range("repetition_penalty", *bounds, "above 0 (1: off), from 1e-06 to 1000000")
         require(
             not self.is_greedy or self.n == 1,
             f"n is {self.n} with temperature 0: greedy completions are all the same. Use n=1, or a temperature above 0",
@@ -264,7 +263,7 @@ class SamplingParams:
             ids = getattr(self, name)
             require(
                 ids is None or _are_token_ids(ids),
-                f"{name} is {ids!r}; it must hold token ids: whole numbers from 0 on",
+                f"{name} is {ids!r}; it must hold token ids: whole numbers, 0 or more",
                 name,
             )
         require(
@@ -277,7 +276,7 @@ class SamplingParams:
 @checked_arguments
 @dataclass(kw_only=True, slots=True)
 class BeamSearchParams:
-    """How `LLM.beam_search` searches. An invalid value raises a `MinivllmError`.
+    """Settings of `LLM.beam_search`. An invalid value raises a `MinivllmError`.
 
     - `beam_width`: sequences kept at each step, and returned at the end. `max_tokens`: the longest continuation.
     - `ignore_eos`: the end-of-sequence token is one like any other. Otherwise a sequence that reaches it is complete.
@@ -298,9 +297,7 @@ class BeamSearchParams:
     allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens"):
-            value = getattr(self, name)
-            require(is_count(value, 1), f"{name} is {value!r}; it must be a whole number from 1 on")
+        require_counts(self, 1, "beam_width", "max_tokens")
         require_flags(self, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
         for name in ("temperature", "length_penalty"):
             value = getattr(self, name)
@@ -308,7 +305,7 @@ class BeamSearchParams:
         ids = self.allowed_token_ids
         require(
             ids is None or (_are_token_ids(ids) and len(ids) > 0),
-            f"allowed_token_ids is {ids!r}; it must hold token ids: whole numbers from 0 on",
+            f"allowed_token_ids is {ids!r}; it must hold token ids: whole numbers, 0 or more",
         )
 
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.core import EngineCore
 from minivllm.sampling_params import SamplingParams
 

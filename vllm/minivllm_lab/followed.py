@@ -20,8 +20,8 @@ from functools import cache
 import torch
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
-from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreRequest
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from math import comb
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
 from minivllm_simulate.cost_model import Cost, StepShape
 from minivllm_simulate.virtual_clock import (

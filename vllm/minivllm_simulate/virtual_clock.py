@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.config.checks import is_count, is_number, positive_count, require
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import running_then_waiting
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm_simulate.cost_model import Cost, StepShape
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.kv_connector import KVConnectorMetadata, KVConnectorOutput, KVTransferParams
-from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.errors import MinivllmError
 from minivllm_lab.disaggregation.pools import SimulatedConnector
 from minivllm_simulate.layouts import BLOCK_SIZE

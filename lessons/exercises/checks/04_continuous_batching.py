@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from minivllm.config import CacheConfig, Parts, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm_lab.continuous_batching.learner_policy import CountedPool, learner_policy

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from minivllm.config import CacheConfig, Parts, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm_lab.chunked_prefill.learner_policy import learner_policy

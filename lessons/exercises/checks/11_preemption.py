@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from minivllm.config import CacheConfig, Parts, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.scheduler import Scheduler

@@ -8,7 +8,7 @@ import torch
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, Parts, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler

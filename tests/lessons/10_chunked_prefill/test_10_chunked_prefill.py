@@ -12,10 +12,10 @@ from kernels.harness import assert_close, assert_compiles
 from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import NO_PARTS, CacheConfig, DraftingConfig, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import kv_bytes_per_token, num_parameters

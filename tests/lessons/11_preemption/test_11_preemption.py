@@ -9,10 +9,10 @@ from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import NO_PARTS, CacheConfig, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
 from minivllm_lab.exercise import load, plug_of

@@ -6,10 +6,10 @@ import random
 import pytest
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm_lab.preemption.victims import RULES, SwapSpace, victim_rule
 

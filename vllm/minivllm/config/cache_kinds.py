@@ -93,6 +93,7 @@ def cache_exception(hf_config: Mapping[str, Any]) -> str | None:
     model_type = hf_config.get("model_type") or ""
     if model_type in OTHER_TYPES:
         return OTHER_TYPES[model_type]
+    # A new family has an unknown type, but its fields may give it away.
     for name, reason in TELLING_FIELDS.items():
         if hf_config.get(name):
             return f"{reason} (its config has {name!r})"
@@ -122,6 +123,7 @@ def window_of_layers(hf_config: Mapping[str, Any], num_hidden_layers: int) -> tu
     if window is None or not hf_config.get("use_sliding_window", not is_qwen):
         window = None
     elif kinds is None and is_qwen:
+        # Qwen2 counts from the bottom: layers below this index attend to everything.
         first = hf_config.get("max_window_layers") or 0
         kinds = tuple(SLIDING if layer >= first else FULL for layer in range(num_hidden_layers))
     if kinds is not None and set(kinds) != {SLIDING}:
@@ -140,11 +142,13 @@ def counted_layer_types(hf_config: Mapping[str, Any], num_hidden_layers: int) ->
         listed = listed or (SLIDING,) * num_hidden_layers
     elif model_type not in LAYER_PATTERNS:
         return None
+    # The config may state the period; otherwise the family's default holds.
     period, other = LAYER_PATTERNS.get(model_type, (None, FULL))
     period = hf_config.get("sliding_window_pattern") or hf_config.get("full_attention_interval") or period
     if not listed and not is_count(period, 1):
         return None
     kinds = listed or [other if (layer + 1) % period else FULL for layer in range(num_hidden_layers)]
+    # Chunks limit what attends, not what is allocated.
     kinds = tuple(FULL if kind == "chunked_attention" else kind for kind in kinds)
     if not set(kinds) <= {FULL, SLIDING, LINEAR} or (SLIDING in kinds and not window):
         return None

@@ -11,7 +11,7 @@ from minivllm.errors import MinivllmError
 
 Settings = TypeVar("Settings", bound=type)
 NEAR = 0.75
-"""How like a known name, from 0 to 1, an unknown one must be to be taken for a slip of the pen (difflib's ratio)."""
+"""The least similarity, from 0 to 1 (difflib's ratio), at which an unknown name is taken for a typing error."""
 
 
 def require(holds: bool, message: str, parameter: str | None = None) -> None:
@@ -35,7 +35,8 @@ def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], listed
 
 def checked_arguments(settings: Settings) -> Settings:
     """Decorate a dataclass, so that its constructor refuses unknown arguments with a `MinivllmError`."""
-    make, known = settings.__init__, [field.name for field in fields(settings)]
+    make = settings.__init__
+    known = [field.name for field in fields(settings)]
     listed = f"help(minivllm.{settings.__name__}) lists those there are"
 
     @functools.wraps(make)
@@ -54,13 +55,27 @@ def require_flags(settings: object, *names: str) -> None:
         require(isinstance(value, bool), f"{name} is {value!r}; it must be True or False")
 
 
+def require_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
+    """Raise unless the value is one of these choices, of which None stands for the default."""
+    choices = tuple(choices)  # a dictionary would fail for a value that has no hash
+    require(value in choices, f"unknown {name} {value!r}; known are {', '.join(filter(None, choices))}")
+
+
+def require_counts(settings: object, least: int, *names: str, may_be_none: bool = False) -> None:
+    """Raise unless each of these attributes is an integer of at least `least`, or None where that is allowed."""
+    wanted = f"a whole number of at least {least}" if least else "a whole number, and not negative"
+    for name in names:
+        value = getattr(settings, name)
+        require((may_be_none and value is None) or is_count(value, least), f"{name} is {value!r}; it must be {wanted}")
+
+
 def is_number(value: object) -> bool:
-    """Whether `value` is a finite number; True and False are not numbers."""
+    """Return whether `value` is a finite number; True and False are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_count(value: object, least: int) -> bool:
-    """Whether `value` is an integer of at least `least`; True and False are not integers."""
+    """Return whether `value` is an integer of at least `least`; True and False are not integers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -79,6 +94,7 @@ def positive_seconds(name: str, value: Any) -> float:
 def encodable(text: str, name: str) -> str:
     """Return the string if it can be encoded as UTF-8; otherwise raise a `MinivllmError` that names it."""
     try:
+        # A Python string may hold half of a surrogate pair, which no file and no socket can.
         text.encode()
     except UnicodeEncodeError as error:
         broken = f"half a character ({text[error.start]!r} at {error.start})"

@@ -38,16 +38,16 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See `argparse.ArgumentParser`; the underscores of a flag are taken as dashes where it is not known."""
-        given = [self._known_spelling(arg) for arg in (sys.argv[1:] if args is None else args)]
-        return super().parse_known_args(self._joined(given), namespace)
+        """Parse arguments as argparse does, but read the underscores of an unknown flag as dashes."""
+        arguments = [self._known_spelling(arg) for arg in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(self._joined(arguments), namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See `argparse.ArgumentParser`; the error says which flag is nearest to an unknown one."""
-        given, unknown = self.parse_known_args(args, namespace)
+        """Parse arguments as argparse does; the error for an unknown flag names the nearest known one."""
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown[0])
-        return given
+        return parsed
 
     def refuse(self, flag: str) -> NoReturn:
         """Say that there is no such flag, and which is nearest, or where they are listed."""
@@ -57,12 +57,13 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def _known_spelling(self, arg: str) -> str:
         flag, equals, value = arg.partition("=")
+        # A value, or a flag that is known as it is written.
         if not flag.startswith("--") or flag in self._option_string_actions:
             return arg
         return flag.replace("_", "-") + equals + value
 
     def _joined(self, args: Sequence[str]) -> list[str]:
-        """The arguments with one of JSON for all parts of a flag, which are added to what it is given besides."""
+        """Return the arguments with all `--flag.part` of a flag joined to one JSON value, added to the flag's own."""
         kept: list[str] = []
         parts: dict[str, dict[str, Any]] = {}
         pending = list(args)
@@ -73,15 +74,17 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             if not dot or flag not in self._option_string_actions:
                 kept.append(arg)
                 continue
+            # The value may follow as the next argument; a part without one is a switch.
             if not equals and pending and not pending[0].startswith("--"):
                 equals, value = "=", pending.pop(0)
             _set(parts.setdefault(flag, {}), path.replace("-", "_").split("."), value_of(value) if equals else True)
-        for flag, found in parts.items():
-            kept += [f"{flag}={json.dumps(self._taken_out(kept, flag) | found)}"]
+        for flag, values in parts.items():
+            # Parts go before the entries of the flag's own JSON.
+            kept += [f"{flag}={json.dumps(self._taken_out(kept, flag) | values)}"]
         return kept
 
     def _taken_out(self, args: list[str], flag: str) -> dict[str, Any]:
-        """Removes the flag with its JSON from the arguments, and returns that; {} where it is not there."""
+        """Remove the flag with its JSON from the arguments, and return that; {} where it is not there."""
         for index, arg in enumerate(args):
             name, equals, value = arg.partition("=")
             if name == flag and (equals or index + 1 < len(args)):
@@ -95,8 +98,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 def words_of(settings: type) -> dict[str, str]:
     """Return what the list in a dataclass's docstring says of each field, as plain text."""
     found: dict[str, str] = {}
+    # Each bullet of the docstring; what stands before the first one is prose.
     for item in re.split(r"^- ", inspect.getdoc(settings) or "", flags=re.MULTILINE)[1:]:
         text = " ".join(item.split("\n\n")[0].split())
+        # One bullet may define several fields, one after another.
         starts = list(DEFINED.finditer(text))
         for start, after in zip(starts, [*starts[1:], None], strict=True):
             words = text[start.end() : after.start() if after else None].strip().rstrip(".").replace("`", "")
@@ -129,6 +134,7 @@ def add_flags(
         for name in names:
             if name not in left_out:
                 field = by_name[name]
+                # Without a default, a flag that is not given is not in the namespace, and the dataclass decides.
                 default = _default(field) if with_defaults else argparse.SUPPRESS
                 shown = "" if with_defaults else _shown_default(field)
                 _add_flag(group, name, hints[name], default, words.get(name, "").replace("%", "%%") + shown)
@@ -170,12 +176,14 @@ def _shown_default(field: Field[Any]) -> str:
 def _add_flag(group: Any, name: str, hint: Any, default: Any, words: str) -> None:
     flags = [f"--{name.replace('_', '-')}", *([SHORT_FLAGS[name]] if name in SHORT_FLAGS else [])]
     options = {"dest": name, "default": default, "metavar": name.upper(), "help": words}
+    # `int | None` is a flag for an int.
     kinds = set(get_args(hint)) - {type(None)} if get_origin(hint) in (types.UnionType, Union) else {hint}
     if kinds == {bool}:
         del options["metavar"]
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
     elif kinds == {bool, str}:
         group.add_argument(*flags, nargs="?", const=True, **options)
+    # Lists and dictionaries are JSON on the command line, as in vLLM.
     elif name.startswith("allowed_") or name.endswith("_config"):
         group.add_argument(*flags, type=json_of, **options)
     elif kinds == {list[str]}:

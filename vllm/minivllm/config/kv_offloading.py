@@ -17,7 +17,7 @@ OFFLOADING_BACKENDS = ("native",)
 
 
 def check_offloading(size: Any, backend: Any) -> None:
-    """Rejects what cannot be.
+    """Reject what cannot be.
 
     Raises:
         MinivllmError: the size is not above 0, or the backend is not this engine's own.
@@ -40,22 +40,24 @@ def with_offloading(
     A `kv_transfer_config` without a connector, or with the tier's, has further options of the tier.
 
     Raises:
-        MinivllmError: as `KVTransferConfig.of`, or both are asked for.
+        MinivllmError: as `KVTransferConfig.of`, or both a tier and another connector are set.
     """
     if size is None:
         return KVTransferConfig.of(transfer)
+    # `kv_offloading_size` alone stands for the whole connector.
     if transfer is None or (isinstance(transfer, Mapping) and "kv_connector" not in transfer):
         transfer = {"kv_connector": OFFLOADING_CONNECTORS[0], **(transfer or {})}
-    given = KVTransferConfig.of(transfer)
-    assert given is not None
+    config = KVTransferConfig.of(transfer)
+    assert config is not None
+    # The dictionary's own entries go before this one.
     extra = {"cpu_bytes_to_use": int(size * GIB)}
     require(
-        is_tier(given),
-        f"an engine has one connector: leave out kv_offloading_size, or the kv_connector {given.kv_connector!r}",
+        is_tier(config),
+        f"an engine has one connector: leave out kv_offloading_size, or the kv_connector {config.kv_connector!r}",
     )
-    return replace(given, kv_connector_extra_config={**extra, **given.kv_connector_extra_config})
+    return replace(config, kv_connector_extra_config={**extra, **config.kv_connector_extra_config})
 
 
 def is_tier(transfer: KVTransferConfig | None) -> bool:
-    """Whether it is a tier of the engine's own cache."""
+    """Return whether it is a tier of the engine's own cache."""
     return transfer is not None and transfer.kv_connector in OFFLOADING_CONNECTORS

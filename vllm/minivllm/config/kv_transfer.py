@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from minivllm.config.checks import checked_arguments, refuse_unknown, require
+from minivllm.config.checks import checked_arguments, refuse_unknown, require, require_choice
 
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 KV_BUFFER_DEVICES = ("cpu", "cuda")
@@ -17,7 +17,7 @@ KV_LOAD_FAILURE_POLICIES = ("fail", "recompute")
 
 
 def _is_unicode(value: Any) -> bool:
-    """JSON can also write half a character."""
+    """Return whether all strings can be encoded: JSON can also write half of a surrogate pair."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
@@ -28,7 +28,7 @@ def _is_unicode(value: Any) -> bool:
 @checked_arguments
 @dataclass(frozen=True, kw_only=True)
 class KVTransferConfig:
-    """Which connector moves keys and values to and from other engines, and how.
+    """Settings of the connector that moves keys and values to and from other engines.
 
     - `kv_connector`: the connector's name, such as "NixlConnector".
     - `engine_id`: names this engine to others; by default a random UUID.
@@ -60,22 +60,18 @@ class KVTransferConfig:
             isinstance(settings, Mapping),
             f"kv_transfer_config is {settings!r}; it must be a dictionary such as {example}",
         )
-        refuse_unknown("kv_transfer_config has no key", settings, [one.name for one in fields(cls)])
+        refuse_unknown("kv_transfer_config has no key", settings, [field.name for field in fields(cls)])
         require("kv_connector" in settings, f"kv_transfer_config lacks kv_connector, as in {example}")
+        # An explicit null means the random default, as in vLLM.
         return cls(**{name: value for name, value in settings.items() if name != "engine_id" or value is not None})
 
     def __post_init__(self) -> None:
         for name in ("kv_connector", "engine_id"):
             value = getattr(self, name)
             require(isinstance(value, str) and bool(value), f"{name} is {value!r}; it must be a name")
-        for name, choices in (
-            ("kv_role", KV_ROLES),
-            ("kv_buffer_device", (None, *KV_BUFFER_DEVICES)),
-            ("kv_load_failure_policy", KV_LOAD_FAILURE_POLICIES),
-        ):
-            value = getattr(self, name)
-            shown = ", ".join(filter(None, choices))
-            require(value in choices, f"unknown {name} {value!r}; known are {shown}")
+        require_choice("kv_role", self.kv_role, KV_ROLES)
+        require_choice("kv_buffer_device", self.kv_buffer_device, (None, *KV_BUFFER_DEVICES))
+        require_choice("kv_load_failure_policy", self.kv_load_failure_policy, KV_LOAD_FAILURE_POLICIES)
         require(
             isinstance(self.kv_connector_extra_config, Mapping),
             f"kv_connector_extra_config is {self.kv_connector_extra_config!r}; it must be a dictionary",
@@ -87,17 +83,17 @@ class KVTransferConfig:
 
     @property
     def is_kv_producer(self) -> bool:
-        """Whether it gives keys and values away."""
+        """Return whether it gives keys and values away."""
         return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def is_kv_consumer(self) -> bool:
-        """Whether it takes keys and values from others."""
+        """Return whether it takes keys and values from others."""
         return self.kv_role in ("kv_consumer", "kv_both")
 
     @property
     def recomputes(self) -> bool:
-        """Whether what did not arrive is computed here."""
+        """Return whether what did not arrive is computed here."""
         return self.kv_load_failure_policy == "recompute"
 
     def get_from_extra_config(self, key: str, default: Any = None) -> Any:

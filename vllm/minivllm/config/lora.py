@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from minivllm.config.checks import is_count, require
+from minivllm.config.checks import is_count, require, require_choice, require_counts
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LORA_DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -10,7 +10,7 @@ LORA_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """How many adapters an engine serves at once, and how large they may be.
+    """Limits on how many adapters an engine serves at once, and how large they may be.
 
     - `max_loras`: slots on the device: the most adapters in one step. Each has room for `max_lora_rank` in every linear
       inside the layers, whatever is loaded into it.
@@ -25,28 +25,21 @@ class LoRAConfig:
     lora_dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        require_counts(self, 1, "max_loras")
+        require_counts(self, 1, "max_cpu_loras", may_be_none=True)
         require(
-            is_count(self.max_loras, 1), f"max_loras is {self.max_loras!r}; it must be a whole number of at least 1"
-        )
-        require(
+            # `is_count` too, since True equals 1 and is in the list.
             self.max_lora_rank in MAX_LORA_RANKS and is_count(self.max_lora_rank, 1),
             f"max_lora_rank is {self.max_lora_rank!r}; it must be one of {', '.join(map(str, MAX_LORA_RANKS))}",
-        )
-        require(
-            self.max_cpu_loras is None or is_count(self.max_cpu_loras, 1),
-            f"max_cpu_loras is {self.max_cpu_loras!r}; it must be a whole number of at least 1",
         )
         require(
             self.capacity >= self.max_loras,
             f"max_cpu_loras is {self.max_cpu_loras}, and max_loras is {self.max_loras}: what is in a slot is in host "
             "memory too, so max_cpu_loras must be at least max_loras",
         )
-        require(
-            self.lora_dtype in LORA_DTYPES,
-            f"unknown lora_dtype {self.lora_dtype!r}; known are {', '.join(LORA_DTYPES)}",
-        )
+        require_choice("lora_dtype", self.lora_dtype, LORA_DTYPES)
 
     @property
     def capacity(self) -> int:
-        """The most adapters in host memory."""
+        """Return the most adapters in host memory."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What takes the place of the engine's own parts; None leaves a part as it is.
+    """Parts that take the place of the engine's own; None leaves a part as it is.
 
     - `policy`: the scheduler's rules, a `core.policy.SchedulingPolicy`; the pool and the hash of its blocks, too.
     - `attention`: called as `worker.paged_attention.PagedAttention(kv_caches, scale, sliding_window)`, once the caches
@@ -64,18 +64,18 @@ class Parts:
 
     @property
     def replaced(self) -> dict[str, Callable[..., Any]]:
-        """The parts that are replaced, by name; all but the policy."""
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "policy"}
-        return {name: part for name, part in given.items() if part is not None}
+        """Return the parts that are replaced, by name, except for the policy."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "policy"}
+        return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def names(self) -> list[str]:
-        """Names of the parts and rules that are replaced."""
+        """Return the names of the parts and rules that are replaced."""
         return [*(self.policy.replaced if self.policy else ()), *self.replaced]
 
     @property
     def names_in_core(self) -> list[str]:
-        """Those of them that the engine's core has, not its front end."""
+        """Return the names of replaced parts that belong to the engine's core, not to its front end."""
         return [name for name in self.names if name not in FRONT_END]
 
 

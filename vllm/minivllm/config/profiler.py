@@ -1,10 +1,10 @@
 """What `start_profile` records, and where it is written. In vLLM v0.33.0: `vllm/config/profiler.py`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from minivllm.config.checks import checked_arguments, is_count, require, require_flags
+from minivllm.config.checks import checked_arguments, require, require_counts, require_flags
 from minivllm.errors import MinivllmError
 
 
@@ -36,13 +36,8 @@ class ProfilerConfig:
             self.profiler is None or (isinstance(self.torch_profiler_dir, str) and bool(self.torch_profiler_dir)),
             f"torch_profiler_dir is {self.torch_profiler_dir!r}; it must name a folder for the traces",
         )
-        require_flags(
-            self,
-            *("torch_profiler_with_stack", "torch_profiler_record_shapes", "torch_profiler_with_memory"),
-            *("torch_profiler_with_flops", "torch_profiler_use_gzip"),
-        )
-        for name in ("delay_iterations", "max_iterations"):
-            require(is_count(getattr(self, name), 0), f"{name} is {getattr(self, name)!r}; it must be 0 or more")
+        require_flags(self, *(field.name for field in fields(self) if field.type is bool))
+        require_counts(self, 0, "delay_iterations", "max_iterations")
 
     @classmethod
     def of(cls, value: "Mapping[str, Any] | ProfilerConfig | None") -> "ProfilerConfig | None":

@@ -5,7 +5,7 @@ In vLLM v0.33.0: `vllm/config/scheduler.py` (`SchedulerConfig`).
 
 from dataclasses import dataclass
 
-from minivllm.config.checks import is_count, is_number, require, require_flags
+from minivllm.config.checks import is_count, is_number, require, require_choice, require_counts, require_flags
 from minivllm.config.speculative import NO_DRAFTS, DraftingConfig
 
 POLICIES = ("fcfs", "priority")
@@ -13,7 +13,7 @@ POLICIES = ("fcfs", "priority")
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """How requests share the steps of the engine. Lengths are in tokens.
+    """Settings by which requests share the steps of the engine. Lengths are in tokens.
 
     - `max_num_batched_tokens`: the token budget of a step. vLLM rejects a budget below `max_num_seqs`; here it is
       allowed, so that you can see what happens.
@@ -45,17 +45,14 @@ class SchedulerConfig:
 
     @property
     def num_extra_tokens(self) -> int:
-        """The most slots that a request may need beyond its tokens: for lookahead, and for the drafts of each step."""
+        """Return the most slots that a request may need beyond its tokens: lookahead, and each step's drafts."""
+        # With two steps in flight, the drafts of both may need slots.
         steps = 2 if self.async_scheduling else 1
         return self.drafting.num_speculative_tokens * steps + self.drafting.num_lookahead_tokens
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            require(is_count(value, 1), f"{name} is {value!r}; it must be a whole number of at least 1")
-        for name in ("long_prefill_token_threshold", "max_loras"):
-            value = getattr(self, name)
-            require(is_count(value, 0), f"{name} is {value!r}; it must be a whole number, and not negative")
+        require_counts(self, 1, "max_num_seqs", "max_num_batched_tokens")
+        require_counts(self, 0, "long_prefill_token_threshold", "max_loras")
         require(
             is_count(self.max_model_len, 2),
             f"max_model_len is {self.max_model_len!r}; at least 2 are needed, one token of prompt and one of output",
@@ -65,7 +62,7 @@ class SchedulerConfig:
             f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) exceeds max_model_len "
             f"({self.max_model_len}); no chunk can be that long",
         )
-        require(self.policy in POLICIES, f"unknown policy {self.policy!r}; known are {', '.join(POLICIES)}")
+        require_choice("policy", self.policy, POLICIES)
         require(
             is_number(self.watermark) and 0.0 <= self.watermark < 1.0,
             f"watermark is {self.watermark!r}; it is a share from 0 up to 1, exclusive",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from minivllm.config.checks import is_count, refuse_unknown, require
+from minivllm.config.checks import is_count, refuse_unknown, require, require_choice, require_counts
 
 METHODS = ("ngram", "draft_model", "eagle3")
 MODEL_METHODS = ("draft_model", "eagle3")
@@ -19,7 +19,7 @@ DEFAULT_LOOKUP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How to draft, and how many tokens.
+    """Settings of speculation: the method of drafting, and the number of tokens.
 
     - `method`: "ngram" finds an earlier occurrence of the last tokens in the same request, and drafts what followed it.
       "draft_model" runs a smaller model with the same vocabulary; in a dictionary with a `model` it is the default.
@@ -60,18 +60,16 @@ class SpeculativeConfig:
         refuse_unknown("speculative_config has no key", settings, [field.name for field in fields(cls)])
         method = settings.get("method")
         if method is not None:
-            _check_method(method)
+            require_choice("speculative method", method, METHODS)
         require("num_speculative_tokens" in settings, "speculative_config lacks num_speculative_tokens, such as 4")
+        # As in vLLM: who names a model wants it to draft.
         by_default = "ngram" if settings.get("model") is None else "draft_model"
         return cls(**{**settings, "method": by_default if method is None else method})
 
     def __post_init__(self) -> None:
-        _check_method(self.method)
-        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
-            value = getattr(self, name)
-            if value is None and name != "num_speculative_tokens":
-                continue
-            require(is_count(value, 1), f"{name} is {value!r}; it must be a whole number from 1 on")
+        require_choice("speculative method", self.method, METHODS)
+        require_counts(self, 1, "num_speculative_tokens")
+        require_counts(self, 1, "prompt_lookup_max", "prompt_lookup_min", may_be_none=True)
         self._check_model()
         require(
             self.lookup_min <= self.lookup_max,
@@ -87,10 +85,7 @@ class SpeculativeConfig:
                 isinstance(self.model, str | Path) and bool(str(self.model)),
                 f"speculative method {self.method!r} needs a model: a directory, or a name on the Hugging Face hub",
             )
-        require(
-            self.draft_sample_method in DRAFT_SAMPLE_METHODS,
-            f"unknown draft_sample_method {self.draft_sample_method!r}; known are {', '.join(DRAFT_SAMPLE_METHODS)}",
-        )
+        require_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
         require(
             self.draft_sample_method == "greedy" or self.runs_model,
             f"draft_sample_method {self.draft_sample_method!r} needs a method with a model; {self.method!r} has none",
@@ -98,17 +93,17 @@ class SpeculativeConfig:
 
     @property
     def runs_model(self) -> bool:
-        """Whether drafts come from a model, which has weights and a KV cache."""
+        """Return whether drafts come from a model, which has weights and a KV cache."""
         return self.method in MODEL_METHODS
 
     @property
     def use_eagle(self) -> bool:
-        """Whether the drafter reads the target's hidden states."""
+        """Return whether the drafter reads the target's hidden states."""
         return self.method == "eagle3"
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Slots that the drafter needs beyond those of a step's tokens: 0 for a drafter without a KV cache.
+        """Return how many slots the drafter needs beyond those of a step's tokens; 0 if it has no KV cache.
 
         After a step whose drafts were all accepted, the drafter reads the sampled token and all of its drafts but the
         last one: one slot for each.
@@ -117,23 +112,23 @@ class SpeculativeConfig:
 
     @property
     def drafting(self) -> "DraftingConfig":
-        """What the scheduler has to know of it."""
+        """Return what the scheduler has to know of speculation."""
         return DraftingConfig(**{field.name: getattr(self, field.name) for field in fields(DraftingConfig)})
 
     @property
     def lookup_max(self) -> int:
-        """Length of the longest n-gram to look up."""
+        """Return the length of the longest n-gram to look up."""
         return self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP
 
     @property
     def lookup_min(self) -> int:
-        """Length of the shortest n-gram to look up."""
+        """Return the length of the shortest n-gram to look up."""
         return self.prompt_lookup_min or self.prompt_lookup_max or DEFAULT_LOOKUP
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingConfig:
-    """What the scheduler has to know of speculation; by default there is none.
+    """The scheduler's part of the speculation settings; by default there is no speculation.
 
     - `num_speculative_tokens`: the most draft tokens per request and step.
     - `num_lookahead_tokens`: extra slots to allocate, for a drafter that writes into the same blocks.
@@ -148,20 +143,26 @@ class DraftingConfig:
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_speculative_tokens", "num_lookahead_tokens"):
-            value = getattr(self, name)
-            require(is_count(value, 0), f"{name} is {value!r}; it must be a whole number, and not negative")
+        require_counts(self, 0, "num_speculative_tokens", "num_lookahead_tokens")
+
+    def num_drafts_after(self, num_requests: int) -> int | None:
+        """Return the most drafts for each request after a step of `num_requests`; None: `num_speculative_tokens`.
+
+        A batch size beyond a range of `num_speculative_tokens_per_batch_size` counts as the range's last one.
+        """
+        schedule = self.num_speculative_tokens_per_batch_size
+        if not schedule or not num_requests:
+            return None
+        # The ranges rise, so the last one that has begun is the right one.
+        scheduled = [drafts for first, _, drafts in schedule if first <= num_requests][-1]
+        return min(self.num_speculative_tokens, scheduled)
 
 
 NO_DRAFTS = DraftingConfig()
 
 
-def _check_method(method: object) -> None:
-    require(method in METHODS, f"unknown speculative method {method!r}; known are {', '.join(METHODS)}")
-
-
 def check_schedule(schedule: object) -> None:
-    """Rejects what is no `num_speculative_tokens_per_batch_size`: ranges must begin with 1, rise, and not overlap."""
+    """Raise unless these are ranges of batch sizes that begin with 1, rise, and do not overlap; None: no schedule."""
     if schedule is None:
         return
     name = "num_speculative_tokens_per_batch_size"

@@ -38,14 +38,15 @@ class StructuredOutputsParams:
         for name in ("structural_tag", "disable_additional_properties"):
             value = getattr(self, name)
             require(
+                # Clients send these fields with their defaults.
                 value is None or value is False or (isinstance(value, str) and not value),
                 f"structured_outputs: {name} is not served here",
             )
         require_flags(self, "disable_any_whitespace")
         self._check_types()
-        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
-        require(bool(given), f"structured_outputs has no constraint; give one of {', '.join(CONSTRAINTS)}")
-        require(len(given) == 1, f"structured_outputs has {' and '.join(given)}; give only one of them")
+        constraints = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        require(bool(constraints), f"structured_outputs has no constraint; give one of {', '.join(CONSTRAINTS)}")
+        require(len(constraints) == 1, f"structured_outputs has {' and '.join(constraints)}; give only one of them")
 
     def _check_types(self) -> None:
         require(
@@ -68,6 +69,6 @@ class StructuredOutputsParams:
         if isinstance(self.choice, str) or not isinstance(self.choice, Sequence):
             raise MinivllmError(f"choice is {type(self.choice).__name__}; it must be a list of texts")
         require(len(self.choice) > 0, "choice is an empty list; give at least one text")
-        for one in self.choice:
-            require(isinstance(one, str), f"choice has {one!r}; it must be a list of texts")
-            encodable(one, "a choice")
+        for text in self.choice:
+            require(isinstance(text, str), f"choice has {text!r}; it must be a list of texts")
+            encodable(text, "a choice")

@@ -35,6 +35,7 @@ class AdapterSlots:
         if slot is None:
             if not self._free:
                 self.deactivate(self._least_recently_used())
+            # The lowest free slot, so that equal runs use equal slots.
             slot = heapq.heappop(self._free)
             self.slots[slot] = adapter_id
         self._slot_of[adapter_id] = slot

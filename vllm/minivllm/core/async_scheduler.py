@@ -13,9 +13,9 @@ unless all were admitted into the same step: the scheduler does not divide them 
 In vLLM v0.33.0: `vllm/v1/core/sched/async_scheduler.py` (`AsyncScheduler`).
 """
 
-from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.core.step import Step
 
 UNKNOWN_TOKEN = -1
@@ -28,6 +28,7 @@ class AsyncScheduler(Scheduler):
     def _make_output(self, step: Step) -> SchedulerOutput:
         output = super()._make_output(step)
         if not self.config.async_scheduling:
+            # In a pipeline the first stage does not have the token that the last one has sampled: send it along.
             sampled = [[] if request.is_prefill_chunk else [request.all_token_ids[-1]] for request in step.continued]
             output.scheduled_cached_reqs.new_token_ids = sampled
         return output
@@ -36,10 +37,12 @@ class AsyncScheduler(Scheduler):
         super()._update_after_schedule(output)
         drafts = output.scheduled_spec_decode_tokens
         most = output.num_spec_tokens_to_schedule
+        # Only their number matters here; the worker knows the tokens.
         unknown_drafts = [UNKNOWN_TOKEN] * (self.drafting.num_speculative_tokens if most is None else most)
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             if not request.is_prefill_chunk:
+                # One sampled token, and one for each draft that may be accepted.
                 request.num_output_placeholders += 1 + len(drafts.get(request_id, ()))
                 # The mask of a grammar needs to know the drafts before it.
                 request.spec_token_ids = [] if request.structured_output_request else unknown_drafts
@@ -51,7 +54,7 @@ class AsyncScheduler(Scheduler):
         return super().cap_num_tokens(request, num_new_tokens, step)
 
     def _may_run_ahead(self, request: Request) -> bool:
-        """Whether a step may be scheduled for a request with outputs in flight: not if they are sure to be its last.
+        """Return whether a request with outputs in flight may get a step: not if they are sure to be its last.
 
         Nor if it has a grammar, whose mask depends on them.
         """
@@ -78,8 +81,9 @@ class AsyncScheduler(Scheduler):
         if not was_preempted:
             self._cache_known(request)
         elif has_stopped:
+            # It was preempted while this step computed its last token, so it need not run again.
             self.waiting.remove_requests((request,))
         return new_token_ids, has_stopped
 
     def _cache_accepted(self, request: Request) -> None:
-        """Nothing is left to publish: drafts or not, `_update_request_with_output` has done it."""
+        """Do nothing: `_update_request_with_output` has published these blocks, with drafts or without."""

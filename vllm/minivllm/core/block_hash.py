@@ -26,7 +26,7 @@ NONE_HASH: BlockHash = hashlib.sha256(b"no block before this one").digest()
 
 
 def generate_block_hash_extra_keys(lora_request: LoRARequest | None, cache_salt: str | None) -> bytes:
-    """Returns the extra keys of one block, each tagged and length-prefixed; pass `cache_salt` for the first block only.
+    """Return the extra keys of one block, each tagged and length-prefixed; pass `cache_salt` for the first block only.
 
     Tags distinguish an adapter from a salt of the same name; lengths distinguish ("ab", "c") from ("a", "bc").
     """
@@ -40,7 +40,7 @@ def generate_block_hash_extra_keys(lora_request: LoRARequest | None, cache_salt:
 
 
 def hash_block_tokens(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
-    """Returns the hash (SHA-256, 32 bytes) of a block that holds `token_ids` and follows the block hashed `parent`."""
+    """Return the hash (SHA-256, 32 bytes) of a block that holds `token_ids` and follows the block hashed `parent`."""
     # For a given block size, parent and tokens have fixed lengths, so the concatenation is unambiguous.
     return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids) + extra_keys).digest()
 
@@ -54,7 +54,7 @@ def hash_new_full_blocks(
     *,
     hash_block: HashBlockTokens = hash_block_tokens,
 ) -> None:
-    """Extends `block_hashes`, which covers the first full blocks of `token_ids`, to cover all of them."""
+    """Extend `block_hashes`, which covers the first full blocks of `token_ids`, to cover all of them."""
     parent = block_hashes[-1] if block_hashes else NONE_HASH
     for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         keys = later_block_keys if start else first_block_keys

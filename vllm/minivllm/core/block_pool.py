@@ -48,19 +48,21 @@ class FreeKVCacheBlockQueue:
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.num_free_blocks = 0
+        # Sentinels at both ends: no operation has to ask whether a block is the first or the last.
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
         _link(self._head, self._tail)
         self.append_n(blocks)
 
     def popleft(self) -> KVCacheBlock:
-        """Takes the head. Raises `BlockPoolError` if no block is free."""
+        """Take the head. Raise `BlockPoolError` if no block is free."""
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """Takes `n` blocks from the head, head first. Raises `BlockPoolError`, taking none, if fewer are free."""
+        """Take `n` blocks from the head, head first. Raise `BlockPoolError`, taking none, if fewer are free."""
         if n > self.num_free_blocks:
             raise BlockPoolError(f"cannot take {n} blocks: {self.num_free_blocks} are free")
+        # Unlink `n` blocks in one pass and join the rest of the list once.
         taken: list[KVCacheBlock] = []
         block = self._head.next_free_block
         for _ in range(n):
@@ -74,7 +76,7 @@ class FreeKVCacheBlockQueue:
         return taken
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Removes one block from anywhere in the queue. Raises `BlockPoolError` if it is not in the queue."""
+        """Remove one block from anywhere in the queue. Raise `BlockPoolError` if it is not in the queue."""
         if block.prev_free_block is None or block.next_free_block is None:
             raise BlockPoolError(f"{block} is not in the free queue")
         _link(block.prev_free_block, block.next_free_block)
@@ -82,23 +84,23 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """Puts one block at the tail, to be reused last."""
+        """Put one block at the tail, to be reused last."""
         self.append_n((block,))
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Puts blocks at the tail, in the given order; the last one becomes the tail."""
+        """Put blocks at the tail, in the given order; the last one becomes the tail."""
         self._insert_between(self._tail.prev_free_block, blocks, self._tail)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Puts blocks at the head as one group, in the given order; the first one becomes the head."""
+        """Put blocks at the head as one group, in the given order; the first one becomes the head."""
         self._insert_between(self._head, blocks, self._head.next_free_block)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """Returns the free blocks from head to tail. O(n): for tests and figures."""
+        """Return the free blocks from head to tail. O(n): for tests and figures."""
         return self.first(self.num_free_blocks)
 
     def first(self, n: int) -> list[KVCacheBlock]:
-        """Returns up to `n` blocks from the head, which stay where they are."""
+        """Return up to `n` blocks from the head, which stay where they are."""
         blocks: list[KVCacheBlock] = []
         block = self._head.next_free_block
         while block is not None and block is not self._tail and len(blocks) < n:
@@ -111,6 +113,7 @@ class FreeKVCacheBlockQueue:
     ) -> None:
         assert before is not None
         for block in blocks:
+            # A block in the list would be linked twice, and the list would fall apart later.
             if block.prev_free_block is not None:
                 raise BlockPoolError(f"{block} is already in the free queue")
             before.next_free_block = block
@@ -141,16 +144,17 @@ class BlockHashToBlockMap:
         return len(self._blocks)
 
     def get_one_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
-        """Returns the block published first among those still published, or None."""
+        """Return the block published first among those still published, or None."""
         blocks = self._blocks.get(block_hash)
+        # Dictionaries keep their order, so the first is the one published first.
         return next(iter(blocks.values())) if blocks else None
 
     def insert(self, block_hash: BlockHash, block: KVCacheBlock) -> None:
-        """Publishes a block under its hash."""
+        """Publish a block under its hash."""
         self._blocks.setdefault(block_hash, {})[block.block_id] = block
 
     def pop(self, block_hash: BlockHash, block_id: int) -> None:
-        """Removes one block; others with the same hash can still be found."""
+        """Remove one block; others with the same hash can still be found."""
         blocks = self._blocks[block_hash]
         del blocks[block_id]
         if not blocks:
@@ -169,6 +173,7 @@ class BlockPool:
             raise MinivllmError(f"num_gpu_blocks is {num_gpu_blocks}; at least 2 are needed: block 0 is the null block")
         self.num_gpu_blocks = num_gpu_blocks
         self.enable_caching = enable_caching
+        # A hundred thousand objects that live forever: Python's GC need not look at them again and again.
         with at_rest():
             self.blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in range(num_gpu_blocks)]
             self.null_block = self.blocks[0]
@@ -177,25 +182,25 @@ class BlockPool:
 
     @property
     def num_usable_blocks(self) -> int:
-        """Number of blocks available to requests: all but the null block."""
+        """Return the number of blocks available to requests: all but the null block."""
         return self.num_gpu_blocks - 1
 
     def get_num_free_blocks(self) -> int:
-        """Returns the number of blocks that no request holds, including cached ones."""
+        """Return the number of blocks that no request holds, including cached ones."""
         return self.free_block_queue.num_free_blocks
 
     def get_usage(self) -> float:
-        """Returns the fraction of the usable blocks that requests hold, 0 to 1."""
+        """Return the fraction of the usable blocks that requests hold, 0 to 1."""
         return 1.0 - self.get_num_free_blocks() / self.num_usable_blocks
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
-        """Returns the first block published under this hash, free or held, or None."""
+        """Return the first block published under this hash, free or held, or None."""
         return self.cached_block_hash_to_block.get_one_block(block_hash)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Takes blocks from the head of the free queue; each loses its hash and gets a reference count of 1.
+        """Take blocks from the head of the free queue; each loses its hash and gets a reference count of 1.
 
-        Raises `BlockPoolError`, taking none, if fewer than `num_blocks` are free.
+        Raise `BlockPoolError`, taking none, if fewer than `num_blocks` are free.
         """
         blocks = self.free_block_queue.popleft_n(num_blocks)
         for block in blocks:
@@ -204,18 +209,20 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Adds a reference to each block; blocks in the free queue leave it but keep their hash."""
+        """Add a reference to each block; blocks in the free queue leave it but keep their hash."""
         for block in blocks:
+            # A free block that still has its hash: take it out of the middle of the queue.
             if block.ref_cnt == 0 and not block.is_null:
                 self.free_block_queue.remove(block)
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Drops a reference to each block, in the order in which they should be evicted (a block table reversed).
+        """Drop a reference to each block, in the order in which they should be evicted (a block table reversed).
 
         Blocks whose count drops to zero join the free queue: those without a hash at its head, as one group whose first
-        block is reused next; those with a hash at its tail. Raises `BlockPoolError` for a block that is already free.
+        block is reused next; those with a hash at its tail. Raise `BlockPoolError` for a block that is already free.
         """
+        # Two lists rather than two calls a block: those without a hash keep their order as one group.
         without_hash: list[KVCacheBlock] = []
         with_hash: list[KVCacheBlock] = []
         for block in ordered_blocks:
@@ -232,7 +239,7 @@ class BlockPool:
     def cache_full_blocks(
         self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[BlockHash], num_cached: int, num_full: int
     ) -> None:
-        """Publishes `blocks[num_cached:num_full]` of one request's table under the hashes at the same positions."""
+        """Publish `blocks[num_cached:num_full]` of one request's table under the hashes at the same positions."""
         for index in range(num_cached, num_full):
             block, block_hash = blocks[index], block_hashes[index]
             if block.block_hash == block_hash:
@@ -243,12 +250,12 @@ class BlockPool:
             self.cached_block_hash_to_block.insert(block_hash, block)
 
     def evict_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Removes the hashes of blocks, so that they can no longer be found; reference counts do not change."""
+        """Remove the hashes of blocks, so that they can no longer be found; reference counts do not change."""
         for block in blocks:
             self._withdraw_hash(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every hash. Does nothing and returns False while any request holds a block."""
+        """Forget every hash. Do nothing and return False while any request holds a block."""
         if self.get_num_free_blocks() != self.num_usable_blocks:
             return False
         self.cached_block_hash_to_block = BlockHashToBlockMap()

@@ -11,20 +11,16 @@ class StructuredOutputGrammar(Protocol):
 
     @property
     def error(self) -> str | None:
-        """What has gone wrong, in one line; None while nothing has."""
-        ...
+        """Return what has gone wrong, in one line; None while nothing has."""
 
     def accept_token(self, token_id: int) -> bool:
-        """Moves on. Returns whether the token fits; if not, the grammar is in error."""
-        ...
+        """Move on. Return whether the token fits; if not, the grammar is in error."""
 
     def validate_tokens(self, token_ids: list[int]) -> list[int]:
-        """Returns the leading tokens that fit one after another. The place stays the same."""
-        ...
+        """Return the leading tokens that fit one after another. The place stays the same."""
 
     def is_terminated(self) -> bool:
-        """Whether an end-of-sequence token has been accepted."""
-        ...
+        """Return whether an end-of-sequence token has been accepted."""
 
 
 class StructuredOutputRequest(Protocol):
@@ -32,13 +28,10 @@ class StructuredOutputRequest(Protocol):
 
     @property
     def grammar(self) -> StructuredOutputGrammar:
-        """The grammar, once it is compiled without an error."""
-        ...
+        """Return the grammar, which must have been compiled without an error."""
 
     def is_pending(self) -> bool:
-        """Whether it is still being compiled."""
-        ...
+        """Return whether it is still being compiled."""
 
     def failure(self) -> str | None:
-        """Why there is no grammar; None if there is one."""
-        ...
+        """Return why there is no grammar, or None if there is one."""

@@ -35,15 +35,15 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Fraction of the usable blocks that requests hold, 0 to 1."""
+        """Return the fraction of the usable blocks that requests hold, 0 to 1."""
         return self.block_pool.get_usage()
 
     def get_block_ids(self, request_id: str) -> list[int]:
-        """Returns the block table of a request; empty if it holds no blocks."""
+        """Return the block table of a request; empty if it holds no blocks."""
         return [block.block_id for block in self.req_to_blocks.get(request_id, ())]
 
     def get_computed_blocks(self, request: Request) -> tuple[list[KVCacheBlock], int]:
-        """Returns the longest cached prefix of a request: its blocks, not touched yet, and its length in tokens.
+        """Return the longest cached prefix of a request: its blocks, not touched yet, and its length in tokens.
 
         It has at most `num_tokens - 1` tokens: the last one must be computed, because its logits are needed.
         With `use_eagle` the last block that matches is left out: what a drafter has cached at its last place depends on
@@ -75,12 +75,12 @@ class KVCacheManager:
         full_sequence_must_fit: bool = False,
         has_scheduled_reqs: bool = True,
     ) -> Sequence[KVCacheBlock] | None:
-        """Allocates the blocks for a request's next `num_new_tokens` tokens; if they do not fit, changes nothing.
+        """Allocate the blocks for a request's next `num_new_tokens` tokens; if they do not fit, change nothing.
 
             | computed | prefix hit            | external                       | new, drafts included | lookahead |
                          `new_computed_blocks`   `num_external_computed_tokens`   `num_lookahead_tokens`
 
-        Returns the blocks added to the table, excluding prefix hits, or None if they do not fit. Full blocks are
+        Return the blocks added to the table, excluding prefix hits, or None if they do not fit. Full blocks are
         published here, before they are computed: a request that finds them runs in the same forward pass or a later
         one. Draft tokens are never published.
 
@@ -96,6 +96,7 @@ class KVCacheManager:
         table = self.req_to_blocks.get(request.request_id, [])
         num_computed = request.num_computed_tokens + len(new_computed_blocks) * self.block_size
         num_tokens = num_computed + num_external_computed_tokens + num_new_tokens
+        # Lookahead must not reach beyond the longest request.
         num_slots = min(num_tokens + num_lookahead_tokens, self.max_model_len)
         num_held = len(table) + len(new_computed_blocks)
         num_missing = -(-num_slots // self.block_size) - num_held
@@ -103,32 +104,37 @@ class KVCacheManager:
         new_blocks: Sequence[KVCacheBlock] = ()
         if num_missing > 0:
             num_required = num_missing
+            # Admit only what can be computed to its end; otherwise a prompt could be preempted by
+            # its own next chunk.
             if full_sequence_must_fit:
                 num_full = -(-min(request.num_tokens, self.max_model_len) // self.block_size)
                 num_required = max(num_missing, num_full - num_held)
             num_available = self._num_available(request, new_computed_blocks, has_scheduled_reqs)
             if num_required > num_available or num_missing > num_available - reserved_blocks:
                 return None
+            # Before new blocks are taken, which could otherwise be these.
             self.block_pool.touch(new_computed_blocks)
             new_blocks = self.block_pool.get_new_blocks(num_missing)
             table += [*new_computed_blocks, *new_blocks]
             self.req_to_blocks[request.request_id] = table
             self.num_cached_block.setdefault(request.request_id, len(new_computed_blocks))
 
+        # Never beyond the known tokens: drafts may be rejected.
         if not delay_cache_blocks:
             self.cache_blocks(request, min(num_tokens, request.num_tokens))
         return new_blocks
 
     def num_missing_blocks(self, request: Request) -> int:
-        """Returns how many blocks a request lacks to hold all of its known tokens."""
+        """Return how many blocks a request lacks to hold all of its known tokens."""
         num_held = len(self.req_to_blocks.get(request.request_id, ()))
         return max(0, -(-min(request.num_tokens, self.max_model_len) // self.block_size) - num_held)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Publishes those full blocks of a request's first `num_tokens` tokens that are not published yet."""
+        """Publish those full blocks of a request's first `num_tokens` tokens that are not published yet."""
         if not self.enable_caching:
             return
         num_full = num_tokens // self.block_size
+        # Blocks are published once and in order, so a counter is enough.
         num_cached = self.num_cached_block[request.request_id]
         if num_full > num_cached:
             table = self.req_to_blocks[request.request_id]
@@ -136,7 +142,7 @@ class KVCacheManager:
             self.num_cached_block[request.request_id] = num_full
 
     def free(self, request: Request, *, withdraw_uncomputed: bool = False) -> None:
-        """Frees a request's blocks, last block first, so that the tail of a prefix is evicted before its head.
+        """Free a request's blocks, last block first, so that the tail of a prefix is evicted before its head.
 
         `withdraw_uncomputed`: the request had been scheduled, and its blocks published, in a step that it will not run
         in. Blocks that are not fully computed lose their hash. vLLM v0.33.0 keeps it, and may then serve keys and
@@ -150,7 +156,7 @@ class KVCacheManager:
             self.block_pool.evict_blocks(table[request.num_computed_tokens // self.block_size :])
 
     def record_prefix_cache_stats(self, request: Request, num_hit_tokens: int) -> None:
-        """Counts the lookup of a request being admitted; lookups that do not lead to an admission are not counted."""
+        """Count the lookup of a request being admitted; lookups that do not lead to an admission are not counted."""
         if self.enable_caching and not request.skip_reading_prefix_cache:
             self.prefix_cache_stats = self.prefix_cache_stats.with_lookup(
                 request.num_tokens, num_hit_tokens, request.num_preemptions > 0

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import torch
 
     from minivllm.core.block_pool import BlockPool, KVCacheBlock
-    from minivllm.core.output import SchedulerOutput
     from minivllm.core.request import Request
+    from minivllm.core.scheduler_output import SchedulerOutput
 
 KVTransferParams = dict[str, Any]
 """`kv_transfer_params` of a request: what a proxy, or another engine, tells the connector. Plain data, as in JSON."""
@@ -43,7 +43,7 @@ id. A connector moves all tensors of a layer."""
 
 
 class KVConnectorRole(Enum):
-    """Which side of a connector an object is."""
+    """The side of a connector that an object is."""
 
     SCHEDULER = 0
     WORKER = 1
@@ -51,7 +51,7 @@ class KVConnectorRole(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class KVConnectorConfig:
-    """What a connector is told of the engine it belongs to.
+    """A connector's view of the engine it belongs to.
 
     - `model_fingerprint`: equal for two engines that compute the same keys and values for the same tokens, but for
       rounding: the model, its weights, the dtype of the computation, and what drafts.
@@ -85,12 +85,12 @@ class KVConnectorConfig:
 
 
 class KVConnectorMetadata:
-    """What the scheduler's side tells the workers' sides in one step. Each connector has its own; plain data."""
+    """Orders of the scheduler's side to the workers' sides for one step: plain data, of each connector's own class."""
 
 
 @dataclass(slots=True)
 class KVConnectorOutput:
-    """What the workers' sides have done, told with a step's output.
+    """A report of the workers' sides, which comes with a step's output.
 
     - `finished_sending`, `finished_recving`: requests whose transfer is over, on all ranks.
       `failed_recving`: those of the latter of which nothing has arrived that could be used.
@@ -107,7 +107,7 @@ class KVConnectorOutput:
     kv_connector_worker_meta: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Whether it says nothing."""
+        """Return whether it says nothing."""
         return not (
             self.finished_sending
             or self.finished_recving
@@ -119,10 +119,11 @@ class KVConnectorOutput:
 
 
 def joined_stats(stats: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Returns the counts of several ranks or connectors as one: numbers are added, lists joined."""
+    """Return the counts of several ranks or connectors as one: numbers are added, lists joined."""
     joined: dict[str, Any] = {}
-    for one in filter(None, stats):
-        for name, value in one.items():
+    for counts in filter(None, stats):
+        for name, value in counts.items():
+            # `+` adds numbers and joins lists of observations.
             joined[name] = joined[name] + value if name in joined else value
     return joined or None
 
@@ -138,44 +139,45 @@ class KVConnectorBase_V1:
     """
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole) -> None:
-        """Raises `MinivllmError` for settings that this connector cannot work with."""
-        self.config, self.role = config, role
+        """Raise `MinivllmError` for settings that this connector cannot work with."""
+        self.config = config
+        self.role = role
         self._connector_metadata: KVConnectorMetadata | None = None
 
     # The workers' side
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Is told where the cache is, once, before the first step."""
+        """Take the cache's tensors; called once, before the first step."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Takes what the scheduler's side has built for this step."""
+        """Take what the scheduler's side has built for this step."""
         self._connector_metadata = connector_metadata
 
     def clear_connector_metadata(self) -> None:
-        """Forgets it at the step's end."""
+        """Forget it at the step's end."""
         self._connector_metadata = None
 
     def handle_preemptions(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Is called before this step's tokens overwrite blocks that were freed: what still reads them must end now."""
+        """Finish reading blocks that were freed: this step's tokens are about to overwrite them."""
 
     def start_load_kv(self) -> None:
-        """Begins to load what the metadata says, before the forward pass."""
+        """Begin to load what the metadata says, before the forward pass."""
         raise NotImplementedError
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Returns once this layer's keys and values, of those loaded within the step, are in the cache."""
+        """Return once this layer's keys and values, of those loaded within the step, are in the cache."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
-        """Begins to save this layer, now that the step's keys and values are in it; see `KVCaches` for `kv_layer`.
+        """Begin to save this layer, now that the step's keys and values are in it; see `KVCaches` for `kv_layer`.
 
         `attn_metadata` is None where the layers ran in a CUDA graph: then it is called for all of them afterwards.
         """
 
     def wait_for_save(self) -> None:
-        """Returns once the cache may be overwritten by a later step, as far as saves of this step are concerned."""
+        """Return once the cache may be overwritten by a later step, as far as saves of this step are concerned."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Returns the requests that this rank has (sent, received) since the last call, of asynchronous transfers.
+        """Return the requests that this rank has (sent, received) since the last call, of asynchronous transfers.
 
         `finished_req_ids`: requests that have finished since the last step. Only ids of requests for which
         `request_finished` said to delay, and which were loaded asynchronously, may be returned, each once.
@@ -183,33 +185,33 @@ class KVConnectorBase_V1:
         return set(), set()
 
     def get_failed_recving(self) -> set[str]:
-        """Returns those just returned as received of which nothing has arrived that could be used.
+        """Return those just returned as received of which nothing has arrived that could be used.
 
         In vLLM: `failed_recving` of `get_transfer_results`.
         """
         return set()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the blocks that were to be loaded and could not be, since the last call.
+        """Return the blocks that were to be loaded and could not be, since the last call.
 
         Of an asynchronous load, they must be told no later than the request is returned as received.
         """
         return set()
 
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
-        """Returns the counts since the last call, for metrics; None for none. Of a rank; see also `take_stats`."""
+        """Return the counts since the last call, for metrics; None for none. Of a rank; see also `take_stats`."""
         return None
 
     def build_connector_worker_meta(self) -> Any:
-        """Returns what else the scheduler's side should be told after this step; None for nothing."""
+        """Return what else the scheduler's side should be told after this step; None for nothing."""
         return None
 
     def get_handshake_metadata(self) -> Any:
-        """Returns what other engines need to reach this rank; plain data, or None. Asked once, after `register`."""
+        """Return what other engines need to reach this rank; plain data, or None. Asked once, after `register`."""
         return None
 
     def reset(self) -> None:
-        """On a rank, after a failed step: gives up what is being loaded. Sends go on; see `start_over`.
+        """Give up all loads on this rank, after a failed step. Sends go on; see `start_over`.
 
         When it returns, nothing writes into the cache any more, and no load will be told as received or failed.
         """
@@ -217,20 +219,20 @@ class KVConnectorBase_V1:
     # The scheduler's side
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """Is given `get_handshake_metadata` of all ranks, by rank, once, before the first step."""
+        """Take the `get_handshake_metadata` of all ranks, by rank; called once, before the first step."""
 
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
-        """Is told the pool, at first and whenever the engine starts over with a new one."""
+        """Take the block pool; called at first and whenever the engine starts over with a new one."""
 
     def on_new_request(self, request: "Request") -> None:
-        """Is told of each request that is added, before anything else is asked about it.
+        """Check a new request; called before any other method that gets it.
 
         Raises:
             MinivllmError: what the request's `kv_transfer_params` say cannot be; the request is refused.
         """
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Says how many tokens beyond the first `num_computed_tokens`, which are in the cache, it could load.
+        """Say how many tokens beyond the first `num_computed_tokens`, which are in the cache, it could load.
 
         May be asked several times for one request and must have no effects.
 
@@ -250,7 +252,7 @@ class KVConnectorBase_V1:
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Is told that a request has got its blocks, all of its table's, and how many tokens are to be loaded.
+        """Note that a request has its blocks, those of its whole table, and how many tokens to load into them.
 
         Called for each request that is admitted, with 0 as well. A block with a hash holds tokens already; those that
         are loaded asynchronously have none.
@@ -258,14 +260,14 @@ class KVConnectorBase_V1:
         raise NotImplementedError
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """Returns what the ranks are to do in this step, and forgets it. Must leave `scheduler_output` as it is."""
+        """Return what the ranks are to do in this step, and forget it. Must leave `scheduler_output` as it is."""
         raise NotImplementedError
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Is told what the ranks have done."""
+        """Take note of what the ranks have done."""
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
-        """Is told once of each request that ends, in whatever state, before its blocks are freed.
+        """Take note that a request has ended, in whatever state; called once, before its blocks are freed.
 
         Returns:
             Whether it still needs the blocks: then they are kept until `finished_sending` names the request; and what
@@ -274,14 +276,14 @@ class KVConnectorBase_V1:
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        """Whether steps must go on, without tokens, for something that no request waits for.
+        """Return whether steps must go on, without tokens, for something that no request waits for.
 
         They go on in any case while a request waits for keys and values, or blocks wait to be sent.
         """
         return False
 
     def release_gpu_blocks(self) -> bool:
-        """Gives back at once the blocks that it holds for copies out of the cache; returns whether any is free now.
+        """Give back at once the blocks that it holds for copies out of the cache; return whether any is free now.
 
         Asked where a running request finds no block, before another one loses its own. The ranks end these copies
         before the next forward pass. Not in vLLM, where requests are preempted although blocks are about to be free.
@@ -289,19 +291,19 @@ class KVConnectorBase_V1:
         return False
 
     def take_stats(self) -> dict[str, Any] | None:
-        """Returns what the scheduler's side has counted since the last call; None for nothing."""
+        """Return what the scheduler's side has counted since the last call; None for nothing."""
         return None
 
     def tier_state(self) -> dict[str, int] | None:
-        """Blocks of a tier of its own, for those who watch: "blocks", "used", "loading", "storing"."""
+        """Return the counts of "blocks", "used", "loading" and "storing" of the connector's own tier, for display."""
         return None
 
     def reset_cache(self) -> bool | None:
-        """Forgets what is stored elsewhere, with `reset_prefix_cache`. Returns whether it did; None: nothing to do."""
+        """Forget what is stored elsewhere, with `reset_prefix_cache`. Return whether it did; None: nothing to do."""
         return None
 
     def start_over(self) -> None:
-        """Is told that a step has failed, with whatever the ranks were told in it. Not in vLLM, whose engine ends then.
+        """Start over after a failed step, in which the ranks may or may not have followed their orders. Not in vLLM.
 
         Requests that do not end with it are computed here from their first token; what they were loading is given up.
         Blocks that `request_finished` said to keep are still kept, unchanged: the ranks must be told again, with the
@@ -311,4 +313,4 @@ class KVConnectorBase_V1:
     # Both sides
 
     def shutdown(self) -> None:
-        """Ends threads and connections. A second call does nothing."""
+        """End threads and connections. A second call does nothing."""

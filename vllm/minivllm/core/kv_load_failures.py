@@ -1,7 +1,7 @@
-"""What is left of running requests when blocks that should have been loaded hold nothing valid.
+"""Decide what running requests keep when blocks that should have been loaded hold nothing valid.
 
 Blocks are published when they are scheduled, so other requests may have found them, and those that were computed behind
-them. The first request in the batch with such a block computes it anew, and all of its own behind it. Others that have
+them. The first request in the batch with such a block computes it again, and all of its own behind it. Others that have
 it too only wait for that: they share the block.
 
 In vLLM v0.33.0: `_update_requests_with_invalid_blocks` in `vllm/v1/core/sched/scheduler.py`, which goes by the blocks
@@ -15,7 +15,7 @@ from minivllm.core.request import Request, RequestStatus
 
 
 class LoadFailures:
-    """Which request computes which block anew."""
+    """Keeps track of which request computes which block again."""
 
     def __init__(self) -> None:
         self._owners: dict[int, Request] = {}
@@ -29,13 +29,14 @@ class LoadFailures:
         manager: KVCacheManager,
         given_back: Collection[Sequence[int]] = (),
     ) -> list[Request]:
-        """Sets `num_computed_tokens` of each request that has an invalid block to what is valid, or will be soon.
+        """Set `num_computed_tokens` of each request that has an invalid block to what is valid, or will be soon.
 
-        Blocks to be computed anew lose their hashes, and so do those of tables that were `given_back` since the step
+        Blocks to be computed again lose their hashes, and so do those of tables that were `given_back` since the step
         was scheduled. Returns these requests.
         """
         requests = list(requests)
-        self._owners, self._bad = {}, set(invalid_block_ids)
+        self._owners = {}
+        self._bad = set(invalid_block_ids)
         for request in requests:
             self._wait_no_more(request, manager)
         self._withdraw(given_back, manager)
@@ -44,7 +45,7 @@ class LoadFailures:
         return affected
 
     def _withdraw(self, tables: Iterable[Sequence[int]], manager: KVCacheManager) -> None:
-        """Whatever stands behind an invalid block in one of these tables was computed with it, and nobody owns it."""
+        """Withdraw the hashes of blocks behind an invalid one in these tables: they were computed with it."""
         blocks = manager.block_pool.blocks
         for block_ids in tables:
             start = next((place for place, block_id in enumerate(block_ids) if self._is_bad(block_id)), len(block_ids))
@@ -52,7 +53,7 @@ class LoadFailures:
             self._bad.update(block_ids[start:])
 
     def _wait_no_more(self, request: Request, manager: KVCacheManager) -> None:
-        """Lets a request compute itself what others were to compute for it, as long as they may fail again."""
+        """Let a request compute itself what others were to compute for it, as long as they may fail again."""
         if request.request_id in self._needs:
             start, _ = self._needs.pop(request.request_id)
             set_computed(request, min(start, request.num_computed_tokens // manager.block_size), manager)
@@ -63,14 +64,17 @@ class LoadFailures:
     def _truncate(self, request: Request, manager: KVCacheManager) -> bool:
         block_ids = manager.get_block_ids(request.request_id)
         block_ids = block_ids[: -(-request.num_computed_tokens // manager.block_size)]
+        # Everything behind the first bad block was computed with it.
         start = next((place for place, block_id in enumerate(block_ids) if self._is_bad(block_id)), None)
         if start is None:
             return False
         end = start  # of those that others compute
         needs: dict[str, tuple[Request, int]] = {}
+        # Blocks that an earlier request recomputes need not be computed by this one, only awaited.
         while end < len(block_ids) and (owner := self._owners.get(block_ids[end])):
             end += 1
             needs[owner.request_id] = owner, end * manager.block_size
+        # From here on this request computes the blocks, for itself and for others.
         self._owners |= dict.fromkeys(block_ids[end:], request)
         set_computed(request, end, manager)
         self.forget(request)
@@ -79,13 +83,14 @@ class LoadFailures:
         return True
 
     def must_wait(self, request: Request, also: Mapping[str, int], manager: KVCacheManager) -> bool:
-        """Whether blocks that this request reads are still to be computed by others; `also`: tokens of this step.
+        """Return whether others still compute blocks that this request reads; `also`: tokens of this step.
 
         If one of those does not run any more, the request computes the blocks itself.
         """
         start, needs = self._needs.get(request.request_id, (0, {}))
         if not needs:
             return False
+        # An owner was preempted or has ended, so nobody would compute these blocks.
         if any(owner.status is not RequestStatus.RUNNING for owner, _ in needs.values()):
             self.forget(request)
             table = manager.req_to_blocks[request.request_id]
@@ -100,19 +105,20 @@ class LoadFailures:
         return False
 
     def concern(self, request: Request, manager: KVCacheManager) -> bool:
-        """Whether a request holds blocks that others are to compute anew."""
+        """Return whether a request holds blocks that others are to compute again."""
         return any(self._is_bad(block_id) for block_id in manager.get_block_ids(request.request_id))
 
     def forget(self, request: Request) -> None:
-        """This request needs nothing of others any more."""
+        """Forget which blocks of other requests this one needs."""
         self._needs.pop(request.request_id, None)
 
 
 def set_computed(request: Request, num_blocks: int, manager: KVCacheManager) -> None:
-    """Lets a request go on behind its first blocks; what it has computed behind them is not published any more."""
+    """Let a request go on behind its first blocks; what it has computed behind them is not published any more."""
     name = request.request_id
     table = manager.req_to_blocks[name]
     manager.block_pool.evict_blocks(table[num_blocks:])
     manager.num_cached_block[name] = min(manager.num_cached_block[name], num_blocks)
+    # The last token is computed in any case, since its logits are needed.
     request.num_computed_tokens = min(num_blocks * manager.block_size, request.num_tokens - 1)
     request.num_cached_tokens = min(request.num_cached_tokens, request.num_computed_tokens)

@@ -1,6 +1,6 @@
-"""The books of a second tier of the KV cache: which blocks lie in host memory, and which of them go first.
+"""Keep the books of a second tier of the KV cache: which blocks lie in host memory, and which of them go first.
 
-The tier is a second block pool, keyed by the same hashes as the first one. Nobody's table points into it: a block is
+The tier is a second block pool, keyed by the same hashes as the first one. No block table points into it: a block is
 copied there when it is full, and copied back into a block of the first pool when a request's prefix is found there but
 not here. So it extends the prefix cache, and a request that was preempted profits like any other.
 
@@ -9,9 +9,8 @@ A copy takes time, so each comes as a pair, and between its two calls the blocks
     prepare_store ──▶ copy ──▶ complete_store      in between the key is HIT_PENDING, and its block is not evicted
     prepare_load  ──▶ copy ──▶ complete_load       in between the key stays a HIT, and its block is not evicted
 
-Who is evicted is said by the pool's own free queue: the key that was not touched for longest (LRU). All keys of a
-request are touched together, its last block first, so the tail of a prefix goes before its head, without which it is of
-no use.
+The pool's own free queue says which key is evicted: the least recently used one. All keys of a request are touched
+together, its last block first, so the tail of a prefix goes before its head, without which it is of no use.
 
 In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py`, whose second `BlockPool` this is;
 `vllm/v1/kv_offload/cpu/manager.py` (`CPUOffloadingManager`), which can also evict by ARC
@@ -27,7 +26,7 @@ from minivllm.core.block_pool import BlockPool, BlockPoolError, KVCacheBlock
 
 
 class LookupResult(Enum):
-    """What the tier knows of a key: nothing; it can be loaded; it is being stored."""
+    """The state of a key in the tier: unknown; it can be loaded; it is being stored."""
 
     MISS = 0
     HIT = 1
@@ -35,73 +34,75 @@ class LookupResult(Enum):
 
 
 class PrepareStoreOutput(NamedTuple):
-    """What a store is to copy: these keys, into these blocks of the tier."""
+    """The keys that a store is to copy, and the blocks of the tier that they go to."""
 
     keys_to_store: list[BlockHash]
     block_ids: list[int]
 
 
 class CPUOffloadingManager:
-    """A second block pool, of `num_blocks` usable blocks with ids from 1 on. Each key is there once.
+    """A second block pool, of `num_blocks` usable blocks; ids start at 1. Each key is there once.
 
-    Raises `BlockPoolError` for calls that are not paired.
+    Raise `BlockPoolError` for calls that are not paired.
     """
 
     def __init__(self, num_blocks: int) -> None:
+        # One more for the null block, which every pool has.
         self.block_pool = BlockPool(num_blocks + 1)
         self._pending: dict[BlockHash, KVCacheBlock] = {}
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the tier."""
+        """Return the number of blocks of the tier."""
         return self.block_pool.num_usable_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that can be loaded."""
+        """Return the number of blocks that can be loaded."""
         return len(self.block_pool.cached_block_hash_to_block)
 
     @property
     def num_pending_blocks(self) -> int:
-        """Blocks that are being stored."""
+        """Return the number of blocks that are being stored."""
         return len(self._pending)
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Blocks that are being stored or loaded, or were promised to a request."""
+        """Return the number of blocks that are being stored or loaded, or are promised to a request."""
         return self.num_blocks - self.block_pool.get_num_free_blocks()
 
     def lookup(self, key: BlockHash) -> LookupResult:
-        """Says whether a key is there; changes nothing."""
+        """Say whether a key is there; changes nothing."""
         if self.block_pool.get_cached_block(key) is not None:
             return LookupResult.HIT
         return LookupResult.HIT_PENDING if key in self._pending else LookupResult.MISS
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
-        """Takes note that a request with these keys has come, or has ended: they are evicted later than others."""
+        """Take note that a request with these keys has come, or has ended: they are evicted later than others."""
+        # Holding a block and letting it go puts it at the end of the free queue: so it counts as used just now.
         hits = [key for key in keys if self.lookup(key) is LookupResult.HIT]
         self.prepare_load(hits)
         self.complete_load(hits)
 
     def prepare_load(self, keys: Iterable[BlockHash]) -> list[int]:
-        """Pins the blocks of these keys, all of them hits, and returns their ids. Several loads may overlap."""
+        """Pin the blocks of these keys, all of them hits, and return their ids. Several loads may overlap."""
         blocks = self._blocks_of(keys)
         self.block_pool.touch(blocks)
         return [block.block_id for block in blocks]
 
     def complete_load(self, keys: Iterable[BlockHash]) -> None:
-        """Ends one `prepare_load` of these keys, which are evicted later than others from now on."""
+        """End one `prepare_load` of these keys, which are evicted later than others from now on."""
         self.block_pool.free_blocks(reversed(self._blocks_of(keys)))
 
     def prepare_store(self, keys: Iterable[BlockHash]) -> PrepareStoreOutput | None:
-        """Takes a block for each of a request's keys that is not there, as far as there are any; others are left out.
+        """Take a block for each of a request's keys that is not there, as far as there are any; others are left out.
 
         Those that are there stay, and count as used just now, as in vLLM's `CPUOffloadingManager`: the block of an
         offered key was just read, or is about to leave the cache. None: not one block can be had, since all are pinned.
         """
-        found = {key: self.lookup(key) for key in keys}
-        missing = [key for key, result in found.items() if result is LookupResult.MISS]
-        hits = [key for key, result in found.items() if result is LookupResult.HIT]
+        results = {key: self.lookup(key) for key in keys}
+        missing = [key for key, result in results.items() if result is LookupResult.MISS]
+        hits = [key for key, result in results.items() if result is LookupResult.HIT]
         self.prepare_load(hits)  # so that they are not evicted for the others
         blocks = self.block_pool.get_new_blocks(min(len(missing), self.block_pool.get_num_free_blocks()))
         self.complete_load(hits)
@@ -112,13 +113,13 @@ class CPUOffloadingManager:
         return PrepareStoreOutput(to_store, [block.block_id for block in blocks])
 
     def complete_store(self, keys: Sequence[BlockHash]) -> None:
-        """Ends a store: from now on these keys are hits."""
+        """End a store: from now on these keys are hits."""
         blocks = [self._pending.pop(key) for key in keys]
         self.block_pool.cache_full_blocks(blocks, keys, 0, len(keys))
         self.block_pool.free_blocks(reversed(blocks))
 
     def reset(self) -> bool:
-        """Forgets all keys. Does nothing and returns False while a block is pinned."""
+        """Forget all keys. Do nothing and return False while a block is pinned."""
         return self.block_pool.reset_prefix_cache()
 
     def _blocks_of(self, keys: Iterable[BlockHash]) -> list[KVCacheBlock]:

@@ -21,7 +21,7 @@ class RequestLimits:
     num_extra_tokens: int = 0
 
     def check(self, name: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Rejects a request that could never finish.
+        """Reject a request that could never finish.
 
         Raises:
             MinivllmError: its prompt leaves no room to generate, or it may need more blocks than the pool has.

@@ -15,8 +15,8 @@ class LoRARequest:
 
     - `base_model_name`: the model that it was trained for, if anybody says so; a list of models shows it.
     - `load_inplace`: load the folder again if the id is known already.
-    - `fingerprint`: of what was read from the folder; the core sets it. Whoever reads the folder again refuses anything
-      else, and cached blocks go by it, so that those of a folder which was written anew are others. Not in vLLM.
+    - `fingerprint`: of what was read from the folder; the core sets it. A rank that reads the folder again refuses
+      anything else, and cached blocks go by it, so that those of a folder which was rewritten are others. Not in vLLM.
     """
 
     lora_name: str
@@ -36,15 +36,12 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
-        """As `lora_name`."""
         return self.lora_name
 
     @property
     def path(self) -> str:
-        """As `lora_path`."""
         return self.lora_path
 
     @property
     def adapter_id(self) -> int:
-        """As `lora_int_id`."""
         return self.lora_int_id

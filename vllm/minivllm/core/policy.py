@@ -103,7 +103,7 @@ class SchedulingPolicy:
 
     @property
     def replaced(self) -> dict[str, Callable[..., Any]]:
-        """The functions that are not the default, by name."""
+        """Return the functions that are not the default, by name."""
         given = ((field, getattr(self, field.name)) for field in fields(self))
         return {field.name: rule for field, rule in given if rule is not field.default}
 

@@ -1,4 +1,4 @@
-"""The scheduler's dealings with a KV connector: who waits for keys and values, and whose blocks are still needed.
+"""The scheduler's dealings with a KV connector: requests that wait for keys and values, and blocks still in use.
 
 A request whose prefix comes from elsewhere is in one of these places:
 
@@ -30,16 +30,16 @@ from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorOutput, KVTransferParams
 from minivllm.core.kv_load_failures import LoadFailures
-from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import create_request_queue
-from minivllm.core.stats import KVFetchStats, PrefixCacheStats
+from minivllm.core.scheduler_output import SchedulerOutput
+from minivllm.core.stats import PrefixCacheStats
 
 LOAD_FAILED = 'its keys and values could not be loaded from elsewhere, and kv_load_failure_policy is "fail"'
 
 
 class Prefix(NamedTuple):
-    """What of a request needs no computing: `blocks` of `num_local` tokens in the cache, and more from elsewhere.
+    """The part of a request that needs no computing: `blocks` of `num_local` cached tokens, and more from elsewhere.
 
     `loads_async`: the `num_external` tokens are loaded while other steps run.
     """
@@ -51,7 +51,7 @@ class Prefix(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """All of them, in tokens."""
+        """Return the number of all these tokens."""
         return self.num_local + self.num_external
 
 
@@ -59,7 +59,9 @@ class RemoteKV:
     """The requests of one scheduler that a connector has to do with. `recomputes`: what is lost is computed here."""
 
     def __init__(self, connector: KVConnectorBase_V1, manager: KVCacheManager, recomputes: bool) -> None:
-        self.connector, self.manager, self.recomputes = connector, manager, recomputes
+        self.connector = connector
+        self.manager = manager
+        self.recomputes = recomputes
         self.kv_holding_waiting: dict[str, Request] = {}
         self.received = create_request_queue("fcfs")
         """Requests whose blocks are filled, and which wait for their turn, in order of admission."""
@@ -68,7 +70,6 @@ class RemoteKV:
         self.releasing: dict[str, Request] = {}
         """Requests that have ended, and whose blocks are still needed."""
         self.connector_prefix_cache_stats = PrefixCacheStats()
-        self._to_start: set[str] = set()  # requests that bring word of keys and values elsewhere
         self._being_sent: set[str] = set()
         self._being_received: set[str] = set()  # of those in `releasing`
         self._never_again: set[str] = set()
@@ -79,6 +80,7 @@ class RemoteKV:
         connector.bind_gpu_block_pool(manager.block_pool)
 
     def _forget_steps(self) -> None:
+        # Steps under way that compute with a request's blocks, and those of them that are worth nothing.
         self._in_flight: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
         self._given_back: dict[str, list[int]] = {}  # block tables, by request, that a step in flight computes with
@@ -86,28 +88,21 @@ class RemoteKV:
         self._failures = LoadFailures()
 
     def is_busy(self) -> bool:
-        """Whether steps must go on though no request is unfinished."""
+        """Return whether steps must go on though no request is unfinished."""
         return bool(self.releasing) or self.connector.has_pending_block_frees()
-
-    def fetch_stats(self) -> KVFetchStats:
-        """How many requests wait for keys and values, by stage."""
-        num_there = len(self.finished_recving_kv_req_ids & self.kv_holding_waiting.keys())
-        num_under_way = len(self.kv_holding_waiting) - num_there
-        return KVFetchStats(len(self._to_start), num_under_way, num_there + len(self.received))
 
     # Admission
 
     def added(self, request: Request) -> None:
-        """Tells the connector of a new request; raises `MinivllmError` as `on_new_request` does."""
+        """Tell the connector of a new request; raise `MinivllmError` as `on_new_request` does."""
         self.connector.on_new_request(request)
-        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            self._to_start.add(request.request_id)
 
     def find_prefix(self, request: Request) -> Prefix | None:
-        """Returns the longest prefix of a waiting request, here and elsewhere; None: nobody knows yet."""
+        """Return the longest prefix of a waiting request, here and elsewhere; None: nobody knows yet."""
         if request.num_computed_tokens > 0:
             return Prefix((), request.num_computed_tokens)  # it was loaded, and lies in its blocks
         blocks, num_local = self.manager.get_computed_blocks(request)
+        # The last token is always computed, so a prompt of one token has nothing to find.
         computes_all = request.skip_reading_prefix_cache or request.num_tokens == 1
         if computes_all or request.request_id in self._never_again:
             return Prefix(blocks, num_local)
@@ -115,23 +110,25 @@ class RemoteKV:
         if num_external is None:
             return None
         most = request.num_tokens - num_local - (not loads_async)  # the last token is computed in any case
+        # A connector may count more tokens than the request can use, or fewer than none.
         num_external = max(0, min(num_external, most))
         return Prefix(blocks, num_local, num_external, loads_async and num_external > 0)
 
     def num_reserved_blocks(self, running: Iterable[Request]) -> int:
-        """Blocks that prompts under way, running or being loaded, will still need.
+        """Return how many blocks prompts under way, running or being loaded, still need.
 
         A request that loads holds its blocks without progress and cannot be preempted, so it must not take these.
         """
+        # Decodes are left out: they can be preempted if the pool runs short.
         prefills = (request for request in running if request.num_computed_tokens < request.num_tokens)
         others = (*prefills, *self.kv_holding_waiting.values(), *self.received)
         return sum(map(self.manager.num_missing_blocks, others))
 
     def allocated(self, request: Request, prefix: Prefix) -> None:
-        """Takes note that a request has got blocks, and holds it back if they are to be filled while others run."""
+        """Take note that a request has got blocks, and holds it back if they are to be filled while others run."""
+        # The whole table, not only the new blocks: the connector needs to know where the cached ones end.
         blocks = self.manager.req_to_blocks.get(request.request_id, [])
         self.connector.update_state_after_alloc(request, blocks, prefix.num_external)
-        self._to_start.discard(request.request_id)
         if request.num_computed_tokens > 0:
             return
         request.num_external_computed_tokens = prefix.num_external
@@ -145,24 +142,25 @@ class RemoteKV:
             self._admissions[request.request_id] = next(self._numbers)
 
     def promote(self) -> list[Request]:
-        """Puts requests that have received what they waited for into `received`.
+        """Put requests that have received what they waited for into `received`.
 
-        Returns those that have got nothing, and hold no blocks any more.
+        Return those that have got nothing, and hold no blocks any more.
         """
         arrived = [
             request for name, request in self.kv_holding_waiting.items() if name in self.finished_recving_kv_req_ids
         ]
         for request in arrived:
             self._take_loaded(request)
+        # Sort only when something was added; most steps add nothing.
         if any(request.num_computed_tokens > 0 for request in arrived):
             before = [*self.received]
             filled = [*before, *(request for request in arrived if request.num_computed_tokens > 0)]
             self.received.remove_requests(before)
-            self.received.prepend_requests(sorted(filled, key=lambda one: self._admissions[one.request_id]))
+            self.received.prepend_requests(sorted(filled, key=lambda request: self._admissions[request.request_id]))
         return [request for request in arrived if request.num_computed_tokens == 0]
 
     def _take_loaded(self, request: Request) -> None:
-        """Publishes the blocks that were filled."""
+        """Publish the blocks that were filled."""
         name = request.request_id
         del self.kv_holding_waiting[name]
         self.finished_recving_kv_req_ids.remove(name)
@@ -178,18 +176,19 @@ class RemoteKV:
     # The end of a request
 
     def keeps_blocks(self, request: Request) -> bool:
-        """Tells the connector that a request has ended; returns whether its blocks are still needed."""
+        """Tell the connector that a request has ended; return whether its blocks are still needed."""
         name = request.request_id
+        # Ask while the blocks are still the request's.
         delays, params = self.connector.request_finished(request, self.manager.get_block_ids(name))
         if params is not None:
             self._params[name] = params
         if delays:
             self._being_sent.add(name)
+        # An aborted load may still write into its blocks, so nobody else may have them yet.
         if self.kv_holding_waiting.pop(name, None) and name not in self.finished_recving_kv_req_ids:
             self._being_received.add(name)
             delays = True
-        lists = self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids, self._never_again, self._to_start
-        for names in lists:
+        for names in (self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids, self._never_again):
             names.discard(name)
         self._admissions.pop(name, None)
         self.lost_its_blocks(request)
@@ -198,81 +197,92 @@ class RemoteKV:
         return delays
 
     def lost_its_blocks(self, request: Request) -> None:
-        """Forgets what is known of the blocks of a request that is preempted, or has ended; before they are free."""
+        """Forget what is known of the blocks of a request that is preempted, or has ended; before they are free."""
+        # A step under way still computes with these blocks. Should one of them turn out to be
+        # invalid, what follows in the table must be withdrawn.
         if self._in_flight[request.request_id]:
             self._given_back[request.request_id] = self.manager.get_block_ids(request.request_id)
         self._truncated.pop(request.request_id, None)
         self._failures.forget(request)
 
     def take_params(self) -> dict[str, KVTransferParams]:
-        """Returns what the clients of requests that have ended are told, by request id, and forgets it."""
+        """Return what the clients of requests that have ended are told, by request id, and forget it."""
         params, self._params = self._params, {}
         return params
 
     # A step
 
     def complete(self, output: SchedulerOutput) -> None:
-        """Adds to a step what the ranks must know: of transfers, and which tokens they have sampled in vain."""
+        """Add to a step what the ranks must know: of transfers, and which tokens they have sampled in vain."""
         output.kv_connector_metadata = self.connector.build_connector_meta(output)
         self._in_flight.update(output.num_scheduled_tokens.keys())
         if self._truncated:
             continued = output.scheduled_cached_reqs
+            # The ranks have sampled tokens that are not known any more: tell them how many are.
             again = [name for name in continued.req_ids if name in self._truncated]
             continued.num_known_tokens = {name: self._truncated.pop(name).num_tokens for name in again}
 
     def must_wait(self, request: Request, also: Mapping[str, int]) -> bool:
-        """Whether a running request needs blocks that others are to compute; see `LoadFailures.must_wait`."""
+        """Return whether a running request needs blocks that others are to compute; see `LoadFailures.must_wait`."""
         return self._failures.must_wait(request, also, self.manager)
 
     def begin_update(
         self, step: SchedulerOutput, output: KVConnectorOutput | None, requests: Mapping[str, Request]
     ) -> tuple[set[str], list[Request]]:
-        """Takes in which loads have failed, before the step's tokens; `requests` are all unfinished ones.
+        """Take in which loads have failed, before the step's tokens; `requests` are all unfinished ones.
 
-        Returns the requests whose tokens are worth nothing, and those that end, as `kv_load_failure_policy` says.
+        Return the requests whose tokens are worth nothing, and those that end, as `kv_load_failure_policy` says.
         """
         ignored = self._take_stale(step)
         if output is None or not (output.invalid_block_ids or output.failed_recving):
             self._forget_given_back()
             return ignored, []
-        loading = [one for one in self.kv_holding_waiting.values() if self._truncate_loading(one, output)]
+        # Requests that only load must be cut first: running ones may have found their blocks.
+        loading = [request for request in self.kv_holding_waiting.values() if self._truncate_loading(request, output)]
         running = self._truncate_running(step, output.invalid_block_ids, requests)
         self._forget_given_back()
         ignored.update(request.request_id for request in running)
-        ended = [] if self.recomputes else [*loading, *(one for one in running if one.status is RequestStatus.RUNNING)]
+        # A request that was preempted meanwhile has lost its blocks, so it is recomputed in any case.
+        still_running = [request for request in running if request.status is RequestStatus.RUNNING]
+        ended = [] if self.recomputes else [*loading, *still_running]
         return ignored, ended
 
     def end_update(self, output: KVConnectorOutput) -> None:
-        """Acts on what has arrived, and on what was sent."""
+        """Act on what has arrived, and on what was sent."""
         self.connector.update_connector_output(output)
         for name in output.finished_recving:
             if name in self.kv_holding_waiting:
                 self.finished_recving_kv_req_ids.add(name)
             self._being_received.discard(name)
+        # Blocks are free only when nobody reads them and nobody writes them any more.
         self._being_sent -= output.finished_sending
         for name in output.finished_recving | output.finished_sending:
             if name in self.releasing and name not in self._being_received | self._being_sent:
                 self.manager.free(self.releasing.pop(name))
 
     def _take_stale(self, step: SchedulerOutput) -> set[str]:
-        """The requests of a step that was under way when it was found that they had computed with invalid blocks."""
+        """Return the requests of a step in flight that were found to have computed with invalid blocks."""
         names = step.num_scheduled_tokens.keys()
         stale = {name for name in names if self._stale[name] > 0}
         self._stale.subtract(stale)
         self._in_flight.subtract(names)
+        # Unary plus drops the entries that have come to zero.
         self._stale, self._in_flight = +self._stale, +self._in_flight
         return stale
 
     def _forget_given_back(self) -> None:
         if self._given_back:
-            self._given_back = {name: one for name, one in self._given_back.items() if self._in_flight[name]}
+            self._given_back = {
+                name: block_ids for name, block_ids in self._given_back.items() if self._in_flight[name]
+            }
 
     def _truncate_loading(self, request: Request, output: KVConnectorOutput) -> bool:
-        """Counts what a waiting request will have got, if some of it is invalid; returns whether it is."""
+        """Count what a waiting request will have got, if some of it is invalid; return whether it is."""
         name = request.request_id
         num_valid = request.num_computed_tokens
         if name in output.failed_recving:
             num_valid -= request.num_external_computed_tokens
+        # Only the blocks that should hold something can be invalid.
         block_ids = self.manager.get_block_ids(name)[: -(-num_valid // self.manager.block_size)]
         bad = (place for place, block_id in enumerate(block_ids) if block_id in output.invalid_block_ids)
         num_valid = min(num_valid, next(bad, len(block_ids)) * self.manager.block_size)
@@ -287,14 +297,15 @@ class RemoteKV:
     def _truncate_running(
         self, step: SchedulerOutput, invalid_block_ids: set[int], requests: Mapping[str, Request]
     ) -> list[Request]:
-        """Lets requests that have computed with invalid blocks do so again; returns them.
+        """Let requests that have computed with invalid blocks do so again; return them.
 
         One that was preempted meanwhile has lost its blocks, and nobody knows any more whether they were valid.
         """
         if not invalid_block_ids:
             return []
         running = [request for request in requests.values() if request.status is RequestStatus.RUNNING]
-        before = {one.request_id: one.num_cached_tokens for one in running}
+        # Remembered to know how many of the lost tokens had come from elsewhere.
+        before = {request.request_id: request.num_cached_tokens for request in running}
         affected = self._failures.truncate(running, invalid_block_ids, self.manager, self._given_back.values())
         for request in affected:
             name = request.request_id
@@ -310,13 +321,15 @@ class RemoteKV:
             ]
             self._restart_behind(requests.values())
         for request in affected:
-            request.spec_token_ids, request.num_output_placeholders = [], 0
+            request.spec_token_ids = []
+            request.num_output_placeholders = 0
+            # Steps that were scheduled before this was known have computed with invalid keys and values.
             if num_in_flight := self._in_flight[request.request_id]:
                 self._stale[request.request_id] = num_in_flight
         return affected
 
     def _restart_behind(self, requests: Iterable[Request]) -> None:
-        """Requests that do not run yet, but have found blocks that are to be computed anew, look them up again."""
+        """Let requests that do not run yet look up their prefix again if some of its blocks will be recomputed."""
         for request in requests:
             if request.status is RequestStatus.RUNNING or not self._failures.concern(request, self.manager):
                 continue
@@ -327,7 +340,7 @@ class RemoteKV:
                 self.manager.free(request)
 
     def start_over(self, manager: KVCacheManager, lost: Iterable[Request]) -> None:
-        """Takes a manager with a new pool after a failed step; `lost` requests have ended with it.
+        """Take a manager with a new pool after a failed step; `lost` requests have ended with it.
 
         Blocks that are being sent stay as they are: what they hold was computed by earlier steps. Loads are given up.
         """
@@ -335,10 +348,11 @@ class RemoteKV:
             self.connector.request_finished(request, [])
             self._never_again.discard(request.request_id)
         for name in self._being_sent & self.releasing.keys():
+            # The new pool has the same block ids, and the memory behind them was not touched.
             blocks = [manager.block_pool.blocks[block_id] for block_id in self.manager.get_block_ids(name)]
             manager.block_pool.touch(blocks)
             manager.req_to_blocks[name] = blocks
-        self.releasing = {name: one for name, one in self.releasing.items() if name in self._being_sent}
+        self.releasing = {name: request for name, request in self.releasing.items() if name in self._being_sent}
         self._never_again.update(self.kv_holding_waiting.keys())
         for names in (self._being_received, self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids):
             names.clear()

@@ -34,12 +34,12 @@ class RequestStatus(IntEnum):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the request will never be scheduled again."""
+        """Return whether the request will never be scheduled again."""
         return self > RequestStatus.PREEMPTED
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason given to clients: "stop", "length", "abort" or "error"; None while unfinished."""
+        """Return the reason given to clients: "stop", "length", "abort" or "error"; None while unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -110,12 +110,12 @@ class Request:
         sampling_params: Any = None,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> None:
-        """Creates a waiting request. A lower `priority` goes first. The scheduler passes `sampling_params` on unread;
+        """Create a waiting request. A lower `priority` goes first. The scheduler passes `sampling_params` on unread;
         the KV connector reads and writes `kv_transfer_params`.
 
         As in vLLM, the sampler enforces `min_tokens` by masking stop tokens. A request for prompt log probabilities
         sets `skip_reading_prefix_cache`, because a prefix hit computes no logits.
-        Raises `MinivllmError` for an empty prompt or `max_tokens` below 1.
+        Raise `MinivllmError` for an empty prompt or `max_tokens` below 1.
         """
         if not prompt_token_ids:
             raise MinivllmError(f"the prompt of request {request_id!r} is empty; it needs at least one token")
@@ -164,44 +164,45 @@ class Request:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt's token ids, as a copy."""
+        """Return a copy of the prompt's token ids."""
         return self._all_token_ids[: self.num_prompt_tokens]
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens sampled so far, as a copy. They survive a preemption."""
+        """Return a copy of the tokens sampled so far, which survive a preemption."""
         return self._all_token_ids[self.num_prompt_tokens :]
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and output tokens. Not a copy: do not modify."""
+        """Return prompt and output tokens. This is no copy, so do not modify it."""
         return self._all_token_ids
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens sampled so far."""
+        """Return the number of tokens sampled so far."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_tokens_with_spec(self) -> int:
-        """Number of known tokens plus draft tokens to be verified."""
+        """Return the number of known tokens plus draft tokens to be verified."""
         return self.num_tokens + len(self.spec_token_ids)
 
     @property
     def samples_by_grammar(self) -> bool:
-        """Whether the step that was just scheduled samples for it, and a grammar says which tokens fit."""
+        """Return whether the step that was just scheduled samples for it, and a grammar says which tokens fit."""
         return self.structured_output_request is not None and not self.is_prefill_chunk
 
     def append_output_token_id(self, token_id: int) -> None:
-        """Appends one sampled token and, if it fills a block, that block's hash."""
+        """Append one sampled token and, if it fills a block, that block's hash."""
         self._all_token_ids.append(token_id)
         self.num_tokens += 1
         if self._block_size is not None and self.num_tokens % self._block_size == 0:
             self._hash_new_full_blocks()
 
     def enable_block_hashes(self, block_size: int, hash_block: HashBlockTokens = hash_block_tokens) -> None:
-        """Hashes all full blocks of `block_size` tokens now, and later each block that a new token fills."""
-        self._block_size, self._hash_block = block_size, hash_block
+        """Hash all full blocks of `block_size` tokens now, and later each block that a new token fills."""
+        self._block_size = block_size
+        self._hash_block = hash_block
         self._extra_keys = (
             generate_block_hash_extra_keys(self.lora_request, self.cache_salt),
             generate_block_hash_extra_keys(self.lora_request, None),
@@ -216,5 +217,5 @@ class Request:
         )
 
     def sort_key(self) -> tuple[int, float, str]:
-        """Returns the key for the priority policy: priority, then arrival time, then id."""
+        """Return the key for the priority policy: priority, then arrival time, then id."""
         return self.priority, self.arrival_time, self.request_id

@@ -16,28 +16,22 @@ class RequestQueue(Protocol):
     """The queue interface that the scheduler uses. Iteration is in the order in which requests would be popped."""
 
     def add_request(self, request: Request) -> None:
-        """Adds a new request."""
-        ...
+        """Add a new request."""
 
     def peek_request(self) -> Request:
-        """Returns the next request without removing it."""
-        ...
+        """Return the next request without removing it."""
 
     def pop_request(self) -> Request:
-        """Removes and returns the next request."""
-        ...
+        """Remove and return the next request."""
 
     def prepend_requests(self, requests: Collection[Request]) -> None:
-        """Puts requests back before all others, in the given order, if the policy allows it."""
-        ...
+        """Put requests back before all others, in the given order, if the policy allows it."""
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Removes requests from anywhere in the queue; those not in it are ignored."""
-        ...
+        """Remove requests from anywhere in the queue; those not in it are ignored."""
 
     def head(self, n: int) -> Iterator[Request]:
-        """Returns the first `n` requests, without removing them."""
-        ...
+        """Return the first `n` requests, without removing them."""
 
     def __len__(self) -> int: ...
 
@@ -51,28 +45,28 @@ class FCFSRequestQueue:
         self._requests: deque[Request] = deque()
 
     def add_request(self, request: Request) -> None:
-        """Adds at the tail."""
+        """Add at the tail."""
         self._requests.append(request)
 
     def peek_request(self) -> Request:
-        """Returns the head without removing it."""
+        """Return the head without removing it."""
         return self._requests[0]
 
     def pop_request(self) -> Request:
-        """Removes and returns the head."""
+        """Remove and return the head."""
         return self._requests.popleft()
 
     def prepend_requests(self, requests: Collection[Request]) -> None:
-        """Puts requests at the head; the first of them becomes the head."""
+        """Put requests at the head; the first of them becomes the head."""
         self._requests.extendleft(reversed(list(requests)))
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Removes requests. O(n), once for all of them."""
+        """Remove requests. O(n), once for all of them."""
         gone = {request.request_id for request in requests}
         self._requests = deque(request for request in self._requests if request.request_id not in gone)
 
     def head(self, n: int) -> Iterator[Request]:
-        """Returns the first `n` requests, without removing them. O(n)."""
+        """Return the first `n` requests, without removing them. O(n)."""
         return islice(self._requests, n)
 
     def __len__(self) -> int:
@@ -89,30 +83,31 @@ class PriorityRequestQueue:
         self._heap: list[tuple[tuple[int, float, str], Request]] = []
 
     def add_request(self, request: Request) -> None:
-        """Adds a request at the place its key gives it."""
+        """Add a request at the place its key gives it."""
         heapq.heappush(self._heap, (request.sort_key(), request))
 
     def peek_request(self) -> Request:
-        """Returns the request with the least key, without removing it."""
+        """Return the request with the least key, without removing it."""
         return self._heap[0][1]
 
     def pop_request(self) -> Request:
-        """Removes and returns the request with the least key."""
+        """Remove and return the request with the least key."""
         return heapq.heappop(self._heap)[1]
 
     def prepend_requests(self, requests: Collection[Request]) -> None:
-        """Puts requests back; their keys decide where."""
+        """Put requests back; their keys decide where."""
         for request in requests:
             self.add_request(request)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Removes requests. O(n), once for all of them."""
+        """Remove requests. O(n), once for all of them."""
         gone = {request.request_id for request in requests}
+        # Keys are unique, since they end with the id, so requests are never compared.
         self._heap = [entry for entry in self._heap if entry[1].request_id not in gone]
         heapq.heapify(self._heap)
 
     def head(self, n: int) -> Iterator[Request]:
-        """Returns the `n` requests with the least keys, without removing them. O(length of the queue)."""
+        """Return the `n` requests with the least keys, without removing them. O(length of the queue)."""
         return (request for _, request in heapq.nsmallest(n, self._heap, key=lambda entry: entry[0]))
 
     def __len__(self) -> int:
@@ -123,5 +118,5 @@ class PriorityRequestQueue:
 
 
 def create_request_queue(policy: str) -> RequestQueue:
-    """Returns a queue for the scheduling policy "fcfs" or "priority"."""
+    """Return a queue for the scheduling policy "fcfs" or "priority"."""
     return PriorityRequestQueue() if policy == "priority" else FCFSRequestQueue()

@@ -14,16 +14,16 @@ Steps in flight: `minivllm.core.async_scheduler`. Each of several cores has a sc
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.kv_connector import KVConnectorBase_V1
 from minivllm.core.limits import RequestLimits
-from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.core.remote_kv import LOAD_FAILED, RemoteKV
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import RequestQueue, create_request_queue
-from minivllm.core.stats import KVFetchStats, SchedulerStats, SpecDecodingStats
+from minivllm.core.scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.core.stats import SchedulerStats, SpecDecodingStats
 from minivllm.core.step import Step
 from minivllm.core.stop import check_grammar, check_stop
 from minivllm.errors import MinivllmError
@@ -41,9 +41,12 @@ class Scheduler:
     def __init__(
         self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, policy: SchedulingPolicy = DEFAULT_POLICY
     ) -> None:
-        self.config, self.cache_config, self.policy = scheduler_config, cache_config, policy
+        self.config = scheduler_config
+        self.cache_config = cache_config
+        self.policy = policy
         self.drafting = scheduler_config.drafting
         self.kv_cache_manager = self._make_kv_cache_manager()
+        # The front end gets a copy of these limits, so that it can refuse a request where the caller stands.
         self.limits = RequestLimits(
             scheduler_config.max_model_len,
             cache_config.block_size,
@@ -66,27 +69,29 @@ class Scheduler:
         """What the ranks' slots held after the last step: an adapter's name ("": none), and whether it is pinned."""
 
     def use_connector(self, connector: KVConnectorBase_V1, recompute_kv_load_failures: bool = False) -> None:
-        """From now on keys and values go through this connector; before the first request."""
+        """Attach a KV connector; call it before the first request."""
         self.remote = RemoteKV(connector, self.kv_cache_manager, recompute_kv_load_failures)
 
     # Adding and removing requests
 
     def add_request(self, request: Request) -> None:
-        """Adds a request to the waiting queue. Raises `MinivllmError` for one that cannot be served."""
+        """Add a request to the waiting queue. Raise `MinivllmError` for one that cannot be served."""
         self._check_request(request)
         if self.remote is not None:
             self.remote.added(request)
+        # A connector finds blocks by their hashes, even where the engine's own cache is off.
         if self.cache_config.enable_prefix_caching or self.remote is not None:
             request.enable_block_hashes(self.cache_config.block_size, self.policy.hash_block_tokens)
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
-        """Ends requests from outside (the client left: FINISHED_ABORTED; a stop string was found: FINISHED_STOPPED).
+        """End requests from outside (the client left: FINISHED_ABORTED; a stop string was found: FINISHED_STOPPED).
 
         Unknown and already finished ids are ignored. Returns the ids of the requests ended, in the given order.
         """
         assert status.is_finished
+        # `fromkeys` removes duplicates and keeps the order.
         ended = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
         waiting = [request for request in ended if request.status is not RequestStatus.RUNNING]
         if waiting:
@@ -105,13 +110,13 @@ class Scheduler:
         return waiting - self.finished_req_ids  # an id may be that of an earlier request, which a worker still has
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is unfinished, or a KV connector needs another step."""
+        """Return whether any request is unfinished, or a KV connector needs another step."""
         if self.requests or self.remote is None:
             return bool(self.requests)
         return bool(self.finished_req_ids) or self.remote.is_busy()
 
     def make_stats(self) -> SchedulerStats:
-        """A snapshot of the state now and of all counts since the start."""
+        """Return a snapshot of the state now and of all counts since the start."""
         if self._drafts_snapshot.num_drafts != self.spec_decoding_stats.num_drafts:
             self._drafts_snapshot = self.spec_decoding_stats.copy()
         return SchedulerStats(
@@ -123,21 +128,22 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             num_recomputed_tokens=self.num_recomputed_tokens,
             connector_prefix_cache_stats=self.remote.connector_prefix_cache_stats if self.remote else None,
-            kv_fetch_stats=self.remote.fetch_stats() if self.remote else KVFetchStats(),
         )
 
     def start_over(self, lost: Collection[str]) -> None:
-        """Discards everything that a failed step may have left half done: the pool, all cached blocks, the batch.
+        """Discard everything that a failed step may have left half done: the pool, all cached blocks, the batch.
 
         Requests in `lost` are dropped. All others wait again in the order in which they were added; they keep their
         tokens and are recomputed from the first. The worker must forget all requests too.
         """
+        # Counts are since the start of the engine, so they outlive the pool.
         counted = self.kv_cache_manager.prefix_cache_stats
         self.kv_cache_manager = self._make_kv_cache_manager()
         self.kv_cache_manager.prefix_cache_stats = counted
         gone = [request for name, request in self.requests.items() if name in lost]
         self.requests = {name: request for name, request in self.requests.items() if name not in lost}
-        self.running, self.finished_req_ids = [], set()
+        self.running = []
+        self.finished_req_ids = set()
         self.waiting = create_request_queue(self.config.policy)
         for request in self.requests.values():
             if request.status is RequestStatus.RUNNING:
@@ -156,50 +162,47 @@ class Scheduler:
     # One step
 
     def schedule(self) -> SchedulerOutput:
-        """Returns the next step. `num_computed_tokens` includes its tokens at once, before they are computed."""
-        budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
+        """Return the next step. `num_computed_tokens` includes its tokens at once, before they are computed."""
+        budget = self.config.max_num_batched_tokens
+        threshold = self.config.long_prefill_token_threshold
         adaptive = self.config.long_prefill_token_threshold_adaptive
         step = Step(budget, self.policy.chunk_limit(budget, threshold, len(self.requests), adaptive))
         self.policy.schedule(self, step)
         output = self._make_output(step)
         if self.drafting.num_speculative_tokens_per_batch_size:
-            output.num_spec_tokens_to_schedule = self._num_drafts_after(len(output.num_scheduled_tokens))
+            output.num_spec_tokens_to_schedule = self.drafting.num_drafts_after(len(output.num_scheduled_tokens))
         if self.remote is not None:
             self.remote.complete(output)
         self._update_after_schedule(output)
         return output
 
-    def _num_drafts_after(self, num_requests: int) -> int | None:
-        """Return the most drafts for each request after a step of `num_requests`; None: `num_speculative_tokens`.
-
-        A batch size beyond a range of `num_speculative_tokens_per_batch_size` counts as the range's last one.
-        """
-        schedule = self.drafting.num_speculative_tokens_per_batch_size
-        if not schedule or not num_requests:
-            return None
-        scheduled = [drafts for first, _, drafts in schedule if first <= num_requests][-1]
-        return min(self.drafting.num_speculative_tokens, scheduled)
-
     def schedule_running(self, step: Step) -> None:
         """Schedule running requests in order of admission. One that can get no tokens is skipped and blocks none."""
-        running, remote, allocate_slots = self.running, self.remote, self.kv_cache_manager.allocate_slots
-        num_lookahead_tokens, continue_running = self.drafting.num_lookahead_tokens, step.continue_running
+        running = self.running
+        remote = self.remote
+        allocate_slots = self.kv_cache_manager.allocate_slots
+        num_lookahead_tokens = self.drafting.num_lookahead_tokens
+        continue_running = step.continue_running
         while step.position < len(running) and step.token_budget > 0:
             request = running[step.position]
             if remote is not None and self._waits_for_others(request, step):
                 step.position += 1
                 continue
+            # With async scheduling, placeholders stand for tokens that a step in flight is sampling.
             num_placeholders = request.num_output_placeholders
             num_new_tokens = request.num_tokens_with_spec + num_placeholders - request.num_computed_tokens
+            # A plain decode is one token, which no limit cuts; most requests of a step are decodes.
             if num_new_tokens > 1 or num_placeholders:
                 num_new_tokens = self.cap_num_tokens(request, num_new_tokens, step)
             if num_new_tokens == 0:
                 step.position += 1
                 continue
+            # Preempt others until the blocks are there, or until the request itself is the victim.
             while True:
                 new_blocks = allocate_slots(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
                 if new_blocks is not None:
                     break
+                # Blocks that wait for a copy to host memory are cheaper to give up than a request's progress.
                 if remote is not None and remote.connector.release_gpu_blocks():
                     continue
                 victim = self.policy.victim(running, self.config.policy, self.kv_cache_manager.req_to_blocks)
@@ -212,7 +215,7 @@ class Scheduler:
             step.position += 1
 
     def _waits_for_others(self, request: Request, step: Step) -> bool:
-        """Whether a request needs blocks that others compute anew, and have not by this step."""
+        """Return whether a request needs blocks that others recompute, and have not by this step."""
         assert self.remote is not None
         # By priority, one of the others could still be preempted in this step.
         return self.remote.must_wait(request, step.num_scheduled_tokens if self.config.policy == "fcfs" else {})
@@ -225,10 +228,13 @@ class Scheduler:
 
     def preempt(self, request: Request, step: Step) -> None:
         """Free a running request's blocks and put it back into the queue (FCFS: at the head). It keeps its tokens."""
+        # FCFS always takes the last one, so do not search the list for it.
         position = len(self.running) - 1 if request is self.running[-1] else self.running.index(request)
         del self.running[position]
+        # The requests behind it move up by one.
         if position < step.position:
             step.position -= 1
+        # Its tokens were published when they were scheduled, and will not be computed now.
         was_scheduled = step.unschedule(request)
         if self.remote is not None:
             self.remote.lost_its_blocks(request)
@@ -255,6 +261,7 @@ class Scheduler:
         for those that cannot run however many others end, since pinned adapters have all slots.
         """
         assert self.remote is not None
+        # What comes back here has received nothing, and starts again as a waiting request.
         self.waiting.prepend_requests(self.remote.promote())
         if self.remote.received:
             self._admit_from(self.remote.received, step)
@@ -266,6 +273,7 @@ class Scheduler:
         One that waits for its grammar, for a LoRA slot or for the word of a KV connector blocks nobody.
         """
         skipped: list[Request] = []
+        # Computed once and kept up to date below: it goes through all running requests.
         running_loras = self.running_loras()
         while queue and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = queue.peek_request()
@@ -284,29 +292,28 @@ class Scheduler:
                 break
             if request.lora_request:
                 running_loras.add(request.lora_request.lora_int_id)
+        # Those that were skipped keep their places at the head of the queue.
         queue.prepend_requests(skipped)
 
     def running_loras(self) -> set[int]:
-        """The adapters that need a slot: of all running requests, scheduled or not, and pinned ones."""
+        """Return the adapters that need a slot: those of all running requests, scheduled or not, and pinned ones."""
         if not self.config.max_loras:
             return set()
         running = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
         return running | self.pinned_loras
 
     def _take_grammar(self, request: Request) -> None:
-        """Lets a request go on once its grammar is compiled; ends it if there will be none."""
-        wanted = request.structured_output_request
-        assert wanted is not None
-        if wanted.is_pending():
+        """Let a request go on once its grammar is compiled; end it if there will be none."""
+        structured_request = request.structured_output_request
+        assert structured_request is not None
+        if structured_request.is_pending():
             return
-        failure = wanted.failure()
+        failure = structured_request.failure()
         if failure is None:
             request.status = RequestStatus.WAITING
             return
         self.finish_requests((request.request_id,), RequestStatus.FINISHED_ERROR)
-        self._failed.append(
-            EngineCoreOutput(request.request_id, [], finish_reason="error", error=failure, invalid_request=True)
-        )
+        self._failed.append(EngineCoreOutput.failed(request.request_id, failure, invalid_request=True))
 
     def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
         """Return whether a waiting request must wait on: its grammar is not compiled, or the policy refuses it."""
@@ -341,14 +348,17 @@ class Scheduler:
             delay_cache_blocks=prefix.loads_async,
             reserved_blocks=self.remote.num_reserved_blocks(self.running) if self.remote and prefix.loads_async else 0,
             full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
+            # The watermark applies only while others run: an empty engine must admit any request that fits.
             has_scheduled_reqs=bool(self.running),
         )
         if new_blocks is None:
             return False
+        # A request that has loaded its prefix was counted when it looked it up.
         if request.num_computed_tokens == 0:
             self.kv_cache_manager.record_prefix_cache_stats(request, prefix.num_local)
         if self.remote is not None:
             self.remote.allocated(request, prefix)
+            # Nothing is computed in this step for a request that loads; it only gets its blocks.
             if prefix.loads_async:
                 queue.pop_request()
                 return True
@@ -357,7 +367,8 @@ class Scheduler:
         return True
 
     def _start_running(self, request: Request, step: Step, num_found: int, num_new_tokens: int) -> None:
-        """Puts a request that has been admitted into the step, to be computed behind what was found of its prefix."""
+        """Put a request that has been admitted into the step, to be computed behind what was found of its prefix."""
+        # Otherwise it was preempted, and what is not found again is computed for a second time.
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_found
         else:
@@ -402,9 +413,9 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Processes the sampled tokens of a step: rolls back rejected draft tokens, appends tokens, ends requests.
+        """Process the sampled tokens of a step: roll back rejected draft tokens, append tokens, end requests.
 
-        Returns one output per request that sampled tokens, in scheduling order; aborted requests have none. Before
+        Return one output per request that sampled tokens, in scheduling order; aborted requests have none. Before
         them stand those whose grammar has failed.
         """
         ignored = () if self.remote is None else self._take_load_failures(scheduler_output, model_runner_output)
@@ -413,6 +424,7 @@ class Scheduler:
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             sampled = model_runner_output.sampled_token_ids.get(request_id)
+            # It was aborted while the step ran, or its prompt is not complete, or a load of it failed.
             if request is None or not sampled or request_id in ignored:
                 continue
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id)
@@ -439,26 +451,25 @@ class Scheduler:
         return outputs
 
     def _take_load_failures(self, step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
-        """Ends requests whose load has failed, if they are to; returns all whose tokens in this step are invalid."""
+        """End requests whose load has failed, if they are to; return all whose tokens in this step are invalid."""
         assert self.remote is not None
         ignored, ended = self.remote.begin_update(step, output.kv_connector_output, self.requests)
         self.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ERROR)
-        self._failed += [
-            EngineCoreOutput(request.request_id, [], finish_reason="error", error=LOAD_FAILED) for request in ended
-        ]
+        self._failed += [EngineCoreOutput.failed(request.request_id, LOAD_FAILED) for request in ended]
         return ignored
 
     def _end_transfers(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
-        """Acts on what the ranks have sent and received; what connectors say of ended requests joins their outputs."""
+        """Act on what the ranks have sent and received; what connectors say of ended requests joins their outputs."""
         assert self.remote is not None
         if output.kv_connector_output is not None:
             self.remote.end_update(output.kv_connector_output)
+        # Only a few steps end a request that has parameters for its client.
         if params := self.remote.take_params():
-            for one in outputs:
-                one.kv_transfer_params = params.get(one.request_id)
+            for request_output in outputs:
+                request_output.kv_transfer_params = params.get(request_output.request_id)
 
     def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
-        """Sets the draft tokens to verify in the next step, by request id. Ignored for unfinished prefills."""
+        """Set the draft tokens to verify in the next step, by request id. Ignored for unfinished prefills."""
         for request_id, drafts in draft_token_ids.items():
             if len(drafts) > self.drafting.num_speculative_tokens:
                 raise MinivllmError(
@@ -467,8 +478,10 @@ class Scheduler:
                 )
             request = self.requests.get(request_id)
             if request is not None and request.status is RequestStatus.RUNNING and not request.is_prefill_chunk:
-                wanted = request.structured_output_request
-                request.spec_token_ids = wanted.grammar.validate_tokens(drafts) if wanted else drafts
+                structured_request = request.structured_output_request
+                request.spec_token_ids = (
+                    structured_request.grammar.validate_tokens(drafts) if structured_request else drafts
+                )
 
     def _roll_back_rejected(self, request: Request, num_drafts: int, num_accepted: int, num_invalid: int) -> None:
         # Keys and values of rejected draft tokens stay in the blocks as garbage; the next tokens overwrite them.
@@ -477,7 +490,7 @@ class Scheduler:
             self.spec_decoding_stats.observe_draft(num_drafts - num_invalid, num_accepted)
 
     def _cache_accepted(self, request: Request) -> None:
-        """Publishes the blocks that accepted draft tokens, which are known tokens now, have filled."""
+        """Publish the blocks that accepted draft tokens, which are known tokens now, have filled."""
         self._cache_known(request)
 
     def _cache_known(self, request: Request) -> None:
@@ -485,7 +498,7 @@ class Scheduler:
         self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
 
     def _update_request_with_output(self, request: Request, sampled: list[int]) -> tuple[list[int], bool]:
-        """Appends tokens one by one; returns those kept, and whether the last of them ended the request."""
+        """Append tokens one by one; return those kept, and whether the last of them ended the request."""
         for num_kept, token_id in enumerate(sampled, start=1):
             request.append_output_token_id(token_id)
             has_stopped = check_stop(request, token_id, self.config.max_model_len)
@@ -496,10 +509,11 @@ class Scheduler:
         return sampled, False
 
     def _finish(self, requests: Sequence[Request], status: RequestStatus | None = None) -> None:
-        """Frees requests and removes them from `running`; sets their status if `status` is given."""
+        """Free requests and remove them from `running`; set their status if `status` is given."""
         if not requests:
             return
         for request in requests:
+            # A request that stopped by itself has its status already.
             request.status = status or request.status
             self._free_request(request)
         self.running = [request for request in self.running if not request.status.is_finished]

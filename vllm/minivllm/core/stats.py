@@ -5,8 +5,9 @@ In vLLM v0.33.0: `vllm/v1/metrics/stats.py` (`PrefixCacheStats`, `SchedulerStats
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +25,10 @@ class PrefixCacheStats:
     preempted_hits: int = 0
 
     def with_lookup(self, num_tokens: int, num_hits: int, preempted: bool) -> "PrefixCacheStats":
-        """The counts after one more lookup of `num_tokens` tokens, of which `num_hits` were cached."""
-        requests, queries, hits = (0, 0, 0) if preempted else (1, num_tokens, num_hits)
-        return PrefixCacheStats(
-            self.requests + requests,
-            self.queries + queries,
-            self.hits + hits,
-            self.preempted_requests + 1 - requests,
-            self.preempted_queries + num_tokens - queries,
-            self.preempted_hits + num_hits - hits,
-        )
+        """Return the counts after one more lookup of `num_tokens` tokens, of which `num_hits` were cached."""
+        prefix = "preempted_" if preempted else ""
+        added = {"requests": 1, "queries": num_tokens, "hits": num_hits}
+        return replace(self, **{prefix + name: getattr(self, prefix + name) + count for name, count in added.items()})
 
 
 @dataclass(slots=True)
@@ -49,11 +44,11 @@ class SpecDecodingStats:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
     def copy(self) -> "SpecDecodingStats":
-        """A snapshot, which later counts leave as it is."""
+        """Return a snapshot that later counts leave unchanged."""
         return replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
 
     def since(self, before: "SpecDecodingStats") -> "SpecDecodingStats":
-        """What has been counted after an earlier snapshot."""
+        """Return what was counted since an earlier snapshot."""
         by_position = zip_longest(self.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos, fillvalue=0)
         return SpecDecodingStats(
             self.num_drafts - before.num_drafts,
@@ -64,21 +59,21 @@ class SpecDecodingStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a verification yields: the accepted ones, and one more."""
+        """Return the mean number of tokens that a verification yields: the accepted ones, and one more."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of draft tokens that were accepted."""
+        """Return the share of draft tokens that were accepted."""
         return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
     @property
     def acceptance_rates_per_pos(self) -> list[float]:
-        """The share of drafts of which the token at each position was accepted, so all before it were, too."""
+        """Return, by position, the share of drafts that were accepted up to there."""
         return [count / max(1, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Counts a verification of `num_draft_tokens` tokens, the first `num_accepted_tokens` of them accepted."""
+        """Count a verification of `num_draft_tokens` tokens, the first `num_accepted_tokens` of them accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
@@ -86,15 +81,6 @@ class SpecDecodingStats:
         per_pos.extend([0] * (num_draft_tokens - len(per_pos)))
         for position in range(num_accepted_tokens):
             per_pos[position] += 1
-
-
-@dataclass(frozen=True, slots=True)
-class KVFetchStats:
-    """Requests whose keys and values come from elsewhere, now: not begun, under way, there and not running yet."""
-
-    waiting_to_start: int = 0
-    in_progress: int = 0
-    completed_waiting: int = 0
 
 
 @dataclass(slots=True)
@@ -114,40 +100,28 @@ class SchedulerStats:
     """Tokens of preempted requests that were computed before, and are not found anywhere when these resume."""
     connector_prefix_cache_stats: PrefixCacheStats | None = None
     """Lookups with a KV connector: of what the prefix cache did not have; None without one."""
-    kv_fetch_stats: KVFetchStats = KVFetchStats()
 
 
 def summed_stats(engines: Sequence[SchedulerStats]) -> SchedulerStats:
-    """The state of several engines as one: counts are added, the cache's usage is their mean."""
-    first, *others = engines
-    if not others:
-        return first
-    return SchedulerStats(
-        sum(engine.num_running_reqs for engine in engines),
-        sum(engine.num_waiting_reqs for engine in engines),
-        sum(engine.kv_cache_usage for engine in engines) / len(engines),
-        _summed_lookups([engine.prefix_cache_stats for engine in engines]),
-        _summed_drafts([engine.spec_decoding_stats for engine in engines]),
-        sum(engine.num_preemptions for engine in engines),
-        sum(engine.num_recomputed_tokens for engine in engines),
-        _summed_lookups(
-            [engine.connector_prefix_cache_stats for engine in engines if engine.connector_prefix_cache_stats]
-        )
-        if first.connector_prefix_cache_stats
-        else None,
-        KVFetchStats(*map(sum, zip(*(astuple(engine.kv_fetch_stats) for engine in engines), strict=True))),
-    )
+    """Return the state of several engines as one: counts are added, the cache's usage is their mean."""
+    if len(engines) == 1:
+        return engines[0]
+    total = _sum(engines)
+    total.kv_cache_usage /= len(engines)
+    return total
 
 
-def _summed_lookups(engines: Sequence[PrefixCacheStats]) -> PrefixCacheStats:
-    return PrefixCacheStats(*map(sum, zip(*map(astuple, engines), strict=True)))
+def _sum(values: Sequence[Any]) -> Any:
+    """Add numbers, lists by position, and dataclasses field by field; None stays None."""
+    first = values[0]
+    if first is None:
+        return None
+    if isinstance(first, list):
+        return [sum(counts) for counts in zip_longest(*values, fillvalue=0)]
+    if is_dataclass(first):
+        return replace(first, **{name: _sum([getattr(value, name) for value in values]) for name in _names(first)})
+    return sum(values)
 
 
-def _summed_drafts(engines: Sequence[SpecDecodingStats]) -> SpecDecodingStats:
-    by_position = zip_longest(*(engine.num_accepted_tokens_per_pos for engine in engines), fillvalue=0)
-    return SpecDecodingStats(
-        sum(engine.num_drafts for engine in engines),
-        sum(engine.num_draft_tokens for engine in engines),
-        sum(engine.num_accepted_tokens for engine in engines),
-        [sum(counts) for counts in by_position],
-    )
+def _names(stats: Any) -> list[str]:
+    return [field.name for field in fields(stats)]

@@ -32,6 +32,7 @@ class Step:
         if new_blocks:
             self.new_block_ids[request_id] = [block.block_id for block in new_blocks]
         if request.spec_token_ids:
+            # Known tokens come first; what is left of the chunk is for drafts.
             num_known = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
             num_drafts = num_new_tokens - num_known
             if num_drafts > 0:

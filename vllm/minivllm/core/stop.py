@@ -4,11 +4,12 @@ from minivllm.core.request import Request, RequestStatus
 
 
 def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
-    """Returns whether `token_id`, just appended, ends the request; if so, sets its final status.
+    """Return whether `token_id`, just appended, ends the request; if so, set its final status.
 
     The order matters: EOS, then the request's own stop tokens, then length. Stop tokens and length end the request even
     below `min_tokens`, which the sampler enforces.
     """
+    # No `stop_reason`: clients tell EOS from their own stop tokens by it.
     if token_id in request.eos_token_ids:
         request.status = RequestStatus.FINISHED_STOPPED
         return True
@@ -23,7 +24,7 @@ def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
 
 
 def check_grammar(request: Request, token_id: int) -> bool:
-    """Moves the request's grammar on; returns whether that ends the request, and if so, sets its final status.
+    """Move the request's grammar on; return whether that ends the request, and if so, set its final status.
 
     An end-of-sequence token fits only where the grammar may end, and nothing fits after it. So it ends the request with
     `ignore_eos`, too.

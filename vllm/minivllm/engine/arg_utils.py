@@ -21,7 +21,14 @@ from minivllm.config import (
     SpeculativeConfig,
 )
 from minivllm.config.cache import KV_CACHE_DTYPES
-from minivllm.config.checks import checked_arguments, is_count, is_number, require, require_flags
+from minivllm.config.checks import (
+    checked_arguments,
+    is_number,
+    require,
+    require_choice,
+    require_counts,
+    require_flags,
+)
 from minivllm.config.flags import add_flags, words_of
 from minivllm.config.kv_offloading import check_offloading, is_tier, with_offloading
 from minivllm.config.profiler import ProfilerConfig
@@ -198,10 +205,7 @@ class EngineArgs:
         self._join_speculative_config()
         self._check_names()
         self._check_choices()
-        require_flags(
-            self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager",
-            "disable_log_stats", "enable_lora",
-        )  # fmt: skip
+        require_flags(self, *(field.name for field in fields(self) if field.type is bool))
         if self.async_scheduling is not None:
             require_flags(self, "async_scheduling")
         self._check_data_parallel_backend()
@@ -211,20 +215,24 @@ class EngineArgs:
         self.profiler_config = ProfilerConfig.of(self.profiler_config)
         check_offloading(self.kv_offloading_size, self.kv_offloading_backend)
         if self.kv_offloading_size is None:
+            # With a tier, the dictionary may lack the connector's name, which `kv_transfer` adds.
             self.kv_transfer_config = KVTransferConfig.of(self.kv_transfer_config)
         self._check_numbers()
         self._check_pipeline()
         self._check_kv_transfer()
 
     def _forget_ignored(self) -> None:
-        given = [f"{name} ({instead})" if instead else name for name, instead in IGNORED.items() if getattr(self, name)]
-        if given:
-            logger.info("Arguments of the engine that change nothing here: %s", ", ".join(given))
+        ignored = [
+            f"{name} ({instead})" if instead else name for name, instead in IGNORED.items() if getattr(self, name)
+        ]
+        if ignored:
+            logger.info("Arguments of the engine that change nothing here: %s", ", ".join(ignored))
         for name in IGNORED:
             setattr(self, name, None)
 
     def _take_defaults_for_none(self) -> None:
         for field in fields(self):
+            # Callers of vLLM pass None for what they do not set.
             may_be_none = field.name == "model" or field.default in (None, MISSING)
             if getattr(self, field.name) is None and not may_be_none:
                 setattr(self, field.name, field.default)
@@ -240,15 +248,12 @@ class EngineArgs:
         )
 
     def _check_choices(self) -> None:
-        for name, choices, shown in (
-            ("dtype", DTYPES, DTYPES),
-            ("kv_cache_dtype", ("auto", *KV_CACHE_DTYPES), ("auto", *KV_CACHE_DTYPES)),
-            ("quantization", (None, *QUANTIZATIONS), QUANTIZATIONS),
-            ("load_format", LOAD_FORMATS, LOAD_FORMATS),
-            ("attention_backend", ATTENTION_BACKENDS, ("None and 'naive'",)),
-        ):
-            value = getattr(self, name)
-            require(value in choices, f"unknown {name} {value!r}; known are {', '.join(shown)}")
+        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
+        require_choice("quantization", self.quantization, (None, *QUANTIZATIONS))
+        require_choice("load_format", self.load_format, LOAD_FORMATS)
+        require_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        require_choice("data_parallel_backend", self.data_parallel_backend, DATA_PARALLEL_BACKENDS)
 
     def _check_parts(self) -> None:
         if not isinstance(self.parts, Parts):
@@ -258,6 +263,7 @@ class EngineArgs:
             f"the part policy is {self.parts.policy!r}; it must be SchedulingPolicy(...)",
         )
         require(
+            # A learner's schedule knows nothing of placeholders for tokens in flight.
             not (self.async_scheduling and self._own_steps),
             f"async_scheduling needs the engine's own {self._own_steps}: leave it out, or what the policy has instead",
         )
@@ -267,6 +273,7 @@ class EngineArgs:
             'give speculative_config the method "ngram", or leave out the part',
         )
         require(
+            # Parts are Python objects, and only plain data crosses to another process.
             not self.parts.names_in_core or not (self.multiprocess or self._has_other_processes),
             f"parts ({', '.join(self.parts.names_in_core)}) cannot go to another process: leave out multiprocess, "
             "tensor_parallel_size, pipeline_parallel_size, data_parallel_size, data_parallel_backend and "
@@ -283,29 +290,13 @@ class EngineArgs:
             is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
             f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a share above 0 and up to 1",
         )
-        require(is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
-        for name, least, by_default in (
-            ("max_model_len", 2, True),
-            ("block_size", 1, False),
-            ("max_num_seqs", 1, True),
-            ("max_num_batched_tokens", 1, True),
-            ("num_gpu_blocks_override", 2, True),
-            ("tensor_parallel_size", 1, False),
-            ("data_parallel_size", 1, False),
-            ("pipeline_parallel_size", 1, False),
-        ):
-            value = getattr(self, name)
-            require(
-                (value is None and by_default) or is_count(value, least),
-                f"{name} is {value!r}; it must be a whole number of at least {least}",
-            )
+        sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+        require_counts(self, 0, "seed")
+        require_counts(self, 1, "block_size", *sizes)
+        require_counts(self, 1, "max_num_seqs", "max_num_batched_tokens", may_be_none=True)
+        require_counts(self, 2, "max_model_len", "num_gpu_blocks_override", may_be_none=True)
 
     def _check_data_parallel_backend(self) -> None:
-        require(
-            self.data_parallel_backend in DATA_PARALLEL_BACKENDS,
-            f"unknown data_parallel_backend {self.data_parallel_backend!r}; known are "
-            f"{', '.join(DATA_PARALLEL_BACKENDS)}",
-        )
         require(
             self.data_parallel_backend == "mp" or self.distributed_executor_backend != "ray",
             'data_parallel_backend "ray" places each core with all of its ranks on one machine: '
@@ -329,6 +320,7 @@ class EngineArgs:
         transfer = self.kv_transfer
         if transfer is None:
             return
+        # A tier talks to no other engine, so it goes with any division of the model.
         alone = is_tier(transfer)
         require(
             self.enable_prefix_caching or not alone,
@@ -366,26 +358,27 @@ class EngineArgs:
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:
-        """The KV connector's settings, those of `kv_offloading_size` included; None: there is none."""
+        """Return the KV connector's settings, those of `kv_offloading_size` included; None without a connector."""
         return with_offloading(self.kv_transfer_config, self.kv_offloading_size)
 
     @property
     def host_tier_bytes(self) -> int:
-        """Bytes of host memory that a tier may take; 0 without one, or where its size is given in blocks."""
+        """Return the bytes of host memory that a tier may take; 0 without one, or if its size is given in blocks."""
         transfer = self.kv_transfer
         if transfer is None or not is_tier(transfer):
             return 0
+        # The bytes of a block are known only when the model is loaded.
         in_blocks = transfer.get_from_extra_config("num_cpu_blocks")
         return 0 if in_blocks else int(transfer.get_from_extra_config("cpu_bytes_to_use") or 0)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """The speculative configuration, validated."""
+        """Return the validated speculative configuration."""
         return SpeculativeConfig.of(self.speculative_config)
 
     @property
     def lora_config(self) -> LoRAConfig | None:
-        """What adapters are served, validated; None without `enable_lora`."""
+        """Return the validated settings of adapters; None without `enable_lora`."""
         config = LoRAConfig(
             max_loras=self.max_loras,
             max_lora_rank=self.max_lora_rank,
@@ -395,15 +388,15 @@ class EngineArgs:
         return config if self.enable_lora else None
 
     def _join_speculative_config(self) -> None:
-        given = {"method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens}
-        given = {name: value for name, value in given.items() if value is not None}
-        if not given:
+        entries = {"method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens}
+        entries = {name: value for name, value in entries.items() if value is not None}
+        if not entries:
             return
         require(
             self.speculative_config is None,
             "give speculative_config, or spec_method, spec_model and spec_tokens; not both",
         )
-        self.speculative_config = given
+        self.speculative_config = entries
         self.spec_method = self.spec_model = self.spec_tokens = None
 
     def scheduler_config(self, config: ModelConfig, gpu_memory: int | None) -> SchedulerConfig:
@@ -421,22 +414,18 @@ class EngineArgs:
         )
         max_num_batched_tokens = self.max_num_batched_tokens or default_tokens
         if not self.enable_chunked_prefill and self.max_num_batched_tokens is None:
+            # Without chunks, a step must have room for the longest prompt.
             max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
-        return SchedulerConfig(
-            max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs or default_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            long_prefill_token_threshold=self.long_prefill_token_threshold,
-            long_prefill_token_threshold_adaptive=self.long_prefill_token_threshold_adaptive,
-            policy=self.scheduling_policy,
-            enable_chunked_prefill=self.enable_chunked_prefill,
-            scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
-            watermark=self.watermark,
-            async_scheduling=self._schedules_ahead(on_gpu=gpu_memory is not None),
-            static_batching=self.static_batching,
-            max_loras=self.max_loras if self.enable_lora else 0,
-            drafting=self.speculation.drafting if self.speculation else NO_DRAFTS,
-        )
+        # Most settings have the same name on both sides; these are resolved here.
+        own = _shared_fields(self, SchedulerConfig) | {
+            "max_model_len": max_model_len,
+            "max_num_seqs": self.max_num_seqs or default_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "async_scheduling": self._schedules_ahead(on_gpu=gpu_memory is not None),
+            "max_loras": self.max_loras if self.enable_lora else 0,
+        }
+        drafting = self.speculation.drafting if self.speculation else NO_DRAFTS
+        return SchedulerConfig(**own, policy=self.scheduling_policy, drafting=drafting)
 
     def _schedules_ahead(self, on_gpu: bool) -> bool:
         if self.async_scheduling is not None:
@@ -448,52 +437,36 @@ class EngineArgs:
         from minivllm.kernels.rejection_sample import rejection_sample
         from minivllm.worker.settings import WorkerSettings
 
-        return WorkerSettings(
-            model=self.model,
-            device=device,
-            dtype=self.dtype,
-            load_format=self.load_format,
-            seed=self.seed,
-            kv_cache_dtype=self.kv_cache_dtype,
-            quantization=self.quantization,
-            attention_backend=self.attention_backend,
-            attention=self.parts.attention,
-            draft_proposer=self.parts.draft_proposer,
-            rejection_sample=self.parts.rejection_sample or rejection_sample,
-            use_kv_cache=self.use_kv_cache,
-            speculative_config=self.speculation,
-            block_size=self.block_size,
-            max_model_len=scheduler.max_model_len,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            num_threads=num_threads,
-            enforce_eager=self.enforce_eager,
-            async_scheduling=scheduler.async_scheduling,
-            kv_transfer_config=self.kv_transfer,
-            kv_connector=self.parts.kv_connector,
-            lora_config=self.lora_config,
-            lora_slots=self.parts.lora_slots,
-        )
+        # Later ones go before earlier ones: the scheduler's limits are resolved, those of `self` may be None.
+        own = _shared_fields(self, WorkerSettings) | _shared_fields(scheduler, WorkerSettings)
+        own |= _shared_fields(self.parts, WorkerSettings) | {
+            "device": device,
+            "rejection_sample": self.parts.rejection_sample or rejection_sample,
+            "speculative_config": self.speculation,
+            "kv_transfer_config": self.kv_transfer,
+        }
+        return WorkerSettings(**own, num_threads=num_threads)
 
     def cache_config(self, num_gpu_blocks: int) -> CacheConfig:
         """Return the block pool's settings, once its size is known."""
-        return CacheConfig(
-            num_gpu_blocks=num_gpu_blocks,
-            block_size=self.block_size,
-            enable_prefix_caching=self.enable_prefix_caching,
-        )
+        return CacheConfig(num_gpu_blocks=num_gpu_blocks, **_shared_fields(self, CacheConfig))
 
 
 AsyncEngineArgs = EngineArgs
 """vLLM's name for those of `AsyncLLM`."""
 
 
+def _shared_fields(source: object, settings: type) -> dict[str, Any]:
+    """Return the values of those fields of a settings class that `source` has under the same name."""
+    names = [field.name for field in fields(settings)]
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
+
+
 def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
     """Return the default limits of tokens and requests per step."""
     if gpu_memory is None:
         return 2048, 256
+    # As in vLLM: an H100 or larger, or a smaller GPU.
     return (16384, 1024) if gpu_memory >= 70 * GIB else (8192, 256)
 
 
@@ -502,6 +475,7 @@ def add_engine_flags(
 ) -> None:
     """Add a flag for each engine argument; see `add_flags`."""
     further = {**words_of(CacheConfig), **words_of(SchedulerConfig)}
+    # The field has another name in `SchedulerConfig`.
     further["scheduling_policy"] = further["policy"]
     for name, instead in IGNORED.items():
         further[name] = f"taken for scripts written for vLLM; changes nothing here{instead and f': {instead}'}"

@@ -15,8 +15,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_mp_client import AsyncMPClient
 from minivllm.engine.front_end import FrontEnd
@@ -35,7 +35,7 @@ OUTPUTS_AT_ONCE = 128
 
 
 def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
-    """Starts the cores: processes, or a thread for a caller's own parts, which no message could carry."""
+    """Start the cores: processes, or a thread for a caller's own parts, which no message could carry."""
     if not args.parts.names_in_core:
         return AsyncMPClient(args)
     from minivllm.engine.async_thread_client import AsyncThreadClient  # it loads the core, and torch with it
@@ -44,80 +44,73 @@ def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
 
 
 class RequestOutputCollector:
-    """Between the task that receives outputs and the reader of one request: holds what was not read yet, as one."""
+    """Between the task that receives outputs and the reader of one request: holds what is unread, as one output."""
 
-    def __init__(
-        self, kind: RequestOutputKind, request_id: str = "", on_ready: Callable[[], None] | None = None
-    ) -> None:
-        """`on_ready` is called whenever there is something to read where there was nothing."""
-        self.request_id = request_id
+    def __init__(self, kind: RequestOutputKind) -> None:
         self._merges = kind is RequestOutputKind.DELTA
-        self._on_ready = on_ready
-        self._waiting: RequestOutput | None = None
+        self._unread: RequestOutput | None = None
         self._error: Exception | None = None
-        self._there = asyncio.Event()
+        self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Adds an output. Deltas are joined to those that wait; other kinds hold all there is, and replace them.
+        """Add an output. A delta is joined to what is unread; an output of another kind replaces it.
 
         An exception is read after all that came before it, and by every later reader: what comes after it is dropped.
         """
         if self._error is not None:
             return
-        is_new = self._waiting is None or isinstance(output, Exception)
         if isinstance(output, Exception):
             self._error = output
-        elif self._merges and self._waiting is not None:
-            self._waiting.add(output)
+        elif self._merges and self._unread is not None:
+            self._unread.add(output)
         else:
-            self._waiting = output
-        self._there.set()
-        if is_new and self._on_ready is not None:
-            self._on_ready()
+            self._unread = output
+        self._ready.set()
 
     async def get(self) -> RequestOutput:
-        """Returns what has come since the last call, or waits for it.
+        """Return what has come since the last call, or wait for it.
 
         Raises:
             EngineDeadError: the engine has ended.
         """
-        await self._there.wait()
-        found, self._waiting = self._waiting, None
-        if found is not None:
-            if self._error is None:
-                self._there.clear()
-            return found
+        await self._ready.wait()
+        output, self._unread = self._unread, None
+        if output is not None:
+            if self._error is None:  # otherwise the next reader must get the error at once
+                self._ready.clear()
+            return output
         assert self._error is not None
         raise self._error
 
 
-class CollectorOfParts:
-    """A stream's collector whose outputs go through the part `output_collector`; it also says when one is there."""
+class Collector:
+    """One request's unread outputs, in the engine's own collector or in the part `output_collector`.
 
-    def __init__(self, part: Any, request_id: str = "", on_ready: Callable[[], None] | None = None) -> None:
+    `on_ready` is called whenever there is something to read where there was nothing.
+    """
+
+    def __init__(self, unread: Any, request_id: str, on_ready: Callable[[], None] | None = None) -> None:
         self.request_id = request_id
-        self._part = part
+        self._unread = unread
         self._on_ready = on_ready
-        self._is_told = False
+        self._has_called = False
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """See `RequestOutputCollector`."""
-        self._part.put(output)
-        if self._on_ready is not None and (not self._is_told or isinstance(output, Exception)):
-            self._is_told = True
+        """Add an output, or the exception that ends the request."""
+        self._unread.put(output)
+        # An error is read after an output, by a second call of `get`, so it needs a call of its own.
+        if self._on_ready is not None and (not self._has_called or isinstance(output, Exception)):
+            self._has_called = True
             self._on_ready()
 
     async def get(self) -> RequestOutput:
-        """See `RequestOutputCollector`."""
-        self._is_told = False
-        return await self._part.get()
-
-
-Collector = RequestOutputCollector | CollectorOfParts
+        """Return what is unread, or wait for it; raise the exception that was put."""
+        self._has_called = False
+        return await self._unread.get()
 
 
 class AsyncLLM(FrontEnd):
-    """For one event loop. The constructor blocks until the core is ready.
+    """The engine of one event loop. The constructor blocks until the core is ready.
 
     Raises:
         MinivllmError: the arguments are invalid.
@@ -125,7 +118,7 @@ class AsyncLLM(FrontEnd):
     """
 
     def __init__(self, args: EngineArgs, engine_core: "AsyncThreadClient | None" = None) -> None:
-        """`engine_core`: a core's client. Without one each core gets a process, or for parts a thread."""
+        """Start the cores, each in a process, or in a thread if there are parts, unless a client is given."""
         self.engine_core = engine_core or make_async_client(args)
         super().__init__(args, self.engine_core)
         self._collectors: dict[str, Collector] = {}
@@ -135,12 +128,12 @@ class AsyncLLM(FrontEnd):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
-        """Same as the constructor, under vLLM's name."""
+        """Create an engine, under vLLM's name of the constructor."""
         return cls(engine_args)
 
     @property
     def errored(self) -> bool:
-        """Whether the engine has ended, so that no request can be served any more."""
+        """Return whether the engine has ended, so that no request can be served any more."""
         return self.dead_error is not None
 
     async def generate(
@@ -153,7 +146,7 @@ class AsyncLLM(FrontEnd):
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the outputs of a prompt as they come. Whoever stops reading aborts the request.
+        """Yield the outputs of a prompt as they come. A reader that stops aborts the request.
 
         `data_parallel_rank`: the core that computes it; None: the least loaded one.
 
@@ -189,7 +182,7 @@ class AsyncLLM(FrontEnd):
         data_parallel_rank: int | None = None,
         on_ready: Callable[[], None] | None = None,
     ) -> Collector:
-        """Adds a request, whose outputs the collector gets. Its reader must end it with `abort_now`.
+        """Add a request, whose outputs the collector gets. Its reader must end it with `abort_now`.
 
         Raises:
             MinivllmError: the request is invalid.
@@ -197,9 +190,11 @@ class AsyncLLM(FrontEnd):
         """
         self._check_alive()
         text, request = self._processed(request_id, prompt, params, priority, lora_request)
+        # Before the core gets the request: its first output may come at once.
         collector = self._collectors[request_id] = self._collector(params.output_kind, request_id, on_ready)
         try:
             for child in self._registered(request_id, text, request):
+                # All completions of a prompt go to one core, where they share its prefix.
                 child.data_parallel_rank = data_parallel_rank
                 self.engine_core.add_request(child)
         except BaseException:
@@ -208,28 +203,29 @@ class AsyncLLM(FrontEnd):
         return collector
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests: their readers get a last output with the finish reason "abort"."""
-        for one in [request_id] if isinstance(request_id, str) else list(request_id):
-            children = self._children.pop(one, [])
+        """End requests: their readers get a last output with the finish reason "abort"."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            children = self._children.pop(name, [])
             for last in self.output_processor.aborted(children):
-                if one in self._collectors:
-                    self._collectors[one].put(last)
+                if name in self._collectors:
+                    self._collectors[name].put(last)
             self._abort_in_core(children)
 
     def abort_now(self, request_ids: Iterable[str]) -> None:
-        """Ends requests that nobody reads any more; unknown ids are ignored."""
+        """End requests that nobody reads any more; unknown ids are ignored."""
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._collectors.pop(request_id, None)
         self._abort_in_core(self._forgotten(request_ids))
 
     def decline(self, kv_transfer_params: Any) -> None:
-        """Lets the KV connector know that a request was refused: what these say is kept for it will not be read.
+        """Let the KV connector know that a request was refused: what these say is kept for it will not be read.
 
         To the core it is a request that ends before it begins. Params that say nothing of the kind are ignored.
         """
         if not isinstance(kv_transfer_params, dict) or kv_transfer_params.get("do_remote_prefill") is not True:
             return
+        # The core has no message for this, but each connector gives back what an aborted request would have read.
         name = f"declined-{uuid.uuid4()}"
         nothing = SamplingParams(max_tokens=1, seed=0)
         request = EngineCoreRequest(name, [0], nothing, (), time.monotonic(), kv_transfer_params=kv_transfer_params)
@@ -238,11 +234,11 @@ class AsyncLLM(FrontEnd):
             self.engine_core.abort_requests([name])
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
+        """Forget all cached blocks. Do nothing and return False while any request holds a block."""
         return await self._utility("reset_prefix_cache")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Reads an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, again.
 
         Raises:
             MinivllmError: it cannot be served.
@@ -250,15 +246,15 @@ class AsyncLLM(FrontEnd):
         return await self._utility("add_lora", lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Forgets an adapter, once the requests that use it have ended; returns whether it was there."""
+        """Forget an adapter, once the requests that use it have ended; return whether it was there."""
         return await self._utility("remove_lora", lora_id)
 
     async def list_loras(self) -> set[int]:
-        """Returns the ids of the adapters in host memory."""
+        """Return the ids of the adapters in host memory."""
         return set(await self._utility("list_loras"))
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in its slot until it is removed.
+        """Keep an adapter in its slot until it is removed.
 
         Raises:
             MinivllmError: it is not there, or no slot is free for it.
@@ -266,7 +262,7 @@ class AsyncLLM(FrontEnd):
         return await self._utility("pin_lora", lora_id)
 
     async def start_step_events(self) -> None:
-        """From now on `step_watchers` get a snapshot of each step, see `engine.step_recorder`; the first is of now."""
+        """Send `step_watchers` a snapshot of each step from now on, see `engine.step_recorder`; the first is of now."""
         await self._utility("start_step_events")
 
     async def stop_step_events(self) -> None:
@@ -275,31 +271,30 @@ class AsyncLLM(FrontEnd):
             await self._utility("stop_step_events")
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine has ended."""
+        """Raise `EngineDeadError` if the engine has ended."""
         self._check_alive()
 
     async def wait_until_dead(self) -> None:
-        """Returns when the engine has ended, for whatever reason."""
+        """Return when the engine has ended, for whatever reason."""
         self._listen()
         await self._ended.wait()
 
     def end_requests(self) -> None:
-        """Requests under way fail with `EngineStoppedError`, as do new ones. The core goes on, without them."""
+        """Fail requests under way with `EngineStoppedError`, and new ones too. The core goes on without them."""
+        # Free their blocks; the front end answers their readers itself.
         self._abort_in_core(list(self.output_processor.states))
         self._die(EngineStoppedError("the server is shutting down"))
 
     def shutdown(self) -> None:
-        """Ends the core's process. Requests under way fail with `EngineStoppedError`."""
+        """End the core's process. Requests under way fail with `EngineStoppedError`."""
         self.end_requests()
         if self._handler is not None and not self._handler.get_loop().is_closed():
             self._handler.cancel()
         self.engine_core.shutdown()
 
     def _collector(self, kind: RequestOutputKind, request_id: str, on_ready: Callable[[], None] | None) -> Collector:
-        part = self.parts.output_collector
-        if part is None or kind is not RequestOutputKind.DELTA:
-            return RequestOutputCollector(kind, request_id, on_ready)
-        return CollectorOfParts(part(), request_id, on_ready)
+        part = self.parts.output_collector if kind is RequestOutputKind.DELTA else None
+        return Collector(RequestOutputCollector(kind) if part is None else part(), request_id, on_ready)
 
     def _abort_in_core(self, children: list[str]) -> None:
         if children and not self.errored:
@@ -316,8 +311,9 @@ class AsyncLLM(FrontEnd):
         return await self.engine_core.call_utility_async(method, *arguments)
 
     def _listen(self) -> None:
-        """Starts the task that receives outputs, in the loop that asks first."""
+        """Start the task that receives outputs, in the loop that asks first."""
         if self._handler is None:
+            # Not in the constructor, which may run before the loop.
             self._handler = asyncio.get_running_loop().create_task(self._receive_outputs())
 
     async def _receive_outputs(self) -> None:
@@ -327,16 +323,19 @@ class AsyncLLM(FrontEnd):
         except asyncio.CancelledError:
             raise
         except Exception as error:
+            # Those say in one line why; anything else is a bug and needs its traceback.
             if not isinstance(error, EngineDeadError | WorkerDiedError):
                 logger.exception("The engine's outputs cannot be received any more")
             self._die(error)
 
     async def _take_in(self, outputs: EngineCoreOutputs) -> None:
-        """Hands the outputs of a step to their readers, in chunks, so that a large step does not hold up the loop."""
+        """Hand the outputs of a step to their readers, in chunks, so that a large step does not hold up the loop."""
         shown: list[RequestOutput] = []
         self.output_processor.note_scheduled(outputs.scheduled_req_ids, outputs.timestamp)
+        # A step of a large batch has thousands of outputs, and the loop has other readers to serve.
         for start in range(0, len(outputs.outputs), OUTPUTS_AT_ONCE):
             if start:
+                # Let readers and new requests run between the chunks of a large step.
                 await asyncio.sleep(0)
             some, to_abort = self.output_processor.process_outputs(outputs.outputs[start : start + OUTPUTS_AT_ONCE])
             if to_abort:
@@ -348,9 +347,10 @@ class AsyncLLM(FrontEnd):
         self._finish(shown, outputs)
 
     def _die(self, error: Exception) -> None:
-        """No output will come any more: all readers are told why."""
+        """Tell all readers why no output will come any more."""
         if self.dead_error is not None:
             return
+        # Readers get one kind of error, whatever has ended the engine.
         self.dead_error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
         self._ended.set()
         for collector in self._collectors.values():

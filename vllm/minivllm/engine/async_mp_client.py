@@ -1,6 +1,7 @@
-"""The client of cores in separate processes for an event loop: nothing here blocks once the cores are ready.
+"""Talk to cores in separate processes from an event loop: nothing here blocks once the cores are ready.
 
-Sending never waits, since the sockets keep whatever has not gone out yet. Receiving is one task; it ends with a core.
+Sending never waits, since the sockets keep whatever has not gone out yet. Receiving is one task, which ends with a
+core.
 
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`AsyncMPClient`, `DPLBAsyncMPClient`).
 """
@@ -10,28 +11,26 @@ from typing import Any
 
 import zmq.asyncio
 
-from minivllm.core.messages import EngineCoreOutputs, UtilityOutput
+from minivllm.core.engine_messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_client import UTILITIES, joined_answers
-from minivllm.engine.core_processes import MILLISECONDS_FOR_LAST_WORDS, died
+from minivllm.engine.core_client import joined_answers
+from minivllm.engine.core_process_manager import MILLISECONDS_FOR_LAST_WORDS, died
 from minivllm.engine.mp_client import MPClient
-from minivllm.engine.wire import Kind
 from minivllm.errors import EngineDeadError
 
 
 class AsyncMPClient(MPClient):
-    """For `AsyncLLM`. The constructor blocks until the cores are ready; all else belongs to one running event loop."""
+    """A client for `AsyncLLM`. Its constructor blocks until the cores are ready; the rest runs in one event loop."""
 
     def __init__(self, args: EngineArgs) -> None:
         self._calls: dict[tuple[int, int], asyncio.Future[UtilityOutput]] = {}
         self._messages: zmq.asyncio.Socket | None = None
-        self._death: asyncio.Future[None] | None = None
-        self._ended: int | None = None
-        """The core whose process was the first to end."""
+        self._death: asyncio.Future[int] | None = None
+        """Gets the rank of the core whose process is the first to end."""
         super().__init__(args)
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Returns the outputs of the next step of a core, whenever there is one.
+        """Return the outputs of the next step of a core, whenever there is one.
 
         Raises:
             EngineDeadError: a core has died, or said why it must end. The others are told to leave.
@@ -40,6 +39,7 @@ class AsyncMPClient(MPClient):
             try:
                 outputs = self._unpacked(*await self._next_message())
             except Exception as error:
+                # The loop must let go of the sockets before their owner closes them.
                 self._stop_listening(error)
                 self.cores.tell_to_leave()
                 raise
@@ -51,29 +51,25 @@ class AsyncMPClient(MPClient):
                 call.set_result(answer)
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
-        """Calls one of `UTILITIES` in every core and returns the result; somebody must be reading outputs meanwhile.
+        """Call one of `UTILITIES` in every core and return the result; somebody must be reading outputs meanwhile.
 
         Raises:
             MinivllmError: the arguments ask for what cannot be done.
             RuntimeError: the method failed.
             EngineDeadError: a core's process has died meanwhile.
         """
-        assert method in UTILITIES
-        call_id = next(self._call_ids)
-        calls = []
-        for rank in range(len(self.engines)):
-            self._calls[call_id, rank] = asyncio.get_running_loop().create_future()
-            calls.append(self._calls[call_id, rank])
-            self._send(Kind.UTILITY, (call_id, method, arguments), rank)
+        call_id = self._send_call(method, arguments)
+        calls = [asyncio.get_running_loop().create_future() for _ in self.engines]
+        self._calls |= {(call_id, rank): call for rank, call in enumerate(calls)}
         return joined_answers(method, await asyncio.gather(*calls))
 
     def shutdown(self) -> None:
-        """See `EngineCoreClient`. Calls under way fail."""
+        """End the cores. Calls under way fail."""
         self._stop_listening(EngineDeadError("the engine has been shut down"))
         super().shutdown()
 
     def _stop_listening(self, error: Exception) -> None:
-        """Takes the sockets away from the loop before they are closed; calls under way fail with this error."""
+        """Take the sockets away from the loop before they are closed; calls under way fail with this error."""
         if self._death is not None and not self._death.get_loop().is_closed():
             for lifeline in self.cores.lifelines:
                 self._death.get_loop().remove_reader(lifeline)
@@ -85,40 +81,35 @@ class AsyncMPClient(MPClient):
         self._calls.clear()
 
     def _unreachable(self, rank: int) -> None:
-        """Whoever receives outputs notices a core's end too, and what it has said before."""
+        """Fail only this message: the task that receives outputs notices the core's end and reads its last words."""
         raise EngineDeadError(died(rank, self.cores.names(), "has ended"))
 
     async def _next_message(self) -> list[bytes]:
         if self._dead is not None:
             raise self._dead
-        if self._messages is None:
-            self._messages = self._listen()
-        while True:
-            if self._ended is not None:
-                self._dead = EngineDeadError(self.cores.obituary(self._ended))
-                raise self._dead
-            death = self._death = asyncio.get_running_loop().create_future()
+        if self._messages is None or self._death is None:
+            self._messages, self._death = self._listen()
+        if not self._death.done():
             receiving = asyncio.ensure_future(self._messages.recv_multipart())
             try:
-                await asyncio.wait({receiving, death}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({receiving, self._death}, return_when=asyncio.FIRST_COMPLETED)
                 if receiving.done():
                     return receiving.result()
             finally:
                 receiving.cancel()
+        self._dead = EngineDeadError(self.cores.obituary(self._death.result()))
+        raise self._dead
 
-    def _listen(self) -> zmq.asyncio.Socket:
-        """The socket of outputs for this loop, which also notices when a core's process has ended."""
+    def _listen(self) -> tuple[zmq.asyncio.Socket, "asyncio.Future[int]"]:
+        """Return the socket of outputs for this loop, and a future of the first core to end."""
         loop = asyncio.get_running_loop()
-
-        def tell(rank: int) -> None:
-            self._ended = rank if self._ended is None else self._ended
-            if self._death is not None and not self._death.done():
-                self._death.set_result(None)
+        death: asyncio.Future[int] = loop.create_future()
 
         def end(lifeline: int, rank: int) -> None:
             loop.remove_reader(lifeline)
-            loop.call_later(MILLISECONDS_FOR_LAST_WORDS / 1000, tell, rank)
+            # Its last message, which says why, may still be on its way.
+            loop.call_later(MILLISECONDS_FOR_LAST_WORDS / 1000, lambda: death.done() or death.set_result(rank))
 
         for rank, lifeline in enumerate(self.cores.lifelines):
             loop.add_reader(lifeline, end, lifeline, rank)
-        return zmq.asyncio.Socket.from_socket(self._output)
+        return zmq.asyncio.Socket.from_socket(self._output), death

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.busy_loop import Act, abort_requests, answer_of, run_busy_loop, tell_watchers
 from minivllm.engine.core import EngineCore
@@ -23,7 +23,7 @@ SECONDS_TO_LEAVE = 10.0
 
 
 class AsyncThreadClient(EngineCoreClient):
-    """For `AsyncLLM`. The thread starts with the first call for outputs, in the loop that asks."""
+    """A client for `AsyncLLM`. The thread starts with the first call for outputs, in the loop that asks."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.engine_core = EngineCore(args)
@@ -31,18 +31,18 @@ class AsyncThreadClient(EngineCoreClient):
         self._to_do: queue.SimpleQueue[Act | Exception | None] = queue.SimpleQueue()
         self._outputs: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Started with the first call for outputs: only then is there a loop to send them to.
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine core")
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """See `EngineCoreClient`."""
         self._to_do.put(partial(self.engine_core.add_request, request))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """See `EngineCoreClient`; outputs already on their way still arrive, and the caller must ignore them."""
+        """End requests; outputs already on their way still arrive, and the caller must ignore them."""
         self._to_do.put(partial(abort_requests, self.engine_core, list(request_ids), self._send))
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Returns the outputs of the next step, whenever there is one.
+        """Return the outputs of the next step, whenever there is one.
 
         Raises:
             EngineDeadError: the thread has ended.
@@ -56,7 +56,7 @@ class AsyncThreadClient(EngineCoreClient):
         return outputs
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
-        """Calls one of `UTILITIES` in the core and returns its result.
+        """Call one of `UTILITIES` in the core and return its result.
 
         Raises:
             MinivllmError: the arguments ask for what cannot be done.
@@ -75,7 +75,7 @@ class AsyncThreadClient(EngineCoreClient):
         return joined_answers(method, [await answered])
 
     def shutdown(self) -> None:
-        """See `EngineCoreClient`. The step under way comes to its end."""
+        """End the thread after the step under way, and the core."""
         self._to_do.put(None)
         if self._thread.is_alive():
             self._thread.join(SECONDS_TO_LEAVE)
@@ -91,5 +91,6 @@ class AsyncThreadClient(EngineCoreClient):
 
     def _send(self, outputs: EngineCoreOutputs | None) -> None:
         assert self._loop is not None
+        # At the end of the program the loop may be gone before the thread.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, outputs)

@@ -7,7 +7,7 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs, UtilityOutput
+from minivllm.core.engine_messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES
 from minivllm.errors import MinivllmError, WorkerDiedError
@@ -19,13 +19,14 @@ Put = Callable[[EngineCoreOutputs], object]
 
 
 def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | None]", put: Put) -> None:
-    """Steps while requests are unfinished, else waits for what there is to do. None is the end.
+    """Run steps while requests are unfinished, else wait for the next action. None in the queue ends the loop.
 
     Raises:
         WorkerDiedError: a rank has died, which the engine cannot survive.
         Exception: whatever exception is found in the queue.
     """
     while True:
+        # Requests and aborts come first: an abort should not wait for another step.
         while not to_do.empty() or not core.has_unfinished_requests():
             act = to_do.get()
             if act is None:
@@ -37,7 +38,7 @@ def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | 
 
 
 def abort_requests(core: EngineCore, request_ids: Sequence[str], put: Put) -> None:
-    """Aborts requests, and tells the front end that their blocks are free where no step will."""
+    """Abort requests, and tells the front end that their blocks are free where no step will."""
     core.abort_requests(request_ids)
     if not core.has_unfinished_requests():
         put(core.state())
@@ -62,7 +63,7 @@ def answer_of(core: EngineCore, call_id: int, method: str, arguments: Sequence[A
 
 
 def _guarded(act: Act) -> None:
-    """Only a rank's end is the engine's: after any other failure the core has started over, and goes on."""
+    """Act, and log any failure but a rank's death: the core has started over and goes on."""
     try:
         act()
     except WorkerDiedError:

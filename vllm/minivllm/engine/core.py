@@ -20,34 +20,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minivllm.config import ModelConfig, SchedulerConfig
-from minivllm.config.units import GIB
+from minivllm.config import ModelConfig
 from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole, joined_stats
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.generation_config import GenerationConfig
+from minivllm.engine.core_log import log_memory, log_step, profile_ranks
+from minivllm.engine.generation_config import tokenizer_and_ends
 from minivllm.engine.lora_registry import AdapterRefused, LoRARegistry
 from minivllm.engine.step_recorder import StepRecorder
 from minivllm.errors import AdapterError, MinivllmError, NonFiniteLogitsError, WorkerDiedError
-from minivllm.executor.abstract import make_executor
+from minivllm.executor.factory import make_executor
 from minivllm.kv_connector.factory import create_connector
 from minivllm.logger import init_logger
-from minivllm.memory import MemoryLedger, max_concurrency
 from minivllm.models.parallel import shard_config
 from minivllm.models.pipeline import Stage, stage_config
-from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.device import pick_device
 from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.platforms.out_of_memory import explain_out_of_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.structured_output.manager import StructuredOutputManager
-from minivllm.worker.memory_profiling import check_override, profile_memory
 
 logger = init_logger(__name__)
 SECONDS_BETWEEN_EMPTY_STEPS = 0.001
@@ -74,25 +71,30 @@ class EngineCore:
     def __init__(self, args: EngineArgs) -> None:
         self.args = args
         device = pick_device(args.device)
+        # Outputs of requests that ended outside a step; the next step delivers them.
         self._undelivered: list[EngineCoreOutput] = []
         self.model_config = ModelConfig.from_pretrained(args.model)
+        # Fail before any process starts if the model cannot be divided like this.
         shard_config(self.model_config, args.tensor_parallel_size)
         stages = [Stage(rank, args.pipeline_parallel_size) for rank in range(args.pipeline_parallel_size)]
         self._stage_configs = [stage_config(self.model_config, stage) for stage in stages]
+        # Large GPUs get a larger default batch.
         memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
         config = args.scheduler_config(self.model_config, memory)
         self.executor = make_executor(
             args.worker_settings(config, device.type, torch.get_num_threads()), args.distributed_executor_backend
         )
         try:
-            self.ledger = self._profile(args, config)
+            self.ledger = profile_ranks(args, config, self._stage_configs, self.executor)
             num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
             assert num_blocks is not None
+            # All ranks get as many blocks as the smallest one has room for: they share the block ids.
             self.executor.collective_rpc("initialize_kv_cache", num_blocks)
             connector = self._make_connector(args) if args.kv_transfer is not None else None
         except BaseException:
             self.executor.shutdown()
             raise
+        # With several steps in flight, the scheduler must not wait for the tokens of the one before.
         ahead = self.executor.max_concurrent_batches > 1
         scheduler_class = AsyncScheduler if ahead else Scheduler
         policy = args.parts.policy or DEFAULT_POLICY
@@ -103,20 +105,23 @@ class EngineCore:
         self.loras = LoRARegistry(self.executor, lambda: self.scheduler)
         self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
         self.batch_queue: deque[_Batch] | None = deque() if ahead else None
-        self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
+        self.structured_outputs = StructuredOutputManager(
+            self.model_config.vocab_size, partial(tokenizer_and_ends, args)
+        )
         self.step_recorder: StepRecorder | None = None
-        self._log_memory(device)
+        log_memory(self.ledger, self.scheduler.limits, num_blocks, device)
 
     @property
     def ready(self) -> EngineCoreReady:
-        """What the front end needs to know about this core."""
+        """Return what the front end needs to know about this core."""
         num_blocks = self.scheduler.cache_config.num_gpu_blocks
         return EngineCoreReady(self.scheduler.limits, num_blocks, self.ledger, self.scheduler.make_stats())
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Adds a request to the queue. A rejected one ends with an error, which the next step returns."""
+        """Add a request to the queue. A rejected one ends with an error, which the next step returns."""
         with self._all_or_nothing((request.request_id,)):
             try:
+                # The adapter is read now, so that one which cannot be served is refused to its first request.
                 if request.lora_request is not None:
                     request = replace(request, lora_request=self.loras.add(request.lora_request))
                 added = request.to_request()
@@ -127,21 +132,22 @@ class EngineCore:
                 self._undelivered.append(_failed(request.request_id, error, invalid_request=True))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Ends requests, waiting or running; unknown ids are ignored."""
+        """End requests, waiting or running; unknown ids are ignored."""
         ids = set(request_ids)
         with self._all_or_nothing(ids):
             unsent = self.scheduler.unsent(ids)
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+            # The caller that aborts a request expects no further output of it.
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
             self.loras.forget_unused()
             self.scheduler.finished_req_ids -= unsent  # no step need come to tell of them
 
     def has_unfinished_requests(self) -> bool:
-        """Whether there is anything for a step to do or return."""
+        """Return whether there is anything for a step to do or return."""
         return bool(self._undelivered or self.batch_queue) or self.scheduler.has_unfinished_requests()
 
     def step(self) -> EngineCoreOutputs:
-        """Runs one step: scheduling, a forward pass, and processing of its output.
+        """Run one step: scheduling, a forward pass, and processing of its output.
 
         Raises:
             WorkerDiedError: a rank has died, and the engine with it.
@@ -150,6 +156,7 @@ class EngineCore:
         """
         if self.batch_queue is not None:
             return self._step_with_batch_queue(self.batch_queue)
+        # None while scheduling: a failure there may have touched any request, later only those of the step.
         scheduled: Collection[str] | None = None
         now = time.monotonic()
         try:
@@ -160,7 +167,7 @@ class EngineCore:
             raise self._start_over(failure, self.scheduler.requests if scheduled is None else scheduled) from None
 
     def _step_with_batch_queue(self, queue: "deque[_Batch]") -> EngineCoreOutputs:
-        """A step for when several are in flight: fills the queue of those, then waits for the oldest one's output.
+        """Fill the queue of steps in flight, then wait for the output of the oldest one.
 
         If a step fails, the ones behind it are lost too, but only the requests in it end. In vLLM:
         `EngineCore.step_with_batch_queue`.
@@ -168,28 +175,34 @@ class EngineCore:
         concerned: Collection[str] | None = None
         try:
             while len(queue) < self.executor.max_concurrent_batches and self.scheduler.has_unfinished_requests():
-                concerned, now = None, time.monotonic()
+                # A failure while scheduling may have touched any request.
+                concerned = None
+                now = time.monotonic()
                 scheduler_output = self._schedule(waits=not queue)
                 concerned = scheduler_output.num_scheduled_tokens
+                # A step without tokens or news for the worker need not be sent.
                 if scheduler_output.changes_worker:
                     queue.append(_Batch(scheduler_output, self._start(scheduler_output), now))
                 if not concerned:
                     break  # nobody can go on before the outputs in flight have arrived
+            # From here on only the oldest step can fail.
             concerned = ()
             if not queue:
                 return self._delivered([], [], time.monotonic(), self._snapshot())
             batch = queue.popleft()
             scheduled = batch.scheduler_output.num_scheduled_tokens
+            # Requests that were aborted meanwhile must not end a second time.
             concerned = [request_id for request_id in scheduled if request_id in self.scheduler.requests]
             return self._update(batch.scheduler_output, batch.future.result(), batch.timestamp)
         except BaseException as failure:
             raise self._start_over(failure, self.scheduler.requests if concerned is None else concerned) from None
 
     def _schedule(self, waits: bool = True) -> SchedulerOutput:
-        """Schedules a step. If there is nothing to compute, it `waits` for a grammar, if one is being compiled."""
+        """Schedule a step. If there is nothing to compute, it `waits` for a grammar, if one is being compiled."""
         with record_function_or_nullcontext("minivllm::schedule"):
             scheduler_output = self.scheduler.schedule()
-        self._log_step(scheduler_output)
+        if logger.isEnabledFor(logging.DEBUG):
+            log_step(scheduler_output, self.scheduler)
         if waits and not scheduler_output.num_scheduled_tokens:
             self.structured_outputs.wait_for_one(SECONDS_WITHOUT_A_STEP)
         return scheduler_output
@@ -200,12 +213,13 @@ class EngineCore:
         return self.executor.execute_model(scheduler_output)
 
     def _start(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Starts the step. The grammars' bitmask is filled while the forward pass runs, and applied before sampling."""
+        """Start the step. The grammars' bitmask is filled while the forward pass runs, and applied before sampling."""
         future = self.executor.execute_model(scheduler_output, non_block=True)
         if not scheduler_output.has_structured_output_requests:
             return future
         with record_function_or_nullcontext("minivllm::grammar"):
             grammar_output = self.structured_outputs.grammar_bitmask(self.scheduler.requests, scheduler_output)
+        # The forward pass may have failed at once; then there is nothing to sample.
         if future.done():
             future.result()  # raises its failure
         return self.executor.sample_tokens(grammar_output)
@@ -213,7 +227,8 @@ class EngineCore:
     def _update(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, timestamp: float
     ) -> EngineCoreOutputs:
-        """Takes in the output of a step scheduled at `timestamp`; returns it, and what is still undelivered."""
+        """Take in the output of a step scheduled at `timestamp`; return it, and what is still undelivered."""
+        # Only the requests with NaN or infinite logits end; the rest of the step is valid, but it is recomputed.
         nonfinite = [name for name in model_runner_output.nonfinite_req_ids if name in self.scheduler.requests]
         if nonfinite:
             raise NonFiniteLogitsError(nonfinite)
@@ -225,12 +240,13 @@ class EngineCore:
                 self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
             admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
             snapshot = self._snapshot(scheduler_output, outputs)
+        # Nothing is computed while keys and values are on their way: do not spin.
         if not scheduler_output.num_scheduled_tokens and self.scheduler.remote is not None:
             time.sleep(SECONDS_BETWEEN_EMPTY_STEPS)
         delivered = self._delivered(outputs, admitted, timestamp, snapshot)
         if self.scheduler.remote is not None:
-            told = model_runner_output.kv_connector_output
-            counted = (told and told.kv_connector_stats, self.scheduler.remote.connector.take_stats())
+            report = model_runner_output.kv_connector_output
+            counted = (report and report.kv_connector_stats, self.scheduler.remote.connector.take_stats())
             delivered.kv_connector_stats = joined_stats(counted)
         return delivered
 
@@ -248,53 +264,54 @@ class EngineCore:
         return delivered
 
     def reset_prefix_cache_and_connector(self) -> bool:
-        """As `reset_prefix_cache`, and forgets what the KV connector has stored elsewhere; False if it could not."""
-        done, remote = self.reset_prefix_cache(), self.scheduler.remote
-        return done and (remote is None or remote.connector.reset_cache() is not False)
+        """Forget all cached blocks, and what the KV connector has stored elsewhere; return False if it could not."""
+        remote = self.scheduler.remote
+        return self.reset_prefix_cache() and (remote is None or remote.connector.reset_cache() is not False)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
+        """Forget all cached blocks. Do nothing and return False while any request holds a block."""
         with self._all_or_nothing(()):
             return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def add_lora(self, lora_request: LoRARequest | dict[str, Any]) -> bool:
-        """Reads an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, again.
 
         Raises:
             MinivllmError: it cannot be served.
         """
-        wanted = lora_request if isinstance(lora_request, LoRARequest) else LoRARequest(**lora_request)
-        with self._unless_refused():
-            self.loras.add(wanted)
+        adapter = lora_request if isinstance(lora_request, LoRARequest) else LoRARequest(**lora_request)
+        with self._all_or_nothing(()):
+            self.loras.add(adapter)
             return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forgets an adapter, once the requests that use it have ended; returns whether it was there."""
-        with self._unless_refused():
+        """Forget an adapter, once the requests that use it have ended; return whether it was there."""
+        with self._all_or_nothing(()):
             return self.loras.remove(lora_id)
 
     def list_loras(self) -> list[int]:
-        """Returns the ids of the adapters in host memory."""
-        with self._unless_refused():
+        """Return the ids of the adapters in host memory."""
+        with self._all_or_nothing(()):
             return sorted(self.loras.list())
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in its slot until it is removed.
+        """Keep an adapter in its slot until it is removed.
 
         Raises:
             MinivllmError: it is not there, or no slot is free for it.
         """
-        with self._unless_refused():
+        with self._all_or_nothing(()):
             self.loras.pin(lora_id)
             return True
 
     def start_step_events(self) -> None:
-        """From now on describe each step, and each change between steps, in the outputs' `step_snapshot`."""
+        """Describe each step from now on, and each change between steps, in the outputs' `step_snapshot`."""
         self.step_recorder = self.step_recorder or StepRecorder(self.scheduler)
 
     def stop_step_events(self) -> str:
         """Describe no more steps; return the state as it is now."""
-        snapshot, self.step_recorder = self._snapshot(), None
+        snapshot = self._snapshot()
+        self.step_recorder = None
         return snapshot
 
     def state(self) -> EngineCoreOutputs:
@@ -302,13 +319,13 @@ class EngineCore:
         return EngineCoreOutputs([], self.scheduler.make_stats(), step_snapshot=self._snapshot())
 
     def reset_running_requests(self) -> bool:
-        """Forgets all cached blocks, those of running requests too, which wait again and are recomputed."""
+        """Forget all cached blocks, those of running requests too, which wait again and are recomputed."""
         with self._all_or_nothing(()):
             self._restart(())
         return True
 
     def shutdown(self) -> None:
-        """Ends the processes of the ranks, if any; without them no step can run.
+        """End the processes of the ranks, if any; without them no step can run.
 
         The scheduler's side of a connector comes last: it may hold what the ranks' sides write to, such as a folder.
         """
@@ -331,119 +348,58 @@ class EngineCore:
 
     @contextmanager
     def _all_or_nothing(self, request_ids: Collection[str]) -> Iterator[None]:
-        """If the block fails, starts over without these requests."""
+        """Start over without these requests if the block fails, but not for an adapter that is refused."""
         try:
             yield
+        except AdapterRefused:  # it has changed nothing
+            raise
         except BaseException as failure:
             raise self._start_over(failure, request_ids) from None
 
-    @contextmanager
-    def _unless_refused(self) -> Iterator[None]:
-        """As `_all_or_nothing`, but a refusal has changed nothing."""
-        try:
-            yield
-        except AdapterRefused:
-            raise
-        except BaseException as failure:
-            raise self._start_over(failure, ()) from None
-
     def _start_over(self, failure: BaseException, request_ids: Collection[str]) -> BaseException:
-        """Ends these requests with an error and has all others recomputed. Returns the error to raise."""
+        """End these requests with an error and has all others recomputed. Return the error to raise."""
+        # Without its ranks the engine cannot go on.
         if isinstance(failure, WorkerDiedError):
             return failure
+        # A second Ctrl-C here would leave the scheduler and the ranks in different states.
         with InterruptsHeld(clean_up=True):
             return self._drop_step(explain_out_of_memory(failure) or failure, request_ids)
 
     def _drop_step(self, error: BaseException, request_ids: Collection[str]) -> BaseException:
         lost = self._ended_by(error, request_ids)
         logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
+        # A request must not get two last outputs.
         known = {output.request_id for output in self._undelivered}
         self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
         self._restart(lost)
         return error
 
     def _ended_by(self, error: BaseException, request_ids: Collection[str]) -> list[str]:
-        """Which requests a failure ends: those that it names, or those of the step."""
+        """Return the requests that a failure ends: those that it names, or those of the step."""
         if isinstance(error, NonFiniteLogitsError):
             return list(error.request_ids)
         if not isinstance(error, AdapterError):
             return list(request_ids)
         self.loras.could_not_be_read(error.lora_int_id)
         adapters = {name: request.lora_request for name, request in self.scheduler.requests.items()}
-        return [name for name, one in adapters.items() if one is not None and one.lora_int_id == error.lora_int_id]
+        return [name for name, adapter in adapters.items() if adapter and adapter.lora_int_id == error.lora_int_id]
 
     def _restart(self, lost: Collection[str]) -> None:
         if self.batch_queue is not None:
             self.batch_queue.clear()
+        # First the scheduler, which cannot fail; the ranks may be dead.
         self.scheduler.start_over(lost)
         self.executor.collective_rpc("reset")
 
-    def _log_step(self, output: SchedulerOutput) -> None:
-        if not logger.isEnabledFor(logging.DEBUG):
-            return
-        logger.debug(
-            "step of %d tokens %s; admitted %s, preempted %s; %d running, %d waiting, %d blocks free",
-            output.total_num_scheduled_tokens,
-            output.num_scheduled_tokens,
-            [request.req_id for request in output.scheduled_new_reqs],
-            sorted(output.preempted_req_ids),
-            len(self.scheduler.running),
-            len(self.scheduler.waiting),
-            self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-        )
-
-    def _log_memory(self, device: torch.device) -> None:
-        if self.ledger is not None:
-            for row in self.ledger.rows:
-                logger.info("Memory: %.3f GiB %s%s", row.bytes / GIB, row.name, " (estimated)" if row.estimated else "")
-        cache = self.scheduler.cache_config
-        tokens, max_model_len = cache.num_gpu_blocks * cache.block_size, self.scheduler.config.max_model_len
-        logger.info(
-            "%s KV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",
-            "GPU" if device.type == "cuda" else device.type.upper(),
-            f"{tokens:,}",
-            f"{max_model_len:,}",
-            max_concurrency(tokens, max_model_len),
-        )
-
     def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
-        """Creates the connector's sides in the ranks, then the scheduler's, which is told how to reach them."""
-        told = self.executor.collective_rpc("initialize_kv_connector")
-        connector = create_connector(told[0][0], KVConnectorRole.SCHEDULER, args.parts)
-        connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(told)})
+        """Create the connector's sides in the ranks, then the scheduler's, which is told how to reach them."""
+        handshakes = self.executor.collective_rpc("initialize_kv_connector")
+        # All ranks return the same config but for their rank; the scheduler's side takes rank 0's.
+        connector = create_connector(handshakes[0][0], KVConnectorRole.SCHEDULER, args.parts)
+        connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(handshakes)})
         return connector
-
-    def _profile(self, args: EngineArgs, config: SchedulerConfig) -> MemoryLedger | None:
-        if args.num_gpu_blocks_override is not None:
-            check_override(args.num_gpu_blocks_override, args.block_size, config.max_model_len)
-            return None
-        ledgers = [
-            profile_memory(
-                self._stage_configs[rank // args.tensor_parallel_size],
-                use,
-                tp=args.tensor_parallel_size,
-                kv_cache_dtype=args.kv_cache_dtype,
-                block_size=args.block_size,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                gpu_memory_utilization=args.gpu_memory_utilization,
-                host_tier=args.host_tier_bytes,
-            )
-            for rank, use in enumerate(self.executor.collective_rpc("memory_use"))
-        ]
-        return min(ledgers, key=lambda ledger: ledger.num_blocks)
-
-
-def _tokenizer_of(args: EngineArgs) -> tuple[str, tuple[int, ...]]:
-    """The tokenizer as JSON, and the model's end-of-sequence tokens."""
-    tokenizer = load_tokenizer(args.tokenizer or args.model)
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    config = ModelConfig.from_pretrained(args.model)
-    return tokenizer.to_str(), GenerationConfig.of(args.model, config, tokenizer).eos_token_ids
 
 
 def _failed(request_id: str, error: BaseException, invalid_request: bool = False) -> EngineCoreOutput:
     reason = str(error) if isinstance(error, MinivllmError) else f"{type(error).__name__}: {error}"
-    return EngineCoreOutput(request_id, [], finish_reason="error", error=reason, invalid_request=invalid_request)
+    return EngineCoreOutput.failed(request_id, reason, invalid_request)

@@ -1,7 +1,7 @@
 """The engine core as the front end sees it, in the same process or a separate one.
 
-They exchange only the plain data of `minivllm.core.messages`. The front end never reads the core's scheduler: `ready`
-says once what it needs to know, and each `get_output` brings the state after a step.
+They exchange only the plain data of `minivllm.core.engine_messages`. The front end never reads the core's scheduler:
+`ready` says once what it needs to know, and each `get_output` brings the state after a step.
 
 Nothing here loads torch: where the core is another process (`mp_client.py`, `async_mp_client.py`), the front end starts
 without it.
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, UtilityOutput
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, UtilityOutput
 from minivllm.errors import MinivllmError
 
 UTILITIES = (
@@ -30,20 +30,20 @@ class EngineCoreClient(ABC):
 
     @property
     def ready(self) -> EngineCoreReady:
-        """The message of the core with the fewest blocks: a request that fits there fits anywhere."""
+        """Return the message of the core with the fewest blocks: a request that fits there fits anywhere."""
         return min(self.engines, key=lambda engine: engine.num_gpu_blocks)
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Sends a request. One that the core rejects comes back as an output with an error."""
+        """Send a request. One that the core rejects comes back as an output with an error."""
 
     @abstractmethod
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """Ends requests without further output; unknown ids are ignored."""
+        """End requests without further output; unknown ids are ignored."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the processes that were started, if any; a second call does nothing."""
+        """End the processes that were started, if any; a second call does nothing."""
 
 
 class SyncEngineCoreClient(EngineCoreClient):
@@ -51,7 +51,7 @@ class SyncEngineCoreClient(EngineCoreClient):
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
-        """Returns the outputs of the next step; call it only while there are unfinished requests.
+        """Return the outputs of the next step; call it only while there are unfinished requests.
 
         Raises:
             EngineDeadError: the core's process has died.
@@ -59,7 +59,7 @@ class SyncEngineCoreClient(EngineCoreClient):
 
     @abstractmethod
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        """Calls one of `UTILITIES` in every core and returns whether all have succeeded, or what the first returns."""
+        """Call one of `UTILITIES` in every core and return whether all have succeeded, or what the first returns."""
 
 
 def joined_answers(method: str, answers: Sequence[UtilityOutput]) -> Any:
@@ -75,4 +75,5 @@ def joined_answers(method: str, answers: Sequence[UtilityOutput]) -> Any:
         if answer.error is not None:
             raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
     results = [answer.result for answer in answers]
+    # Cores agree on everything but success.
     return all(results) if isinstance(results[0], bool) else results[0]

@@ -8,16 +8,8 @@ In vLLM v0.33.0: `EngineZmqAddresses` in `vllm/v1/engine/utils.py`; its TCP sock
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import zmq
-
-
-class CoreSockets(Protocol):
-    """How a core finds the sockets of who starts it."""
-
-    def connect(self, socket: zmq.Socket, name: str) -> None:
-        """Connects a core's socket to the one with this name."""
 
 
 @dataclass(frozen=True)
@@ -27,25 +19,29 @@ class FolderSockets:
     folder: str
 
     def connect(self, socket: zmq.Socket, name: str) -> None:
-        """See `CoreSockets`."""
+        """Connect a core's socket to the front end's socket of this name."""
         socket.connect(f"ipc://{self.folder}/{name}")
 
 
 @dataclass(frozen=True)
 class TcpSockets:
-    """What a core on another machine needs to know: the addresses by name, and the front end's key.
+    """Addresses by name, and the front end's key: all that a core on another machine needs to know.
 
-    Whoever has this can talk to the engine.
+    Any process that has this can talk to the engine.
     """
 
     server_key: bytes = field(repr=False)
     addresses: dict[str, str] = field(default_factory=dict)
 
     def connect(self, socket: zmq.Socket, name: str) -> None:
-        """See `CoreSockets`."""
         socket.curve_serverkey = self.server_key
+        # A key pair of its own for each socket: the server checks nobody's identity, only that they know its key.
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.connect(self.addresses[name])
+
+
+CoreSockets = FolderSockets | TcpSockets
+"""What a core connects its sockets by."""
 
 
 class OwnSockets:
@@ -60,20 +56,21 @@ class OwnSockets:
         self._sockets: list[zmq.Socket] = []
 
     def new(self, kind: int) -> zmq.Socket:
-        """Returns a socket that drops nothing: however many messages wait, they are kept."""
+        """Return a socket that drops nothing: however many messages wait, they are kept."""
         socket = self._context.socket(kind)
         self._sockets.append(socket)
+        # High-water marks of 0 mean none; by default ZeroMQ drops what exceeds a thousand messages.
         socket.linger = socket.sndhwm = socket.rcvhwm = 0
         return socket
 
     def bind_in_folder(self, kind: int, folder: str, name: str) -> zmq.Socket:
-        """Returns a socket in the folder."""
+        """Return a socket in the folder."""
         socket = self.new(kind)
         socket.bind(f"ipc://{folder}/{name}")
         return socket
 
     def close(self) -> None:
-        """Closes all of them; messages that were not sent are lost. A second call does nothing."""
+        """Close all of them; messages that were not sent are lost. A second call does nothing."""
         while self._sockets:
             self._sockets.pop().close(linger=0)
         self._context.term()
@@ -85,12 +82,14 @@ class TcpServer:
     def __init__(self, sockets: OwnSockets, host: str) -> None:
         server_key, self._secret_key = zmq.curve_keypair()
         self.for_cores = TcpSockets(server_key)
-        self._sockets, self._host = sockets, host
+        self._sockets = sockets
+        self._host = host
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
-        """Returns a socket on a free port; cores find it by its name."""
+        """Return a socket on a free port; cores find it by its name."""
         socket = self._sockets.new(kind)
-        socket.curve_secretkey, socket.curve_server = self._secret_key, True
+        socket.curve_secretkey = self._secret_key
+        socket.curve_server = True
         port = socket.bind_to_random_port(f"tcp://{self._host}")
         self.for_cores.addresses[name] = f"tcp://{self._host}:{port}"
         return socket

@@ -66,7 +66,7 @@ class TokenBytes(dict[int, bytes]):
 def _bytes_by_character() -> dict[str, int]:
     """Return the byte that each character of a byte-level vocabulary stands for.
 
-    A printable byte is its own character; the others are the characters from 256 on, in order.
+    A printable byte is its own character; the others are the characters after 255, in order.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -101,24 +101,27 @@ class IncrementalDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.num_tokens = 0
         self.text = ""
+        # The prompt may end inside a character that the first output tokens complete.
         end = self._last_bytes(prompt_token_ids)
         self._at_the_start = not end
         self._utf8.decode(end)  # keeps the bytes of a character that the prompt has begun
 
     def update(self, new_token_ids: Sequence[int], stopped_by_token: bool = False) -> str | None:
-        """Adds tokens to the text. Returns the stop string found, if any; the text is truncated there.
+        """Add tokens to the text. Return the stop string found, if any; the text is truncated there.
 
         The token that completes the stop string is the last one decoded (`num_tokens`). `stopped_by_token`: the last
         new token is a stop token, which is left out of the text unless `include_stop_str_in_output` is set.
         """
         if stopped_by_token and not self._params.include_stop_str_in_output:
             new_token_ids = new_token_ids[:-1]
+        # Without stop strings, all tokens can be decoded at once.
         if not self._stop_strings:
             self._append(new_token_ids)
             return None
         for token_id in new_token_ids:
             num_before = len(self.text)
             self._append([token_id])
+            # A stop string within the first `min_tokens` tokens does not count.
             if self.num_tokens <= self._params.min_tokens:
                 continue
             stop = self._cut_at_stop_string(num_before)
@@ -127,15 +130,17 @@ class IncrementalDetokenizer:
         return None
 
     def finish(self) -> str | None:
-        """Adds the text that was held back, since no more tokens will come. Returns a stop string, as `update` does."""
+        """Add the text that was held back, since no more tokens will come. Return a stop string, as `update` does."""
         num_before = len(self.text)
+        # An incomplete character at the end becomes a replacement character.
         self.text += self._utf8.decode(b"", final=True)
         return self._cut_at_stop_string(num_before)
 
     def streamable_length(self) -> int:
-        """Returns how much of `text` an unfinished stream may send: all but a possible start of a stop string."""
+        """Return how much of `text` an unfinished stream may send: all but a possible start of a stop string."""
         if self._params.include_stop_str_in_output or not self._stop_strings:
             return len(self.text)
+        # What may be the start of a stop string must not be sent: it would have to be taken back.
         return len(self.text) - max(_overlap(self.text, stop) for stop in self._stop_strings)
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
@@ -152,15 +157,16 @@ class IncrementalDetokenizer:
         added = [self._bytes_of[token_id] for token_id in token_ids]
         if self._at_the_start and any(added):
             self._at_the_start = False
+            # Special tokens that are skipped have no bytes.
             first = next(index for index, data in enumerate(added) if data)
             added[first] = self._bytes_of.at_the_start(token_ids[first])
         self.text += self._utf8.decode(b"".join(added))
 
     def _cut_at_stop_string(self, num_before: int) -> str | None:
-        found = find_stop_string(self.text, self._stop_strings, num_before) if self._stop_strings else None
-        if found is None:
+        match = find_stop_string(self.text, self._stop_strings, num_before) if self._stop_strings else None
+        if match is None:
             return None
-        stop, end = found
+        stop, end = match
         self.text = self.text[: end if self._params.include_stop_str_in_output else end - len(stop)]
         return stop
 
@@ -178,18 +184,18 @@ class DetokenizerOfParts(IncrementalDetokenizer):
         self._part = stop_strings
 
     def finish(self) -> str | None:
-        """See `IncrementalDetokenizer`."""
         stop = super().finish()
         if stop is None:
             self.text += self._part.flush()
         return stop
 
     def streamable_length(self) -> int:
-        """All of the text: the part has what must wait."""
+        """Return the length of the whole text: what must wait is held back by the part."""
         return len(self.text)
 
     def _cut_at_stop_string(self, num_before: int) -> str | None:
         shown, stop = self._part.push(self.text[num_before:])
+        # The part cuts a stop string off in any case.
         included = stop if stop and self._params.include_stop_str_in_output else ""
         self.text = self.text[:num_before] + shown + included
         return stop
@@ -198,7 +204,7 @@ class DetokenizerOfParts(IncrementalDetokenizer):
 def make_detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams, parts: Parts
 ) -> IncrementalDetokenizer:
-    """The detokenizer of a request, with the part `stop_strings` if there is one and the request has any."""
+    """Return the detokenizer of a request; it uses the part `stop_strings` if there is one and the request has any."""
     if parts.stop_strings is None or not params.stop_strings:
         return IncrementalDetokenizer(tokenizer, prompt_token_ids, params)
     stop_strings = parts.stop_strings(list(params.stop_strings))
@@ -206,22 +212,24 @@ def make_detokenizer(
 
 
 def find_stop_string(text: str, stop_strings: Sequence[str], num_before: int) -> tuple[str, int] | None:
-    """Returns the stop string that is completed first after the first `num_before` characters, and where it ends.
+    """Return the stop string that is completed first after the first `num_before` characters, and where it ends.
 
     It is the one that would be found if the text arrived character by character. Of two that end at the same place,
     the first in the list wins.
     """
+    # By where they end, not by where they begin: as if the text came character by character.
     ends = [(_first_end(text, stop, num_before), stop) for stop in stop_strings]
     end, stop = min(ends, key=lambda pair: pair[0], default=(len(text) + 1, ""))
     return (stop, end) if end <= len(text) else None
 
 
 def _first_end(text: str, stop: str, num_before: int) -> int:
+    # A stop string may have begun in the text before.
     start = text.find(stop, max(0, num_before - len(stop) + 1))
     return len(text) + 1 if start < 0 else start + len(stop)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,23 +1,22 @@
-"""What surrounds the core on a user's side: prompts become requests, outputs become texts.
+"""Turn prompts into requests for the core, and its outputs into texts: the engine on a user's side.
 
-`LLMEngine` drives a core step by step, `AsyncLLM` serves an event loop; both are this, with a client of the core.
+`LLMEngine` drives a core step by step, `AsyncLLM` serves an event loop. Both are front ends with a client of the core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from minivllm.config import ModelConfig
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.core.stats import SchedulerStats, summed_stats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import EngineCoreClient
 from minivllm.engine.generation_config import GenerationConfig
 from minivllm.engine.input_processor import InputProcessor
-from minivllm.engine.iteration_stats import IterationStats
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParentRequest, child_requests
 from minivllm.engine.throughput_log import ThroughputLog
@@ -30,21 +29,7 @@ from minivllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-class StatLogger(Protocol):
-    """Takes what was measured since it was last called; the scheduler's counts are since the start."""
-
-    def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats, engine_idx: int = 0) -> None:
-        """After each step of a core."""
-
-    def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """What a core's KV connector has counted in a step."""
-
-    def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
-        """The names of the adapters that requests use, after each step; only where adapters are served."""
-
-    def record_rejection(self, reason: str) -> None:
-        """A request was refused for this reason."""
+    from minivllm.engine.prometheus import PrometheusStatLogger
 
 
 class FrontEnd:
@@ -69,18 +54,18 @@ class FrontEnd:
         self._children: dict[str, list[str]] = {}
         """The core's ids of each unfinished request, by the user's id."""
         self._throughput_log = ThroughputLog()
-        self.stat_logger: StatLogger | None = None
-        """Who else wants to know what was measured, after each step."""
+        self.stat_logger: PrometheusStatLogger | None = None
+        """Records what was measured, after each step; None: nobody asks for metrics."""
         self.step_watchers: list[Callable[[int, str], None]] = []
         """Called with a core's index and a line of `engine.step_recorder`, after `start_step_events`."""
 
     @property
     def stats(self) -> SchedulerStats:
-        """The scheduler's state after the last step, of all cores together. Reading it resets nothing."""
+        """Return the state after the last step, of all cores' schedulers together. Reading it resets nothing."""
         return summed_stats(self.engine_stats)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Returns the tokenizer as transformers has it, which is loaded when it is first asked for.
+        """Return the tokenizer as transformers has it, which is loaded when it is first asked for.
 
         Raises:
             MinivllmError: there is none, or transformers cannot load it.
@@ -94,11 +79,11 @@ class FrontEnd:
         return self._transformers_tokenizer
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is unfinished."""
+        """Return whether any request is unfinished."""
         return bool(self.output_processor.states)
 
     def get_num_unfinished_requests(self) -> int:
-        """Returns the number of unfinished requests, counting each of `n` completions."""
+        """Return the number of unfinished requests, counting each of `n` completions."""
         return len(self.output_processor.states)
 
     def _processed(
@@ -109,7 +94,7 @@ class FrontEnd:
         priority: int,
         lora_request: LoRARequest | None = None,
     ) -> tuple[str | None, EngineCoreRequest]:
-        """The prompt's text and its request, before it is split into `params.n`.
+        """Return the prompt's text and its request, before it is split into `params.n`.
 
         Raises:
             MinivllmError: the request is invalid.
@@ -123,23 +108,25 @@ class FrontEnd:
         )
 
     def _registered(self, request_id: str, text: str | None, request: EngineCoreRequest) -> list[EngineCoreRequest]:
-        """The requests for the core, which are awaited from now on."""
+        """Split a request into those for the core, and expect their outputs from now on."""
         if not self.has_unfinished_requests():
+            # Idle time must not look like low throughput.
             self._throughput_log.begin()
-        parent, children = ParentRequest(request_id, request.sampling_params.n), child_requests(request)
+        parent = ParentRequest(request_id, request.sampling_params.n)
+        children = child_requests(request)
         self._children[request_id] = [child.request_id for child in children]
         for index, child in enumerate(children):
             self.output_processor.add_request(child, text, index, parent)
         return children
 
     def _forgotten(self, request_ids: Iterable[str]) -> list[str]:
-        """The core's ids of these requests, which are not awaited any more."""
+        """Stop expecting outputs of these requests; return the core's ids of them."""
         children = [child for request_id in request_ids for child in self._children.pop(request_id, ())]
         self.output_processor.abort_requests(children)
         return children
 
     def _finish(self, shown: list[RequestOutput], outputs: EngineCoreOutputs) -> None:
-        """Takes note of the requests that have ended, and of the scheduler's state."""
+        """Take note of the requests that have ended, and of the scheduler's state."""
         for output in shown:
             if output.finished:
                 self._children.pop(output.request_id, None)
@@ -152,7 +139,7 @@ class FrontEnd:
             self.stat_logger.record_kv_connector(outputs.kv_connector_stats, outputs.engine_index)
 
     def _take_stats(self, stats: SchedulerStats, engine_index: int) -> None:
-        """Takes note of a core's state, and of what was measured of its requests."""
+        """Take note of a core's state, and of what was measured of its requests."""
         self.engine_stats[engine_index] = stats
         iteration = self.output_processor.take_stats(engine_index)
         self._throughput_log.observe(iteration.num_prompt_tokens, iteration.num_generation_tokens, self.stats)

@@ -12,8 +12,10 @@ from tokenizers import Tokenizer
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_count
-from minivllm.config.model import hub_file, local_path, read_json_object
+from minivllm.config.model_files import hub_file, local_path, read_json_object
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError
+from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 
 FILENAME, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
@@ -72,3 +74,13 @@ def _read(path_or_name: str | Path, filename: str) -> dict[str, Any]:
     except MinivllmError:
         return {}
     return read_json_object(path) if path.is_file() else {}
+
+
+def tokenizer_and_ends(args: EngineArgs) -> tuple[str, tuple[int, ...]]:
+    """Return the tokenizer as JSON, and the model's end-of-sequence tokens: what grammars need to know."""
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    # Grammars tokenize on their own, and must see tokens as the engine does.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    config = ModelConfig.from_pretrained(args.model)
+    return tokenizer.to_str(), GenerationConfig.of(args.model, config, tokenizer).eos_token_ids

@@ -6,7 +6,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`InprocClient`).
 from collections.abc import Sequence
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES, SyncEngineCoreClient
@@ -20,22 +20,18 @@ class InprocClient(SyncEngineCoreClient):
         self.engines = [self.engine_core.ready]
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """See `EngineCoreClient`."""
         self.engine_core.add_request(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """See `EngineCoreClient`."""
         self.engine_core.abort_requests(request_ids)
 
     def get_output(self) -> EngineCoreOutputs:
-        """See `EngineCoreClient`; exceptions of the step propagate."""
+        """Run a step and return its outputs; exceptions of the step propagate."""
         return self.engine_core.step()
 
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        """See `EngineCoreClient`."""
         assert method in UTILITIES
         return getattr(self.engine_core, method)(*arguments)
 
     def shutdown(self) -> None:
-        """See `EngineCoreClient`."""
         self.engine_core.shutdown()

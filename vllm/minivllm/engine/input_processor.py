@@ -1,4 +1,4 @@
-"""Turns a user's prompt and parameters into a request for the core, or raises a clear error.
+"""Turns a user's prompt and parameters into a request for the core, or raise a clear error.
 
 In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor.process_inputs`,
 `assign_request_id`).
@@ -14,9 +14,9 @@ from dataclasses import replace
 from tokenizers import Tokenizer
 
 from minivllm.config import ModelConfig
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.limits import RequestLimits
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreRequest
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt, parse_prompt
 from minivllm.sampling_params import SamplingParams
@@ -64,14 +64,17 @@ class InputProcessor:
         Raises:
             MinivllmError: the prompt or the parameters are invalid; the message says what would be valid.
         """
+        # Python counts True as an int.
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise MinivllmError(f"priority is {priority!r}; it must be a whole number, a lower one goes first")
         self._check_lora(lora_request)
         text, token_ids, cache_salt = parse_prompt(prompt)
         if token_ids is None:
+            # Before tokenizing, which takes minutes for a text of gigabytes.
             self.check_length(text or "")
             token_ids = self.encode(text or "")
         self._check_prompt(token_ids)
+        # Checked here, where the caller stands: an error in the core would reach it as an output.
         resolved = self._resolve(params, len(token_ids))
         self.limits.check("the request", len(token_ids), resolved.max_tokens or 1)
         request = EngineCoreRequest(
@@ -89,7 +92,7 @@ class InputProcessor:
 
     @functools.cached_property
     def max_prompt_characters(self) -> int:
-        """The most characters that `max_model_len` tokens can be. In vLLM v0.33.0: `vllm/renderers/params.py`."""
+        """Return the most characters that `max_model_len` tokens can have. In vLLM: `vllm/renderers/params.py`."""
         if self.tokenizer is None:
             return sys.maxsize
         return self.limits.max_model_len * max(map(len, self.tokenizer.get_vocab()))
@@ -138,9 +141,11 @@ class InputProcessor:
         """Return a checked copy of the parameters with `seed`, `max_tokens` and all token ids filled in."""
         if not isinstance(params, SamplingParams):
             raise MinivllmError(f"sampling_params are {type(params).__name__}; they must be SamplingParams")
+        # The caller may change its object while the request runs.
         params = params.clone()
         self._check_params(params)
         stops = tuple(params.stop_token_ids or ())
+        # A prompt that is too long gets its error from `limits.check`, not from here.
         max_tokens = max(1, self.limits.max_model_len - num_prompt_tokens)
         return replace(
             params,
@@ -163,6 +168,7 @@ class InputProcessor:
             check_grammar(params.structured_outputs)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise MinivllmError("stop and bad_words are texts, and skip_tokenizer_init is on; use stop_token_ids")
+        # With `min_tokens`, stop tokens are masked until then: nothing may be left to sample.
         allowed = frozenset(params.allowed_token_ids or ())
         if params.min_tokens and allowed and allowed <= {*self.eos_token_ids, *(params.stop_token_ids or ())}:
             raise MinivllmError(
@@ -178,6 +184,7 @@ class InputProcessor:
         spellings = set()
         for word in params.bad_words or ():
             assert self.tokenizer is not None
+            # Most vocabularies have a token for a word at the start of a text and another for it after a space.
             bare = word.lstrip()
             for text in (bare, " " + bare) if bare else (word,):
                 spellings.add(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids))

@@ -6,7 +6,12 @@ core; the clock is one.
 In vLLM v0.33.0: `vllm/v1/metrics/stats.py` (`IterationStats`, `FinishedRequestStats`).
 """
 
+import time
 from dataclasses import dataclass, field
+from typing import Any
+
+from minivllm.core.engine_messages import EngineCoreOutput
+from minivllm.outputs import RequestMetrics
 
 
 @dataclass(slots=True)
@@ -26,17 +31,17 @@ class FinishedRequestStats:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens of the prompt that were not cached."""
+        """Return the number of prompt tokens that were not cached."""
         return max(0, self.num_prompt_tokens - self.num_cached_tokens)
 
     @property
     def inference_time(self) -> float:
-        """From first scheduled to the last token."""
+        """Return the seconds from the first step to the last token."""
         return self.prefill_time + self.decode_time
 
     @property
     def mean_time_per_output_token(self) -> float | None:
-        """Of the tokens after the first; None if there are none."""
+        """Return the mean time of the tokens after the first; None if there are none."""
         return self.decode_time / (self.num_generation_tokens - 1) if self.num_generation_tokens > 1 else None
 
 
@@ -58,20 +63,46 @@ class IterationStats:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, of prompts and generated."""
+        """Return the number of all tokens, of prompts and generated."""
         return self.num_prompt_tokens + self.num_generation_tokens
 
     @property
-    def num_local_tokens(self) -> int:
-        """Tokens of prompts that were in this engine's cache."""
-        return max(0, min(self.num_cached_prompt_tokens, self.num_prompt_tokens) - self.num_external_prompt_tokens)
+    def num_local_prompt_tokens(self) -> int:
+        """Return the number of prompt tokens that were in this engine's own cache."""
+        cached = min(self.num_cached_prompt_tokens, self.num_prompt_tokens)
+        return max(0, cached - self.num_external_prompt_tokens)
 
-    @property
-    def num_remote_tokens(self) -> int:
-        """Tokens of prompts that were in other caches and need not be computed."""
-        return min(self.num_cached_prompt_tokens, self.num_prompt_tokens) - self.num_local_tokens
+    def observe_tokens(
+        self, metrics: RequestMetrics, output: EngineCoreOutput, num_prompt_tokens: int, now: float
+    ) -> None:
+        """Count the tokens of an output that came at this time, and note the time in its request's metrics."""
+        self.num_generation_tokens += len(output.new_token_ids)
+        if metrics.first_token_time is None:
+            # The prompt is counted with the first token, when all of it is computed.
+            metrics.first_token_time = now
+            self.num_prompt_tokens += num_prompt_tokens
+            self.num_cached_prompt_tokens += output.num_cached_tokens
+            self.num_external_prompt_tokens += output.num_external_computed_tokens
+            self.time_to_first_tokens.append(now - metrics.arrival_time)
+        else:
+            self.inter_token_latencies.append(now - (metrics.last_token_time or now))
+        metrics.last_token_time = now
 
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens of prompts from nowhere else. The last one of a prompt that came whole counts as external."""
-        return max(0, self.num_prompt_tokens - self.num_local_tokens - self.num_external_prompt_tokens)
+    def observe_finished(self, metrics: RequestMetrics, parent: tuple[int, int] | None, **counts: Any) -> None:
+        """Count a completion that has ended; `parent` is its prompt's entry if it was the last one.
+
+        A request that was aborted early has neither been scheduled nor got a token: then those times count as now.
+        """
+        now = time.monotonic()
+        scheduled = metrics.scheduled_time or now
+        first = metrics.first_token_time or max(scheduled, now)
+        finished = FinishedRequestStats(
+            **counts,
+            e2e_latency=now - metrics.arrival_time,
+            queued_time=max(0.0, scheduled - metrics.arrival_time),
+            prefill_time=max(0.0, first - scheduled),
+            decode_time=max(0.0, (metrics.last_token_time or first) - first),
+        )
+        self.finished_requests.append(finished)
+        if parent is not None:
+            self.finished_parents.append(parent)

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from minivllm.config.profiler import ProfilerConfig
+from minivllm.core.engine_messages import EngineCoreOutputs
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.messages import EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import SyncEngineCoreClient
 from minivllm.engine.front_end import FrontEnd
@@ -42,7 +41,7 @@ class LLMEngine(FrontEnd):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, enable_multiprocessing: bool = False) -> LLMEngine:
-        """Same as the constructor, under vLLM's name."""
+        """Create an engine, under vLLM's name of the constructor."""
         multiprocess = engine_args.multiprocess or enable_multiprocessing
         return cls(replace(engine_args, multiprocess=multiprocess))
 
@@ -57,7 +56,7 @@ class LLMEngine(FrontEnd):
         priority: int = 0,
         prompt_text: str | None = None,
     ) -> str:
-        """Adds a prompt to the queue, to be completed `params.n` times; returns its id.
+        """Add a prompt to the queue, to be completed `params.n` times; return its id.
 
         `arrival_time` changes nothing: a request arrives when it is added.
         `prompt_text`: the text of a prompt of token ids, for the output.
@@ -71,17 +70,18 @@ class LLMEngine(FrontEnd):
                 for child in self._registered(request_id, prompt_text if text is None else text, request):
                     self.engine_core.add_request(child)
             except BaseException:
+                # Some of the completions may be in the core's queue already.
                 self.abort_request([request_id])
                 raise
         return request_id
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
-        """Ends requests without further output; unknown ids are ignored."""
+        """End requests without further output; unknown ids are ignored."""
         with InterruptsHeld(clean_up=True):
             self.engine_core.abort_requests(self._forgotten(request_ids))
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step of the core; returns the outputs of requests that have something new.
+        """Run one step of the core; return the outputs of requests that have something new.
 
         All or nothing: Ctrl-C waits for the end of the step, and if processing the outputs fails, their requests are
         aborted.
@@ -93,12 +93,13 @@ class LLMEngine(FrontEnd):
                     outputs = self.engine_core.get_output()
                 return self._take_in(outputs)
             except BaseException:
+                # If the step itself failed, the core has ended its requests already.
                 if outputs is not None:
                     self._give_up({output.request_id for output in outputs.outputs})
                 raise
 
     def get_metrics(self) -> list[Metric]:
-        """Returns all metrics as they are now.
+        """Return all metrics as they are now.
 
         Raises:
             MinivllmError: they are not counted.
@@ -116,78 +117,70 @@ class LLMEngine(FrontEnd):
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Records the steps from now on until `stop_profile`. Arguments that are given replace `profiler_config`'s.
+        """Record the steps from now on until `stop_profile`. Arguments that are given replace `profiler_config`'s.
 
         Raises:
             MinivllmError: the engine was made without `profiler_config`, is recording already, or computes in other
                 processes.
         """
-        from minivllm.engine.profiler import TorchProfiler
+        from minivllm.engine.profiler import make_profiler  # brings torch
 
-        args = self.engine_args
-        config = ProfilerConfig.of(args.profiler_config)
-        if config is None:
-            raise MinivllmError('nothing is recorded without profiler_config={"profiler": "torch", …}')
-        if args.multiprocess or args.tensor_parallel_size > 1 or args.distributed_executor_backend == "mp":
-            raise MinivllmError("only an engine in this process is recorded: leave out multiprocess and several ranks")
         if self._profiler is not None:
             raise MinivllmError("a profile is being recorded already; stop_profile ends it")
-        given = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
-        config = replace(config, **{name: value for name, value in given.items() if value is not None})
-        self._profiler = TorchProfiler(config, profile_prefix)
+        limits = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
+        self._profiler = make_profiler(self.engine_args, profile_prefix, limits)
 
     def stop_profile(self) -> None:
-        """Ends the recording, and writes it to a file whose name is logged."""
+        """End the recording, and write it to a file whose name is logged."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
 
     def do_log_stats(self) -> None:
-        """Does nothing: the throughput is logged every few seconds of work."""
+        """Do nothing: the throughput is logged every few seconds of work."""
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forgets all cached blocks. Does nothing and returns False while any request holds a block.
+        """Forget all cached blocks. Do nothing and return False while any request holds a block.
 
         With `reset_running_requests`, such requests wait again, and are computed again from their first token. With
         `reset_connector`, what the KV connector has stored elsewhere is forgotten too.
         """
         method = "reset_prefix_cache_and_connector" if reset_connector else "reset_prefix_cache"
-        with InterruptsHeld():
-            return self.engine_core.call_utility("reset_running_requests" if reset_running_requests else method)
+        return self._utility("reset_running_requests" if reset_running_requests else method)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Reads an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, again.
 
         A request that names an adapter does that by itself.
 
         Raises:
             MinivllmError: it cannot be served.
         """
-        with InterruptsHeld():
-            return self.engine_core.call_utility("add_lora", lora_request)
+        return self._utility("add_lora", lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forgets an adapter, once the requests that use it have ended; returns whether it was there."""
-        with InterruptsHeld():
-            return self.engine_core.call_utility("remove_lora", lora_id)
+        """Forget an adapter, once the requests that use it have ended; return whether it was there."""
+        return self._utility("remove_lora", lora_id)
 
     def list_loras(self) -> set[int]:
-        """Returns the ids of the adapters in host memory."""
-        with InterruptsHeld():
-            return set(self.engine_core.call_utility("list_loras"))
+        """Return the ids of the adapters in host memory."""
+        return set(self._utility("list_loras"))
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in its slot until it is removed.
+        """Keep an adapter in its slot until it is removed.
 
         Raises:
             MinivllmError: it is not there, or no slot is free for it.
         """
-        with InterruptsHeld():
-            return self.engine_core.call_utility("pin_lora", lora_id)
+        return self._utility("pin_lora", lora_id)
 
     def shutdown(self) -> None:
-        """Ends the processes that the engine has started, if any; without them it cannot be used any more."""
+        """End the processes that the engine has started, if any; without them it cannot be used any more."""
         self.engine_core.shutdown()
+
+    def _utility(self, method: str, *arguments: Any) -> Any:
+        with InterruptsHeld():
+            return self.engine_core.call_utility(method, *arguments)
 
     def _make_metrics(self) -> PrometheusStatLogger:
         from minivllm.engine.prometheus import PrometheusStatLogger  # prometheus_client is needed only here
@@ -212,12 +205,13 @@ class LLMEngine(FrontEnd):
         return shown
 
     def _give_up(self, child_ids: set[str]) -> None:
+        # The core knows the completions, the user only their prompt.
         parents = [parent for parent, children in self._children.items() if not child_ids.isdisjoint(children)]
         self.abort_request(parents)
 
 
 def make_client(args: EngineArgs) -> SyncEngineCoreClient:
-    """Starts a core and returns its client once it is ready: in this process, or with `multiprocess` in its own.
+    """Start a core and return its client once it is ready: in this process, or with `multiprocess` in its own.
 
     Several cores are always processes, and so are those that Ray places.
 

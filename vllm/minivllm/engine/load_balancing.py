@@ -1,7 +1,7 @@
-"""Which of several cores gets a request.
+"""Choose which of several cores gets a request.
 
-A core's score is waiting x 4 + running: what it last said, and requests sent since that it has not counted yet; the
-lowest wins.
+A core's score is waiting x 4 + running: what it last reported, and the requests sent since that it has not counted yet.
+The lowest score wins.
 
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`DPLBAsyncMPClient.get_core_engine_for_request`), with the counts of
 `vllm/v1/engine/coordinator.py`.
@@ -9,7 +9,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`DPLBAsyncMPClient.get_core_en
 
 from dataclasses import dataclass
 
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.stats import SchedulerStats
 from minivllm.errors import MinivllmError
 
@@ -18,7 +18,7 @@ WAITING_WEIGHT = 4
 
 @dataclass
 class _Core:
-    """What is known of one core. `num_sent` counts our requests, `num_received` those that its counts include."""
+    """Counts of one core. `num_sent` counts our requests, `num_received` those that its counts include."""
 
     waiting: int = 0
     running: int = 0
@@ -33,7 +33,7 @@ class LoadBalancer:
         self._cores = [_Core() for _ in range(num_cores)]
 
     def choose(self, request: EngineCoreRequest) -> int:
-        """Returns the rank of the core for this request, and counts it as sent.
+        """Return the rank of the core for this request, and count it as sent.
 
         Raises:
             MinivllmError: the request names a core that there is not.
@@ -41,6 +41,7 @@ class LoadBalancer:
         ranks = range(len(self._cores))
         rank = request.data_parallel_rank
         if rank is None:
+            # The first of equals: an idle engine fills its cores in order.
             rank = min(ranks, key=self.score)
         elif rank not in ranks:
             raise MinivllmError(f"there is no data_parallel_rank {rank}: the cores are {list(ranks)}")
@@ -48,12 +49,12 @@ class LoadBalancer:
         return rank
 
     def score(self, rank: int) -> int:
-        """Returns how loaded a core is."""
+        """Return how loaded a core is."""
         core = self._cores[rank]
         return WAITING_WEIGHT * (core.waiting + core.num_sent - core.num_received) + core.running
 
     def observe(self, rank: int, stats: SchedulerStats, num_received: int) -> None:
-        """Takes in a core's counts, which include the first `num_received` of our requests."""
+        """Take in a core's counts, which include the first `num_received` of our requests."""
         core = self._cores[rank]
         core.waiting, core.running = stats.num_waiting_reqs, stats.num_running_reqs
         core.num_received = num_received

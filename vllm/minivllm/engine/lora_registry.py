@@ -1,7 +1,7 @@
-"""The adapters that a core has been told of. The ranks read them; the scheduler counts those that run.
+"""Keep track of a core's adapters. The ranks read them; the scheduler counts those that run.
 
-An adapter is read when it is added, or when the first request names it, so that one which cannot be served is refused
-to whoever names it. One that is removed while requests use it goes when the last of them has ended.
+An adapter is read when it is added, or when the first request names it, so that a request for one that cannot be served
+is refused. An adapter that is removed while requests use it goes when the last of them has ended.
 
 In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`, `list_loras`, `pin_lora`). It removes
 an adapter at once.
@@ -17,34 +17,36 @@ from minivllm.executor.abstract import Executor
 
 
 class AdapterRefused(MinivllmError):
-    """What was asked for cannot be done. Nothing has changed, in the ranks neither."""
+    """An adapter cannot be served as requested. Nothing has changed, in the ranks neither."""
 
 
 class LoRARegistry:
     """Adapters by id, with the fingerprints of what was read, by which cached blocks go.
 
     What host memory has forgotten is read from its folder again, and refused if it is not what it was: a folder that is
-    written anew must be added anew (`load_inplace`).
+    rewritten must be added again (`load_inplace`).
     """
 
     def __init__(self, executor: Executor, scheduler: Callable[[], Scheduler]) -> None:
-        """`scheduler` returns the present one."""
-        self._executor, self._scheduler = executor, scheduler
+        """Take the executor, and a function that returns the present scheduler."""
+        self._executor = executor
+        self._scheduler = scheduler
         self._adapters: dict[int, LoRARequest] = {}
         self._leaving: set[int] = set()
         self._unreadable: set[int] = set()
         self._slots: Sequence[int | None] = ()
 
     def add(self, lora_request: LoRARequest) -> LoRARequest:
-        """Returns the adapter as its requests are to name it. It is read if it is not known, or is to be read anew.
+        """Return the adapter as its requests are to name it. It is read if it is not known, or `load_inplace` is set.
 
         Raises:
             AdapterRefused: it cannot be served, its id is another one's, or it would take the place of one in use.
         """
         self._check_enabled(lora_request)
-        wanted = replace(lora_request, load_inplace=False, fingerprint="")
+        # Two requests for the same adapter may differ in these, and are equal for us.
+        adapter = replace(lora_request, load_inplace=False, fingerprint="")
         known = self._adapters.get(lora_request.lora_int_id)
-        same = known is not None and replace(known, fingerprint="") == wanted
+        same = known is not None and replace(known, fingerprint="") == adapter
         if known is not None and same and not lora_request.load_inplace:
             if known.lora_int_id in self._unreadable:
                 self._read(known, None)
@@ -56,25 +58,27 @@ class LoRARegistry:
                 f"lora_int_id {known.lora_int_id} is that of {known.lora_name!r} in {known.lora_path}: give "
                 f"{lora_request.lora_name!r} another id, or set load_inplace"
             )
-        found = replace(wanted, fingerprint=self._read(wanted, known))
-        self._adapters[found.lora_int_id] = found
+        added = replace(adapter, fingerprint=self._read(adapter, known))
+        self._adapters[added.lora_int_id] = added
         self._slots = ()  # another name may be in them from now on
-        self._unreadable.discard(found.lora_int_id)
-        self._leaving.discard(found.lora_int_id)
-        return found
+        self._unreadable.discard(added.lora_int_id)
+        self._leaving.discard(added.lora_int_id)
+        return added
 
-    def _read(self, wanted: LoRARequest, known: LoRARequest | None) -> str:
-        """Has all ranks read an adapter, and returns its fingerprint. While `known` is used, nothing else may come."""
+    def _read(self, adapter: LoRARequest, known: LoRARequest | None) -> str:
+        """Have all ranks read an adapter, and return its fingerprint. While `known` is used, nothing else may come."""
+        # Running requests hold blocks that were computed with the known weights.
         if known is not None and known.lora_int_id in self._used():
-            wanted = replace(wanted, load_inplace=True, fingerprint=known.fingerprint)
-        answers = self._executor.collective_rpc("add_lora", wanted)
+            adapter = replace(adapter, load_inplace=True, fingerprint=known.fingerprint)
+        # Each rank reads the files by itself, so they must have read the same.
+        answers = self._executor.collective_rpc("add_lora", adapter)
         refusals = [refusal for _, refusal in answers if refusal]
         fingerprints = {fingerprint for fingerprint, _ in answers if fingerprint}
         if not refusals and len(fingerprints) == 1:
             return fingerprints.pop()
         if fingerprints:  # the ranks have read different things
-            self._executor.collective_rpc("remove_lora", wanted.lora_int_id)
-            refusals = [f"the files in {wanted.lora_path} changed while they were read: add the adapter once more"]
+            self._executor.collective_rpc("remove_lora", adapter.lora_int_id)
+            refusals = [f"the files in {adapter.lora_path} changed while they were read: add the adapter once more"]
         raise AdapterRefused(refusals[0])
 
     def _used(self) -> "set[int]":
@@ -82,7 +86,7 @@ class LoRARegistry:
         return {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
 
     def remove(self, lora_id: int) -> bool:
-        """Removes an adapter, or has it go with its last request; returns whether it was there."""
+        """Remove an adapter, or let it go with its last request; return whether it was there."""
         if lora_id not in self._adapters or lora_id in self._leaving:
             return False
         self._leaving.add(lora_id)
@@ -90,11 +94,11 @@ class LoRARegistry:
         return True
 
     def could_not_be_read(self, lora_id: int) -> None:
-        """A step has failed for want of this adapter: its next request has it read first, so no other step fails."""
+        """Forget an adapter that made a step fail, so that its next request reads it before it is scheduled."""
         self._unreadable.add(lora_id)
 
     def pin(self, lora_id: int) -> None:
-        """Keeps an adapter in a slot, whether or not anybody uses it.
+        """Keep an adapter in a slot, whether or not anybody uses it.
 
         Raises:
             AdapterRefused: it was not added, or nobody else could run beside it and those that run now.
@@ -112,11 +116,11 @@ class LoRARegistry:
         self._ask_for_slots()
 
     def list(self) -> "set[int]":
-        """The adapters in the ranks' host memory."""
+        """Return the ids of the adapters in the ranks' host memory."""
         return set(self._executor.collective_rpc("list_loras")[0]) - self._leaving
 
     def forget_unused(self) -> None:
-        """Lets removed adapters go that no request uses any more."""
+        """Let removed adapters go that no request uses any more."""
         unused = self._leaving - self._used() if self._leaving else ()
         for lora_id in unused:
             self._executor.collective_rpc("remove_lora", lora_id)
@@ -128,10 +132,11 @@ class LoRARegistry:
             self._ask_for_slots()
 
     def note_slots(self, lora_ids: Sequence[int | None]) -> None:
-        """Tells the scheduler, and so whoever watches it, which adapters lie in the ranks' slots."""
+        """Tell the scheduler, and so the page that shows it, which adapters lie in the ranks' slots."""
         if not lora_ids or lora_ids == self._slots:
             return
-        scheduler, known = self._scheduler(), self._adapters
+        scheduler = self._scheduler()
+        known = self._adapters
         self._slots = lora_ids
         scheduler.lora_slots = [
             (known[lora_id].lora_name, lora_id in scheduler.pinned_loras) if lora_id in known else ("", False)
@@ -151,7 +156,7 @@ class LoRARegistry:
 
 
 def _raise_first(refusals: "list[str | None]") -> None:
-    """The ranks' answers: all None, or why one of them cannot."""
+    """Raise the first refusal among the ranks' answers; None means that a rank has none."""
     refusal = next(filter(None, refusals), None)
     if refusal is not None:
         raise AdapterRefused(refusal)

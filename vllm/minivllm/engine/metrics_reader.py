@@ -56,13 +56,15 @@ class Histogram(Metric):
 
 def get_metrics_snapshot(registry: CollectorRegistry) -> list[Metric]:
     """Return the metrics of a registry as they are now."""
-    return [found for family in registry.collect() if family.name.startswith(PREFIX) for found in _values(family)]
+    return [metric for family in registry.collect() if family.name.startswith(PREFIX) for metric in _values(family)]
 
 
 def _values(family: PrometheusMetric) -> Iterator[Metric]:
     by_labels = defaultdict[tuple, list[Sample]](list)
     for sample in family.samples:
+        # prometheus_client adds the time at which a counter was made.
         if not sample.name.endswith("_created"):
+            # Buckets and positions are values of one metric here, not metrics of their own.
             labels = tuple((name, value) for name, value in sample.labels.items() if name not in ("le", "position"))
             by_labels[labels].append(sample)
     return (_value(family, dict(labels), samples) for labels, samples in by_labels.items())

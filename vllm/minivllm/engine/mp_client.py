@@ -1,8 +1,8 @@
-"""The front end's side of cores in separate processes: sending to them, receiving from them, noticing their end.
+"""Talk to cores in separate processes: send to them, receive from them, notice their end.
 
-A client has two sockets: one sends requests, addressed to a core's identity, the other receives outputs of all cores
-(`wire.py`). It starts the cores (`core_processes.py`). Each request goes to one core (`load_balancing.py`), and so does
-its abort.
+A client starts the cores (`core_process_manager.py`) and has two sockets. One sends requests, addressed to a core's
+identity; the other receives the outputs of all cores (`socket_messages.py`). Each request goes to one core
+(`load_balancing.py`), and so does its abort.
 
 `async_mp_client.py` has the client for an event loop.
 
@@ -16,20 +16,19 @@ from typing import Any
 
 import zmq
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
+from minivllm.core.engine_messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import UTILITIES, EngineCoreClient, SyncEngineCoreClient, joined_answers
-from minivllm.engine.core_processes import CoreProcesses, wait_for_message
+from minivllm.engine.core_process_manager import CoreProcesses, wait_for_message
 from minivllm.engine.load_balancing import LoadBalancer
-from minivllm.engine.wire import Failure, Kind, decode, encode, identity
+from minivllm.engine.socket_messages import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError
 from minivllm.platforms.child_processes import ChildProcess
 from minivllm.platforms.interrupts import InterruptsHeld
 
 
 class MPClient(EngineCoreClient):
-    """What a blocking client and one for an event loop share. It owns its sockets and the cores, of which one's end is
-    the engine's.
+    """The sockets and the processes of all cores. When one of them ends, the engine does.
 
     Raises:
         MinivllmError: a core rejects the arguments.
@@ -43,6 +42,7 @@ class MPClient(EngineCoreClient):
         self._finalizer = weakref.finalize(self, self.cores.end)
         try:
             self._input = self.cores.bind(zmq.ROUTER, "input")
+            # Fail when a core is gone, rather than drop the message silently.
             self._input.router_mandatory = True
             self._output = self.cores.bind(zmq.PULL, "output")
             self.engines = self.cores.start()
@@ -53,26 +53,22 @@ class MPClient(EngineCoreClient):
             raise
         self._balancer = LoadBalancer(len(self.engines))
         self._rank_of: dict[str, int] = {}
-        """The core of each unfinished request, where there are several."""
+        """The core of each unfinished request."""
 
     @property
     def process(self) -> ChildProcess:
-        """The first core's process."""
+        """Return the first core's process."""
         return self.cores.processes[0]
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """See `EngineCoreClient`."""
+        # The statistics of a request are those of its core.
         rank = request.data_parallel_rank = self._balancer.choose(request)
-        if len(self.engines) > 1:
-            self._rank_of[request.request_id] = rank
+        self._rank_of[request.request_id] = rank
         self._send(Kind.ADD, request, rank)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """See `EngineCoreClient`; outputs already on their way still arrive, and the caller must ignore them."""
-        if not request_ids or self._dead is not None:
-            return
-        if len(self.engines) == 1:
-            self._send(Kind.ABORT, list(request_ids))
+        """End requests; outputs already on their way still arrive, and the caller must ignore them."""
+        if self._dead is not None:
             return
         by_rank: dict[int, list[str]] = {}
         for request_id in request_ids:
@@ -82,13 +78,20 @@ class MPClient(EngineCoreClient):
         for rank, ids in by_rank.items():
             self._send(Kind.ABORT, ids, rank)
 
+    def _send_call(self, method: str, arguments: tuple[Any, ...]) -> int:
+        """Ask every core to call a utility; return the id by which their answers are recognized."""
+        assert method in UTILITIES
+        call_id = next(self._call_ids)
+        for rank in range(len(self.engines)):
+            self._send(Kind.UTILITY, (call_id, method, arguments), rank)
+        return call_id
+
     def shutdown(self) -> None:
-        """See `EngineCoreClient`."""
         self._dead = self._dead or EngineDeadError("the engine has been shut down")
         self._finalizer()
 
     def _greet(self) -> None:
-        """Waits until every core has found our socket: nothing can be sent to it before."""
+        """Wait until every core has connected to our socket: nothing can be sent to it before."""
         missing = {identity(rank) for rank in range(len(self.engines))}
         while missing:
             self._wait(self._input)
@@ -101,31 +104,24 @@ class MPClient(EngineCoreClient):
         try:
             with InterruptsHeld(clean_up=True):  # a message is sent as a whole
                 self._input.send_multipart((identity(rank), kind, encode(message)))
-        except zmq.ZMQError:  # nobody is there any more
+        except zmq.ZMQError:  # the core has closed its end
             self._unreachable(rank)
 
     def _unpacked(self, kind: bytes, payload: bytes) -> EngineCoreOutputs:
-        """The outputs in a message of a core; raises what it says instead, in its last one."""
+        """Return the outputs in a message of a core, or raise the failure that is its last message."""
         if kind == Kind.FAILED:
-            raise self._failed(decode(payload, Failure))
+            self._dead = decode(payload, Failure).error()
+            raise self._dead
         outputs = decode(payload, EngineCoreOutputs)
-        if len(self.engines) > 1:
-            self._note(outputs)
-        return outputs
-
-    def _note(self, outputs: EngineCoreOutputs) -> None:
         if outputs.scheduler_stats is not None:
             self._balancer.observe(outputs.engine_index, outputs.scheduler_stats, outputs.num_received)
         for output in outputs.outputs:
             if output.finish_reason is not None:
                 self._rank_of.pop(output.request_id, None)
-
-    def _failed(self, failure: Failure) -> Exception:
-        self._dead = failure.error()
-        return self._dead
+        return outputs
 
     def _wait(self, socket: zmq.Socket) -> None:
-        """Waits for the next message, or raises `EngineDeadError` if a core's process has ended without one."""
+        """Wait for the next message, or raise `EngineDeadError` if a core's process has ended without one."""
         if self._dead is not None:
             raise self._dead
         ended = wait_for_message(socket, self._ranks_by_lifeline)
@@ -136,7 +132,7 @@ class MPClient(EngineCoreClient):
         raise self._died(rank)
 
     def _died(self, rank: int) -> Exception:
-        """How a core's process has ended, as an error, and the engine with it; everything is given back."""
+        """End the engine with a core whose process has ended; return the error that says how it did."""
         self._dead = EngineDeadError(self.cores.obituary(rank))
         self._finalizer()
         return self._dead
@@ -150,17 +146,14 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
         super().__init__(args)
 
     def get_output(self) -> EngineCoreOutputs:
-        """See `EngineCoreClient`."""
         return self._early.pop(0) if self._early else self._receive()
 
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        """See `EngineCoreClient`. Outputs that arrive before the reply are kept for `get_output`."""
-        assert method in UTILITIES
-        call_id = next(self._call_ids)
-        for rank in range(len(self.engines)):
-            self._send(Kind.UTILITY, (call_id, method, arguments), rank)
+        """Call a utility in every core. Outputs that arrive before the replies are kept for `get_output`."""
+        call_id = self._send_call(method, arguments)
         answers: dict[int, UtilityOutput] = {}
         while len(answers) < len(self.engines):
+            # Answers and outputs share one socket, so outputs may come first.
             message = self._receive()
             answer = message.utility_output
             if answer is None:

@@ -1,21 +1,22 @@
-"""Turns sampled tokens into outputs for the user: text, stop strings, log probabilities, completions grouped by prompt.
+"""Turn sampled tokens into outputs for the user: text, stop strings, log probabilities, completions grouped by prompt.
 
-In vLLM v0.33.0: `vllm/v1/engine/output_processor.py` (`OutputProcessor`, `RequestState`), `vllm/v1/engine/logprobs.py`.
+In vLLM v0.33.0: `vllm/v1/engine/output_processor.py` (`OutputProcessor`, `RequestState`).
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
 from minivllm.config import NO_PARTS, Parts
-from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
-from minivllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer, token_bytes
-from minivllm.engine.iteration_stats import FinishedRequestStats, IterationStats
+from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreRequest
+from minivllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer
+from minivllm.engine.iteration_stats import IterationStats
+from minivllm.engine.logprobs import chosen, logprobs_by_token
 from minivllm.engine.parallel_sampling import ParentRequest
-from minivllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
+from minivllm.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from minivllm.sampling_params import RequestOutputKind
 
 
@@ -43,11 +44,11 @@ class RequestState:
     num_sent_characters: int = 0
 
     def drop_tokens_behind(self, num_tokens: int) -> None:
-        """Keeps `num_tokens` tokens: accepted draft tokens may follow the one that completes a stop string."""
+        """Keep `num_tokens` tokens: accepted draft tokens may follow the one that completes a stop string."""
         del self.token_ids[num_tokens:]
         if self.logprobs is not None:
             del self.logprobs[num_tokens:]
-            self.cumulative_logprob = sum(_chosen(entry).logprob for entry in self.logprobs)
+            self.cumulative_logprob = sum(chosen(entry).logprob for entry in self.logprobs)
 
 
 class OutputProcessor:
@@ -60,18 +61,19 @@ class OutputProcessor:
         self._stats: defaultdict[int, IterationStats] = defaultdict(IterationStats)
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None, index: int, parent: ParentRequest) -> None:
-        """Registers a request, child `index` of `parent`."""
+        """Register a request, child `index` of `parent`."""
         params = request.sampling_params
         detokenizer = None
         if self.tokenizer is not None and params.detokenize:
             detokenizer = make_detokenizer(self.tokenizer, request.prompt_token_ids, params, self._parts)
         state = RequestState(request, prompt, index, parent, detokenizer, RequestMetrics(request.arrival_time))
         if params.logprobs is not None:
-            state.logprobs, state.cumulative_logprob = [], 0.0
+            state.logprobs = []
+            state.cumulative_logprob = 0.0
         self.states[request.request_id] = state
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """Processes a step's outputs. Returns outputs for the user, and the ids of requests ended by a stop string.
+        """Process a step's outputs. Return outputs for the user, and the ids of requests ended by a stop string.
 
         The core must abort the latter: it does not see text, and would continue them.
         """
@@ -96,18 +98,18 @@ class OutputProcessor:
         return shown, to_abort
 
     def note_scheduled(self, request_ids: Iterable[str], now: float) -> None:
-        """Takes note of when the core has first admitted these requests; preempted ones are admitted again."""
+        """Take note of when the core has first admitted these requests; preempted ones are admitted again."""
         for request_id in request_ids:
             state = self.states.get(request_id)
             if state is not None and state.metrics.scheduled_time is None:
                 state.metrics.scheduled_time = now
 
     def num_prompt_tokens(self) -> int:
-        """Returns the number of prompt tokens of all unfinished requests."""
+        """Return the number of prompt tokens of all unfinished requests."""
         return sum(len(state.request.prompt_token_ids) for state in self.states.values())
 
     def lora_names(self) -> tuple[set[str], set[str]]:
-        """Returns the names of the adapters of unfinished requests: of those that were admitted, and of the others."""
+        """Return the names of the adapters of unfinished requests: of those that were admitted, and of the others."""
         running, waiting = set[str](), set[str]()
         for state in self.states.values():
             if (adapter := state.request.lora_request) is not None:
@@ -115,22 +117,23 @@ class OutputProcessor:
         return running, waiting
 
     def take_stats(self, engine_index: int = 0) -> IterationStats:
-        """Returns what was measured since the last call of the requests of this core."""
+        """Return what was measured since the last call of the requests of this core."""
         return self._stats.pop(engine_index, None) or IterationStats()
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Forgets these requests; later outputs of theirs are ignored."""
+        """Forget these requests; later outputs of theirs are ignored."""
         for request_id in request_ids:
             state = self.states.pop(request_id, None)
             if state is not None:
                 self._count_finished(state, "abort")
 
     def aborted(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """The last outputs of these requests, which end here with the finish reason "abort"."""
+        """End these requests with the finish reason "abort"; return their last outputs."""
         states = [self.states.pop(request_id) for request_id in request_ids if request_id in self.states]
         for state in states:
             state.finish_reason = "abort"
             self._detokenize(state)
+            # Again: the text that was held back may have contained a stop string.
             state.finish_reason, state.stop_reason = "abort", None
             self._count_finished(state, "abort")
         return [output for state in states if (output := self._make_output(state)) is not None]
@@ -142,60 +145,42 @@ class OutputProcessor:
         state.parent.kv_transfer_params = output.kv_transfer_params or state.parent.kv_transfer_params
         state.error, state.invalid_request = output.error, output.invalid_request
         if output.error is None:
-            self._count_tokens(state, output, now)
+            num_prompt_tokens = len(state.request.prompt_token_ids)
+            self._stats_of(state).observe_tokens(state.metrics, output, num_prompt_tokens, now)
         if output.new_prompt_logprobs is not None:
-            state.prompt_logprobs = [None, *(self._as_dict(entry) for entry in output.new_prompt_logprobs)]
+            rows = (logprobs_by_token(entry, self.tokenizer) for entry in output.new_prompt_logprobs)
+            state.prompt_logprobs = [None, *rows]  # nothing comes before the first token, so it has none
         if state.logprobs is not None and output.new_logprobs is not None:
             for entry in output.new_logprobs:
-                state.logprobs.append(self._as_dict(entry))
+                state.logprobs.append(logprobs_by_token(entry, self.tokenizer))
                 state.cumulative_logprob = (state.cumulative_logprob or 0.0) + entry.logprobs[0]
 
-    def _count_tokens(self, state: RequestState, output: EngineCoreOutput, now: float) -> None:
-        stats, metrics = self._stats_of(state), state.metrics
-        stats.num_generation_tokens += len(output.new_token_ids)
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-            stats.num_prompt_tokens += len(state.request.prompt_token_ids)
-            stats.num_cached_prompt_tokens += state.num_cached_tokens
-            stats.num_external_prompt_tokens += output.num_external_computed_tokens
-            stats.time_to_first_tokens.append(now - metrics.arrival_time)
-        else:
-            stats.inter_token_latencies.append(now - (metrics.last_token_time or now))
-        metrics.last_token_time = now
-
     def _count_finished(self, state: RequestState, reason: str, num_preemptions: int = 0) -> None:
-        arrival, now = state.metrics.arrival_time, time.monotonic()
-        scheduled = state.metrics.scheduled_time or now
-        first = state.metrics.first_token_time or max(scheduled, now)
-        stats = self._stats_of(state)
-        stats.finished_requests.append(
-            FinishedRequestStats(
-                finish_reason=reason,
-                num_prompt_tokens=len(state.request.prompt_token_ids),
-                num_generation_tokens=len(state.token_ids),
-                max_tokens=state.request.sampling_params.max_tokens or 0,
-                num_cached_tokens=state.num_cached_tokens,
-                num_preemptions=num_preemptions,
-                e2e_latency=now - arrival,
-                queued_time=max(0.0, scheduled - arrival),
-                prefill_time=max(0.0, first - scheduled),
-                decode_time=max(0.0, (state.metrics.last_token_time or first) - first),
-            )
+        num_tokens = len(state.token_ids)
+        ended = state.parent.end(state.index, num_tokens)
+        self._stats_of(state).observe_finished(
+            state.metrics,
+            ended,
+            finish_reason=reason,
+            num_prompt_tokens=len(state.request.prompt_token_ids),
+            num_generation_tokens=num_tokens,
+            max_tokens=state.request.sampling_params.max_tokens or 0,
+            num_cached_tokens=state.num_cached_tokens,
+            num_preemptions=num_preemptions,
         )
-        ended = state.parent.end(state.index, len(state.token_ids))
-        if ended is not None:
-            stats.finished_parents.append(ended)
 
     def _stats_of(self, state: RequestState) -> IterationStats:
         return self._stats[state.request.data_parallel_rank or 0]
 
     def _detokenize(self, state: RequestState) -> bool:
-        """Turns new tokens into text. Returns whether a stop string ended a request that the core would continue.
+        """Turn new tokens into text. Return whether a stop string ended a request that the core would continue.
 
         If only the final output is wanted and there are no stop strings, decodes once, at the end.
         """
-        detokenizer, params = state.detokenizer, state.request.sampling_params
+        detokenizer = state.detokenizer
+        params = state.request.sampling_params
         finished = state.finish_reason is not None
+        # Decoding once at the end is cheaper than token by token.
         later = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop and not finished
         if detokenizer is None or later:
             return False
@@ -212,9 +197,11 @@ class OutputProcessor:
         return not finished
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
-        """Returns the request's next output; None for FINAL_ONLY while completions of the prompt are unfinished."""
-        kind, parent = state.request.sampling_params.output_kind, state.parent
+        """Return the request's next output; None for FINAL_ONLY while completions of the prompt are unfinished."""
+        kind = state.request.sampling_params.output_kind
+        parent = state.parent
         parent.observe(self._completion(state, kind))
+        # The output of a prompt has all of its completions.
         if kind is RequestOutputKind.FINAL_ONLY and parent.unfinished:
             return None
         completions = parent.completions()
@@ -234,7 +221,9 @@ class OutputProcessor:
         )
 
     def _completion(self, state: RequestState, kind: RequestOutputKind) -> CompletionOutput:
-        text, token_ids, logprobs = self._showable_text(state), state.token_ids, state.logprobs
+        text = self._showable_text(state)
+        token_ids = state.token_ids
+        logprobs = state.logprobs
         if kind is RequestOutputKind.DELTA:
             text, token_ids = text[state.num_sent_characters :], token_ids[state.num_sent_tokens :]
             logprobs = logprobs and logprobs[state.num_sent_tokens :]
@@ -243,6 +232,7 @@ class OutputProcessor:
         return CompletionOutput(
             state.index,
             text,
+            # A copy: the state's list grows while the reader holds this output.
             list(token_ids),
             state.cumulative_logprob,
             logprobs,
@@ -258,22 +248,3 @@ class OutputProcessor:
             return ""
         text = state.detokenizer.text
         return text if state.finish_reason is not None else text[: state.detokenizer.streamable_length()]
-
-    def _as_dict(self, entry: Sequence[Sequence]) -> dict[int, Logprob]:
-        """Returns log probabilities by token id; the chosen token is first."""
-        rows: dict[int, Logprob] = {}
-        for token_id, logprob, rank in zip(*entry, strict=True):
-            rows.setdefault(token_id, Logprob(logprob, rank, self._decoded(token_id)))
-        return rows
-
-    def _decoded(self, token_id: int) -> str | None:
-        """Return a token as it stands in the middle of a text: SentencePiece strips the space that begins one."""
-        if self.tokenizer is None:
-            return None
-        return token_bytes(self.tokenizer, skip_special_tokens=False)[token_id].decode(errors="replace")
-
-
-def _chosen(entry: dict[int, Logprob] | None) -> Logprob:
-    """Returns the chosen token's log probability, the first entry."""
-    assert entry
-    return next(iter(entry.values()))

@@ -6,7 +6,7 @@ In vLLM v0.33.0: `vllm/v1/engine/parallel_sampling.py` (`ParentRequest`).
 from dataclasses import replace
 from typing import Any
 
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.outputs import CompletionOutput
 
 
@@ -17,6 +17,7 @@ class ParentRequest:
         self.request_id = request_id
         self.n = n
         self.unfinished = set(range(n))
+        # Two sets: an output may be observed after its request was counted as ended.
         self._running = set(range(n))
         self._longest = 0
         self._completions: dict[int, CompletionOutput] = {}
@@ -24,24 +25,24 @@ class ParentRequest:
         """What the KV connector has told at the end of the completion that it was told of."""
 
     def observe(self, completion: CompletionOutput) -> None:
-        """Records the latest state of one child."""
+        """Record the latest state of one child."""
         self._completions[completion.index] = completion
         if completion.finished():
             self.unfinished.discard(completion.index)
 
     def end(self, index: int, num_tokens: int) -> tuple[int, int] | None:
-        """Takes note of one child's end. Returns (n, tokens of the longest) at the end of the last one, else None."""
+        """Take note of one child's end. Return (n, tokens of the longest) at the end of the last one, else None."""
         self._longest = max(self._longest, num_tokens)
         self._running.discard(index)
         return None if self._running else (self.n, self._longest)
 
     def completions(self) -> list[CompletionOutput]:
-        """Returns the completions seen so far, in order of index."""
+        """Return the completions seen so far, in order of index."""
         return [self._completions[index] for index in sorted(self._completions)]
 
 
 def child_requests(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """Splits a request for `n` completions into `n` requests; returns the request itself if n is 1.
+    """Split a request for `n` completions into `n` requests; return the request itself if n is 1.
 
     The KV connector is told of the first one only: a transfer is read once, and the others share the first one's blocks
     or compute their own.

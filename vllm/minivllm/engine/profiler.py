@@ -2,11 +2,15 @@
 
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from minivllm.config.profiler import ProfilerConfig
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -23,7 +27,7 @@ class TorchProfiler:
         self._done = False
 
     def before_step(self) -> None:
-        """Starts recording at the first step that is not left out."""
+        """Start recording at the first step that is not left out."""
         if self._profile is not None or self._done or self._num_steps < self._config.delay_iterations:
             return
         config = self._config
@@ -36,14 +40,14 @@ class TorchProfiler:
         self._profile.start()
 
     def after_step(self) -> None:
-        """Stops recording after the last step that is wanted."""
+        """Stop recording after the last step that is wanted."""
         self._num_steps += 1
         last = self._config.max_iterations and self._config.delay_iterations + self._config.max_iterations
         if last and self._num_steps >= last:
             self.stop()
 
     def stop(self) -> Path | None:
-        """Stops recording and returns the trace that was written; None if no step was recorded since."""
+        """Stop recording and return the trace that was written; None if no step was recorded since."""
         self._done = True
         profile, self._profile = self._profile, None
         if profile is None:
@@ -56,3 +60,18 @@ class TorchProfiler:
         profile.export_chrome_trace(str(path))
         logger.info("Profile of %d steps: %s", self._num_steps - self._config.delay_iterations, path)
         return path
+
+
+def make_profiler(args: EngineArgs, prefix: str | None, limits: Mapping[str, int | None]) -> TorchProfiler:
+    """Start a profiler with these limits, as far as they are not None, in place of `profiler_config`'s.
+
+    Raises:
+        MinivllmError: there is no `profiler_config`, or the engine computes in other processes.
+    """
+    config = ProfilerConfig.of(args.profiler_config)
+    if config is None:
+        raise MinivllmError('nothing is recorded without profiler_config={"profiler": "torch", …}')
+    if args.multiprocess or args.tensor_parallel_size > 1 or args.distributed_executor_backend == "mp":
+        raise MinivllmError("only an engine in this process is recorded: leave out multiprocess and several ranks")
+    changes = {name: value for name, value in limits.items() if value is not None}
+    return TorchProfiler(replace(config, **changes), prefix)

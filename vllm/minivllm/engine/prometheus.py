@@ -1,23 +1,23 @@
 """What the engine measures, for Prometheus: vLLM's names, types, labels and buckets.
 
-The tables say what there is; below, `PrometheusStatLogger` fills it in. In vLLM v0.33.0: `vllm/v1/metrics/loggers.py`
+`METRICS` says what there is, and `PrometheusStatLogger` fills it in. In vLLM v0.33.0: `vllm/v1/metrics/loggers.py`
 (`PrometheusStatLogger`).
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.process_collector import ProcessCollector
 
 from minivllm.config.kv_offloading import is_tier
-from minivllm.core.messages import EngineCoreReady
-from minivllm.core.stats import KVFetchStats, PrefixCacheStats, SchedulerStats
+from minivllm.core.engine_messages import EngineCoreReady
+from minivllm.core.stats import PrefixCacheStats, SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.iteration_stats import IterationStats
-from minivllm.kv_connector import metrics as kv_metrics
+from minivllm.kv_connector.metrics import KV_METRICS
 from minivllm.kv_connector.offload.settings import OffloadSettings
 
 FIRST_TOKEN_SECONDS = (
@@ -30,78 +30,113 @@ REQUEST_SECONDS = (
 STEP_TOKENS = (1, 8, *(2**power for power in range(4, 15)))
 UP_TO_MAX_MODEL_LEN = ()
 """Stands for 1, 2, 5, 10, 20, 50, … up to the longest request."""
-
-NONE = PrefixCacheStats()
-SCHEDULER = {
-    "num_requests_running": (Gauge, "Requests that are computed.", lambda s: s.num_running_reqs),
-    "num_requests_waiting": (Gauge, "Requests that wait.", lambda s: s.num_waiting_reqs),
-    'num_requests_waiting_by_reason{reason="capacity"}':
-        (Gauge, "Requests that wait, by reason.", lambda s: s.num_waiting_reqs - s.kv_fetch_stats.in_progress),
-    'num_requests_waiting_by_reason{reason="deferred"}':
-        (Gauge, "Requests that wait, by reason.", lambda s: s.kv_fetch_stats.in_progress),
-    **{f'num_requests_kv_fetch_by_stage{{stage="{one.name}"}}':
-        (Gauge, "Requests with remote keys and values, by stage.", lambda s, at=one.name: getattr(s.kv_fetch_stats, at))
-        for one in fields(KVFetchStats)},
-    "kv_cache_usage_perc": (Gauge, "Share of the cache's blocks in use, 0 to 1.", lambda s: s.kv_cache_usage),
-    "prefix_cache_queries": (Counter, "Prefix cache queries, in tokens.", lambda s: s.prefix_cache_stats.queries),
-    "prefix_cache_hits": (Counter, "Prefix cache hits, in tokens.", lambda s: s.prefix_cache_stats.hits),
-    "external_prefix_cache_queries":
-        (Counter, "Queries of other caches, in tokens.", lambda s: (s.connector_prefix_cache_stats or NONE).queries),
-    "external_prefix_cache_hits":
-        (Counter, "Hits in other caches, in tokens.", lambda s: (s.connector_prefix_cache_stats or NONE).hits),
-    "num_preemptions": (Counter, "Preemptions.", lambda s: s.num_preemptions),
-    "minivllm:recomputed_tokens":
-        (Counter, "Tokens of preempted requests that were computed once more.", lambda s: s.num_recomputed_tokens),
-}  # fmt: skip
-"""Name to type, help text and value; a counter's value is its total since the start."""
-SPECULATIVE = {
-    f"spec_decode_{name}": (Counter, text, lambda s, name=name: getattr(s.spec_decoding_stats, name))
-    for name, text in {
-        "num_drafts": "Drafts that were verified.",
-        "num_draft_tokens": "Tokens of drafts.",
-        "num_accepted_tokens": "Tokens of drafts that were accepted.",
-    }.items()
-}
-ITERATION = {
-    "prompt_tokens": ("Tokens of prompts.", lambda s: s.num_prompt_tokens),
-    "prompt_tokens_cached": ("Tokens of prompts that were cached.", lambda s: s.num_local_tokens + s.num_remote_tokens),
-    "generation_tokens": ("Tokens generated.", lambda s: s.num_generation_tokens),
-    'prompt_tokens_by_source{source="local_compute"}': ("Tokens of prompts.", lambda s: s.num_computed_tokens),
-    'prompt_tokens_by_source{source="local_cache_hit"}': ("Tokens of prompts.", lambda s: s.num_local_tokens),
-    'prompt_tokens_by_source{source="external_kv_transfer"}':
-        ("Tokens of prompts.", lambda s: s.num_external_prompt_tokens),
-    'prompt_tokens_cached_by_source{source="device"}':
-        ("Tokens of prompts that were cached, by where.", lambda s: s.num_local_tokens),
-}  # fmt: skip
-"""Name to help text and the increase since the last call."""
-EXTERNAL_CACHES = ("host", "p2p", "disk", "external_unspecified")
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
-HISTOGRAMS = {
-    "iteration_tokens_total": ("Tokens of a step.", STEP_TOKENS, lambda s: [s.num_tokens] if s.num_tokens else []),
-    "time_to_first_token_seconds": ("Time to first token.", FIRST_TOKEN_SECONDS, lambda s: s.time_to_first_tokens),
-    "inter_token_latency_seconds": ("Time between tokens.", TOKEN_SECONDS, lambda s: s.inter_token_latencies),
-    "request_params_n": ("n of a request.", (1, 2, 5, 10, 20), lambda s: [n for n, _ in s.finished_parents]),
+NO_LOOKUPS = PrefixCacheStats()
+
+
+class Metric(NamedTuple):
+    """A metric, and the function that reads its value.
+
+    `read` gets the scheduler's state after a step, and what the front end measured of the requests in it. It returns
+    the value now (gauge), the total since the start (total), the increase (counter), or a list of observations
+    (histogram, whose buckets have these upper bounds).
+    """
+
+    kind: Literal["gauge", "total", "counter", "histogram"]
+    text: str
+    read: Callable[[SchedulerStats, IterationStats], Any]
+    buckets: tuple[float, ...] = ()
+
+
+def _of_finished(field: str) -> Callable[[SchedulerStats, IterationStats], list[float]]:
+    """Return what reads this field of the requests that have finished, where it has a value."""
+
+    def read(_: SchedulerStats, step: IterationStats) -> list[float]:
+        values = (getattr(request, field) for request in step.finished_requests)
+        return [value for value in values if value is not None]
+
+    return read
+
+
+METRICS = {
+    "num_requests_running": Metric("gauge", "Requests that are computed.", lambda s, _: s.num_running_reqs),
+    "num_requests_waiting": Metric("gauge", "Requests that wait.", lambda s, _: s.num_waiting_reqs),
+    "kv_cache_usage_perc": Metric("gauge", "Share of blocks in use, 0 to 1.", lambda s, _: s.kv_cache_usage),
+    "prefix_cache_queries":
+        Metric("total", "Prefix cache queries, in tokens.", lambda s, _: s.prefix_cache_stats.queries),
+    "prefix_cache_hits": Metric("total", "Prefix cache hits, in tokens.", lambda s, _: s.prefix_cache_stats.hits),
+    "external_prefix_cache_queries":
+        Metric("total", "Queries of other caches, in tokens.",
+               lambda s, _: (s.connector_prefix_cache_stats or NO_LOOKUPS).queries),
+    "external_prefix_cache_hits":
+        Metric("total", "Hits in other caches, in tokens.",
+               lambda s, _: (s.connector_prefix_cache_stats or NO_LOOKUPS).hits),
+    "num_preemptions": Metric("total", "Preemptions.", lambda s, _: s.num_preemptions),
+    "minivllm:recomputed_tokens":
+        Metric("total", "Tokens of preempted requests computed once more.", lambda s, _: s.num_recomputed_tokens),
+    "prompt_tokens": Metric("counter", "Tokens of prompts.", lambda _, step: step.num_prompt_tokens),
+    "prompt_tokens_cached":
+        Metric("counter", "Tokens of prompts that were cached.", lambda _, step: step.num_cached_prompt_tokens),
+    **{f'prompt_tokens_by_source{{source="{source}"}}': Metric("counter", "Tokens of prompts, by source.", read)
+       for source, read in {
+           "local_cache_hit": lambda _, step: step.num_local_prompt_tokens,
+           "external_kv_transfer": lambda _, step: step.num_external_prompt_tokens,
+           "local_compute": lambda _, step: max(
+               0, step.num_prompt_tokens - step.num_local_prompt_tokens - step.num_external_prompt_tokens
+           ),
+       }.items()},
+    "generation_tokens": Metric("counter", "Tokens generated.", lambda _, step: step.num_generation_tokens),
+    "iteration_tokens_total":
+        Metric("histogram", "Tokens of a step.", lambda _, step: [step.num_tokens] if step.num_tokens else [],
+               STEP_TOKENS),
+    "time_to_first_token_seconds":
+        Metric("histogram", "Time to first token.", lambda _, step: step.time_to_first_tokens, FIRST_TOKEN_SECONDS),
+    "inter_token_latency_seconds":
+        Metric("histogram", "Time between tokens.", lambda _, step: step.inter_token_latencies, TOKEN_SECONDS),
+    "request_params_n":
+        Metric("histogram", "n of a request.", lambda _, step: [n for n, _ in step.finished_parents],
+               (1, 2, 5, 10, 20)),
     "request_max_num_generation_tokens":
-        ("Tokens of the longest of n.", UP_TO_MAX_MODEL_LEN, lambda s: [most for _, most in s.finished_parents]),
+        Metric("histogram", "Tokens of the longest of n.", lambda _, step: [most for _, most in step.finished_parents]),
+    **{name: Metric("histogram", text, _of_finished(field), buckets) for name, field, text, buckets in (
+        ("request_prompt_tokens", "num_prompt_tokens", "Tokens of the prompt.", UP_TO_MAX_MODEL_LEN),
+        ("request_generation_tokens", "num_generation_tokens", "Tokens generated.", UP_TO_MAX_MODEL_LEN),
+        ("request_params_max_tokens", "max_tokens", "max_tokens of a request.", UP_TO_MAX_MODEL_LEN),
+        ("request_prefill_kv_computed_tokens", "num_computed_tokens", "Tokens of it not cached.", UP_TO_MAX_MODEL_LEN),
+        ("request_num_preemptions", "num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)),
+        ("e2e_request_latency_seconds", "e2e_latency", "From arrival to the last token.", REQUEST_SECONDS),
+        ("request_queue_time_seconds", "queued_time", "From arrival to the first step.", REQUEST_SECONDS),
+        ("request_inference_time_seconds", "inference_time", "First step to last token.", REQUEST_SECONDS),
+        ("request_prefill_time_seconds", "prefill_time", "First step to first token.", REQUEST_SECONDS),
+        ("request_decode_time_seconds", "decode_time", "First to last token.", REQUEST_SECONDS),
+        ("request_time_per_output_token_seconds", "mean_time_per_output_token", "Mean time between a request's tokens.",
+         TOKEN_SECONDS),
+    )},
 }  # fmt: skip
-"""Name to help text, upper bounds of the buckets, and the values to observe."""
-FINISHED = {
-    "request_prompt_tokens": ("num_prompt_tokens", "Tokens of the prompt.", UP_TO_MAX_MODEL_LEN),
-    "request_generation_tokens": ("num_generation_tokens", "Tokens generated.", UP_TO_MAX_MODEL_LEN),
-    "request_params_max_tokens": ("max_tokens", "max_tokens of a request.", UP_TO_MAX_MODEL_LEN),
-    "request_prefill_kv_computed_tokens": ("num_computed_tokens", "Tokens of it not cached.", UP_TO_MAX_MODEL_LEN),
-    "request_num_preemptions": ("num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)),
-    "e2e_request_latency_seconds": ("e2e_latency", "From arrival to the last token.", REQUEST_SECONDS),
-    "request_queue_time_seconds": ("queued_time", "From arrival to the first step.", REQUEST_SECONDS),
-    "request_inference_time_seconds": ("inference_time", "First step to last token.", REQUEST_SECONDS),
-    "request_prefill_time_seconds": ("prefill_time", "First step to first token.", REQUEST_SECONDS),
-    "request_decode_time_seconds": ("decode_time", "First to last token.", REQUEST_SECONDS),
-    "request_time_per_output_token_seconds": (
-        "mean_time_per_output_token", "Mean time between a request's tokens.", TOKEN_SECONDS,
-    ),
-}  # fmt: skip
-"""By name: the field of `FinishedRequestStats`, the text, and the upper bounds of the buckets."""
+KINDS = {"gauge": Gauge, "total": Counter, "counter": Counter, "histogram": Histogram}
+
+
+def _of_drafts(num_positions: int) -> dict[str, Metric]:
+    """Return the metrics of an engine that drafts `num_positions` tokens."""
+
+    def total(name: str, text: str) -> Metric:
+        return Metric("total", text, lambda s, _: getattr(s.spec_decoding_stats, name))
+
+    def at(position: int) -> Metric:
+        # The list has no entry yet for a position that no draft has reached.
+        def read(s: SchedulerStats, _: IterationStats) -> int:
+            return sum(s.spec_decoding_stats.num_accepted_tokens_per_pos[position : position + 1])
+
+        return Metric("total", "Accepted tokens by position.", read)
+
+    per_pos = "spec_decode_num_accepted_tokens_per_pos"
+    return {
+        "spec_decode_num_drafts": total("num_drafts", "Drafts that were verified."),
+        "spec_decode_num_draft_tokens": total("num_draft_tokens", "Tokens of drafts."),
+        "spec_decode_num_accepted_tokens": total("num_accepted_tokens", "Tokens of drafts that were accepted."),
+        **{_key(per_pos, "position", str(position)): at(position) for position in range(num_positions)},
+    }
 
 
 class PrometheusStatLogger:
@@ -113,66 +148,66 @@ class PrometheusStatLogger:
         self._model = model_name
         self._families: dict[str, Any] = {}
         self._children: dict[tuple[str, int], Any] = {}
-        self._seen: defaultdict[tuple[str, int], float] = defaultdict(float)
-        self._external = _key("prompt_tokens_cached_by_source", "source", EXTERNAL_CACHES[-1])
-        if is_tier(args.kv_transfer):
-            self._external = _key("prompt_tokens_cached_by_source", "source", "host")
-        self._scheduler: dict[str, tuple[Any, str, Callable[[SchedulerStats], float]]] = SCHEDULER
+        self._last_total: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._metrics = METRICS
         if args.speculation is not None:
-            self._scheduler = SCHEDULER | SPECULATIVE | _accepted_by_position(args.speculation.num_speculative_tokens)
+            self._metrics = METRICS | _of_drafts(args.speculation.num_speculative_tokens)
         for index, engine in enumerate(engines):
             self._make_all(index, engine.limits.max_model_len)
             self._show_settings(index, args, engine)
         rejections = Counter("vllm:admission_rejections", "Refused.", ["model_name", "reason"], registry=self.registry)
         self._rejections = {reason: rejections.labels(model_name, reason) for reason in REJECTIONS}
-        self._max_loras, self._lora_info = args.max_loras, None
+        self._max_loras = args.max_loras
+        self._lora_info = None
         if args.enable_lora:
             labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
             self._lora_info = Gauge("vllm:lora_requests_info", "Adapters in use.", labels, registry=self.registry)
 
     def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats, engine_idx: int = 0) -> None:
-        """Take in a step of a core. Its scheduler's counts are since the start, the others since the last call."""
-        for name, (kind, _, read) in self._scheduler.items():
-            key, value = (name, engine_idx), read(scheduler_stats)
-            if kind is Gauge:
-                self._children[key].set(value)
+        """Record a step of a core."""
+        for name, metric in self._metrics.items():
+            key = (name, engine_idx)
+            child = self._children[key]
+            value = metric.read(scheduler_stats, iteration_stats)
+            if metric.kind == "gauge":
+                child.set(value)
+            elif metric.kind == "counter":
+                child.inc(value)
+            elif metric.kind == "histogram":
+                for observation in value:
+                    child.observe(observation)
             else:
-                self._children[key].inc(max(0, value - self._seen[key]))
-                self._seen[key] = value
-        for name, (_, read) in ITERATION.items():
-            self._children[name, engine_idx].inc(read(iteration_stats))
-        self._children[self._external, engine_idx].inc(iteration_stats.num_remote_tokens)
-        for name, (_, _, read) in HISTOGRAMS.items():
-            for value in read(iteration_stats):
-                self._children[name, engine_idx].observe(value)
+                # Prometheus counts increases. A total can fall when the core starts over.
+                child.inc(max(0, value - self._last_total[key]))
+                self._last_total[key] = value
         for finished in iteration_stats.finished_requests:
             self._children[_key("request_success", "finished_reason", finished.finish_reason), engine_idx].inc()
-            for name, (field, *_) in FINISHED.items():
-                if (value := getattr(finished, field)) is not None:
-                    self._children[name, engine_idx].observe(value)
 
     def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Take in what a core's KV connector has counted in a step; shown from the first such step on.
+        """Record what a core's KV connector has counted in a step; these metrics are shown from the first such step on.
 
-        A connector of somebody else may count what has no name here.
+        Counts of other people's connectors that have no name here are ignored.
         """
         for name, value in stats.items():
             family, _, label_value = name.partition(".")
-            if name in kv_metrics.HISTOGRAMS:
-                text, buckets = kv_metrics.HISTOGRAMS[name]
-                for observed in value:
-                    self._child(Histogram, engine_idx, name, text, buckets=buckets).observe(observed)
-            elif name in kv_metrics.COUNTERS:
-                self._child(Counter, engine_idx, name, kv_metrics.COUNTERS[name]).inc(value)
-            elif name in kv_metrics.GAUGES:
-                self._child(Gauge, engine_idx, name, kv_metrics.GAUGES[name]).set(value)
-            elif family in kv_metrics.COUNTERS_BY:
-                text, label, _ = kv_metrics.COUNTERS_BY[family]
-                self._child(Counter, engine_idx, _key(family, label, label_value), text).inc(value)
+            metric = KV_METRICS.get(family)
+            if metric is None:
+                continue
+            key = _key(family, metric.label, label_value) if metric.label else family
+            settings = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
+            child = self._child(KINDS[metric.kind], engine_idx, key, metric.text, **settings)
+            if metric.kind == "gauge":
+                child.set(value)
+            elif metric.kind == "counter":
+                child.inc(value)
+            else:
+                for observation in value:
+                    child.observe(observation)
 
     def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
-        """Take in the adapters in use: only those of now are shown."""
+        """Record which adapters are in use; those of earlier steps are not shown any more."""
         if self._lora_info is not None:
+            # The labels are the adapters in use: without this, every combination ever seen would stay.
             self._lora_info.clear()
             labels = (str(self._max_loras), ",".join(sorted(running)), ",".join(sorted(waiting)))
             self._lora_info.labels(*labels).set_to_current_time()
@@ -182,18 +217,14 @@ class PrometheusStatLogger:
         self._rejections[reason].inc()
 
     def _make_all(self, index: int, max_model_len: int) -> None:
-        """Show all metrics of a core, which are zero as yet."""
-        for name, (kind, text, _) in self._scheduler.items():
-            self._child(kind, index, name, text)
-        for name, (text, _) in ITERATION.items():
-            self._child(Counter, index, name, text)
-        for cache in EXTERNAL_CACHES:
-            self._child(Counter, index, _key("prompt_tokens_cached_by_source", "source", cache), "")
+        """Create all metrics of a core, so that they are shown with the value zero."""
+        for name, metric in self._metrics.items():
+            settings = {}
+            if metric.kind == "histogram":
+                settings["buckets"] = metric.buckets or _steps_of_1_2_5(max_model_len)
+            self._child(KINDS[metric.kind], index, name, metric.text, **settings)
         for reason in FINISH_REASONS:
             self._child(Counter, index, _key("request_success", "finished_reason", reason), "Ended requests.")
-        finished = {name: (text, buckets, None) for name, (_, text, buckets) in FINISHED.items()}
-        for name, (text, buckets, _) in (HISTOGRAMS | finished).items():
-            self._child(Histogram, index, name, text, buckets=buckets or _steps_of_1_2_5(max_model_len))
 
     def _show_settings(self, index: int, args: EngineArgs, engine: EngineCoreReady) -> None:
         tokens = engine.num_gpu_blocks * engine.limits.block_size
@@ -205,11 +236,11 @@ class PrometheusStatLogger:
             "kv_cache_size_tokens": tokens,
             "num_gpu_blocks": engine.num_gpu_blocks,
         }
-        shown = {"cache_config_info": facts}
+        infos = {"cache_config_info": facts}
         if args.kv_transfer is not None and is_tier(args.kv_transfer):
             tier = asdict(OffloadSettings.of(args.kv_transfer.kv_connector_extra_config))
-            shown |= {"kv_offload_config_info": tier, "simple_kv_offload_info": tier}
-        for name, settings in shown.items():
+            infos |= {"kv_offload_config_info": tier, "simple_kv_offload_info": tier}
+        for name, settings in infos.items():
             labels = {key: str(value) for key, value in settings.items()}
             self._labelled(self._family(Gauge, name, "Settings.", labels), index, labels).set(1)
 
@@ -218,6 +249,7 @@ class PrometheusStatLogger:
         if (key, engine) not in self._children:
             name, _, pair = key.partition("{")
             label, _, value = pair.strip('}"').partition('="')
+            # A key is a name, or a name with one label as Prometheus writes it: name{label="value"}.
             labels = {label: value} if label else {}
             family = self._family(kind, name, text, labels, **settings)
             self._children[key, engine] = self._labelled(family, engine, labels)
@@ -236,16 +268,6 @@ class PrometheusStatLogger:
 
 def _key(name: str, label: str, value: str) -> str:
     return f'{name}{{{label}="{value}"}}'
-
-
-def _accepted_by_position(num_positions: int) -> dict[str, Any]:
-    def read(position: int) -> Callable[[SchedulerStats], int]:
-        return lambda stats: sum(stats.spec_decoding_stats.num_accepted_tokens_per_pos[position : position + 1])
-
-    return {
-        _key("spec_decode_num_accepted_tokens_per_pos", "position", str(position)):
-        (Counter, "Accepted tokens by position.", read(position)) for position in range(num_positions)
-    }  # fmt: skip
 
 
 def _steps_of_1_2_5(most: int) -> tuple[int, ...]:

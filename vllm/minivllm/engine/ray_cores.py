@@ -11,44 +11,45 @@ from dataclasses import replace
 import zmq
 
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_processes import CoreProcesses, died
+from minivllm.engine.core_process_manager import CoreProcesses, died
 from minivllm.engine.core_sockets import TcpServer, TcpSockets
 from minivllm.executor.ray_actors import RayActors, connected_actor
 
 
 class RayCores(CoreProcesses):
-    """As `CoreProcesses`."""
+    """Cores as actors of Ray, with the interface of `CoreProcesses`."""
 
     def __init__(self, args: EngineArgs) -> None:
-        """Reserves the places.
+        """Reserve the places.
 
         Raises:
             MinivllmError: ray is not installed, or the cluster has no room for the cores.
         """
         ranks = args.tensor_parallel_size * args.pipeline_parallel_size
         self._actors = RayActors(args.data_parallel_size, args.device, ranks)
+        # "auto" was decided by what the cluster has, not by this machine.
         super().__init__(replace(args, device=self._actors.device))
         self._server = TcpServer(self.sockets, self._actors.host)
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
-        """Returns a socket on the interface that the cluster uses."""
+        """Return a socket on the interface that the cluster uses."""
         return self._server.bind(kind, name)
 
     def obituary(self, rank: int) -> str:
-        """Says that a core is lost; how, Ray would know only a minute later."""
+        """Say that a core is lost; how, Ray would know only a minute later."""
         return died(rank, self.names(), "has ended, or its machine cannot be reached")
 
     def names(self) -> list[int | str]:
-        """See `CoreProcesses`."""
         return ["a Ray actor"] * self._args.data_parallel_size
 
     def tell_to_leave(self) -> None:
-        """Closes the lifelines, whose end the actors notice."""
+        """Close the lifelines, whose end the actors notice."""
         self._close_lifelines()
 
     def _start_cores(self) -> None:
         for rank in range(self._args.data_parallel_size):
             connection, process = self._actors.start(f"core {rank}", rank, CoreActor, self._server.for_cores, rank)
+            # The connection is only watched for its end, so its descriptor is enough.
             self.lifelines.append(connection.detach())
             self.processes.append(process)
 
@@ -64,7 +65,7 @@ class CoreActor:
     """A core's process; Ray starts it."""
 
     def live(self, address: tuple[str, int], token: bytes, sockets: TcpSockets, rank: int) -> None:
-        """Runs the core until it fails, or the front end is gone."""
+        """Run the core until it fails, or the front end is gone."""
         from minivllm.engine.core_proc import EngineCoreProc
 
         process = EngineCoreProc(sockets, rank)

@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.engine_messages import EngineCoreOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import SchedulerOutput
 
 FORMAT = 2
 WAITING_SHOWN = 24
@@ -39,9 +39,13 @@ class StepRecorder:
 
     def snapshot(self, step: SchedulerOutput | None = None, outputs: Sequence[EngineCoreOutput] = ()) -> str:
         """Describe the state after a step that had these outputs; without one, as it is now."""
-        scheduler, config = self._scheduler, self._scheduler.config
-        cache, remote = scheduler.cache_config, scheduler.remote
+        scheduler = self._scheduler
+        config = self._scheduler.config
+        cache = scheduler.cache_config
+        remote = scheduler.remote
+        # A snapshot without a step shows the state between two steps.
         self._step += step is not None
+        # They go before the waiting ones, so they are shown before them.
         loading = [*remote.received, *remote.kv_holding_waiting.values()] if remote else []
         tier = remote.connector.tier_state() if remote else None
         # A pool that takes the place of the engine's own may know nothing of hashes.
@@ -62,6 +66,7 @@ class StepRecorder:
             "tier": [] if tier is None else list(tier.values()),
             "slots": scheduler.lora_slots,
         }
+        # Forget ended requests, or this would grow for as long as the server runs.
         self._numbers = {name: number for name, number in self._numbers.items() if name in scheduler.requests}
         return json.dumps(line, separators=(",", ":"))
 

@@ -21,12 +21,12 @@ class ThroughputLog:
         self.begin()
 
     def begin(self) -> None:
-        """Starts counting, now: the engine was idle."""
+        """Start counting, now: the engine was idle."""
         self._since = time.monotonic()
         self._prompt_tokens = self._generation_tokens = 0
 
     def observe(self, prompt_tokens: int, generation_tokens: int, stats: SchedulerStats) -> None:
-        """Counts a step's tokens, those of prompts that were computed and those generated; logs when it is time."""
+        """Count a step's tokens, those of prompts that were computed and those generated; log when it is time."""
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += generation_tokens
         seconds = time.monotonic() - self._since
@@ -36,16 +36,14 @@ class ThroughputLog:
 
     def _say(self, seconds: float, stats: SchedulerStats) -> None:
         prefix = stats.prefix_cache_stats
+        hit_rate = prefix.hits / max(1, prefix.queries)
         logger.info(
-            "Prompt %.1f tokens/s, generation %.1f tokens/s; %d running, %d waiting; KV cache usage %.1f%%, "
-            "prefix cache hit rate %.1f%%",
-            self._prompt_tokens / seconds,
-            self._generation_tokens / seconds,
-            stats.num_running_reqs,
-            stats.num_waiting_reqs,
-            100 * stats.kv_cache_usage,
-            100 * prefix.hits / max(1, prefix.queries),
+            f"Prompt {self._prompt_tokens / seconds:.1f} tokens/s, "
+            f"generation {self._generation_tokens / seconds:.1f} tokens/s; "
+            f"{stats.num_running_reqs} running, {stats.num_waiting_reqs} waiting; "
+            f"KV cache usage {stats.kv_cache_usage:.1%}, prefix cache hit rate {hit_rate:.1%}"
         )
+        # Counts are since the start, the line is about the last seconds.
         drafts = stats.spec_decoding_stats.since(self._drafts)
         self._drafts = stats.spec_decoding_stats
         if drafts.num_drafts:
@@ -53,15 +51,11 @@ class ThroughputLog:
 
     @staticmethod
     def _say_drafts(seconds: float, drafts: SpecDecodingStats) -> None:
+        rates = ", ".join(f"{rate:.3f}" for rate in drafts.acceptance_rates_per_pos)
         logger.info(
-            "SpecDecoding metrics: Mean acceptance length: %.2f, Accepted throughput: %.2f tokens/s, Drafted "
-            "throughput: %.2f tokens/s, Accepted: %d tokens, Drafted: %d tokens, Per-position acceptance rate: %s, "
-            "Avg Draft acceptance rate: %.1f%%",
-            drafts.mean_acceptance_length,
-            drafts.num_accepted_tokens / seconds,
-            drafts.num_draft_tokens / seconds,
-            drafts.num_accepted_tokens,
-            drafts.num_draft_tokens,
-            ", ".join(f"{rate:.3f}" for rate in drafts.acceptance_rates_per_pos),
-            100 * drafts.acceptance_rate,
+            f"SpecDecoding metrics: Mean acceptance length: {drafts.mean_acceptance_length:.2f}, "
+            f"Accepted throughput: {drafts.num_accepted_tokens / seconds:.2f} tokens/s, "
+            f"Drafted throughput: {drafts.num_draft_tokens / seconds:.2f} tokens/s, "
+            f"Accepted: {drafts.num_accepted_tokens} tokens, Drafted: {drafts.num_draft_tokens} tokens, "
+            f"Per-position acceptance rate: {rates}, Avg Draft acceptance rate: {drafts.acceptance_rate:.1%}"
         )

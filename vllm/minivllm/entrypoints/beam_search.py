@@ -32,10 +32,11 @@ class Search:
     ended: list[BeamSearchSequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # A search begins with one sequence: the prompt.
         self.going_on = [BeamSearchSequence(self.prompt, list(self.prompt["prompt_token_ids"]), [], self.lora_request)]
 
     def open(self) -> list[BeamSearchSequence]:
-        """The sequences to extend."""
+        """Return the sequences to extend."""
         return self.going_on if self.steps > 0 else []
 
 
@@ -68,6 +69,7 @@ class BeamSearcher:
         ]
         for _ in range(self._params.max_tokens):
             num_open = sum(len(search.open()) for search in searches)
+            # Every sequence has ended, or there is no room for another token.
             if num_open == 0:
                 break
             self._step(searches)
@@ -79,10 +81,11 @@ class BeamSearcher:
         return min(self._params.max_tokens, max(1, room))  # without room, the engine refuses the prompt
 
     def _step(self, searches: Sequence[Search]) -> None:
-        """Extends every open sequence by one token; the best of a prompt's children go on."""
+        """Extend every open sequence by one token; the best of a prompt's children go on."""
         pairs = [(search, sequence) for search in searches for sequence in search.open()]
         prompts = [_prompt_of(sequence) for _, sequence in pairs]
         priorities, adapters = ([getattr(search, name) for search, _ in pairs] for name in ("priority", "lora_request"))
+        # All open sequences of all prompts in one call, so that they share the steps of the engine.
         outputs = iter(self._run(prompts, self._sampling_params, priorities, adapters))
         for search in searches:
             children = [
@@ -90,6 +93,7 @@ class BeamSearcher:
             ]
             if search.open():
                 search.steps -= 1
+                # An ended sequence keeps its score and takes no place in the beam.
                 search.ended += [child for child in children if child.finish_reason == "stop"]
                 open_ones = [child for child in children if child.finish_reason is None]
                 search.going_on = sorted(open_ones, key=self._score, reverse=True)[: self._params.beam_width]
@@ -109,13 +113,14 @@ class BeamSearcher:
         ]
 
     def _score(self, sequence: BeamSearchSequence) -> float:
+        # Without the division short sequences would always win: each token lowers the sum.
         return sequence.cum_logprob / max(1, len(sequence.logprobs)) ** self._params.length_penalty
 
     def _best(self, search: Search) -> BeamSearchOutput:
         for sequence in search.going_on:
             sequence.finish_reason = "length"
-        found = sorted([*search.ended, *search.going_on], key=self._score, reverse=True)
-        return BeamSearchOutput(found[: self._params.beam_width])
+        sequences = sorted([*search.ended, *search.going_on], key=self._score, reverse=True)
+        return BeamSearchOutput(sequences[: self._params.beam_width])
 
 
 def _prompt_of(sequence: BeamSearchSequence) -> TokensPrompt:

@@ -9,13 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.checks import is_count, refuse_unknown
-from minivllm.config.model import local_path
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.call_lock import CallLock
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.one_caller import OneCaller
 from minivllm.entrypoints.beam_search import BeamSearcher
 from minivllm.entrypoints.progress import Advance, progress
 from minivllm.errors import MinivllmError
@@ -56,12 +54,12 @@ class LLM:
         disable_log_stats: bool = True,
         **engine_args: Any,
     ) -> None:
-        """Loads the model, allocates the KV cache and logs where the memory goes.
+        """Load the model, allocate the KV cache and log where the memory goes.
 
         Args:
             model: a local directory, or a model's name on the Hugging Face Hub.
             chat_template: a file or a template, in place of the model's own; or the name of one of the model's.
-            disable_log_stats: if False, `get_metrics` has something to tell.
+            disable_log_stats: if False, the engine counts for `get_metrics`.
             engine_args: see `minivllm.engine.arg_utils.EngineArgs`.
 
         Raises:
@@ -72,7 +70,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
-        """Same as the constructor, from arguments that are there already."""
+        """Create an `LLM` from engine arguments."""
         llm = cls.__new__(cls)
         llm._start(engine_args, None)
         return llm
@@ -81,8 +79,9 @@ class LLM:
         self.llm_engine = LLMEngine(engine_args)
         self._chat_template = chat_template
         self._request_ids = itertools.count()
+        # By request id, in the order in which they were enqueued; None while unfinished.
         self._enqueued: dict[str, RequestOutput | None] = {}
-        self._caller = OneCaller()
+        self._call_lock = CallLock()
 
     # Generating
 
@@ -96,7 +95,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Returns the completions of all prompts, in order.
+        """Return the completions of all prompts, in order.
 
         Args:
             prompts: one or several; each a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": …}.
@@ -112,7 +111,8 @@ class LLM:
                 and the completions of those that failed have the finish reason "error" and the message in `error`.
         """
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
-        with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
+        # Ctrl-C is held for the call, and let through between two steps.
+        with self._call_lock.held() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
             return _answers(self._complete(items, sampling_params, priority, advance, interrupts, lora_request))
 
     def chat(
@@ -130,7 +130,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Returns the answers to a conversation or several, in order. The rest is as in `generate`.
+        """Return the answers to a conversation or several, in order. The rest is as in `generate`.
 
         Args:
             messages: a list of messages such as {"role": "user", "content": "…"}, or several such lists.
@@ -145,10 +145,15 @@ class LLM:
         Raises:
             MinivllmError: there is no template, or it rejects the messages; or as in `generate`.
         """
+        from minivllm.entrypoints.openai.chat_template import render_conversations  # brings Jinja
+
         keywords = _keywords("chat_template_kwargs", chat_template_kwargs)
         further = {**keywords, "add_generation_prompt": add_generation_prompt, "tools": tools}
         form = chat_template_content_format
-        prompts = self._rendered(messages, chat_template, further, continue_final_message, form)
+        template = self._chat_template if chat_template is None else chat_template
+        prompts = render_conversations(
+            messages, template, self.llm_engine.engine_args, further, continue_final_message, form
+        )
         return self.generate(
             prompts,
             sampling_params,
@@ -156,6 +161,7 @@ class LLM:
             lora_request=lora_request,
             priority=priority,
             tokenization_kwargs={
+                # The template has written them.
                 "add_special_tokens": False,
                 **_keywords("tokenization_kwargs", tokenization_kwargs),
             },
@@ -170,7 +176,7 @@ class LLM:
         concurrency_limit: int | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Returns the most likely sequences of each prompt, by beam search.
+        """Return the most likely sequences of each prompt, by beam search.
 
         Args:
             prompts: as in `generate`.
@@ -189,7 +195,7 @@ class LLM:
         if concurrency_limit is not None and not is_count(concurrency_limit, 1):
             raise MinivllmError(f"concurrency_limit is {concurrency_limit!r}; it must be 1 or more, or None for all")
         found: list[BeamSearchOutput] = []
-        with self._caller.alone() as interrupts:
+        with self._call_lock.held() as interrupts:
             searcher = self._searcher(params, interrupts)
             size = concurrency_limit or max(1, len(items))
             for start in range(0, len(items), size):
@@ -209,41 +215,42 @@ class LLM:
         use_tqdm: UseTqdm = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Queues prompts for `wait_for_completion` and returns their ids. Nothing is computed yet."""
+        """Queue prompts for `wait_for_completion` and return their ids. Nothing is computed yet."""
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
-        with self._caller.alone() as interrupts:
+        with self._call_lock.held() as interrupts:
             request_ids = self._add_requests(items, sampling_params, priority, interrupts, lora_request)
             self._enqueued |= dict.fromkeys(request_ids)
             return request_ids
 
     def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
-        """Returns the completions of what was enqueued, in order; prompts that fail are as in `generate`.
+        """Return the completions of what was enqueued, in order; prompts that fail are as in `generate`.
 
         `output_type` can only be `RequestOutput`.
         """
         if output_type is not None and output_type is not RequestOutput:
             raise MinivllmError(f"output_type is {output_type!r}; it can only be RequestOutput")
-        with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(self._enqueued)) as advance:
+        with self._call_lock.held() as interrupts, progress(use_tqdm, "prompts", len(self._enqueued)) as advance:
             request_ids = list(self._enqueued)
             try:
                 with self._aborting(request_ids):
                     self._run([], advance, interrupts)
             finally:
+                # Also after a failure: a call that fails leaves nothing queued.
                 outputs, self._enqueued = list(self._enqueued.values()), {}
             return _answers(outputs)  # type: ignore[arg-type]
 
     # What there is besides
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Returns the tokenizer as transformers has it. The engine's own is `llm_engine.tokenizer`."""
+        """Return the tokenizer as transformers has it. The engine's own is `llm_engine.tokenizer`."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what `generate` uses if it is given no sampling parameters: the model's generation config."""
+        """Return what `generate` uses if it is given no sampling parameters: the model's generation config."""
         return self.llm_engine.generation_config.default_sampling_params()
 
     def get_metrics(self) -> list[Metric]:
-        """Returns all metrics as they are now.
+        """Return all metrics as they are now.
 
         Raises:
             MinivllmError: this LLM was not made with `disable_log_stats=False`.
@@ -257,31 +264,31 @@ class LLM:
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Records the steps from now on until `stop_profile`. See `LLMEngine.start_profile`."""
+        """Record the steps from now on until `stop_profile`. See `LLMEngine.start_profile`."""
         limits = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
         self.llm_engine.start_profile(profile_prefix, **limits)
 
     def stop_profile(self) -> None:
-        """Ends the recording, and writes it to a file whose name is logged."""
+        """End the recording, and write it to a file whose name is logged."""
         self.llm_engine.stop_profile()
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Returns the number of ranks, of one core or of all."""
+        """Return the number of ranks, of one core or of all."""
         args = self.llm_engine.engine_args
         ranks = args.tensor_parallel_size * args.pipeline_parallel_size
         return ranks * args.data_parallel_size if include_dp else ranks
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forgets all cached blocks; returns whether it did. See `LLMEngine.reset_prefix_cache`."""
-        with self._caller.alone():
+        """Forget all cached blocks; return whether it did. See `LLMEngine.reset_prefix_cache`."""
+        with self._call_lock.held():
             return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def shutdown(self) -> None:
-        """Ends this LLM's processes now, and with them this LLM. Without this call they end with it or with Python.
+        """End this LLM's processes now, and with them this LLM. Without this call they end with it or with Python.
 
         An LLM that runs in this process only has none to end, and can still be used.
         """
-        with self._caller.alone():
+        with self._call_lock.held():
             self.llm_engine.shutdown()
 
     def __repr__(self) -> str:
@@ -289,29 +296,8 @@ class LLM:
 
     # Prompts
 
-    def _rendered(
-        self, messages: Sequence[Any], template: str | None, further: Mapping[str, Any], goes_on: bool, form: Any
-    ) -> list[str]:
-        from minivllm.entrypoints.openai.chat_template import PLAIN, no_template, read_template, render, special_tokens
-
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise MinivllmError(f"messages are {type(messages).__name__}; they must be a list of messages, or of lists")
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        args = self.llm_engine.engine_args
-        source = args.tokenizer or args.model
-        if template is not None and not isinstance(template, str | Path):
-            raise MinivllmError(f"chat_template is {type(template).__name__}; it must be a template or a file's name")
-        given = template or self._chat_template
-        found = read_template(given and str(given), source)
-        if found is None and local_path(args.model) == EMBEDDED_MODEL:
-            found = PLAIN
-        if found is None:
-            raise MinivllmError(no_template(source))
-        seen = {**special_tokens(source), **further}
-        return [render(found, conversation, seen, goes_on, form) for conversation in conversations]
-
     def _tokenized(self, prompts: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
-        """The prompts; if special tokens are to be left out, those that are texts as token ids."""
+        """Return the prompts, those that are texts as token ids if special tokens are to be left out."""
         options = _keywords("tokenization_kwargs", options)
         refuse_unknown("tokenization_kwargs has no key", options, ("add_special_tokens",))
         adds = options.get("add_special_tokens", True)
@@ -333,12 +319,8 @@ class LLM:
             token_ids = token_ids or self.llm_engine.input_processor.encode(text or "")
         except MinivllmError as error:
             raise type(error)(f"prompt {index}: {error}") from None
-        tokens = TokensPrompt(prompt_token_ids=token_ids)
-        if text is not None:
-            tokens["prompt"] = text
-        if cache_salt is not None:
-            tokens["cache_salt"] = cache_salt
-        return tokens
+        further = {"prompt": text, "cache_salt": cache_salt}
+        return TokensPrompt(prompt_token_ids=token_ids, **{k: value for k, value in further.items() if value})  # type: ignore[typeddict-item]
 
     def _decoded(self, token_ids: list[int], skip_special_tokens: bool) -> str | None:
         tokenizer = self.llm_engine.tokenizer
@@ -389,37 +371,28 @@ class LLM:
         interrupts: InterruptsHeld,
         lora_request: LoraRequests = None,
     ) -> list[str]:
-        """Queues all prompts or none; returns their ids."""
-        wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = _one_each("sampling_params", wanted, prompts)
+        """Queue all prompts or none; return their ids."""
+        chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", chosen, prompts)
         priorities = _one_each("priority", 0 if priority is None else priority, prompts)
         adapters = _one_each("lora_request", lora_request, prompts)
         request_ids = [str(next(self._request_ids)) for _ in prompts]
         with self._aborting(request_ids):
-            for index, request_id in enumerate(request_ids):
+            rows = zip(request_ids, prompts, params, priorities, adapters, strict=True)
+            for index, (request_id, prompt, own_params, number, adapter) in enumerate(rows):
                 interrupts.deliver()
-                self._add_request(index, request_id, prompts[index], params[index], priorities[index], adapters[index])
+                if isinstance(own_params, SamplingParams):
+                    # Intermediate outputs would be made and thrown away.
+                    own_params = replace(own_params, output_kind=RequestOutputKind.FINAL_ONLY)
+                try:
+                    self.llm_engine.add_request(request_id, prompt, own_params, lora_request=adapter, priority=number)
+                except MinivllmError as error:
+                    raise type(error)(f"prompt {index}: {error}") from None
         return request_ids
-
-    def _add_request(
-        self,
-        index: int,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int,
-        lora_request: LoRARequest | None,
-    ) -> None:
-        if isinstance(params, SamplingParams):
-            params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
-        try:
-            self.llm_engine.add_request(request_id, prompt, params, lora_request=lora_request, priority=priority)
-        except MinivllmError as error:
-            raise type(error)(f"prompt {index}: {error}") from None
 
     @contextmanager
     def _aborting(self, request_ids: Sequence[str]) -> Iterator[None]:
-        """If the block fails, these requests end."""
+        """Abort these requests if the block fails."""
         try:
             yield
         except BaseException:
@@ -427,13 +400,14 @@ class LLM:
             raise
 
     def _run(self, request_ids: Sequence[str], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
-        """Steps until all requests have ended, those of others too; returns the outputs of these."""
+        """Run steps until all requests have ended, enqueued ones too; return the outputs of these."""
         finished: dict[str, RequestOutput] = {}
         while self.llm_engine.has_unfinished_requests():
             interrupts.deliver()
             for output in self.llm_engine.step():
-                mine = self._enqueued if output.request_id in self._enqueued else finished
-                mine[output.request_id] = output
+                # An interrupted `wait_for_completion` may have left requests of its own in the engine.
+                outputs = self._enqueued if output.request_id in self._enqueued else finished
+                outputs[output.request_id] = output
                 advance(sum(len(completion.token_ids) for completion in output.outputs))
         return [finished[request_id] for request_id in request_ids]
 
@@ -441,6 +415,7 @@ class LLM:
 def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
     """Return the outputs, with a warning for each that has an error; raise if there is no answer at all."""
     errors = {index: error for index, output in enumerate(outputs) if (error := _error_of(output)) is not None}
+    # Some answers are worth returning; with none at all, an exception is clearer.
     nothing = all(completion.error for output in outputs for completion in output.outputs)
     for index, error in errors.items():
         if nothing:
@@ -460,7 +435,7 @@ def _keywords(name: str, value: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _one_each(name: str, value: Any, prompts: Sequence[object]) -> list[Any]:
-    """Returns one value per prompt, repeating a single value; raises if a list has another length than `prompts`."""
+    """Return one value per prompt, repeating a single value; raise if a list has another length than `prompts`."""
     if isinstance(value, list | tuple):
         if len(value) != len(prompts):
             raise MinivllmError(

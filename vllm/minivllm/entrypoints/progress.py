@@ -21,6 +21,7 @@ def progress(use_tqdm: bool | Callable[..., Any], what: str, total: int) -> Iter
         finally:
             bar.close()
         return
+    # Into a file or a pipe, a bar would be thousands of lines.
     console = get_console()
     with _rich(disable=not (use_tqdm and (console.is_terminal or console.is_jupyter))) as bar:
         task = bar.add_task(what, total=total, tokens=0)

@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
-from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from minivllm.errors import MinivllmError
+from minivllm.core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.worker.settings import WorkerSettings
 
 
@@ -17,7 +16,7 @@ class Executor(ABC):
 
     All methods but `shutdown` raise `WorkerDiedError` if a rank has died, and the engine ends. If a call fails on a
     rank, they raise the rank's own error or `WorkerFailedError`. Then a `collective_rpc("reset")` is due, which makes
-    the ranks forget all requests and meet anew; until it, ranks in processes raise the same for every call. It is due
+    the ranks forget all requests and meet again; until it, ranks in processes raise the same for every call. It is due
     as well after an exception in the middle of a method, such as Ctrl-C: the ranks may or may not have run the call.
 
     What the ranks survive: on CPUs, any exception on any of them. On GPUs, one that all of them raise at the same
@@ -32,15 +31,11 @@ class Executor(ABC):
 
     @abstractmethod
     def __init__(self, settings: WorkerSettings) -> None:
-        """Starts the ranks, which load their models."""
+        """Start the ranks, which load their models."""
 
     @abstractmethod
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every rank's `Worker`; returns the results in rank order."""
-
-    @abstractmethod
-    def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Starts one step on all ranks; returns a future of the output of the rank that samples."""
+        """Call a method of every rank's `Worker`; return the results in rank order."""
 
     @overload
     def execute_model(
@@ -53,64 +48,31 @@ class Executor(ABC):
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """Runs one step on all ranks; returns the sampling rank's output or, with `non_block`, a future of it.
+        """Run one step on all ranks; return the sampling rank's output or, with `non_block`, a future of it.
 
         Several steps may be in flight. They run in order, each with the tokens sampled by those before it, which the
         caller need not know yet. A step's exceptions are raised by its future.
 
         If any of its requests has a grammar, the step is not over: it ends with `sample_tokens`, which must come next.
         """
-        future = self.start_model(scheduler_output)
+        future = self._start("execute_model", scheduler_output)
         return future if non_block else future.result()
 
-    @abstractmethod
     def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
-        """Ends the step that `execute_model` began, on all ranks: samples tokens that fit.
+        """End the step that `execute_model` began, on all ranks: sample tokens that fit the grammars.
 
-        Returns a future of the output of the rank that samples.
+        Return a future of the output of the rank that samples.
         """
+        return self._start("sample_tokens", grammar_output)
+
+    @abstractmethod
+    def _start(self, method: str, argument: SchedulerOutput | GrammarOutput) -> Future[ModelRunnerOutput]:
+        """Start this method of `Worker` on all ranks; return a future of the output of the rank that samples."""
 
     @abstractmethod
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """Returns rank 0's draft tokens after the last step, by request id, and clears them."""
+        """Return rank 0's draft tokens after the last step, by request id, and clears them."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the processes that were started, if any; a second call does nothing."""
-
-
-def get_class(backend: str | None, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> type[Executor]:
-    """Returns the executor class of that name; for None, "uni" for one rank and "mp" for more.
-
-    Raises:
-        MinivllmError: unknown backend, or it cannot run that many ranks.
-    """
-    from minivllm.executor.multiproc_executor import MultiprocExecutor  # both are made of the class above
-    from minivllm.executor.ray_executor import RayExecutor
-    from minivllm.executor.uniproc_executor import UniprocExecutor
-
-    executors: dict[str, type[Executor]] = {"mp": MultiprocExecutor, "ray": RayExecutor, "uni": UniprocExecutor}
-    size = tensor_parallel_size * pipeline_parallel_size
-    if backend is None:
-        backend = "uni" if size == 1 else "mp"
-    if backend not in tuple(executors):
-        names = ", ".join(f'"{name}"' for name in executors)
-        raise MinivllmError(f"there is no distributed_executor_backend {backend!r}: use one of {names}, or None")
-    executor_class = executors[backend]
-    most = executor_class.max_ranks
-    if most is not None and size > most:
-        what = "tensor_parallel_size" + " x pipeline_parallel_size" * (pipeline_parallel_size > 1)
-        raise MinivllmError(
-            f'distributed_executor_backend "{backend}" runs {most} rank, but {what} is {size}: use "mp"'
-        )
-    return executor_class
-
-
-def make_executor(settings: WorkerSettings, backend: str | None = None) -> Executor:
-    """Creates the executor of that name (`get_class`), whose ranks load their models.
-
-    Raises:
-        MinivllmError: unknown backend, settings that a rank rejects, or more ranks than GPUs.
-        WorkerDiedError: a rank died before it was ready.
-    """
-    return get_class(backend, settings.tensor_parallel_size, settings.pipeline_parallel_size)(settings)
+        """End the processes that were started, if any; a second call does nothing."""

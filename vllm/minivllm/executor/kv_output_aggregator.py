@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel group say of a KV connector, as if one had said it.
+"""Join the reports of all ranks on their KV connectors into one.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/utils.py` (`KVOutputAggregator`).
 """
@@ -7,46 +7,47 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from minivllm.core.kv_connector import KVConnectorOutput, joined_stats
-from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.scheduler_output import ModelRunnerOutput
 
 
 class KVOutputAggregator:
-    """A transfer is over when all ranks have said so, in whichever steps. It has failed if it has on any of them."""
+    """Finishes a transfer when all ranks have, in whichever steps; it has failed if it has on any of them."""
 
     def __init__(self, size: int, output_rank: int = 0) -> None:
-        self.size, self.output_rank = size, output_rank
+        self.size = size
+        self.output_rank = output_rank
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what some ranks have said, and others not: after a failed step they are all told again."""
+        """Forget transfers that only some ranks have finished: after a failed step all ranks report them again."""
         self._sent: defaultdict[str, set[int]] = defaultdict(set)
         self._received: defaultdict[str, set[int]] = defaultdict(set)
         self._failed: set[str] = set()
 
     def aggregate(self, outputs: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """Returns the output of the rank that samples, with what all ranks say of their connectors."""
-        output = outputs[self.output_rank]
-        said = {rank: one.kv_connector_output for rank, one in enumerate(outputs)}
-        by_rank = {rank: one for rank, one in said.items() if one is not None}
+        """Return the output of the rank that samples, with what all ranks say of their connectors."""
+        by_rank = {rank: output.kv_connector_output for rank, output in enumerate(outputs)}
+        reports = {rank: report for rank, report in by_rank.items() if report is not None}
         joined = KVConnectorOutput()
-        for rank, one in by_rank.items():
-            self._failed |= one.failed_recving
-            joined.invalid_block_ids |= one.invalid_block_ids
-            joined.finished_sending |= self._over(self._sent, rank, one.finished_sending)
-            joined.finished_recving |= self._over(self._received, rank, one.finished_recving)
+        for rank, report in reports.items():
+            self._failed |= report.failed_recving
+            joined.invalid_block_ids |= report.invalid_block_ids
+            joined.finished_sending |= self._finished(self._sent, rank, report.finished_sending)
+            joined.finished_recving |= self._finished(self._received, rank, report.finished_recving)
         joined.failed_recving = self._failed & joined.finished_recving
         self._failed -= joined.failed_recving
-        joined.kv_connector_stats = joined_stats([one.kv_connector_stats for one in by_rank.values()])
-        metas = [meta for one in by_rank.values() for meta in one.kv_connector_worker_meta or ()]
+        joined.kv_connector_stats = joined_stats([report.kv_connector_stats for report in reports.values()])
+        metas = [meta for report in reports.values() for meta in report.kv_connector_worker_meta or ()]
         joined.kv_connector_worker_meta = metas or None
+        output = outputs[self.output_rank]
         output.kv_connector_output = None if joined.is_empty() else joined
         return output
 
-    def _over(self, told: defaultdict[str, set[int]], rank: int, names: set[str]) -> set[str]:
-        """The requests that this rank names as the last one."""
-        for name in names:
-            told[name].add(rank)
-        over = {name for name in names if len(told[name]) == self.size}
-        for name in over:
-            del told[name]
-        return over
+    def _finished(self, ranks_of: defaultdict[str, set[int]], rank: int, request_ids: set[str]) -> set[str]:
+        """Note that a rank has finished these requests; return those that all ranks have finished."""
+        for request_id in request_ids:
+            ranks_of[request_id].add(rank)
+        finished = {request_id for request_id in request_ids if len(ranks_of[request_id]) == self.size}
+        for request_id in finished:
+            del ranks_of[request_id]
+        return finished

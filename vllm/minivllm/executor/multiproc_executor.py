@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
 from minivllm.executor.abstract import Executor
 from minivllm.executor.kv_output_aggregator import KVOutputAggregator
 from minivllm.executor.rank_messages import RESET
-from minivllm.executor.rank_processes import SECONDS_TO_LEAVE, RankProcesses
+from minivllm.executor.rank_processes import SECONDS_TO_LEAVE, RankProcesses, RankStarter, start_here
 from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.worker import LOOPBACK_ADDRESS, worker_of_rank
 
@@ -31,56 +31,42 @@ class MultiprocExecutor(Executor):
 
     def __init__(self, settings: WorkerSettings) -> None:
         check_devices(settings)
+        self._start_ranks(settings, LOOPBACK_ADDRESS, start_here)
+
+    def _start_ranks(self, settings: WorkerSettings, host: str, start: RankStarter) -> None:
+        """Start the ranks, which find each other through this address of this machine."""
+        size = settings.world_size
+        sampling_rank = size - settings.tensor_parallel_size  # the first one of the last stage
         self.max_concurrent_batches = settings.max_concurrent_batches
-        self._aggregator = aggregator_of(settings)
-        self._store = rendezvous(settings.world_size)  # must live as long as the ranks, which use it
+        self._aggregator = None
+        if settings.kv_transfer_config is not None:
+            self._aggregator = KVOutputAggregator(size, sampling_rank)
+        self._store = rendezvous(size, host)  # must live as long as the ranks, which use it
         address = (self._store.host, self._store.port)
-        self.ranks = RankProcesses(worker_of_rank, (settings, address), settings.world_size, sampling_rank(settings))
+        self.ranks = RankProcesses(worker_of_rank, (settings, address), size, sampling_rank, start)
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """See `Executor`."""
         if method == RESET and self._aggregator is not None:
             self._aggregator.reset()
         return self.ranks.call(method, *arguments)
 
-    def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """See `Executor`."""
+    def _start(self, method: str, argument: SchedulerOutput | GrammarOutput) -> Future[ModelRunnerOutput]:
         if self._aggregator is None:
-            return self.ranks.send_for_one("execute_model", scheduler_output)
-        return self.ranks.send_for_all("execute_model", scheduler_output, join=self._aggregator.aggregate)
-
-    def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
-        """See `Executor`."""
-        if self._aggregator is None:
-            return self.ranks.send_for_one("sample_tokens", grammar_output)
-        return self.ranks.send_for_all("sample_tokens", grammar_output, join=self._aggregator.aggregate)
+            return self.ranks.send_for_one(method, argument)
+        return self.ranks.send_for_all(method, argument, join=self._aggregator.aggregate)
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """See `Executor`."""
         return self.ranks.call_for_one("take_draft_token_ids")
 
     def shutdown(self) -> None:
-        """See `Executor`. What a KV connector has started is ended first, if the ranks answer in time."""
-        if self._aggregator is not None:
+        if self._aggregator is not None:  # let the ranks' connectors end what they have started, if they answer in time
             with suppress(WorkerFailedError, WorkerDiedError, MinivllmError, TimeoutError):
                 self.ranks.send_for_all("shutdown", join=list).result(SECONDS_TO_LEAVE)
         self.ranks.shutdown()
 
 
-def aggregator_of(settings: WorkerSettings) -> KVOutputAggregator | None:
-    """Returns what joins the ranks' words about their KV connectors; None without one."""
-    if settings.kv_transfer_config is None:
-        return None
-    return KVOutputAggregator(settings.world_size, sampling_rank(settings))
-
-
-def sampling_rank(settings: WorkerSettings) -> int:
-    """Returns the rank whose outputs are read: the first one of the last stage."""
-    return settings.world_size - settings.tensor_parallel_size
-
-
 def rendezvous(size: int, host: str = LOOPBACK_ADDRESS) -> dist.TCPStore:
-    """Returns the store through which `size` ranks find each other, served by this process on a free port.
+    """Return the store through which `size` ranks find each other, served by this process on a free port.
 
     It listens on this address only. Without a socket from us, torch would listen on every interface.
     """
@@ -90,12 +76,13 @@ def rendezvous(size: int, host: str = LOOPBACK_ADDRESS) -> dist.TCPStore:
 
 
 def check_devices(settings: WorkerSettings) -> None:
-    """Rejects more ranks than there are GPUs.
+    """Reject more ranks than there are GPUs.
 
     Raises:
         MinivllmError: there are more ranks than GPUs.
     """
     size = settings.world_size
+    # NCCL does not take two ranks on one GPU; say so before any process starts.
     if settings.device == "cuda" and size > torch.cuda.device_count():
         what = "tensor_parallel_size" + " x pipeline_parallel_size" * (settings.pipeline_parallel_size > 1)
         raise MinivllmError(

@@ -1,4 +1,4 @@
-"""What a rank's process does: it creates its object, and handles calls, one after another, until there are no more.
+"""Run one rank: create its object, and handle calls one after another until there are no more.
 
 A rank survives an exception in a call. It leaves its group, so that no other rank waits for it in vain, and replies
 with the exception. It answers all further calls with the same failure, without running them, until the call `reset`: a
@@ -10,31 +10,26 @@ In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`WorkerProc.worker_bu
 import os
 import pickle
 import socket
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, BinaryIO, NoReturn
 
 from minivllm.executor.rank_messages import RESET, Call, Failure, Reply
 from minivllm.platforms.collector import while_loading
 
 
-class RankWorker(Protocol):
-    """The object of a rank, with whatever methods are called on it besides these."""
-
-    def reset(self) -> None:
-        """Forgets what earlier calls have left, and joins the other ranks again, which are told the same."""
-
-    def leave_group(self) -> None:
-        """Ends the connections to the other ranks: those that wait in one of them raise `LostPeerError`."""
-
-
 class RankLoop:
-    """One rank's object, and the failure that it has not been reset after."""
+    """One rank's object, and the failure that it has not been reset after.
 
-    def __init__(self, worker: RankWorker) -> None:
+    Besides the methods that are called on it, the object has `reset`, which forgets what earlier calls have left and
+    joins the other ranks again, and `leave_group`, which ends the connections to the other ranks: those that wait in
+    one of them raise `LostPeerError`.
+    """
+
+    def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.failure: Failure | None = None
 
     def answer(self, call: Call) -> Reply:
-        """Handles a call. An exception in a reset, or on leaving the group, propagates: it ends the rank."""
+        """Handle a call. An exception in a reset, or on leaving the group, propagates: it ends the rank."""
         if call.method == RESET:
             self.failure = None
             return Reply(call.number, self._run(call))
@@ -42,7 +37,9 @@ class RankLoop:
             try:
                 return Reply(call.number, self._run(call))
             except Exception as error:
+                # Remember it: calls that were sent before the failure was known get it as their answer.
                 self.failure = Failure.of(error)
+            # Other ranks may wait for this one in a collective operation; now they fail instead.
             self.worker.leave_group()
         return Reply(call.number, failure=self.failure)
 
@@ -51,7 +48,7 @@ class RankLoop:
 
 
 def live(sock: socket.socket) -> NoReturn:
-    """Runs a rank until its socket is closed, and ends this process."""
+    """Run a rank until its socket is closed, and end this process."""
     try:
         serve(sock)
     finally:
@@ -59,15 +56,17 @@ def live(sock: socket.socket) -> NoReturn:
 
 
 def serve(sock: socket.socket) -> None:
-    """Runs a rank until its socket is closed. What it does not survive is its last message."""
+    """Run a rank until its socket is closed. What it does not survive is its last message."""
     try:
         calls = sock.makefile("rb")
         with while_loading():  # the function's module, and torch with it
             make, arguments = pickle.load(calls)
-        rank, loop = arguments[-1], RankLoop(make(*arguments))
+        rank = arguments[-1]
+        loop = RankLoop(make(*arguments))
         _say(sock, Reply(0))
         while (call := _next_call(calls)) is not None:
             reply = loop.answer(call)
+            # Failures are always reported; results only where the caller waits for this rank.
             if call.replies in (None, rank) or reply.failure is not None:
                 _say(sock, reply)
     except Exception as error:
@@ -75,7 +74,7 @@ def serve(sock: socket.socket) -> None:
 
 
 def _next_call(calls: BinaryIO) -> Call | None:
-    """Returns the next call, or None once the socket is closed."""
+    """Return the next call, or None once the socket is closed."""
     try:
         return pickle.load(calls)
     except EOFError:

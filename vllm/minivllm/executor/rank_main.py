@@ -17,7 +17,7 @@ MILLISECONDS_A_LOOK = 500
 
 
 def end_with_parent(sock: socket.socket, parent: int) -> None:
-    """Ends this process when the other end of the socket closes, or when the parent is gone.
+    """End this process when the other end of the socket closes, or when the parent is gone.
 
     The second check matters if the parent has forked: the fork holds a copy of the other end.
     """
@@ -29,11 +29,12 @@ def end_with_parent(sock: socket.socket, parent: int) -> None:
 
 
 def main() -> None:
-    """Starts the thread that ends the rank with its parent, then runs the rank."""
+    """Start the thread that ends the rank with its parent, then runs the rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     fd, parent, path = sys.argv[1:]
     sock = socket.socket(fileno=int(fd))
     threading.Thread(target=end_with_parent, args=(sock, int(parent)), daemon=True).start()
+    # Only now: an import from the parent's path could take long, or fail.
     sys.path[:] = json.loads(path)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]; nothing is flushed at exit
     from minivllm.executor.rank_loop import live

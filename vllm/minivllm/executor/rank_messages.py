@@ -1,4 +1,4 @@
-"""What crosses the socket between the engine's process and a rank: pickles, for both run the same code."""
+"""Messages on the socket between the engine's process and a rank. They are pickles, for both run the same code."""
 
 import traceback
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ RESET = "reset"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `method(*arguments)` on every rank; only the rank `replies` replies (None: all), and whoever fails."""
+    """A call of `method(*arguments)` on every rank; only the rank `replies` (None: all) replies, and any that fails."""
 
     number: int
     method: str
@@ -32,13 +32,13 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
-        """Describes the exception that is being handled."""
+        """Describe the exception that is being handled."""
         refusal = error if isinstance(error, MinivllmError) else explain_out_of_memory(error)
         text = f"{type(error).__name__}: {error}"
         return cls(text, traceback.format_exc(), refusal, isinstance(error, LostPeerError))
 
     def error(self, otherwise: Exception) -> Exception:
-        """Returns the refusal, if there is one, else the given error with the traceback as a note."""
+        """Return the refusal, if there is one, else the given error with the traceback as a note."""
         if self.refusal is not None:
             return self.refusal
         otherwise.add_note(self.traceback)

@@ -1,17 +1,17 @@
-"""Rank processes, which all run the same calls in the same order: starting, calling, failing and ending them.
+"""Start rank processes, call the same methods on all of them in the same order, and end them.
 
-A call is pickled once and sent to every rank over its own socket; a thread for each rank receives its replies, which
-are matched by number. Five guarantees:
+A call is pickled once and sent to every rank over its own socket. A thread for each rank receives the replies, which
+carry the number of their call. What a caller may rely on:
 
-- If a call fails on one rank, the caller gets an error that says which rank and why, and the ranks live on; they answer
-  all calls with that failure until the call `reset` (`rank_loop`). If a rank dies, the others are killed, and the error
+- If a call fails on one rank, the caller gets an error that says which rank and why. The ranks live on and answer all
+  calls with that failure until the call `reset` (`rank_loop`). If a rank dies, the others are killed, and the error
   says which died and why. Ranks wait for each other, so the first to report is often not the first that failed: it
   reports a lost peer (`LostPeerError`), and the others get time to report before any is blamed.
-- A rank that answers nothing is not waited for without end: where it does not answer a reset in time, all are killed.
-- Ctrl-C at any moment of a call leaves the ranks usable: a call goes to all of them or to none (`InterruptsHeld`), and
-  the reply to an abandoned call is recognized by its number.
-- The ranks end with the object that started them, with `shutdown`, and with the interpreter.
-- The ranks end with the process that started them, whatever kills it and however early (`rank_main`).
+- Ranks that do not answer a reset in time are killed.
+- Ctrl-C during a call leaves the ranks usable: a call goes to all of them or to none, and the reply to an abandoned
+  call is recognized by its number.
+- The ranks end with the object that started them, with `shutdown`, with the interpreter, and with the process that
+  started them, whatever kills it and however early (`rank_main`).
 
 In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`, `WorkerProc`, `FutureWrapper`), where
 calls travel through a ring buffer in shared memory.
@@ -29,9 +29,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +42,30 @@ from minivllm.platforms.child_processes import ChildProcess, how_it_ended, wait_
 from minivllm.platforms.interrupts import InterruptsHeld
 
 SECONDS_A_TURN = 0.5
-"""The longest single wait. A signal delivered to another thread of this process is noticed only after it."""
+"""The longest single wait: a signal delivered to another thread of this process is noticed only after it."""
 SECONDS_FOR_REPORTS = 1.0
-"""When a rank has lost a peer, the others get this long to report."""
+"""How long the other ranks may take to report after one has lost a peer."""
 SECONDS_TO_LEAVE = 2.0
 """Ranks told to leave are killed after this time."""
 SECONDS_FOR_RESET = 60.0
-"""Ranks that have not answered a reset after this time are killed. The step before it may take a part of it."""
-Join = Callable[[Sequence[Any]], Any]
-"""Makes one result of those of all ranks."""
+"""Ranks that have not answered a reset after this time are killed. It includes the rest of the step before."""
+END = -1
+"""The number of the reply that stands for a rank's end."""
+Join = Callable[[list[Any]], Any]
+"""Makes one result of those of the ranks that reply, in rank order."""
 
 
 class RankFuture(Future[Any]):
-    """The result of a call that has been sent: that of the one rank that replies, else the list of all ranks' results.
+    """The result of a call that has been sent.
 
     It raises `WorkerFailedError` if the call has failed on a rank, `WorkerDiedError` if a rank has died, and a
-    `MinivllmError` if a rank rejected the call. It waits on a bare lock: Ctrl-C in the middle of a condition variable's
-    own code, which `Future` waits on, would break that.
+    `MinivllmError` if a rank rejected the call.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()  # already sent, so it cannot be cancelled
+        # A bare lock, since Ctrl-C can break the condition variable that `Future` waits on.
         self._unsettled = threading.Lock()
         self._unsettled.acquire()
         self._outcome: tuple[Any, Exception | None] | None = None
@@ -100,30 +103,35 @@ class RankFuture(Future[Any]):
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """A call that is not answered yet. Only the rank `one` replies (None: all), and whoever fails."""
+class _PendingCall:
+    """A call that is not answered yet. Without a failure, `num_replies` ranks reply."""
 
-    one: int | None
-    join: Join | None
+    num_replies: int
+    join: Join
     future: RankFuture = field(default_factory=RankFuture)
     replies: dict[int, Reply] = field(default_factory=dict)
 
+    @property
+    def failures(self) -> dict[int, Failure]:
+        return {rank: reply.failure for rank, reply in self.replies.items() if reply.failure is not None}
+
 
 class _Ranks:
-    """The processes, and what they have said. It belongs to the threads that listen as much as to `RankProcesses`."""
+    """The processes and their pending calls, shared by `RankProcesses` and the threads that receive replies."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.processes: list[ChildProcess] = []
         self.sockets: list[socket.socket] = []
-        self.waiting: dict[int, _Waiting] = {}
+        self.waiting: dict[int, _PendingCall] = {}
         self.dead: Exception | None = None
         self._owner = os.getpid()
-        self._ends: dict[int, Failure] = {}
+        # The ranks' ends are collected like replies, so that the first that failed is blamed for them too.
+        self._ends = _PendingCall(size, list)
         self._lock = threading.RLock()
 
     def listen(self, rank: int, sock: socket.socket) -> None:
-        """Take in what a rank says, until it has ended."""
+        """Receive a rank's replies until it has ended."""
         try:
             with sock.makefile("rb") as replies:
                 while not isinstance(message := pickle.load(replies), Failure):
@@ -131,22 +139,22 @@ class _Ranks:
         except Exception:  # the connection is closed, perhaps in the middle of a message
             message = None
         if self.dead is None:
-            self._take_end(rank, message or Failure(self._how_it_ended(rank)))
+            self._take(rank, Reply(END, failure=message or Failure(self._how_it_ended(rank))))
 
-    def send(self, number: int, call: _Waiting, messages: Sequence[bytes]) -> None:
-        """Send each rank its message, unless they have ended."""
+    def send(self, number: int, call: _PendingCall, messages: Sequence[bytes]) -> None:
+        """Send each rank its message, or raise the error with which the ranks have ended."""
         with self._lock:
             if self.dead is not None:
                 raise self.dead
             self.waiting[number] = call
         for sock, message in zip(self.sockets, messages, strict=True):
-            with contextlib.suppress(OSError):  # that rank has ended, as its thread will tell
+            with contextlib.suppress(OSError):  # that rank has ended, which its thread reports
                 sock.sendall(message)
 
     def end(self, error: Exception, at_once: bool = False) -> None:
-        """Let every rank leave, kill those that do not, and fail all calls. A second one does nothing.
+        """Let every rank leave, kill those that do not, and fail all calls.
 
-        In a fork of the process that owns them it does nothing either.
+        A second call does nothing, nor does one in a fork of the process that owns the ranks.
         """
         with self._lock:
             if self.dead is not None or os.getpid() != self._owner:
@@ -166,50 +174,43 @@ class _Ranks:
 
     def _take(self, rank: int, reply: Reply) -> None:
         with self._lock:
-            call = self.waiting.get(reply.number)
-            if call is None:
+            call = self._ends if reply.number == END else self.waiting.get(reply.number)
+            if call is None:  # it was abandoned, or has failed already
                 return
             call.replies[rank] = reply
-            failures = [one.failure for one in call.replies.values() if one.failure is not None]
+            failures = call.failures.values()
             if not failures:
                 self._settle_if_complete(reply.number, call)
-            elif all(one.lost_peer for one in failures) and len(call.replies) < self.size:
-                _later(self._blame, reply.number)
+            elif len(call.replies) < self.size and all(failure.lost_peer for failure in failures):
+                # The rank that was lost has not reported yet. If it never does, blame one that missed it.
+                timer = threading.Timer(SECONDS_FOR_REPORTS, self._blame, (reply.number,))
+                timer.daemon = True
+                timer.start()
             else:
                 self._blame(reply.number)
 
-    def _settle_if_complete(self, number: int, call: _Waiting) -> None:
-        if call.one is None and len(call.replies) < self.size:
+    def _settle_if_complete(self, number: int, call: _PendingCall) -> None:
+        if len(call.replies) < call.num_replies:
             return
         del self.waiting[number]
-        values = [call.replies[rank].value for rank in sorted(call.replies)]
         try:
-            call.future.settle(call.join(values) if call.join else values if call.one is None else values[0])
+            call.future.settle(call.join([call.replies[rank].value for rank in sorted(call.replies)]))
         except Exception as error:  # `join` has failed
             call.future.settle(None, error)
 
     def _blame(self, number: int) -> None:
-        """Fail a call with the best reason that a rank has given."""
+        """Fail a call, or all of them after a rank's end, with the best reason that a rank has given."""
         with self._lock:
-            call = self.waiting.pop(number, None)
-        if call is not None:
-            failures = {rank: one.failure for rank, one in call.replies.items() if one.failure is not None}
-            rank, failure = first_to_fail(failures)
-            call.future.settle(None, failure.error(WorkerFailedError(f"rank {rank} of {self.size}: {failure.text}")))
-
-    def _take_end(self, rank: int, failure: Failure) -> None:
-        with self._lock:
-            self._ends[rank] = failure
-            wait = all(one.lost_peer for one in self._ends.values()) and len(self._ends) < self.size
-        if wait:
-            _later(self._blame_end)
-        else:
-            self._blame_end()
-
-    def _blame_end(self) -> None:
-        rank, failure = first_to_fail(self._ends)
-        text = f"rank {rank} of {self.size} (process {self.processes[rank].pid}) has ended, and the engine with it"
-        self.end(failure.error(WorkerDiedError(f"{text}: {failure.text}")), at_once=True)
+            call = self._ends if number == END else self.waiting.pop(number, None)
+        if call is None:
+            return
+        rank, failure = min(call.failures.items(), key=lambda item: item[1].lost_peer)
+        which = f"rank {rank} of {self.size}"
+        if call is not self._ends:
+            call.future.settle(None, failure.error(WorkerFailedError(f"{which}: {failure.text}")))
+            return
+        text = f"{which} (process {self.processes[rank].pid}) has ended, and the engine with it: {failure.text}"
+        self.end(failure.error(WorkerDiedError(text)), at_once=True)
 
     def _how_it_ended(self, rank: int) -> str:
         process = self.processes[rank]
@@ -220,14 +221,15 @@ class _Ranks:
 
 
 RankStarter = Callable[[int], tuple[socket.socket, ChildProcess]]
-"""Starts a rank's process; returns our end of its socket, which is closed when the rank ends."""
+"""Start a rank's process; return our end of its socket, which is closed when the rank ends."""
 
 
 def start_here(rank: int) -> tuple[socket.socket, ChildProcess]:
     """Start a rank's process on this machine."""
     ours, theirs = socket.socketpair()
     with theirs:  # close our copy, so that the socket hangs up when the rank ends
-        script, fd = Path(__file__).with_name("rank_main.py"), str(theirs.fileno())
+        script = Path(__file__).with_name("rank_main.py")
+        fd = str(theirs.fileno())
         command = [sys.executable, "-P", str(script), fd, str(os.getpid()), json.dumps(list(map(str, sys.path)))]
         # A terminal sends Ctrl-C to its whole foreground process group. Each rank gets its own session, so that
         # only this process receives it.
@@ -258,18 +260,19 @@ class RankProcesses:
             MinivllmError: a rank rejected its arguments.
             WorkerDiedError: a rank died before it was ready.
         """
-        self.size, self.output_rank = size, output_rank
+        self.size = size
+        self.output_rank = output_rank
         self._ranks = _Ranks(size)
         self._numbers = itertools.count(1)
         self._finalizer = weakref.finalize(self, self._ranks.end, WorkerDiedError("the engine has been shut down"))
         try:
             messages = [pickle.dumps((make, (*arguments, rank))) for rank in range(size)]
             for rank in range(size):
-                with InterruptsHeld():
+                with InterruptsHeld():  # else a process could start that nobody knows and ends
                     sock, process = start(rank)
                     self._ranks.sockets.append(sock)
                     self._ranks.processes.append(process)
-            ready = _Waiting(None, None)
+            ready = _PendingCall(size, list)
             self._ranks.send(0, ready, messages)
             for rank, sock in enumerate(self._ranks.sockets):
                 threading.Thread(target=self._ranks.listen, args=(rank, sock), daemon=True).start()
@@ -280,12 +283,12 @@ class RankProcesses:
 
     @property
     def processes(self) -> list[ChildProcess]:
-        """The ranks' processes."""
+        """Return the ranks' processes."""
         return self._ranks.processes
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Return the method's results on every rank; raises as `RankFuture`, as soon as a rank has failed."""
-        future = self._send(method, arguments, None)
+        future = self.send_for_all(method, *arguments, join=list)
         if method != RESET:
             return future.result()
         try:
@@ -294,43 +297,29 @@ class RankProcesses:
             text = f"the ranks have not answered a reset for {SECONDS_FOR_RESET:g} s, and the engine has ended"
             self._ranks.end(WorkerDiedError(text), at_once=True)
             results = future.result()
-        self._ranks.waiting.clear()  # what is still there has failed before the reset
+        self._ranks.waiting.clear()  # calls that are still there failed before the reset
         return results
 
     def call_for_one(self, method: str, *arguments: Any) -> Any:
-        """As `call`, but wait only for the rank `output_rank`, and return its result."""
+        """Call a method on all ranks, but wait only for the result of the rank `output_rank`."""
         return self.send_for_one(method, *arguments).result()
 
     def send_for_one(self, method: str, *arguments: Any) -> RankFuture:
         """Send a call to all ranks; return a future of the result of the rank `output_rank`, without waiting."""
-        return self._send(method, arguments, self.output_rank)
+        return self._send(method, arguments, self.output_rank, _PendingCall(1, itemgetter(0)))
 
     def send_for_all(self, method: str, *arguments: Any, join: Join) -> RankFuture:
         """Send a call to all ranks; return a future of what `join` makes of their results, without waiting."""
-        return self._send(method, arguments, None, join)
+        return self._send(method, arguments, None, _PendingCall(self.size, join))
 
     def shutdown(self) -> None:
         """End the ranks. No call can be made after that; a second call does nothing."""
         with InterruptsHeld(clean_up=True):
             self._finalizer()
 
-    def _send(
-        self, method: str, arguments: tuple[Any, ...], replies: int | None, join: Join | None = None
-    ) -> RankFuture:
+    def _send(self, method: str, arguments: tuple[Any, ...], replies: int | None, call: _PendingCall) -> RankFuture:
         number = next(self._numbers)
         message = pickle.dumps(Call(number, method, arguments, replies))  # fails before anything is sent
-        call = _Waiting(replies, join)
         with InterruptsHeld(clean_up=True):  # it goes to all ranks or to none
             self._ranks.send(number, call, [message] * self.size)
         return call.future
-
-
-def first_to_fail(failures: Mapping[int, Failure]) -> tuple[int, Failure]:
-    """Return the rank to blame, and its failure: one that has lost a peer is only the last choice."""
-    return min(failures.items(), key=lambda item: item[1].lost_peer)
-
-
-def _later(act: Callable[..., None], *arguments: Any) -> None:
-    timer = threading.Timer(SECONDS_FOR_REPORTS, act, arguments)
-    timer.daemon = True
-    timer.start()

@@ -1,8 +1,8 @@
-"""Processes on any machines of a Ray cluster: what ranks (`ray_executor.py`) and cores (`engine/ray_cores.py`) share.
+"""Start processes on any machines of a Ray cluster, for ranks (`ray_executor.py`) and cores (`engine/ray_cores.py`).
 
-Ray only places them and starts them: a placement group has one bundle for each, so either all of them get a place or
-none. Each actor then connects back over TCP, and says a token first that only it has been given. That connection closes
-with either end, and keepalive closes it where a machine has gone without a word.
+Ray only places and starts them. A placement group has one bundle for each, so either all of them get a place or none.
+Each actor then connects back over TCP and first sends a token that only it knows. The connection closes with either
+end, and keepalive closes it when a machine has gone silent.
 
 In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py`, `CoreEngineActorManager` in `vllm/v1/engine/utils.py`.
 """
@@ -26,10 +26,10 @@ SECONDS_TO_PLACE = 60.0
 """A placement group that is not ready after this time will not be: the cluster lacks resources."""
 SECONDS_TO_CONNECT = 120.0
 SECONDS_TO_SAY_IT = 5.0
-"""A stranger that connects and says nothing holds the others up for this long."""
+"""A stranger that connects and sends nothing delays the others by this much."""
 TOKEN_BYTES = 32
 KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))
-"""A machine that has gone without a word is noticed within about ten seconds; Ray takes a minute."""
+"""Notice within about ten seconds that a machine has gone silent; Ray takes a minute."""
 SECONDS_A_LOOK, MILLISECONDS_A_LOOK = 1.0, 500
 UV_VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 """Below `uv run`, Ray would install the project once more for every actor. It is there already, on every machine."""
@@ -40,7 +40,7 @@ class RayActors:
     """Places for `size` actors. Joins a running cluster (`RAY_ADDRESS`), or starts one here."""
 
     def __init__(self, size: int, device: str, each: int = 1) -> None:
-        """Reserves a bundle for each actor: `each` GPUs if `device` is "cuda", else as many CPUs.
+        """Reserve a bundle for each actor: `each` GPUs if `device` is "cuda", else as many CPUs.
 
         "auto" means GPUs if the cluster has any.
 
@@ -48,6 +48,7 @@ class RayActors:
             MinivllmError: ray is not installed, or the cluster cannot be joined, or has no room.
         """
         ray = import_ray()
+        # A caller's own connection to the cluster must survive this engine.
         self._was_connected = ray.is_initialized()
         if not self._was_connected:
             try:
@@ -68,7 +69,7 @@ class RayActors:
             raise
 
     def start(self, name: str, index: int, actor_class: type, *arguments: Any) -> tuple[socket.socket, "RayProcess"]:
-        """Starts an actor in its bundle, and returns our end of its connection.
+        """Start an actor in its bundle, and return our end of its connection.
 
         Its method `live` gets the address to connect to, the token, and the arguments (`connected_actor`).
 
@@ -76,8 +77,10 @@ class RayActors:
             WorkerDiedError: it has not connected in time. `name` is its name in the message.
         """
         assert self._listener is not None
+        # Starting it does not wait for it: Ray may have to start a process first.
         actor = import_ray().remote(actor_class).options(**bundle_of(self._placement, index)).remote()
-        token, address = secrets.token_bytes(TOKEN_BYTES), self._listener.getsockname()[:2]
+        token = secrets.token_bytes(TOKEN_BYTES)
+        address = self._listener.getsockname()[:2]
         process = RayProcess(actor, actor.live.remote(address, token, *arguments))
         deadline = time.monotonic() + SECONDS_TO_CONNECT
         self._listener.settimeout(SECONDS_A_LOOK)
@@ -93,12 +96,12 @@ class RayActors:
         raise WorkerDiedError(f"{name} of Ray has not connected to {self.host}; Ray's log says why")
 
     def num_on_the_machine_of(self, index: int) -> int:
-        """Returns how many of the actors are on the machine of this one, itself included."""
+        """Return how many of the actors are on the machine of this one, itself included."""
         machines = import_ray().util.placement_group_table(self._placement)["bundles_to_node_id"]
         return list(machines.values()).count(machines[index])
 
     def leave(self) -> None:
-        """Gives the places back, with the actors in them, and leaves the cluster. A second call does nothing."""
+        """End the actors, free their bundles and leave the cluster. A second call does nothing."""
         ray = import_ray()
         if self._listener is not None:
             self._listener.close()
@@ -115,32 +118,27 @@ class RayProcess:
     pid = "a Ray actor"
 
     def __init__(self, actor: Any, running: Any) -> None:
-        self._actor, self._running = actor, running
+        self._actor = actor
+        self._running = running
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits until the actor's work has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not, in time.
-        """
         if not self._has_ended(timeout):
             raise subprocess.TimeoutExpired("a Ray actor", timeout or 0.0)
         return 0
 
     def has_ended(self) -> bool:
-        """Whether the actor's work has ended."""
+        """Return whether the actor's work has ended."""
         return self._has_ended(0.0)
 
     def kill(self) -> None:
-        """Ends the actor."""
         ray = import_ray()
         if ray.is_initialized():
             ray.kill(self._actor)
 
     def _has_ended(self, timeout: float | None) -> bool:
-        """Where Ray has been shut down before us, as at an interpreter's end, so have its actors."""
         ray = import_ray()
+        # At the interpreter's end Ray may be shut down before us, and its actors with it.
         return not ray.is_initialized() or bool(ray.wait([self._running], timeout=timeout)[0])
 
 
@@ -184,19 +182,15 @@ def place(ray: Any, size: int, device: str, each: int = 1) -> Any:
         MinivllmError: the cluster has no room for it.
     """
     resource = "GPU" if device == "cuda" else "CPU"
-    if ray.cluster_resources().get(resource, 0) < size * each:
-        raise _no_room(ray, size, each, resource)
-    group = ray.util.placement_group([{resource: each}] * size, strategy="PACK")
-    if not group.wait(SECONDS_TO_PLACE):
+    total = ray.cluster_resources().get(resource, 0)
+    if total >= size * each:
+        group = ray.util.placement_group([{resource: each}] * size, strategy="PACK")
+        if group.wait(SECONDS_TO_PLACE):
+            return group
         ray.util.remove_placement_group(group)
-        raise _no_room(ray, size, each, resource)
-    return group
-
-
-def _no_room(ray: Any, size: int, each: int, resource: str) -> MinivllmError:
-    return MinivllmError(
+    raise MinivllmError(
         f"the Ray cluster has no room for {size} processes with {each} {resource} each: it has "
-        f"{ray.available_resources().get(resource, 0):g} free of {ray.cluster_resources().get(resource, 0):g}"
+        f"{ray.available_resources().get(resource, 0):g} free of {total:g}"
     )
 
 
@@ -218,7 +212,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def _knows(connection: socket.socket, token: bytes) -> bool:
-    """Whether the other end says the token first, as only our actor can."""
+    """Return whether the other end says the token first, as only our actor can."""
     connection.settimeout(SECONDS_TO_SAY_IT)
     try:
         said = connection.recv(len(token), socket.MSG_WAITALL)
@@ -228,7 +222,7 @@ def _knows(connection: socket.socket, token: bytes) -> bool:
 
 
 def _end_with_starter(sock: socket.socket, ended: threading.Event, clean_up: Callable[[], object] | None) -> None:
-    """Ends this process when the starter's end of the socket closes, wherever the actor waits then.
+    """End this process when the starter's end of the socket closes, wherever the actor waits then.
 
     An actor that ends by itself is Ray's to clear away.
     """
@@ -236,6 +230,7 @@ def _end_with_starter(sock: socket.socket, ended: threading.Event, clean_up: Cal
     hang_up.register(sock, select.POLLHUP | select.POLLRDHUP)
     while not ended.is_set() and not hang_up.poll(MILLISECONDS_A_LOOK):
         pass
+    # The actor may be about to end by itself.
     if ended.wait(0.0 if clean_up else SECONDS_TO_END):
         return
     try:

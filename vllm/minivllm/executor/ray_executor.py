@@ -12,41 +12,31 @@ import socket
 import sys
 
 from minivllm.errors import MinivllmError
-from minivllm.executor.multiproc_executor import MultiprocExecutor, aggregator_of, rendezvous, sampling_rank
+from minivllm.executor.multiproc_executor import MultiprocExecutor
 from minivllm.executor.rank_loop import serve
-from minivllm.executor.rank_processes import RankProcesses
 from minivllm.executor.ray_actors import RayActors, connected_actor
 from minivllm.platforms.child_processes import ChildProcess
 from minivllm.worker.settings import WorkerSettings
-from minivllm.worker.worker import worker_of_rank
 
 
 class RayExecutor(MultiprocExecutor):
     """One actor per rank, each with its own bundle. Joins a running cluster (`RAY_ADDRESS`), or starts one here."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Places and starts the ranks, which load their models.
+        """Place and start the ranks, which load their models.
 
         Raises:
             MinivllmError: ray is not installed, or the cluster has no room for the ranks.
             WorkerDiedError: a rank died before it was ready.
         """
-        size = settings.world_size
-        self.max_concurrent_batches = settings.max_concurrent_batches
-        self._aggregator = aggregator_of(settings)
-        self._actors = RayActors(size, settings.device)
+        self._actors = RayActors(settings.world_size, settings.device)
         try:
-            self._store = rendezvous(size, self._actors.host)
-            address = (self._actors.host, self._store.port)
-            self.ranks = RankProcesses(
-                worker_of_rank, (settings, address), size, sampling_rank(settings), self._start_rank
-            )
+            self._start_ranks(settings, self._actors.host, self._start_rank)
         except BaseException:
             self._actors.leave()
             raise
 
     def shutdown(self) -> None:
-        """See `Executor`."""
         super().shutdown()
         self._actors.leave()
 
@@ -58,7 +48,7 @@ class RankActor:
     """A rank's process; Ray starts it."""
 
     def live(self, address: tuple[str, int], token: bytes) -> None:
-        """Runs the rank until the executor's socket is closed."""
+        """Run the rank until the executor's socket is closed."""
         with connected_actor(address, token) as sock:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(sock.getsockname()[0]))
             serve(sock)
@@ -73,11 +63,12 @@ def interface_of(address: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
+            # A `struct ifreq`: the kernel fills in the address of the interface with this name.
             request = struct.pack("256s", name.encode()[:15])
             try:
-                found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
             except OSError:  # it has no address
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
+            if socket.inet_ntoa(reply[20:24]) == address:
                 return name
     raise MinivllmError(f"no network interface has the address {address}")

@@ -1,4 +1,4 @@
-"""A thread that runs a rank's calls in order, so that the caller can schedule the next step meanwhile.
+"""Run a rank's calls in order in a thread, so that the caller can schedule the next step meanwhile.
 
 PyTorch's kernels and the waits for a GPU release the GIL, so the two run at the same time. As with a rank in a process
 (`rank_loop`), a failed step's failure answers all further calls until the call `reset`: steps that were already waiting
@@ -24,18 +24,19 @@ class StepThread:
         self._failure: Exception | None = None
 
     def start(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Starts a call; returns a future of its result."""
+        """Start a call; return a future of its result."""
         return self._pool.submit(self._run, call, *arguments)
 
     def call(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a call of this name after all that were started; returns its result."""
+        """Run a call of this name after all that were started; return its result."""
         if method != RESET:
             return self.start(call, *arguments).result()
+        # Steps that still wait in the queue must not run before the reset.
         self._failure = self._failure or WorkerFailedError("the step was dropped: the one before it has failed")
         return self._pool.submit(self._reset, call).result()
 
     def shutdown(self) -> None:
-        """Ends the thread once its calls have ended."""
+        """End the thread once its calls have ended."""
         self._pool.shutdown(wait=False)
 
     def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:

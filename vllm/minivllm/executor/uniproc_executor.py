@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from typing import Any
 
-from minivllm.core.output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.scheduler_output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.executor.abstract import Executor
 from minivllm.executor.step_thread import StepThread
 from minivllm.worker.settings import WorkerSettings
@@ -18,11 +18,11 @@ class OutputFuture(Future[ModelRunnerOutput]):
         self._step = step
 
     def done(self) -> bool:
-        """Whether the step has ended, with or without its tokens."""
+        """Return whether the step has ended, with or without its tokens."""
         return self._step.done()
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        """The output, once it is there."""
+        """Wait for the step, then for its tokens; return its output."""
         output = self._step.result(timeout)
         return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
 
@@ -38,25 +38,17 @@ class UniprocExecutor(Executor):
         self._thread = None
         if settings.max_concurrent_batches > 1:
             self._thread = StepThread()
+            # The thread goes on to the next step without waiting for the GPU; `OutputFuture` waits.
             self.worker.defer_tokens()
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """See `Executor`."""
         call = getattr(self.worker, method)
         return [self._thread.call(method, call, *arguments) if self._thread else call(*arguments)]
 
-    def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """See `Executor`; without a thread, the future is already done when returned."""
-        return self._start("execute_model", scheduler_output)
-
-    def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
-        """See `Executor`; without a thread, the future is already done when returned."""
-        return self._start("sample_tokens", grammar_output)
-
-    def _start(self, method: str, argument: Any) -> Future[ModelRunnerOutput]:
+    def _start(self, method: str, argument: SchedulerOutput | GrammarOutput) -> Future[ModelRunnerOutput]:
         if self._thread:
             return OutputFuture(self._thread.start(getattr(self.worker, method), argument))
-        future: Future[ModelRunnerOutput] = Future()
+        future: Future[ModelRunnerOutput] = Future()  # already done when it is returned
         try:
             future.set_result(getattr(self.worker, method)(argument))
         except Exception as error:
@@ -64,11 +56,10 @@ class UniprocExecutor(Executor):
         return future
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """See `Executor`."""
         return self.collective_rpc("take_draft_token_ids")[0]
 
     def shutdown(self) -> None:
-        """Ends the threads, if there are any; no process was started."""
+        """End the threads, if there are any; no process was started."""
         self.worker.shutdown()
         if self._thread:
             self._thread.shutdown()

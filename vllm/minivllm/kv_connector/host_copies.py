@@ -21,7 +21,7 @@ STAGING_BYTES = 64 * 2**20
 
 
 def host_buffer(num_records: int, record_bytes: int, pinned: bool) -> torch.Tensor:
-    """Uint8 [records × bytes]. Unless it is pinned, the system gives the pages only when they are first written."""
+    """Return uint8 [records × bytes]. Pages that are not pinned are allocated only when first written."""
     if pinned:
         return torch.empty(num_records * record_bytes, dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(np.zeros(num_records * record_bytes, np.uint8))
@@ -31,24 +31,30 @@ class HostCopies:
     """One thread's copies, on a GPU through a buffer of `staging_bytes`."""
 
     def __init__(self, regions: BlockRegions, staging_bytes: int = STAGING_BYTES) -> None:
-        self.regions, self._staging_bytes = regions, staging_bytes
+        self.regions = regions
+        self._staging_bytes = staging_bytes
         self._stages = False
+        # On a CPU the blocks go straight to host memory, so nothing is staged.
         if regions.device.type == "cuda":
             self._begin_staging()
 
     def _begin_staging(self) -> None:
-        record, device = self.regions.record_bytes, self.regions.device
-        self._stages, self._capacity = True, max(1, self._staging_bytes // record)
+        record = self.regions.record_bytes
+        device = self.regions.device
+        self._stages = True
+        self._capacity = max(1, self._staging_bytes // record)
         self._staging = torch.empty(self._capacity * record, dtype=torch.uint8, device=device)
+        # Copies run beside the forward pass, not behind it.
         self._stream = torch.cuda.Stream(device)
 
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int], after: Any = None) -> None:
-        """Copies these blocks into these records; returns when they are there. `after`: an event to wait for."""
+        """Copy these blocks into these records; return when they are there. `after`: an event to wait for."""
         if not self._stages:
             gather_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
             return
         with torch.cuda.stream(self._stream):
             if after is not None:
+                # The forward pass must have written the blocks before they are read.
                 self._stream.wait_event(after)
             for chosen, room, pieces in self._batches(block_ids, host, slots):
                 gather_blocks(self.regions, chosen, room, block_major=True)
@@ -57,7 +63,7 @@ class HostCopies:
         self._stream.synchronize()
 
     def from_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> None:
-        """The way back: copies these records into these blocks."""
+        """Copy these records into these blocks."""
         if not self._stages:
             scatter_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
             return
@@ -71,7 +77,7 @@ class HostCopies:
     def _batches(
         self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
-        """Blocks that fit the staging buffer, their room in it, and its pieces, each with its place in host memory."""
+        """Yield blocks that fit the staging buffer, their part of it, and its pieces with those of host memory."""
         host, staging = host.view(-1, self.regions.record_bytes), self._staging.view(-1, self.regions.record_bytes)
         for at in range(0, len(block_ids), self._capacity):
             chosen = _ids(block_ids[at : at + self._capacity]).to(self.regions.device)
@@ -81,7 +87,7 @@ class HostCopies:
 
 
 def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Consecutive slots: the place of the first one in the list, that slot, and how many they are."""
+    """Yield runs of consecutive slots: the index of the first in the list, that slot, and their number."""
     first = 0
     for place in range(1, len(slots) + 1):
         if place == len(slots) or slots[place] != slots[place - 1] + 1:

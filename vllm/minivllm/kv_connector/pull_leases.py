@@ -1,4 +1,4 @@
-"""How long a prefill engine keeps blocks for others: a lease, renewed by heartbeats, ended when the blocks are read.
+"""Keep blocks for other engines under leases, which heartbeats renew and a finished read ends.
 
 The decode engine may have died, or the request may have been cancelled at the proxy, so a lease ends by itself after
 `duration` seconds. Each heartbeat of a decode engine that still wants the blocks renews it for two thirds of that.
@@ -27,16 +27,19 @@ class Leases:
     """The requests whose blocks one rank keeps for others. Any thread may call; times are in seconds of `clock`."""
 
     def __init__(self, duration: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.duration, self._clock = duration, clock
+        self.duration = duration
+        self._clock = clock
         self._kept: dict[str, _Lease] = {}
         self._released: dict[str, None] = {}  # in the order of their releases
         self._ended: set[str] = set()
+        # A reader may ask for a lease that begins in the next step: it waits on this.
         self._changed = threading.Condition()
 
     def grant(self, block_ids: Mapping[str, Sequence[int]]) -> None:
-        """Begin leases of these requests' blocks, or begin them anew. One that was released already ends at once."""
+        """Begin leases of these requests' blocks, or restart them. One that was released already ends at once."""
         with self._changed:
             for request_id, ids in block_ids.items():
+                # The decode engine was faster than the step that tells this rank to keep the blocks.
                 if request_id in self._released:
                     self._ended.add(request_id)
                 else:
@@ -46,6 +49,7 @@ class Leases:
     def renew(self, request_ids: Iterable[str]) -> None:
         """Renew the leases of those requests that have one."""
         with self._changed:
+            # Shorter than a new lease: a heartbeat shows that the other engine lives, so less patience is needed.
             until = self._clock() + self.duration * 2 / 3
             for lease in (self._kept[request_id] for request_id in request_ids if request_id in self._kept):
                 lease.until = max(lease.until, until)
@@ -58,6 +62,7 @@ class Leases:
                     self._ended.add(request_id)
                 self._released[request_id] = None
                 if len(self._released) > REMEMBERED:
+                    # Dictionaries keep their order, so this is the oldest one.
                     del self._released[next(iter(self._released))]
 
     def take_ended(self) -> tuple[set[str], set[str]]:

@@ -1,10 +1,10 @@
-"""`kv_transfer_params` as NIXL's connector reads and writes them: the words that a proxy carries between two engines.
+"""Read and write `kv_transfer_params` as NIXL's connector does: what a proxy carries between two engines.
 
-The proxy asks a prefill engine with `do_remote_decode`, and gives what that answers to a decode engine, with the same
-prompt. Whoever sends a request to the decode engine can write anything here, so all of it is checked before use.
+The proxy asks a prefill engine with `do_remote_decode`, and gives its answer to a decode engine, with the same prompt.
+Any client of the decode engine can write anything here, so all of it is checked before use.
 
 One key is not NIXL's: `remote_prompt_digest`, of the tokens that were computed. Keys and values of another prompt would
-be used without a sign, and published for that prompt; so where the key is there, the prompt must be the same.
+be used without a sign, and published for that prompt; so where the key is present, the prompt must be the same.
 
 In vLLM v0.33.0: `request_finished` and `update_state_after_alloc` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py`, which check less.
@@ -47,17 +47,17 @@ class RemotePrefill:
 
     @classmethod
     def of(cls, params: dict[str, Any], tensor_parallel_size: int) -> "RemotePrefill":
-        """Reads the params of a request with `do_remote_prefill`.
+        """Read the params of a request with `do_remote_prefill`.
 
         Raises:
             MinivllmError: a key is missing, or its value is not what a prefill engine answers, or that engine is
                 divided otherwise than this one.
         """
         for key, own in (("tp_size", tensor_parallel_size), ("dcp_size", 1), ("pp_size", 1)):
-            theirs = params.get(key)
-            if (own if theirs is None else theirs) != own:
+            value = params.get(key)
+            if (own if value is None else value) != own:
                 raise MinivllmError(
-                    f"kv_transfer_params has {key} {_shown(theirs)}, this engine {own}: both must be divided alike"
+                    f"kv_transfer_params has {key} {_shown(value)}, this engine {own}: both must be divided alike"
                 )
         if params.get("transfer_mode") not in (None, "pull"):
             raise MinivllmError(
@@ -77,20 +77,21 @@ class RemotePrefill:
         )
 
     def is_of(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether what the other engine has computed is this prompt, or its beginning, as far as it has told."""
+        """Return whether what the other engine has computed is this prompt, or its beginning, as far as it has told."""
         return not self.prompt_digest or self.prompt_digest == digest(prompt_token_ids[: self.num_tokens])
 
 
 def digest(token_ids: Sequence[int]) -> str:
-    """Of tokens, in 32 characters; the same on every machine."""
+    """Return a digest of tokens in 32 characters, the same on every machine."""
     numbers = array("q", token_ids)
+    # Two engines may run on processors of different byte order.
     if sys.byteorder == "big":
         numbers.byteswap()
     return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
 
 
 def check_flags(params: dict[str, Any]) -> tuple[bool, bool]:
-    """Returns (`do_remote_prefill`, `do_remote_decode`). Raises `MinivllmError` if one is no bool, or both are true."""
+    """Return (`do_remote_prefill`, `do_remote_decode`). Raise `MinivllmError` if one is no bool, or both are true."""
     flags = []
     for key in ("do_remote_prefill", "do_remote_decode"):
         value = params.get(key)
@@ -110,7 +111,7 @@ def _text(params: dict[str, Any], key: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """JSON can also write half a character, which no message can carry."""
+    """Return whether a text can be sent: JSON can also write half of a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -122,7 +123,7 @@ def _number(params: dict[str, Any], key: str, least: int, most: int) -> int:
 
 
 def _block_ids(params: dict[str, Any]) -> tuple[int, ...]:
-    """Of the one group of layers that there is: a list in a list, or, as older engines write it, only that.
+    """Return the blocks of the only group of layers: a list in a list or, from older engines, a plain list.
 
     No request has a block twice.
     """
@@ -132,7 +133,7 @@ def _block_ids(params: dict[str, Any]) -> tuple[int, ...]:
     if (
         not isinstance(value, list)
         or not value
-        or not all(type(one) is int and 0 <= one <= MAX_NUMBER for one in value)
+        or not all(type(block_id) is int and 0 <= block_id <= MAX_NUMBER for block_id in value)
         or len(set(value)) < len(value)
     ):
         raise _invalid(
@@ -142,12 +143,12 @@ def _block_ids(params: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _invalid(key: str, value: Any, wanted: str) -> MinivllmError:
-    told = "lacks" if value is None else "has an invalid"
+    verb = "lacks" if value is None else "has an invalid"
     shown = "" if value is None else f" {_shown(value)}"
-    return MinivllmError(f"kv_transfer_params {told} {key}{shown}; it must be {wanted}")
+    return MinivllmError(f"kv_transfer_params {verb} {key}{shown}; it must be {wanted}")
 
 
 def _shown(value: Any) -> str:
-    """As it would stand in JSON, nearly; a client may have written megabytes."""
+    """Return the value for a message, cut off where a client has written megabytes."""
     shown = repr(value)
     return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"

@@ -33,12 +33,12 @@ from minivllm.kv_connector.pull_params import RemotePrefill, check_flags, digest
 
 if TYPE_CHECKING:
     from minivllm.core.block_pool import KVCacheBlock
-    from minivllm.core.output import SchedulerOutput
+    from minivllm.core.scheduler_output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """What every rank is to read: tokens `start` to `end` of `remote`; `start` is the first one of `block_ids[0]`."""
+    """An order to every rank: read tokens `start` to `end` of `remote`; `block_ids[0]` begins with token `start`."""
 
     remote: RemotePrefill
     block_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class ReadOrder:
 
 @dataclass
 class PullConnectorMetadata(KVConnectorMetadata):
-    """What the ranks are to do in one step; requests by id.
+    """Orders to the ranks for one step; requests by id.
 
     - `reqs_to_recv`: to be read. `reqs_to_release`: nothing of them is wanted, which the prefill engine should know.
     - `reqs_to_send`: these blocks of theirs are kept, so nobody can read others. One may be told twice.
@@ -77,7 +77,9 @@ class PullConnectorScheduler(KVConnectorBase_V1):
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole, lease_duration: float) -> None:
         super().__init__(config, role)
         self.lease_duration = lease_duration
-        self.host, self.port, self.generation = "", 0, ""
+        self.host = ""
+        self.port = 0
+        self.generation = ""
         self._held: dict[str, list[int]] = {}
         self._held_lock = threading.Lock()  # the side channel's thread asks
         self._claims: dict[RemotePrefill, _Claim] = {}
@@ -88,27 +90,30 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         self._next = PullConnectorMetadata()
 
     def is_held(self, request_id: str) -> bool:
-        """Whether this request's blocks are kept for others; can be called from any thread."""
+        """Return whether this request's blocks are kept for others; can be called from any thread."""
         with self._held_lock:
             return request_id in self._held
 
     def on_new_request(self, request: Request) -> None:
-        """Raises `MinivllmError` for params that no prefill engine has answered."""
-        params, role = request.kv_transfer_params, self.config.kv_transfer_config
+        """Raise `MinivllmError` for params that no prefill engine has answered."""
+        params = request.kv_transfer_params
+        role = self.config.kv_transfer_config
         if params is None:
             return
         takes, gives = check_flags(params)
         if (takes and not role.is_kv_consumer) or (gives and not role.is_kv_producer):
-            asked, wanted = ("do_remote_prefill", "kv_consumer") if takes else ("do_remote_decode", "kv_producer")
+            asked, needed = ("do_remote_prefill", "kv_consumer") if takes else ("do_remote_decode", "kv_producer")
             raise MinivllmError(
-                f"{asked} is for an engine whose kv_role is {wanted!r} or 'kv_both'; here kv_role is {role.kv_role!r}"
+                f"{asked} is for an engine whose kv_role is {needed!r} or 'kv_both'; here kv_role is {role.kv_role!r}"
             )
         if not takes:
             return
         remote = RemotePrefill.of(params, self.config.tensor_parallel_size)
+        # Several requests may use one remote prompt, as with n > 1: they share its claim.
         claim = self._claims.setdefault(remote, _Claim(remote))
         claim.members.add(request.request_id)
         self._claim_of[request.request_id] = claim
+        # Keys and values of another prompt would be used, and published, without a sign.
         if not remote.is_of(request.prompt_token_ids):
             self._leave(request.request_id)
             raise MinivllmError(
@@ -116,26 +121,29 @@ class PullConnectorScheduler(KVConnectorBase_V1):
             )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """All of the prompt that the prefill engine has; None while another request is reading the same."""
+        """Return all of the prompt that the prefill engine has; None while another request reads the same."""
         claim = self._claim_of.get(request.request_id)
         if claim is None or claim.is_over:
             return 0, False
+        # Another request reads the same blocks. Once they are here, the prefix cache has them.
         if claim.reader not in (None, request.request_id):
             return None, False
+        # Older engines do not say how many tokens they have computed: then it is the whole prompt.
         there = request.num_prompt_tokens if claim.remote.num_tokens is None else claim.remote.num_tokens
-        wanted = min(there, request.num_prompt_tokens) - num_computed_tokens
-        return (wanted, True) if wanted > 0 else (0, False)
+        num_missing = min(there, request.num_prompt_tokens) - num_computed_tokens
+        return (num_missing, True) if num_missing > 0 else (0, False)
 
     def update_state_after_alloc(
         self, request: Request, blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Orders the read. A request that finds everything in the prefix cache gives the remote blocks back."""
+        """Order the read. A request that finds everything in the prefix cache gives the remote blocks back."""
         claim = self._claim_of.get(request.request_id)
         if claim is None or claim.is_over:
             return
         if num_external_tokens == 0:
             self._leave(request.request_id)
             return
+        # Blocks with a hash come from the prefix cache and are filled already; only those behind them are read.
         num_cached = sum(1 for _ in takewhile(lambda block: block.block_hash is not None, blocks))
         start = num_cached * self.config.block_size
         block_ids = tuple(block.block_id for block in blocks[num_cached:])
@@ -144,9 +152,10 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         self._next.reqs_to_recv[request.request_id] = order
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PullConnectorMetadata:
-        """What has been decided since the last call; heartbeats with it, six in the time of a lease."""
+        """Return what was decided since the last call, with heartbeats, six in the time of a lease."""
         metadata, self._next = self._next, PullConnectorMetadata()
         now = time.monotonic()
+        # Whatever is not read yet must still be there when its turn comes.
         waiting = [claim.remote for claim in self._claims.values() if not claim.is_over]
         if waiting and now - self._last_heartbeat >= self.lease_duration / HEARTBEATS_PER_LEASE:
             self._last_heartbeat = now
@@ -154,28 +163,33 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What was sent is not kept any more; what was read, or is lost, needs no heartbeats."""
+        """Stop keeping what was sent, and stop heartbeats for what was read or lost."""
         with self._held_lock:
             for request_id in connector_output.finished_sending:
                 self._held.pop(request_id, None)
         for request_id in connector_output.finished_recving:
             if claim := self._claim_of.get(request_id):
                 claim.is_over = True
-        for request_id in (told for of_rank in connector_output.kv_connector_worker_meta or () for told in of_rank):
+        for request_id in (
+            told_id for of_rank in connector_output.kv_connector_worker_meta or () for told_id in of_rank
+        ):
+            # Each rank here tells its own peer, so all of them must have done so.
             self._num_untold[request_id] -= 1
             if self._num_untold[request_id] <= 0:
                 self._untold.pop(request_id, None)
                 del self._num_untold[request_id]
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
-        """Keeps the blocks of a prefill that ended as it should; any other request's are free at once."""
+        """Keep the blocks of a prefill that ended as it should; any other request's are free at once."""
         self._leave(request.request_id)
         params = request.kv_transfer_params
         if params is None or not params.get("do_remote_decode"):
             return False, None
         ended_well = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        # The sampled token is not computed, so nothing of it lies in the blocks.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         block_ids = block_ids[: -(-num_tokens // self.config.block_size)]
+        # A request that was aborted or failed has nothing that another engine should use.
         if not ended_well or not block_ids:
             return False, None
         self._next.reqs_to_send[request.request_id] = block_ids
@@ -184,13 +198,15 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         return True, self._answer(request, block_ids, num_tokens)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether a prefill engine has yet to be told that its blocks are not wanted."""
+        """Return whether a prefill engine has yet to be told that its blocks are not wanted."""
         return bool(self._untold)
 
     def start_over(self) -> None:
-        """A step has failed: the ranks have given up their reads, and are told all else once more."""
+        """Start over after a failed step: ranks have given up their reads, and get all other orders again."""
         self._next = PullConnectorMetadata()
         with self._held_lock:
+            # The failed step may or may not have told the ranks which blocks to keep; to be told
+            # twice does no harm.
             self._next.reqs_to_send = dict(self._held)
         for claim in self._claims.values():
             if claim.reader is not None and not claim.is_over:
@@ -200,13 +216,14 @@ class PullConnectorScheduler(KVConnectorBase_V1):
             self._release(request_id, remote)
 
     def _leave(self, request_id: str) -> None:
-        """This request needs its remote one no more, or never will. The last one to leave gives back what is unread."""
+        """Detach a request from its remote one. The last one to leave gives back what is unread."""
         claim = self._claim_of.pop(request_id, None)
         if claim is None:
             return
         claim.members.discard(request_id)
         if claim.reader == request_id:
             claim.is_over = True  # the ranks may still read; then they tell the prefill engine themselves
+        # Others of this claim may still read.
         if claim.members:
             return
         self._claims.pop(claim.remote, None)

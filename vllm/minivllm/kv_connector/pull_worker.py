@@ -1,6 +1,6 @@
 """The ranks' side of connectors that pull: what has arrived, what is lost, and which blocks need not be kept any more.
 
-How bytes move is for the connectors that build on this: they call `receive` or `lose` once for each read.
+The connectors that build on this move the bytes, and call `receive` or `lose` once for each read.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class PullConnectorWorker(KVConnectorBase_V1):
 
     @property
     def orders(self) -> PullConnectorMetadata:
-        """What the scheduler's side has decided for this step."""
+        """Return what the scheduler's side has decided for this step."""
         assert isinstance(self._connector_metadata, PullConnectorMetadata)
         return self._connector_metadata
 
@@ -66,6 +66,7 @@ class PullConnectorWorker(KVConnectorBase_V1):
             self.count("num_kv_expired_reqs", len(expired))
             logger.warning("Nobody has read the blocks of %s in time: they are free", ", ".join(sorted(expired)))
         received, self._received = self._received, set()
+        # For the scheduler both mean the same: the blocks need not be kept any more.
         return read | expired, received
 
     def get_failed_recving(self) -> set[str]:
@@ -81,8 +82,8 @@ class PullConnectorWorker(KVConnectorBase_V1):
         return stats or None
 
     def build_connector_worker_meta(self) -> list[str] | None:
-        told = [self._told.pop() for _ in range(len(self._told))]  # other threads may append meanwhile
-        return told or None
+        request_ids = [self._told.pop() for _ in range(len(self._told))]  # other threads may append meanwhile
+        return request_ids or None
 
     def forget_results(self) -> None:
         """Forget what has not been told to the scheduler yet."""

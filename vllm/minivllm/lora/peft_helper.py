@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.config.checks import is_count, is_number
-from minivllm.config.model import read_json_object
+from minivllm.config.model_files import read_json_object
 from minivllm.errors import MinivllmError
 from minivllm.memory.adapters import ALL_LINEARS
 

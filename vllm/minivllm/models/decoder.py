@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
-from minivllm.config.model import ARCHITECTURES
+from minivllm.config.hf_config import ARCHITECTURES
 from minivllm.errors import UnsupportedModelError
 from minivllm.kernels.elementwise import rotate_heads
 from minivllm.models.forward_context import Attention, ForwardContext

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_count
-from minivllm.config.model import config_path, read_json_object
+from minivllm.config.model_files import config_path, read_json_object
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.models.decoder import Decoder, Embedding, GatedMLP, SelfAttention
 from minivllm.models.forward_context import Attention, ForwardContext

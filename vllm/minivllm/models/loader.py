@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
-from minivllm.config.model import config_path, hub_file, local_path, read_json_object
+from minivllm.config.model_files import config_path, hub_file, local_path, read_json_object
 from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import row_width
 from minivllm.memory import num_parameters

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from minivllm.config.model import hub_file, local_path
+from minivllm.config.model_files import hub_file, local_path
 from minivllm.errors import MinivllmError
 
 if TYPE_CHECKING:

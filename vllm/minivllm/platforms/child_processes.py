@@ -14,20 +14,16 @@ class ChildProcess(Protocol):
     @property
     def pid(self) -> int | str:
         """Names it in messages."""
-        ...
 
     @property
     def returncode(self) -> int | None:
         """How it ended, if that is known."""
-        ...
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for its end, or raises `subprocess.TimeoutExpired`."""
-        ...
 
     def kill(self) -> None:
         """Ends it at once."""
-        ...
 
 
 def wait_or_kill(processes: Sequence[ChildProcess], seconds: float) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minivllm.config import StructuredOutputsParams
-from minivllm.core.output import GrammarOutput, SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler_output import GrammarOutput, SchedulerOutput
 from minivllm.structured_output.grammar_text import DeepThreads, grammar_text
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.output import NewRequestData, SchedulerOutput
+from minivllm.core.scheduler_output import NewRequestData, SchedulerOutput
 from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.worker.sample.states import SamplingStates
 

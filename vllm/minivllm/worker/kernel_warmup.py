@@ -14,7 +14,7 @@ In vLLM v0.33.0: `vllm/model_executor/warmup/kernel_warmup.py`.
 
 from collections.abc import Generator, Iterator
 
-from minivllm.core.output import CachedRequestData, NewRequestData, SchedulerOutput
+from minivllm.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from minivllm.sampling_params import SamplingParams
 
 BEHIND_A_CONTEXT = (1, 2, 4, 8, 16, 32, 64)

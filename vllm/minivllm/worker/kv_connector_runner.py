@@ -17,7 +17,7 @@ import torch
 
 from minivllm.config import ModelConfig
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorOutput
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.models.forward_context import Attention
 from minivllm.worker.latent_attention import LatentCache
 from minivllm.worker.paged_attention import AttentionMetadata, LayerCache

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from minivllm.core.output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.scheduler_output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.lora.worker_manager import make_lora_manager
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head

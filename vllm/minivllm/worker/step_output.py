@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.worker.input_batch import StepInputs
 from minivllm.worker.sample.sampler import SamplerOutput
 from minivllm.worker.spec_decode.rejection_sampler import kept_slices

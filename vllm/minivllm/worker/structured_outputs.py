@@ -6,7 +6,7 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/structured_outputs.py` (`StructuredOutputsW
 import numpy as np
 import torch
 
-from minivllm.core.output import GrammarOutput
+from minivllm.core.scheduler_output import GrammarOutput
 from minivllm.kernels.grammar_bitmask import apply_grammar_bitmask
 from minivllm.platforms.device import on_device
 from minivllm.worker.input_batch import StepInputs, consecutive

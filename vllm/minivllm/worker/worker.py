@@ -16,7 +16,7 @@ import torch.distributed as dist
 from minivllm.config import ModelConfig, Parts
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.scheduler_output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.kv_connector.factory import create_connector

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minivllm.config import ModelConfig
-from minivllm.config.model import local_path
+from minivllm.config.model_files import local_path
 from minivllm.errors import MinivllmError
 
 Pool = Callable[[Tensor, int, int], Tensor]

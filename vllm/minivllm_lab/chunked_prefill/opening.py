@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm_lab.followed import MAX_TOKENS, NAME, Followed, Step, followed

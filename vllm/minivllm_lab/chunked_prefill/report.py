@@ -25,9 +25,9 @@ from torch import Tensor
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig, Parts, SchedulerConfig
 from minivllm.core import policy
-from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import num_parameters
 from minivllm_lab import palette

@@ -24,10 +24,10 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.block_hash import BlockHash
 from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorOutput, KVTransferParams
-from minivllm.core.output import SchedulerOutput
 from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm_simulate.cost_model import Cost, StepShape
 from minivllm_simulate.kv_links import Link, layer_wise_end
 from minivllm_simulate.offline import Stretches

@@ -21,9 +21,9 @@ import torch
 from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, Parts, SchedulerConfig
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.async_thread_client import AsyncThreadClient

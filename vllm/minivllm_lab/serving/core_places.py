@@ -12,7 +12,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs
+from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.engine.detokenizer import IncrementalDetokenizer

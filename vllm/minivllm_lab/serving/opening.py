@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from minivllm.core.messages import EngineCoreRequest
-from minivllm.engine.wire import encode
+from minivllm.core.engine_messages import EngineCoreRequest
+from minivllm.engine.socket_messages import encode
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.drawing import QUIET, RULE, arrow, rect, svg, text, tint
 from minivllm_lab.followed import MAX_TOKENS, NAME, PROMPT, Followed, followed

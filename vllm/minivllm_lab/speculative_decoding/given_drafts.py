@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from minivllm.config import CacheConfig
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.engine.core import EngineCore
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.recording import bare_engine, own_clock

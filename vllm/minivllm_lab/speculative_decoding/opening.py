@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, CacheConfig
-from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.model_runner import ExecuteModelState

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import minivllm
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.flags import FlexibleArgumentParser, HelpFormatter, add_flags
-from minivllm.engine.core_entry import leave
+from minivllm.engine.core_main import leave
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.proxy.settings import ProxyArgs
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
@@ -25,10 +25,10 @@ NOT_FLAGS = {"model", "parts", "multiprocess"}
 
 class _Parser(FlexibleArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:  # of a command, whose parser alone knows its flags
             self.refuse(unknown[0])
-        return given, unknown
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         raise MinivllmError(message)
@@ -37,15 +37,15 @@ class _Parser(FlexibleArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; return the exit code. 2: it cannot be done as said, and one line says why."""
     try:
-        given = _parser().parse_args(arguments)
-        return COMMANDS[given.command](given)
+        parsed = _parser().parse_args(arguments)
+        return COMMANDS[parsed.command](parsed)
     except (MinivllmError, EngineDeadError, WorkerDiedError) as error:
         print(f"minivllm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
 def run() -> NoReturn:
-    """The console script: `main` as a process."""
+    """Run the console script: `main` as a process."""
     leave(main())
 
 
@@ -55,15 +55,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="minivllm", description="A small serving engine with vLLM's names.")
     parser.add_argument("--version", action="version", version=minivllm.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser(
+    serve = _add_command(
+        commands,
         "serve",
-        help="an OpenAI-compatible server",
-        usage="minivllm serve [MODEL] [flags]",
-        description="An OpenAI-compatible server. The flags are vLLM's, and so are the names of their groups.",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
+        "[MODEL]",
+        "An OpenAI-compatible server. The flags are vLLM's, and so are the names of their groups.",
     )
-    _add_proxy(commands)
+    proxy = _add_command(
+        commands,
+        "proxy",
+        "--prefill URL [URL …] --decode URL [URL …]",
+        "One address for servers that compute prompts and servers that generate (--kv-transfer-config).",
+    )
+    add_flags(proxy, ProxyArgs, {"Proxy": [field.name for field in fields(ProxyArgs)]})
     serve.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="a directory or a name on the Hub; the embedded one"
     )
@@ -73,21 +77,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_proxy(commands: Any) -> None:
-    proxy = commands.add_parser(
-        "proxy",
-        help="one address for prefill and decode servers",
-        usage="minivllm proxy --prefill URL [URL …] --decode URL [URL …] [flags]",
-        description="One address for servers that compute prompts and servers that generate (--kv-transfer-config).",
+def _add_command(commands: Any, name: str, arguments: str, description: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=description.split(".")[0],
+        usage=f"minivllm {name} {arguments} [flags]",
+        description=description,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    add_flags(proxy, ProxyArgs, {"Proxy": [field.name for field in fields(ProxyArgs)]})
 
 
 def _proxy(parsed: argparse.Namespace) -> int:
-    given = {name: value for name, value in vars(parsed).items() if name != "command"}
-    settings = ProxyArgs(**given)
+    flags = {name: value for name, value in vars(parsed).items() if name != "command"}
+    settings = ProxyArgs(**flags)
 
     from minivllm.entrypoints.proxy.serve import serve
 
@@ -97,16 +100,18 @@ def _proxy(parsed: argparse.Namespace) -> int:
 def _serve(parsed: argparse.Namespace) -> int:
     from minivllm.engine.arg_utils import EngineArgs
 
-    given = {name: value for name, value in vars(parsed).items() if name != "command"}
-    model = given.pop("model_tag") or given["model"]
+    flags = {name: value for name, value in vars(parsed).items() if name != "command"}
+    model = flags.pop("model_tag") or flags["model"]
     names = {field.name for field in fields(FrontendArgs)}
-    frontend = {name: value for name, value in given.items() if name in names}
+    frontend = {name: value for name, value in flags.items() if name in names}
+    # Process lists show command lines, so a key belongs into the environment.
     keys = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
     if keys is not None and "api_key" not in frontend:
         frontend["api_key"] = [keys]
     settings = FrontendArgs(**frontend)
-    engine = {name: value for name, value in given.items() if name not in names}
+    engine = {name: value for name, value in flags.items() if name not in names}
     args = EngineArgs(**engine | {"model": model or EMBEDDED_MODEL, "multiprocess": True})
+    # A mistyped model must not wait for torch either.
     ModelConfig.from_pretrained(args.model)
 
     # torch and FastAPI come only now: a mistyped flag is told at once

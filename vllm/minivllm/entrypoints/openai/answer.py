@@ -1,4 +1,4 @@
-"""From the engine's outputs to a reply: what completions and chats do alike. Each has a renderer, an `Answer`.
+"""Turn the engine's outputs into a reply, for completions and chats alike. Each has a renderer, an `Answer`.
 
 In vLLM v0.33.0 this stands twice: `vllm/entrypoints/openai/completion/serving.py` (`completion_stream_generator`),
 `vllm/entrypoints/openai/chat_completion/serving.py` (`chat_completion_stream_generator`).
@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from minivllm.engine.async_llm import AsyncLLM, Collector
 from minivllm.entrypoints.openai.errors import error_response, failed
 from minivllm.entrypoints.openai.protocol import OpenAIBaseModel, StreamEvent, UsageInfo, WholeReply
-from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.errors import MinivllmError
 from minivllm.inputs import TokensPrompt
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import SamplingParams
@@ -35,7 +35,7 @@ class TokenizedPrompt:
 
 
 class EngineRequests:
-    """The engine's requests behind one request of a client. Whoever has them must `close` them."""
+    """The engine's requests behind one request of a client. The owner must `close` them."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -43,7 +43,7 @@ class EngineRequests:
         self._ready: asyncio.Queue[int] = asyncio.Queue()
 
     async def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, **settings: Any) -> None:
-        """Adds a request, with the settings that `AsyncLLM.add_request` has; raises as that does."""
+        """Add a request, with the settings that `AsyncLLM.add_request` has; raises as that does."""
         index = len(self._collectors)
         self._collectors.append(
             await self._engine.add_request(
@@ -52,7 +52,7 @@ class EngineRequests:
         )
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yields (index of the prompt, output) as they come, until all are finished.
+        """Yield (index of the prompt, output) as they come, until all are finished.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -62,14 +62,15 @@ class EngineRequests:
         while unfinished:
             index = await self._ready.get()
             output = await self._collectors[index].get()
-            ended = next((one for one in output.outputs if one.error is not None), None)
+            # One completion that fails ends the whole reply, which has room for one error only.
+            ended = next((completion for completion in output.outputs if completion.error is not None), None)
             if ended is not None:
                 raise (MinivllmError if ended.invalid_request else failed)(ended.error or "")
             unfinished -= output.finished
             yield index, output
 
     def close(self) -> None:
-        """Ends those that are unfinished."""
+        """End those that are unfinished."""
         self._engine.abort_now([collector.request_id for collector in self._collectors])
 
 
@@ -86,18 +87,25 @@ class Answer:
     def __init__(
         self, serving: OpenAIServing, request: Any, request_id: str, prompts: Sequence[TokenizedPrompt]
     ) -> None:
-        self.serving, self.request, self.prompts = serving, request, prompts
+        self.serving = serving
+        self.request = request
+        self.prompts = prompts
         self.n = request.n or 1
         model = serving.models.name_in_reply(request.model)
+        # All events of a stream have the same id and time.
         self._base = {"id": request_id, "created": int(time.time()), "model": model}
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._asks_usage = request.include_usage or serving.settings.enable_force_include_usage
+        self.prepare()
 
-    def choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> OpenAIBaseModel:
+    def prepare(self) -> None:
+        """Set up what a renderer keeps of the request."""
+
+    def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> OpenAIBaseModel:
         """Return a choice of a whole reply."""
         raise NotImplementedError
 
-    def delta(self, number: int, output: RequestOutput, one: CompletionOutput) -> OpenAIBaseModel:
+    def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> OpenAIBaseModel:
         """Return what is new of a choice."""
         raise NotImplementedError
 
@@ -112,15 +120,17 @@ class Answer:
     async def whole(self, requests: EngineRequests) -> WholeReply:
         """Return the reply that is not a stream."""
         outputs = {index: output async for index, output in requests.outputs() if output.finished}
+        # Prompts finish in any order, and are answered in the client's.
         ordered = [outputs[index] for index in range(len(self.prompts))]
-        found = [
-            (index * self.n + one.index, output, one) for index, output in enumerate(ordered) for one in output.outputs
-        ]
+        rows = [(index, output, completion) for index, output in enumerate(ordered) for completion in output.outputs]
+        num_generated = sum(len(completion.token_ids) for _, _, completion in rows)
         return self.whole_form(
             **self._base,
-            choices=[self.choice(*one) for one in found],
+            choices=[
+                self.choice(index * self.n + completion.index, output, completion) for index, output, completion in rows
+            ],
             system_fingerprint=self.serving.fingerprint,
-            usage=self._usage(sum(len(one.token_ids) for _, _, one in found), ordered[-1].num_cached_tokens),
+            usage=self._usage(num_generated, ordered[-1].num_cached_tokens),
             kv_transfer_params=ordered[0].kv_transfer_params,
             **self.about_prompt(ordered[0]),
         )
@@ -130,32 +140,35 @@ class Answer:
         num_tokens = [0] * (len(self.prompts) * self.n)
         num_cached: int | None = None
         async for index, output in requests.outputs():
+            # The first output of all: until now an error could still be a status of its own.
             if num_cached is None:
                 num_cached = output.num_cached_tokens
                 for event in self.opening():
                     yield event
-            for one in output.outputs:
-                number = index * self.n + one.index
-                num_tokens[number] += len(one.token_ids)
-                event = self.event([self.delta(number, output, one)], number, num_tokens[number])
-                if one.finish_reason is not None and not self._asks_usage:
+            for completion in output.outputs:
+                number = index * self.n + completion.index
+                num_tokens[number] += len(completion.token_ids)
+                event = self.event([self.delta(number, output, completion)], number, num_tokens[number])
+                # Otherwise the last event, with the usage, has it.
+                if completion.finish_reason is not None and not self._asks_usage:
                     event.system_fingerprint = self.serving.fingerprint
                 yield event
         if self._asks_usage:
+            # `object` is given although it is the default: only fields that were set are sent.
             last = self.event_form(**self._base, object=self.event_kind, choices=[])
             last.usage = self._usage(sum(num_tokens), num_cached)
             last.system_fingerprint = self.serving.fingerprint
             yield last
 
     def event(self, choices: Sequence[OpenAIBaseModel], number: int, num_tokens: int) -> StreamEvent:
-        """Return an event of a choice of which so many tokens were generated."""
+        """Return an event of a choice that has `num_tokens` generated tokens."""
         event = self.event_form(**self._base, object=self.event_kind, choices=choices)
         if self._asks_usage and self.request.continuous_usage:
             event.usage = usage_of(len(self.prompts[number // self.n].token_ids), num_tokens)
         return event
 
     def _usage(self, num_generated: int, num_cached: int | None) -> UsageInfo:
-        """The usage of the whole request, with details if the server shows them."""
+        """Return the usage of the whole request, with details if the server shows them."""
         usage = usage_of(self._num_prompt_tokens, num_generated)
         if num_cached is not None and self.serving.settings.enable_prompt_tokens_details:
             usage.prompt_tokens_details = {"cached_tokens": num_cached}
@@ -176,8 +189,6 @@ async def as_stream(events: AsyncGenerator[BaseModel, None], requests: EngineReq
     try:
         async for event in events:
             yield f"data: {event.model_dump_json(exclude_unset=True)}\n\n"
-    except (MinivllmError, EngineDeadError) as error:
-        yield f"data: {error_response(error).model_dump_json()}\n\n"
     except Exception as error:
         yield f"data: {error_response(error).model_dump_json()}\n\n"
     finally:

@@ -5,6 +5,7 @@ In vLLM v0.33.0: `vllm/entrypoints/launchers/app.py` (`build_app`), `vllm/entryp
 """
 
 import os
+from collections.abc import Awaitable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -44,7 +45,7 @@ from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompleti
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.serving_tokenization import OpenAIServingTokenization
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.entrypoints.openai.stream import EventStream, with_cancellation
+from minivllm.entrypoints.openai.stream import with_cancellation
 from minivllm.errors import EngineDeadError
 
 DEVELOPMENT_VARIABLES = ("MINIVLLM_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
@@ -76,6 +77,7 @@ def build_app(
     if settings.runtime_lora_path:
         _add_adapters(app, models)
 
+    # Anyone who reaches the server could slow it down with this route.
     if any(os.environ.get(name, "0") not in ("", "0") for name in DEVELOPMENT_VARIABLES):
 
         @app.post("/reset_prefix_cache")
@@ -86,7 +88,7 @@ def build_app(
 
 
 def _add_middleware(app: FastAPI, settings: FrontendArgs) -> None:
-    """The last one added is the first to see a request."""
+    """Add the middleware. What is added last sees a request first."""
     app.add_middleware(BodySizeMiddleware)
     app.add_middleware(OpenRequestsMiddleware, state=app.state.server)
     if settings.api_key:
@@ -107,6 +109,7 @@ def _add_generation(
 ) -> None:
     completions = OpenAIServingCompletion(engine, models, settings, template)
     chat = OpenAIServingChat(engine, models, settings, template)
+    # Only with a connector may a prefill engine hold blocks for a refused request.
     checks = [*JSON_ONLY, tell_if_declined(engine)] if engine.engine_args.kv_transfer_config else JSON_ONLY
 
     @app.post("/v1/completions", dependencies=checks, response_model=CompletionResponse, responses=ERRORS)
@@ -118,23 +121,21 @@ def _add_generation(
         return await _answered(with_cancellation(chat.create(request, raw.headers), raw, engine.parts))
 
 
-async def _answered(work: Any) -> Response:
-    answer: BaseModel | EventStream | Response = await work
-    return _json(answer) if isinstance(answer, BaseModel) else answer
-
-
-def _json(answer: BaseModel) -> Response:
-    return Response(answer.model_dump_json(), media_type="application/json")
+async def _answered(work: Awaitable[BaseModel | Response]) -> Response:
+    answer = await work
+    if isinstance(answer, BaseModel):
+        return Response(answer.model_dump_json(), media_type="application/json")
+    return answer
 
 
 def _add_tokenization(app: FastAPI, serving: OpenAIServingTokenization) -> None:
     @app.post("/tokenize", dependencies=JSON_ONLY, response_model=TokenizeResponse, responses=ERRORS)
     async def tokenize(request: TokenizeCompletionRequest | TokenizeChatRequest) -> Response:
-        return _json(await serving.create_tokenize(request))
+        return await _answered(serving.create_tokenize(request))
 
     @app.post("/detokenize", dependencies=JSON_ONLY, response_model=DetokenizeResponse, responses=ERRORS)
     async def detokenize(request: DetokenizeRequest) -> Response:
-        return _json(await serving.create_detokenize(request))
+        return await _answered(serving.create_detokenize(request))
 
 
 def _add_adapters(app: FastAPI, models: OpenAIServingModels) -> None:

@@ -34,6 +34,7 @@ def normalize(messages: Sequence[Any], content_format: ContentFormat) -> list[di
 
 def detect_content_format(template: nodes.Template) -> ContentFormat:
     """Return "openai" if the template loops over the parts of a message's content, "string" otherwise."""
+    # A template that handles parts must loop over them somewhere.
     loops = list(template.find_all(nodes.For))
     loop_variables = {loop.target.name for loop in loops if isinstance(loop.target, nodes.Name)}
 
@@ -46,6 +47,7 @@ def detect_content_format(template: nodes.Template) -> ContentFormat:
             return False
         return key == "content" and isinstance(node.node, nodes.Name) and node.node.name in loop_variables
 
+    # Inside of a macro, a parameter may stand for the content.
     names_in_macro: dict[int, set[str]] = {}
     for macro in template.find_all(nodes.Macro):
         parameters = _parameters_that_are(is_content, macro, template)
@@ -104,7 +106,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
         raise MinivllmError(
             f"a message's content is {type(content).__name__}; it must be a text, a list of parts or null"
         )
-    return [part for one in content if (part := _part(one)) is not None]
+    return [part for entry in content if (part := _part(entry)) is not None]
 
 
 def _part(part: Any) -> dict[str, Any] | None:
@@ -119,6 +121,7 @@ def _part(part: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(text, str):
         raise MinivllmError(f"the text of a part of a message's content is {type(text).__name__}")
+    # Templates may read further keys, such as cache hints.
     others = {key: value for key, value in part.items() if key not in TEXT_KEYS}
     return {**others, "type": "text", "text": text}
 

@@ -19,8 +19,10 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.checks import encodable
-from minivllm.config.model import hub_file, local_path, read_json_object
+from minivllm.config.model_files import hub_file, local_path, read_json_object
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.entrypoints.openai.chat_messages import ContentFormat, detect_content_format, normalize
 from minivllm.entrypoints.openai.settings import check_content_format
 from minivllm.errors import MinivllmError
@@ -72,9 +74,11 @@ def special_tokens(model: str | Path) -> dict[str, str]:
 
 
 def _of_flag(given: str, model: str | Path) -> str:
+    # A template has braces or lines, and no path has.
     if "{" in given or "\n" in given:
         return given
     path = Path(given)
+    # A file goes before a template of the same name.
     if path.is_dir() or not path.exists():
         named = _templates_of(model)
         if given in named:
@@ -96,9 +100,10 @@ def _templates_of(model: str | Path) -> dict[str, str]:
     if (path := _file_of(model, TOKENIZER_CONFIG)) is None:
         return {}
     written = read_json_object(path).get("chat_template") or []
+    # Older models have several templates in a list, such as one for tools.
     named = [{"name": DEFAULT, "template": written}] if isinstance(written, str) else written
     try:
-        templates = {one["name"]: one["template"] for one in named}
+        templates = {entry["name"]: entry["template"] for entry in named}
     except (TypeError, LookupError):
         templates = {"": None}
     if not all(isinstance(text, str) for pair in templates.items() for text in pair):
@@ -149,9 +154,38 @@ def render(
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise MinivllmError(f"the chat template rejects the messages: {error}") from None
     if goes_on:
+        # The template has added its end of turn behind the last message: cut it off.
         last = _last_text(conversation[-1]["content"]).strip()
         text = text[: text.rindex(last) + len(last)] if last in text else text
     return encodable(text, "the prompt")
+
+
+def render_conversations(
+    messages: Sequence[Any],
+    template: object,
+    args: EngineArgs,
+    further: Mapping[str, Any],
+    goes_on: bool,
+    content_format: str,
+) -> list[str]:
+    """Return the prompts of a conversation or several, by this template or the model's own; otherwise as `render`.
+
+    Raises:
+        MinivllmError: there is no template, or it rejects the messages.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise MinivllmError(f"messages are {type(messages).__name__}; they must be a list of messages, or of lists")
+    if template is not None and not isinstance(template, str | Path):
+        raise MinivllmError(f"chat_template is {type(template).__name__}; it must be a template or a file's name")
+    source = args.tokenizer or args.model
+    text = read_template(template and str(template), source)
+    if text is None and local_path(args.model) == EMBEDDED_MODEL:
+        text = PLAIN
+    if text is None:
+        raise MinivllmError(no_template(source))
+    conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+    seen = {**special_tokens(source), **further}
+    return [render(text, conversation, seen, goes_on, content_format) for conversation in conversations]
 
 
 def _last_text(content: str | list[dict[str, Any]]) -> str:

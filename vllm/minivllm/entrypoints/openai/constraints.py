@@ -24,16 +24,17 @@ def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
     Raises:
         MinivllmError: there are several, or one that is not served.
     """
-    given = request.structured_outputs
-    fields = given.model_dump(exclude_none=True, by_alias=True) if given is not None else {}
+    own = request.structured_outputs
+    fields = own.model_dump(exclude_none=True, by_alias=True) if own is not None else {}
     schema = _schema_of_tools(request) if isinstance(request, ChatCompletionRequest) else None
     further = _of_format(request.response_format) if schema is None else {"json": schema}
     if doubled := fields.keys() & further.keys():
         raise MinivllmError(f"structured_outputs and response_format both say {', '.join(doubled)}; give only one")
     fields |= further
     if isinstance(fields.get("json"), bool):
+        # JSON Schema: true allows anything, false nothing.
         fields["json"] = {} if fields["json"] else {"not": {}}
-    return StructuredOutputsParams(**fields) if fields or given is not None else None
+    return StructuredOutputsParams(**fields) if fields or own is not None else None
 
 
 def forced_tools(request: ChatCompletionRequest) -> list[ChatCompletionToolsParam]:
@@ -58,7 +59,7 @@ def _of_format(form: ResponseFormat | None) -> dict[str, Any]:
 
 
 def _schema_of_tools(request: ChatCompletionRequest) -> dict[str, Any] | None:
-    """The arguments of a named tool, or a list of calls of any tool; None if none must be called."""
+    """Return the schema of a named tool's arguments, or of a list of calls; None if no tool must be called."""
     tools = forced_tools(request)
     if not tools:
         return None
@@ -68,6 +69,7 @@ def _schema_of_tools(request: ChatCompletionRequest) -> dict[str, Any] | None:
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if request.parallel_tool_calls is False:
         schema["maxItems"] = 1
+    # References such as "#/$defs/x" are resolved from the root.
     definitions = _definitions(calls)
     return schema | {"$defs": definitions} if definitions else schema
 
@@ -86,7 +88,7 @@ def _call_of(tool: ChatCompletionToolsParam) -> dict[str, Any]:
 
 
 def _definitions(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The tools' definitions, taken out: references to them start at the root of the schema."""
+    """Take out the tools' definitions: references to them start at the root of the schema."""
     found: dict[str, Any] = {}
     for call in calls:
         definitions = call["properties"]["parameters"].pop("$defs", {})

@@ -1,8 +1,8 @@
-"""A request that is refused here, although a prefill engine keeps its prompt's keys and values: that engine is told.
+"""Tell the prefill engine when a request is refused here although that engine keeps its prompt's keys and values.
 
-Else those blocks would be held until their lease ends, and a client that goes on asking for what cannot be, such as too
-many tokens, could fill the prefill engine's cache with them. The prefill engine itself has nothing to refuse: it is
-asked for one token.
+Otherwise those blocks would be held until their lease ends, and a client that goes on asking for what cannot be served,
+such as too many tokens, could fill the prefill engine's cache with them. The prefill engine itself has nothing to
+refuse: its request is for one token.
 """
 
 from collections.abc import AsyncIterator
@@ -23,6 +23,7 @@ def tell_if_declined(engine: AsyncLLM) -> Any:
         try:
             yield
         except (MinivllmError, RequestValidationError) as refusal:
+            # A server that is only busy may serve the request later, and needs the blocks then.
             if not isinstance(refusal, RequestError) or refusal.status < 500:
                 engine.decline(_transfer_params(await request.json()))
             raise

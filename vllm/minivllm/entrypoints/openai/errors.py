@@ -1,7 +1,8 @@
-"""Errors on the wire: `{"error": {message, type, param, code}}`.
+"""Turn exceptions into errors on the wire: `{"error": {message, type, param, code}}`.
 
-A body that does not fit the request's schema is a "Bad Request", and `param` the path to the field; what else is wrong
-with a request is a "BadRequestError", and `param` the field, where it is one. Unknown paths and methods are FastAPI's.
+A body that does not fit the request's schema is a "Bad Request", and `param` is the path to the field. Anything else
+that is wrong with a request is a "BadRequestError", and `param` is the field, if there is one. Unknown paths and
+methods are FastAPI's.
 
 In vLLM v0.33.0: `vllm/entrypoints/serve/exception_handling/`.
 """
@@ -26,7 +27,7 @@ UNION_MARKERS = {"str", "int", "float", "bool", "bytes", "none", "list", "dict"}
 
 
 class ErrorInfo(BaseModel):
-    """What is wrong. `code` is the HTTP status."""
+    """The fault of a request. `code` is the HTTP status."""
 
     message: str
     type: str
@@ -50,22 +51,22 @@ class RequestError(MinivllmError):
 
 
 def not_found(message: str, parameter: str | None = None) -> RequestError:
-    """A model that is not served."""
+    """Return the error for a model that is not served."""
     return RequestError(message, HTTPStatus.NOT_FOUND, "NotFoundError", parameter)
 
 
 def unavailable(message: str) -> RequestError:
-    """A server that cannot take the request now."""
+    """Return the error of a server that cannot take the request now."""
     return RequestError(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
 
 
 def bad_gateway(message: str) -> RequestError:
-    """A request that another server, to which it was passed on, has not answered."""
+    """Return the error for a request that another server has not answered."""
     return RequestError(message, HTTPStatus.BAD_GATEWAY, "BadGatewayError")
 
 
 def failed(message: str) -> RequestError:
-    """A request that was valid, and that the engine could not answer."""
+    """Return the error for a valid request that the engine could not answer."""
     return RequestError(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
@@ -75,8 +76,10 @@ def error_response(error: Exception) -> ErrorResponse:
         return _response(str(error), error.status, error.kind, error.parameter)
     if isinstance(error, MinivllmError):
         return _response(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError", error.parameter)
+    # A client may try again, at another server or later.
     if isinstance(error, EngineStoppedError):
         return error_response(unavailable(str(error)))
+    # The reason may name files and addresses of this machine: it goes to the log only.
     if isinstance(error, EngineDeadError):
         return error_response(failed("the engine's core has ended; the server's log says why"))
     logger.error("A request failed", exc_info=error)
@@ -90,7 +93,7 @@ def json_response(error: Exception) -> JSONResponse:
 
 
 def register_exception_handlers(app: FastAPI) -> None:
-    """Every exception of a route becomes an error on the wire."""
+    """Turn every exception of a route into an error on the wire."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -121,6 +124,7 @@ def _response(message: str, status: HTTPStatus, kind: str, parameter: str | None
 
 
 def _validation_response(errors: Sequence[Any]) -> JSONResponse:
+    # Our own checks run inside of pydantic, which wraps their exceptions.
     own = next((error["ctx"]["error"] for error in errors if "error" in error.get("ctx", {})), None)
     if isinstance(own, MinivllmError):
         return json_response(own)
@@ -133,16 +137,18 @@ def _validation_response(errors: Sequence[Any]) -> JSONResponse:
 
 
 def _line(error: Any) -> str:
-    given = error.get("input")
-    if isinstance(given, dict | list | bytes):
-        shown = f"{type(given).__name__} of {len(given)}"
+    value = error.get("input")
+    # A whole conversation would not help anybody who reads the message.
+    if isinstance(value, dict | list | bytes):
+        shown = f"{type(value).__name__} of {len(value)}"
     else:
-        shown = str(given)[:MAX_INPUT_CHARACTERS]
+        shown = str(value)[:MAX_INPUT_CHARACTERS]
     return f"{_path(error['loc'])}: {error['msg']}, not {shown}"[:MAX_ERROR_CHARACTERS]
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """The path to a field, without the names that pydantic gives to the branches of a union."""
+    """Return the path to a field, without the names that pydantic gives to the branches of a union."""
     parts = [str(part) for part in location]
+    # For a union, pydantic inserts the name of each type that it has tried.
     named = [part for part in parts if not any(mark in part for mark in "[]{}()") and part not in UNION_MARKERS]
     return ".".join(named or parts)

@@ -34,23 +34,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Backend(Protocol):
-    """What stands behind the routes: `AsyncLLM`, or a proxy's servers."""
+    """The part behind the routes: `AsyncLLM`, or a proxy's servers."""
 
     @property
     def errored(self) -> bool:
-        """Whether it can answer nothing any more."""
-        ...
+        """Return whether it can answer nothing any more."""
 
     @property
     def dead_error(self) -> Exception | None:
-        """Why."""
-        ...
+        """Return why it has ended; None while it has not."""
 
     async def wait_until_dead(self) -> None:
-        """Returns when that is so."""
+        """Return when that is so."""
 
     def end_requests(self) -> None:
-        """Ends requests under way with an error."""
+        """End requests under way with an error."""
 
 
 class NoSignalServer(uvicorn.Server):
@@ -58,7 +56,7 @@ class NoSignalServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Captures none."""
+        """Capture no signal: `until_the_end` handles them."""
         yield
 
 
@@ -68,8 +66,10 @@ def bind(settings: HttpArgs) -> socket.socket:
     Raises:
         MinivllmError: the port is in use, or the host is not this machine's.
     """
+    # Only IPv6 addresses have colons.
     family = socket.AF_INET6 if ":" in (settings.host or "") else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
+    # A server that was just restarted must get its port back at once.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((settings.host or "", settings.port))
@@ -82,7 +82,7 @@ def bind(settings: HttpArgs) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """The URL at which this machine's clients find the server."""
+    """Return the URL at which this machine's clients find the server."""
     host, port = listening.getsockname()[:2]
     host = "localhost" if host in ("0.0.0.0", "::") else host  # all of this machine's addresses
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -98,7 +98,7 @@ def run_loop(work: Coroutine[Any, Any, int]) -> int:
 
 
 def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> NoSignalServer:
-    """A server of these routes, which `serve(sockets=...)` starts. `protocol`: uvicorn's, for HTTP/1.1."""
+    """Return a server of these routes, which `serve(sockets=...)` starts. `protocol`: uvicorn's, for HTTP/1.1."""
     return NoSignalServer(
         uvicorn.Config(
             app,
@@ -126,16 +126,20 @@ async def until_the_end(
     if dying.done():
         code = 1
         logger.error("The engine has ended: %s", backend.dead_error)
+        # Clients and probes that come now get a 503 rather than a refused connection.
         await _either(serving, asked, SECONDS_TO_TELL)
     elif stopping.done():
         state.draining = True
         logger.info("Shutting down: %d requests are open", state.num_open)
+        # A second signal ends this wait, and so does the backend's death.
         code = await _drain(state, backend, asked, settings.shutdown_timeout)
         backend.end_requests()
         # uvicorn tells open requests that their client has left: they send their last events before.
         await _drain(state, None, asked, SECONDS_TO_CLOSE)
+    # uvicorn closes idle connections and waits for the others.
     server.should_exit = True
     await _either(serving, asked, 2 * SECONDS_TO_CLOSE)
+    # Connections that have not closed by now are cut off.
     server.force_exit = True
     for task in (dying, stopping):
         task.cancel()
@@ -145,58 +149,60 @@ async def until_the_end(
 
 
 async def _drain(state: ServerState, backend: Backend | None, asked: asyncio.Semaphore, seconds: float) -> int:
-    """Waits for open requests, at most so long, and not after a second signal. Returns the exit code.
+    """Wait for open requests, at most so long, and not after a second signal. Return the exit code.
 
     With a backend, it also ends when that does.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
+    # The semaphore is locked as long as no further signal has come.
     while state.num_open and asked.locked() and not (backend and backend.errored) and loop.time() < end:
         await asyncio.sleep(0.02)
     return 1 if backend and backend.errored else 0
 
 
 async def _either(serving: asyncio.Task[None], asked: asyncio.Semaphore, seconds: float) -> None:
-    """Waits for the server's end or a further signal, at most so long."""
+    """Wait for the server's end or a further signal, at most so long."""
     signalled = asyncio.create_task(asked.acquire())
     await asyncio.wait({serving, signalled}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     signalled.cancel()
 
 
 def signals() -> asyncio.Semaphore:
-    """Each signal releases it once."""
+    """Return a semaphore that each signal releases once."""
     asked = asyncio.Semaphore(0)
-    for one in SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(one, asked.release)
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, asked.release)
     return asked
 
 
 @contextmanager
 def signals_end_the_start() -> Generator[None, None, None]:
-    """SIGTERM before the engine is ready ends everything, and is no failure."""
+    """Exit with code 0 on a signal that comes before the engine is ready."""
 
     def leave(*_: object) -> None:
         raise SystemExit(0)
 
-    before = [signal.signal(one, leave) for one in SIGNALS]
+    before = [signal.signal(number, leave) for number in SIGNALS]
     try:
         yield
     finally:
-        for one, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(one, handler)
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
 
 
 def allow_many_connections() -> None:
-    """Raises the limit of open files as far as the system allows: each connection is one."""
+    """Raise the limit of open files as far as the system allows: each connection is one."""
+    # Many systems allow 1,024 by default.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-    if soft < wanted:
+    most = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+    if soft < most:
         with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _is_not_about_tasks(record: logging.LogRecord) -> bool:
-    """uvicorn tells of each task that it cancels at the end, with a traceback."""
+    """Filter out the traceback that uvicorn logs for each task that it cancels at the end."""
     return "Exception in ASGI application" not in record.getMessage() or not isinstance(
         (record.exc_info or (None, None))[1], asyncio.CancelledError
     )

@@ -37,11 +37,13 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
         EngineDeadError: the engine died before it was ready.
     """
     check_lora_settings(args, settings)
+    # First the port: to find it in use after loading a model would waste minutes.
     listening = bind(settings)
     engine: AsyncLLM | None = None
     try:
         template = read_template(settings.chat_template, args.model) or template
         allow_many_connections()
+        # The event loop, which handles signals later, does not run yet.
         with signals_end_the_start():
             engine = AsyncLLM(args)
         return run_loop(_serve(engine, listening, args, settings, template))
@@ -64,11 +66,12 @@ async def _serve(
 
 
 def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, template: str | None) -> FastAPI:
-    """The routes over an engine, whose metrics are counted from now on."""
+    """Return the routes over an engine, whose metrics are counted from now on."""
     names = settings.served_model_name or [str(args.model)]
     client = engine.engine_core
     metrics = engine.stat_logger = PrometheusStatLogger(args, client.engines, names[0])
     for index, stats in enumerate(engine.engine_stats):
+        # So that gauges have values before the first step.
         metrics.record(stats, engine.output_processor.take_stats(index), index)
     longest = engine.input_processor.limits.max_model_len
     models = OpenAIServingModels(names, str(args.model), longest, engine, settings.runtime_lora_path)

@@ -35,20 +35,21 @@ def completion_logprobs(
         offset: characters before these tokens.
         as_ids: show a token as "token_id:289" rather than as text.
     """
-    found = CompletionLogProbs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    lists = CompletionLogProbs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for token_id, row in zip(token_ids, rows, strict=True):
         chosen = row[token_id] if row else Logprob(0.0, None, tokenizer.decode([token_id], skip_special_tokens=False))
         token = _shown(token_id, chosen, as_ids)
-        found.tokens.append(token)
-        found.text_offset.append(offset)
+        lists.tokens.append(token)
+        lists.text_offset.append(offset)
         offset += len(token)
-        found.token_logprobs.append(max(chosen.logprob, LEAST) if row else None)
+        lists.token_logprobs.append(max(chosen.logprob, LEAST) if row else None)
         if row is None:
-            found.top_logprobs.append(None)
+            lists.top_logprobs.append(None)
             continue
+        # The chosen token stands first in a row, so there is one more.
         top = row.items() if most < 0 else islice(row.items(), most + 1)
-        found.top_logprobs.append({_shown(one, entry, as_ids): max(entry.logprob, LEAST) for one, entry in top})
-    return found
+        lists.top_logprobs.append({_shown(top_id, entry, as_ids): max(entry.logprob, LEAST) for top_id, entry in top})
+    return lists
 
 
 def chat_logprobs(token_ids: Sequence[int], rows: Logprobs, most: int, as_ids: bool) -> ChatCompletionLogProbs:
@@ -60,7 +61,7 @@ def chat_logprobs(token_ids: Sequence[int], rows: Logprobs, most: int, as_ids: b
         content.append(
             ChatCompletionLogProbsContent(
                 **_entry(token_id, row[token_id], as_ids).__dict__,
-                top_logprobs=[_entry(one, entry, as_ids) for one, entry in top],
+                top_logprobs=[_entry(top_id, entry, as_ids) for top_id, entry in top],
             )
         )
     return ChatCompletionLogProbs(content=content)

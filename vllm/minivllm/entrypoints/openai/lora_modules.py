@@ -1,4 +1,4 @@
-"""Which adapters a server begins with, and from where a client may load others.
+"""Find out which adapters a server begins with, and from where a client may load others.
 
 In vLLM v0.33.0: `LoRAModulePath` in `vllm/entrypoints/openai/models/protocol.py`, `LoRAParserAction` in
 `vllm/entrypoints/common/cli_args.py`. vLLM loads from any path, or from the Hub, once
@@ -49,14 +49,15 @@ def _module_of(text: str) -> LoRAModulePath:
         require(bool(name and equals and path), wrong)
         return LoRAModulePath(check_name(name), path)
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError):
-        found = {}
+        fields = {}
     known = {"name", "path", "base_model_name"}
-    fits = {"name", "path"} <= found.keys() <= known and all(isinstance(value, str) for value in found.values())
-    require(fits and bool(found["path"]), wrong)
-    check_name(found["name"])
-    return LoRAModulePath(**found)
+    # Comparisons of key views are comparisons of sets: required, then allowed.
+    fits = {"name", "path"} <= fields.keys() <= known and all(isinstance(value, str) for value in fields.values())
+    require(fits and bool(fields["path"]), wrong)
+    check_name(fields["name"])
+    return LoRAModulePath(**fields)
 
 
 def check_name(name: str) -> str:
@@ -82,6 +83,7 @@ def check_lora_settings(args: EngineArgs, settings: FrontendArgs, environment: M
     modules, folders = lora_modules_of(settings.lora_modules), settings.runtime_lora_path
     for name, value in (("lora_modules", modules), ("runtime_lora_path", folders)):
         require(args.enable_lora or not value, f"{name} needs an engine with adapters: give --enable-lora too")
+    # Who comes from vLLM sets the variable and would wonder why there is no route.
     asked = next((name for name in RUNTIME_VARIABLES if environment.get(name, "0") not in ("", "0")), None)
     require(
         asked is None or bool(folders),
@@ -98,10 +100,12 @@ def adapter_folder(path: str, folders: Sequence[str]) -> str | None:
     """
     try:
         allowed = [Path(os.path.realpath(folder)) for folder in folders]  # one of them may be gone
-        found = Path(os.path.realpath(path, strict=True))
-        config = Path(os.path.realpath(found / CONFIG_FILE, strict=True))
-        weights = Path(os.path.realpath(found / WEIGHTS_FILE))
+        # A client may name any path: decide by where it really leads.
+        target = Path(os.path.realpath(path, strict=True))
+        config = Path(os.path.realpath(target / CONFIG_FILE, strict=True))
+        weights = Path(os.path.realpath(target / WEIGHTS_FILE))
     except (OSError, ValueError):  # it is not there, it is too long, it has a NUL, or links go round in circles
         return None
-    inside = all(any(part.is_relative_to(folder) for folder in allowed) for part in (found, config, weights))
-    return str(found) if inside and config.is_file() and (weights.is_file() or not weights.exists()) else None
+    # Also the files themselves: a link in an allowed folder may lead out of it.
+    inside = all(any(part.is_relative_to(folder) for folder in allowed) for part in (target, config, weights))
+    return str(target) if inside and config.is_file() and (weights.is_file() or not weights.exists()) else None

@@ -1,4 +1,4 @@
-"""What happens to every request before its route: keys, sizes, counting, ids.
+"""Handle what concerns every request before its route: keys, sizes, counting, ids.
 
 In vLLM v0.33.0: `vllm/entrypoints/serve/middleware/`.
 """
@@ -31,7 +31,7 @@ JSON_ONLY = [Depends(json_only)]
 
 
 class ServerState:
-    """What the server does besides answering: how many requests are open, and whether it takes more."""
+    """The number of open requests, and whether the server refuses new ones."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -43,10 +43,12 @@ class AuthenticationMiddleware:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
+        # Hashes have one length, so the time of a comparison tells nothing about a key's length.
         self._known = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets the request pass, or answers 401."""
+        """Let the request pass, or answer 401."""
+        # Browsers ask with OPTIONS before they send a key (CORS).
         free = scope["type"] != "http" or scope["method"] == "OPTIONS" or not scope["path"].startswith(WITH_KEY)
         if free or self._knows(Headers(scope=scope).get("authorization", "")):
             await self._app(scope, receive, send)
@@ -55,8 +57,8 @@ class AuthenticationMiddleware:
 
     def _knows(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
-        found = [hmac.compare_digest(_digest(key.strip()), known) for known in self._known]  # all of them, always
-        return scheme.lower() == "bearer" and any(found)
+        matches = [hmac.compare_digest(_digest(key.strip()), known) for known in self._known]  # all of them, always
+        return scheme.lower() == "bearer" and any(matches)
 
 
 def _digest(key: str) -> bytes:
@@ -71,7 +73,8 @@ class OpenRequestsMiddleware:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on."""
+        """Pass the request on."""
+        # Only requests that generate are waited for when the server shuts down.
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
@@ -93,12 +96,13 @@ class BodySizeMiddleware:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on, piece by piece."""
+        """Pass the request on, piece by piece."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        told = Headers(scope=scope).get("content-length", "0")
-        if told.isdecimal() and int(told[:20]) > self._max_bytes:
+        announced = Headers(scope=scope).get("content-length", "0")
+        # Refuse by the header if there is one, before anything is read.
+        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             await json_response(self._error())(scope, receive, send)
             return
         received = 0
@@ -106,6 +110,7 @@ class BodySizeMiddleware:
         async def counted() -> Message:
             nonlocal received
             message = await receive()
+            # A body sent in chunks has no length in its header.
             received += len(message.get("body", b""))
             if received > self._max_bytes:
                 raise self._error()
@@ -125,7 +130,7 @@ class XRequestIdMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on."""
+        """Pass the request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -28,11 +28,30 @@ class OpenAIBaseModel(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
+class CheckedRequest(OpenAIBaseModel):
+    """A request whose fields are checked together, before pydantic checks their types."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_combinations(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            cls.check(data)
+        return data
+
+    @classmethod
+    def check(cls, data: Data) -> None:
+        """Check what fields mean together, and what vLLM checks before types.
+
+        Raises:
+            MinivllmError: two fields do not go together, or one has a value that is never served.
+        """
+
+
 # What both kinds of requests share
 
 
 class StreamOptions(OpenAIBaseModel):
-    """Which usage a stream reports: at its end, or with each event too."""
+    """Settings of the usage that a stream reports: at its end, or with each event too."""
 
     include_usage: bool | None = True
     continuous_usage_stats: bool | None = False
@@ -68,7 +87,7 @@ class StructuredOutputsParams(OpenAIBaseModel):
     structural_tag: str | None = None
 
 
-class GenerationRequest(OpenAIBaseModel):
+class GenerationRequest(CheckedRequest):
     """The fields that completions and chat completions share. None: the model's default, or nobody has asked."""
 
     DEFAULTS: ClassVar[Mapping[str, float]] = {
@@ -124,22 +143,22 @@ class GenerationRequest(OpenAIBaseModel):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the most likely tokens to return at each position, besides the chosen one."""
+        """Return how many of the most likely tokens to show at each position, besides the chosen one."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the prompt."""
+        """Return how many of the most likely tokens to show at each position of the prompt."""
         return self.prompt_logprobs
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with an event of its usage."""
+        """Return whether a stream ends with an event of its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each event of a stream has its usage."""
+        """Return whether each event of a stream has its usage."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def to_sampling_params(self, max_tokens: int, defaults: Mapping[str, Any], vocab_size: int) -> SamplingParams:
@@ -149,6 +168,7 @@ class GenerationRequest(OpenAIBaseModel):
             MinivllmError: a value is outside its range.
         """
         chosen = {name: getattr(self, name) for name in self.DEFAULTS}
+        # The request's own value, else the model's default, else OpenAI's.
         known = {
             name: defaults.get(name, self.DEFAULTS[name]) if value is None else value for name, value in chosen.items()
         }
@@ -172,23 +192,13 @@ class GenerationRequest(OpenAIBaseModel):
             extra_args={"kv_transfer_params": self.kv_transfer_params} if self.kv_transfer_params else None,
         )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_combinations(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            cls.check(data)
-        return data
-
     @classmethod
     def check(cls, data: Data) -> None:
-        """Check what fields mean together, and what vLLM checks before types.
-
-        Raises:
-            MinivllmError: two fields do not go together, or one has a value that is never served.
-        """
+        super().check(data)
         _check_counts(data, "prompt_logprobs")
         if data.get("stream_options") and not data.get("stream"):
             raise MinivllmError("stream_options need `stream: true`", "stream_options")
+        # They come with the first event only, and that form has no field for them.
         if data.get("stream") and (data.get("prompt_logprobs") or 0) != 0:
             raise MinivllmError("prompt_logprobs are not available with `stream: true`", "prompt_logprobs")
         form = data.get("response_format")
@@ -210,6 +220,7 @@ def _check_counts(data: Data, *names: str) -> None:
 def _token_ids_of(biases: Mapping[str, float] | None) -> dict[int, float] | None:
     if not biases:
         return None
+    # JSON has no other keys than strings.
     wrong = [key for key in biases if not key.strip().lstrip("+-").isdecimal() or len(key) > 20]
     if wrong:
         raise MinivllmError(f"logit_bias has the keys {wrong[:10]}, which are no token ids", "logit_bias")
@@ -217,7 +228,7 @@ def _token_ids_of(biases: Mapping[str, float] | None) -> dict[int, float] | None
 
 
 class UsageInfo(OpenAIBaseModel):
-    """Tokens, counted."""
+    """Numbers of tokens of a request."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
@@ -235,7 +246,7 @@ class PromptLogprob(OpenAIBaseModel):
 
 
 class Reply(OpenAIBaseModel):
-    """What whole replies and events of a stream share."""
+    """Fields that whole replies and events of a stream share."""
 
     id: str
     created: int = Field(default_factory=lambda: int(time.time()))
@@ -266,7 +277,7 @@ Prompts = list[TokenId] | list[list[TokenId]] | str | list[str]
 
 
 class CompletionRequest(GenerationRequest):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     prompt: Prompts | None = None
     echo: bool | None = False
@@ -278,25 +289,24 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `GenerationRequest`."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """See `GenerationRequest`; an echo's log probabilities are the prompt's."""
+        """Return the prompt's number of log probabilities; an echo shows those of its tokens."""
         return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
     @property
     def only_echoes(self) -> bool:
-        """Whether nothing that is generated is wanted."""
+        """Return whether nothing that is generated is wanted."""
         return bool(self.echo) and self.max_tokens == 0
 
     @classmethod
     def check(cls, data: Data) -> None:
-        """See `GenerationRequest`."""
         super().check(data)
         _check_counts(data, "logprobs")
         if data.get("max_tokens") is None:
+            # An explicit null means the default of this API, 16 tokens.
             data.pop("max_tokens", None)
         if data.get("prompt") in (None, ""):
             raise MinivllmError("there is no prompt; give a text or token ids", "prompt")
@@ -312,7 +322,7 @@ class CompletionLogProbs(OpenAIBaseModel):
 
 
 class CompletionResponseStreamChoice(OpenAIBaseModel):
-    """What is new of one completion."""
+    """The new part of one completion."""
 
     index: int
     text: str
@@ -324,7 +334,7 @@ class CompletionResponseStreamChoice(OpenAIBaseModel):
 
 
 class CompletionResponseChoice(CompletionResponseStreamChoice):
-    """One completion."""
+    """One whole completion."""
 
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     routed_experts: str | None = None
@@ -354,28 +364,28 @@ class _Message(TypedDict):
 
 
 class ChatCompletionDeveloperMessageParam(_Message):
-    """Instructions of whoever built the application."""
+    """Instructions of the application's developer."""
 
     content: str | list[Any]
     role: Literal["developer"]
 
 
 class ChatCompletionSystemMessageParam(_Message):
-    """Instructions."""
+    """Instructions of the system."""
 
     content: str | list[Any]
     role: Literal["system"]
 
 
 class ChatCompletionUserMessageParam(_Message):
-    """What a user says."""
+    """A message of the user."""
 
     content: str | list[Any]
     role: Literal["user"]
 
 
 class ChatCompletionAssistantMessageParam(_Message):
-    """What the model has said, or which tools it has called."""
+    """A message of the model, or the tools that it has called."""
 
     role: Literal["assistant"]
     content: NotRequired[str | list[Any] | None]
@@ -383,7 +393,7 @@ class ChatCompletionAssistantMessageParam(_Message):
 
 
 class ChatCompletionToolMessageParam(_Message):
-    """What a tool has answered."""
+    """The result of a tool's call."""
 
     content: str | list[Any]
     role: Literal["tool"]
@@ -436,7 +446,7 @@ class ChatCompletionNamedToolChoiceParam(OpenAIBaseModel):
     type: Literal["function"] = "function"
 
 
-class ChatTemplateRequest(OpenAIBaseModel):
+class ChatTemplateRequest(CheckedRequest):
     """Messages, and how they become a prompt."""
 
     model: str | None = None
@@ -449,9 +459,15 @@ class ChatTemplateRequest(OpenAIBaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[ChatCompletionToolsParam] | None = None
 
+    @classmethod
+    def check(cls, data: Data) -> None:
+        super().check(data)
+        if data.get("continue_final_message") and data.get("add_generation_prompt"):
+            raise MinivllmError("continue_final_message and add_generation_prompt cannot both be true")
+
 
 class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     logprobs: bool | None = False
     top_logprobs: int | None = 0
@@ -465,18 +481,14 @@ class ChatCompletionRequest(ChatTemplateRequest, GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `GenerationRequest`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @classmethod
     def check(cls, data: Data) -> None:
-        """See `GenerationRequest`."""
         super().check(data)
         _check_counts(data, "top_logprobs")
         if data.get("top_logprobs") and not data.get("logprobs"):
             raise MinivllmError("top_logprobs need `logprobs: true`", "top_logprobs")
-        if data.get("continue_final_message") and data.get("add_generation_prompt"):
-            raise MinivllmError("continue_final_message and add_generation_prompt cannot both be true")
         _check_tools(data)
 
 
@@ -484,6 +496,7 @@ def _check_tools(data: Data) -> None:
     tools = data.get("tools")
     if tools == []:
         raise MinivllmError("tools is an empty list; name a tool, or leave it out", "tools")
+    # OpenAI's default depends on whether there are tools.
     choice = data.setdefault("tool_choice", "auto" if tools else "none")
     if choice in ("none", None):
         return
@@ -503,7 +516,7 @@ def _check_named_tool(tools: Any, function: Any) -> None:
     if not isinstance(name, str) or not name:
         raise MinivllmError(f"a tool_choice that names a tool is {shape}", "tool_choice.function.name")
     functions = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    if name not in [one.get("name") for one in functions if isinstance(one, dict)]:
+    if name not in [function.get("name") for function in functions if isinstance(function, dict)]:
         raise MinivllmError(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
 
 
@@ -543,7 +556,7 @@ class ToolCall(OpenAIBaseModel):
 
 
 class ChatMessage(OpenAIBaseModel):
-    """What the model says. `tool_calls` is not there, rather than null or empty, when there are none."""
+    """The model's message. Without tool calls, `tool_calls` is absent rather than null or empty."""
 
     role: str
     content: str | None = None
@@ -556,7 +569,7 @@ class ChatMessage(OpenAIBaseModel):
 
 
 class DeltaMessage(OpenAIBaseModel):
-    """What is new of it. `tool_calls` are those of a tool that is being called, argument by argument."""
+    """The new part of a message. `tool_calls` has the next piece of a call's arguments."""
 
     role: str | None = None
     content: str | None = None
@@ -564,7 +577,7 @@ class DeltaMessage(OpenAIBaseModel):
 
 
 class ChatCompletionResponseChoice(OpenAIBaseModel):
-    """One answer."""
+    """One whole answer."""
 
     index: int
     message: ChatMessage
@@ -586,7 +599,7 @@ class ChatCompletionResponse(WholeReply):
 
 
 class ChatCompletionResponseStreamChoice(OpenAIBaseModel):
-    """What is new of one answer."""
+    """The new part of one answer."""
 
     index: int
     delta: DeltaMessage
@@ -608,23 +621,6 @@ class ChatCompletionStreamResponse(StreamEvent):
 # Models and tokens
 
 
-class ModelPermission(OpenAIBaseModel):
-    """What older clients read."""
-
-    id: str
-    object: str = "model_permission"
-    created: int
-    allow_create_engine: bool = False
-    allow_sampling: bool = True
-    allow_logprobs: bool = True
-    allow_search_indices: bool = False
-    allow_view: bool = True
-    allow_fine_tuning: bool = False
-    organization: str = "*"
-    group: str | None = None
-    is_blocking: bool = False
-
-
 class ModelCard(OpenAIBaseModel):
     """A name that requests may use. `root` is the model's path or name on the Hub."""
 
@@ -635,11 +631,12 @@ class ModelCard(OpenAIBaseModel):
     root: str | None = None
     parent: str | None = None
     max_model_len: int | None = None
-    permission: list[ModelPermission] = []
+    permission: list[dict[str, Any]] = []
+    """What older clients read."""
 
 
 class ModelList(OpenAIBaseModel):
-    """`GET /v1/models`."""
+    """The reply to `GET /v1/models`."""
 
     object: str = "list"
     data: list[ModelCard] = []
@@ -654,7 +651,7 @@ class LoadLoRAAdapterRequest(OpenAIBaseModel):
 
 
 class UnloadLoRAAdapterRequest(OpenAIBaseModel):
-    """`POST /v1/unload_lora_adapter`."""
+    """The body of `POST /v1/unload_lora_adapter`."""
 
     lora_name: str
     lora_int_id: Int64 | None = None
@@ -674,13 +671,6 @@ class TokenizeChatRequest(ChatTemplateRequest):
 
     return_token_strs: bool | None = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_combinations(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("continue_final_message") and data.get("add_generation_prompt"):
-            raise MinivllmError("continue_final_message and add_generation_prompt cannot both be true")
-        return data
-
 
 class TokenizeResponse(OpenAIBaseModel):
     """Token ids, and how many a request may have."""
@@ -692,7 +682,7 @@ class TokenizeResponse(OpenAIBaseModel):
 
 
 class DetokenizeRequest(OpenAIBaseModel):
-    """`POST /detokenize`."""
+    """The body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: list[TokenId]

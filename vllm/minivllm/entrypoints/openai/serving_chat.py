@@ -1,6 +1,6 @@
 """`POST /v1/chat/completions`. In vLLM v0.33.0: `vllm/entrypoints/openai/chat_completion/serving.py`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from minivllm.entrypoints.openai.answer import Answer, TokenizedPrompt
@@ -24,20 +24,14 @@ from minivllm.outputs import CompletionOutput, RequestOutput
 
 
 class ChatAnswer(Answer):
-    """How the answers of a chat are told."""
+    """Renders the answers of a chat."""
 
     whole_form, event_form, event_kind = ChatCompletionResponse, ChatCompletionStreamResponse, "chat.completion.chunk"
 
-    def __init__(
-        self,
-        serving: OpenAIServing,
-        request: ChatCompletionRequest,
-        request_id: str,
-        prompts: Sequence[TokenizedPrompt],
-    ) -> None:
-        super().__init__(serving, request, request_id, prompts)
+    def prepare(self) -> None:
+        request = self.request
         last = request.messages[-1]
-        self._role = serving.settings.response_role if request.add_generation_prompt else last["role"]
+        self._role = self.serving.settings.response_role if request.add_generation_prompt else last["role"]
         """Who speaks. A message that goes on may be echoed, so that the reply has it whole."""
         said = last.get("content") if request.echo and last["role"] == self._role else ""
         self._said_before = said if isinstance(said, str) else ""
@@ -57,7 +51,6 @@ class ChatAnswer(Answer):
                 yield self._event_of(index, DeltaMessage(content=self._said_before))
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """See `Answer`."""
         return {"prompt_logprobs": prompt_logprobs(output.prompt_logprobs), **self._about_prompt()}
 
     def _about_prompt(self) -> dict[str, Any]:
@@ -70,47 +63,50 @@ class ChatAnswer(Answer):
         choice = ChatCompletionResponseStreamChoice(index=index, delta=said, logprobs=None, finish_reason=None)
         return self.event([choice], index, 0)
 
-    def delta(self, number: int, output: RequestOutput, one: CompletionOutput) -> ChatCompletionResponseStreamChoice:
-        """See `Answer`."""
-        said = DeltaMessage(content=one.text) if one.text or one.finish_reason is None else DeltaMessage()
+    def delta(
+        self, number: int, output: RequestOutput, completion: CompletionOutput
+    ) -> ChatCompletionResponseStreamChoice:
+        says_something = completion.text or completion.finish_reason is None
+        said = DeltaMessage(content=completion.text) if says_something else DeltaMessage()
         if self._tools:
-            calls = self._tools[one.index].new(one.text)
+            # The text is constrained to calls of tools, so none of it is content.
+            calls = self._tools[completion.index].new(completion.text)
             said = DeltaMessage(tool_calls=calls) if calls else DeltaMessage()
         choice = ChatCompletionResponseStreamChoice(
             index=number,
             delta=said,
-            logprobs=self._logprobs(one),
-            finish_reason=self._finish_reason(one),
-            token_ids=one.token_ids if self.request.return_token_ids else None,
+            logprobs=self._logprobs(completion),
+            finish_reason=self._finish_reason(completion),
+            token_ids=completion.token_ids if self.request.return_token_ids else None,
         )
-        if one.finish_reason is not None:
-            choice.stop_reason = one.stop_reason
+        if completion.finish_reason is not None:
+            choice.stop_reason = completion.stop_reason
         return choice
 
-    def choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> ChatCompletionResponseChoice:
-        """See `Answer`."""
-        message = ChatMessage(role=self._role, content=self._said_before + one.text)
-        if self._tools and one.finish_reason == "stop":  # else it is cut off, and no call
-            message.content, message.tool_calls = None, self._tools[one.index].whole(one.text)
+    def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> ChatCompletionResponseChoice:
+        message = ChatMessage(role=self._role, content=self._said_before + completion.text)
+        if self._tools and completion.finish_reason == "stop":  # else it is cut off, and no call
+            message.content = None
+            message.tool_calls = self._tools[completion.index].whole(completion.text)
         return ChatCompletionResponseChoice(
             index=number,
             message=message,
-            logprobs=self._logprobs(one),
-            finish_reason=self._finish_reason(one),
-            stop_reason=one.stop_reason,
-            token_ids=one.token_ids if self.request.return_token_ids else None,
+            logprobs=self._logprobs(completion),
+            finish_reason=self._finish_reason(completion),
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if self.request.return_token_ids else None,
         )
 
-    def _finish_reason(self, one: CompletionOutput) -> str | None:
-        """With "required" a call is the reason, as OpenAI's clients expect; with a named tool it is "stop"."""
+    def _finish_reason(self, completion: CompletionOutput) -> str | None:
+        """Return "tool_calls" with "required", as OpenAI's clients expect; with a named tool it is "stop"."""
         calls = bool(self._tools) and self.request.tool_choice == "required"
-        return "tool_calls" if calls and one.finish_reason == "stop" else one.finish_reason
+        return "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
 
-    def _logprobs(self, one: CompletionOutput) -> ChatCompletionLogProbs | None:
+    def _logprobs(self, completion: CompletionOutput) -> ChatCompletionLogProbs | None:
         if not self.request.logprobs:
             return None
         shows_ids = self.serving.shows_ids(self.request)
-        return chat_logprobs(one.token_ids, one.logprobs or [], self.request.top_logprobs or 0, shows_ids)
+        return chat_logprobs(completion.token_ids, completion.logprobs or [], self.request.top_logprobs or 0, shows_ids)
 
 
 class OpenAIServingChat(OpenAIServing):
@@ -119,7 +115,6 @@ class OpenAIServingChat(OpenAIServing):
     id_prefix, renderer = "chatcmpl", ChatAnswer
 
     async def prompts_of(self, request: ChatCompletionRequest) -> tuple[list[TokenizedPrompt], int | None]:
-        """See `OpenAIServing`."""
         self.check(request, 1)
         if request.tool_choice == "auto" and not (
             self.settings.enable_auto_tool_choice and self.settings.tool_call_parser

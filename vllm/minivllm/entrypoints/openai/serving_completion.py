@@ -1,7 +1,5 @@
 """`POST /v1/completions`. In vLLM v0.33.0: `vllm/entrypoints/openai/completion/serving.py`."""
 
-from collections.abc import Sequence
-
 from minivllm.entrypoints.openai.answer import Answer, TokenizedPrompt
 from minivllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import (
@@ -18,68 +16,68 @@ from minivllm.outputs import CompletionOutput, RequestOutput
 
 
 class CompletionAnswer(Answer):
-    """How completions are told."""
+    """Renders the choices of completions."""
 
     whole_form, event_form, event_kind = CompletionResponse, CompletionStreamResponse, "text_completion"
 
-    def __init__(
-        self, serving: OpenAIServing, request: CompletionRequest, request_id: str, prompts: Sequence[TokenizedPrompt]
-    ) -> None:
-        super().__init__(serving, request, request_id, prompts)
+    def prepare(self) -> None:
         self._num_characters: dict[int, int] = {}
         """How many characters of each choice were sent."""
 
-    def choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> CompletionResponseChoice:
-        """See `Answer`."""
-        prompt, shows_ids = self.prompts[number // self.n], self.request.return_token_ids
+    def choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> CompletionResponseChoice:
+        prompt = self.prompts[number // self.n]
+        shows_ids = self.request.return_token_ids
         return CompletionResponseChoice(
             index=number,
-            text=self._text(prompt, one, self.request.echo),
-            logprobs=self._logprobs(prompt, output, one, self.request.echo),
-            finish_reason=one.finish_reason,
-            stop_reason=one.stop_reason,
-            token_ids=one.token_ids if shows_ids else None,
+            text=self._text(prompt, completion, self.request.echo),
+            logprobs=self._logprobs(prompt, output, completion, self.request.echo),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if shows_ids else None,
             prompt_token_ids=prompt.token_ids if shows_ids else None,
             prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
         )
 
-    def delta(self, number: int, output: RequestOutput, one: CompletionOutput) -> CompletionResponseStreamChoice:
-        """See `Answer`."""
-        request, prompt, first = self.request, self.prompts[number // self.n], number not in self._num_characters
+    def delta(self, number: int, output: RequestOutput, completion: CompletionOutput) -> CompletionResponseStreamChoice:
+        request = self.request
+        prompt = self.prompts[number // self.n]
+        first = number not in self._num_characters
         echoes = bool(request.echo) and first
         before = self._num_characters.get(number, 0)
         choice = CompletionResponseStreamChoice(
             index=number,
-            text=self._text(prompt, one, echoes),
-            logprobs=self._logprobs(prompt, output, one, echoes, before),
-            finish_reason=one.finish_reason,
-            stop_reason=one.stop_reason,
+            text=self._text(prompt, completion, echoes),
+            logprobs=self._logprobs(prompt, output, completion, echoes, before),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
             prompt_token_ids=prompt.token_ids if echoes or (first and request.return_token_ids) else None,
-            token_ids=one.token_ids if request.return_token_ids else None,
+            token_ids=completion.token_ids if request.return_token_ids else None,
         )
         self._num_characters[number] = before + len(choice.text)
         return choice
 
-    def _text(self, prompt: TokenizedPrompt, one: CompletionOutput, echoes: bool | None) -> str:
-        """The text of a completion; an echo has the prompt's before it, unless that is returned as token ids."""
+    def _text(self, prompt: TokenizedPrompt, completion: CompletionOutput, echoes: bool | None) -> str:
+        """Return a completion's text, after the prompt's for an echo, unless the prompt is returned as token ids."""
         said_before = prompt.text if echoes and not self.request.return_token_ids else ""
-        return (said_before or "") + ("" if self.request.only_echoes else one.text)
+        return (said_before or "") + ("" if self.request.only_echoes else completion.text)
 
     def _logprobs(
         self,
         prompt: TokenizedPrompt,
         output: RequestOutput,
-        one: CompletionOutput,
+        completion: CompletionOutput,
         echoes: bool | None,
         offset: int = 0,
     ) -> CompletionLogProbs | None:
-        """Those of the same tokens, of which the text begins `offset` characters after the prompt's."""
+        """Return the log probabilities of tokens whose text begins `offset` characters after the prompt's."""
         if self.request.logprobs is None:
             return None
-        token_ids, rows = ([], []) if self.request.only_echoes else (one.token_ids, one.logprobs or [])
+        token_ids, rows = ([], []) if self.request.only_echoes else (completion.token_ids, completion.logprobs or [])
         if echoes:
+            # One list for prompt and completion, as OpenAI's completions have it.
             token_ids, rows = prompt.token_ids + token_ids, (output.prompt_logprobs or []) + rows
-        serving, most = self.serving, self.request.logprobs
+        serving = self.serving
+        most = self.request.logprobs
         return completion_logprobs(serving.tokenizer, token_ids, rows, most, offset, serving.shows_ids(self.request))
 
 
@@ -89,13 +87,12 @@ class OpenAIServingCompletion(OpenAIServing):
     id_prefix, renderer = "cmpl", CompletionAnswer
 
     async def prompts_of(self, request: CompletionRequest) -> tuple[list[TokenizedPrompt], int | None]:
-        """See `OpenAIServing`."""
         for name in ("suffix", "prompt_embeds"):
             if getattr(request, name) is not None:
                 raise MinivllmError(f"{name} is not served here", None if name == "suffix" else name)
-        given = _prompts_of(request)
-        self.check(request, len(given))
-        prompts = [await self._tokenized(prompt, request) for prompt in given]
+        raw_prompts = _prompts_of(request)
+        self.check(request, len(raw_prompts))
+        prompts = [await self._tokenized(prompt, request) for prompt in raw_prompts]
         return prompts, 1 if request.only_echoes else request.max_tokens
 
     async def _tokenized(self, prompt: str | list[int], request: CompletionRequest) -> TokenizedPrompt:

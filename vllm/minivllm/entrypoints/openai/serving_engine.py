@@ -1,4 +1,4 @@
-"""What completions and chat completions do alike: from a request to the engine's requests.
+"""Turn a client's request into requests of the engine, for completions and chats alike.
 
 In vLLM v0.33.0: `vllm/entrypoints/generate/base/serving.py`, `vllm/entrypoints/serve/utils/api_utils.py`.
 """
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from minivllm.config.checks import encodable
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.engine.wire import encode
+from minivllm.engine.socket_messages import encode
 from minivllm.entrypoints.openai.answer import Answer, EngineRequests, TokenizedPrompt, as_stream
 from minivllm.entrypoints.openai.chat_template import no_template, render, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
@@ -66,7 +66,7 @@ class OpenAIServing:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         if self.engine.tokenizer is None:
             raise MinivllmError("the server runs with skip_tokenizer_init; it serves no texts")
         return self.engine.tokenizer
@@ -78,11 +78,13 @@ class OpenAIServing:
             MinivllmError: the request is invalid.
             EngineDeadError: the engine has ended.
         """
+        # Everything is checked before the first request is added, so a refused one leaves nothing behind.
         prompts, asked = await self.prompts_of(request)
         params = [self.sampling_params(request, asked, prompt) for prompt in prompts]
         request_id = self.request_id(request, headers)
         requests = await self.start(request, request_id, prompts, params, headers)
         answer = self.renderer(self, request, request_id, prompts)
+        # Nothing has been awaited yet: an error up to here is a status, later ones are events.
         if request.stream:
             return EventStream(as_stream(answer.events(requests), requests), requests.close, self.engine.parts)
         try:
@@ -113,6 +115,7 @@ class OpenAIServing:
                 raise MinivllmError(f"{name} is not served here", name)
         if request.kv_transfer_params:
             self._check_transfer(request.kv_transfer_params, num_prompts)
+        # Each completion is a request of its own in the engine.
         total = num_prompts * max(1, request.n or 1)
         if total > MAX_N:
             raise MinivllmError(f"prompts times n are {total}; the most is {MAX_N}")
@@ -121,13 +124,14 @@ class OpenAIServing:
         self._admit(total)
 
     def _check_transfer(self, params: Mapping[str, Any], num_prompts: int) -> None:
-        """Refuses what no connector can be told; what the values mean is the connector's to check."""
+        """Refuse what no connector can be told; what the values mean is the connector's to check."""
         name = "kv_transfer_params"
         if self.engine.engine_args.kv_transfer_config is None:
             raise MinivllmError(f"{name} need a server with --kv-transfer-config", name)
         if num_prompts > 1:
             raise MinivllmError(f"{name} are those of one prompt; here are {num_prompts}: ask for each alone", name)
         try:
+            # The same encoder as on the way to the core, which would fail there.
             encode(params)
         except (ValueError, OverflowError):  # half a character, or a number beyond 64 bits
             raise MinivllmError(f"{name} have a value that cannot be sent on", name) from None
@@ -148,8 +152,8 @@ class OpenAIServing:
             )
         room = longest - length
         default = self._defaults.get("max_tokens")
-        wanted = [room, asked, default if asked is None else None]
-        max_tokens = min(count for count in wanted if count is not None)
+        limits = [room, asked, default if asked is None else None]
+        max_tokens = min(count for count in limits if count is not None)
         params = request.to_sampling_params(max_tokens, self._defaults, self.vocab_size)
         params.structured_outputs = constraint_of(request)
         return params
@@ -190,11 +194,11 @@ class OpenAIServing:
 
     def request_id(self, request: GenerationRequest, headers: Mapping[str, str]) -> str:
         """Return the reply's id: the header's, the request's, or a new one, with a prefix."""
-        given = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
-        return f"{self.id_prefix}-{given.encode('utf8', 'replace').decode()[:1024]}"
+        client_id = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
+        return f"{self.id_prefix}-{client_id.encode('utf8', 'replace').decode()[:1024]}"
 
     def shows_ids(self, request: GenerationRequest) -> bool:
-        """Whether log probabilities show tokens as their ids."""
+        """Return whether log probabilities show tokens as their ids."""
         own = request.return_tokens_as_token_ids
         return self.settings.return_tokens_as_token_ids if own is None else own
 
@@ -208,6 +212,7 @@ class OpenAIServing:
         if request.truncate_prompt_tokens is None:
             self.engine.input_processor.check_length(text)
         else:
+            # A text of gigabytes may be fine if only its end is wanted, but must not be tokenized as a whole.
             text = self._near_the_end_kept(text, request)
         return TokenizedPrompt(self.truncated(await self.tokenize(text, request.add_special_tokens), request), whole)
 
@@ -220,6 +225,7 @@ class OpenAIServing:
             # The library gives up the GIL for batches only, and without that a thread holds up everybody.
             return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
+        # A thread costs about as much as tokenizing a short text.
         return encode() if len(text) < CHARACTERS_IN_LOOP else await asyncio.to_thread(encode)
 
     async def detokenize(self, token_ids: list[int]) -> str:
@@ -233,19 +239,19 @@ class OpenAIServing:
 
     def truncated(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
         """Return what `truncate_prompt_tokens` leaves: the last tokens, or the first; -1: as many as fit."""
-        wanted = request.truncate_prompt_tokens
-        if wanted is None:
+        most = request.truncate_prompt_tokens
+        if most is None:
             return token_ids
         longest = self.limits.max_model_len
-        if wanted == 0 or wanted > longest:
+        if most == 0 or most > longest:
             raise MinivllmError(
-                f"truncate_prompt_tokens is {wanted}; it must be from 1 to {longest}, or -1", "truncate_prompt_tokens"
+                f"truncate_prompt_tokens is {most}; it must be from 1 to {longest}, or -1", "truncate_prompt_tokens"
             )
-        kept = longest if wanted == -1 else wanted
+        kept = longest if most == -1 else most
         return token_ids[:kept] if request.truncation_side == "right" else token_ids[-kept:]
 
     def _near_the_end_kept(self, text: str, request: GenerationRequest) -> str:
-        """The part of a very long text that holds all tokens that are kept, and as much again beside them.
+        """Return the part of a very long text that holds all tokens to keep, and as much again beside them.
 
         What is cut there is tokenized differently, but only next to the cut.
         """
@@ -258,8 +264,8 @@ class OpenAIServing:
         Raises:
             MinivllmError: there is no template, or it rejects the messages, or the request brings one of its own.
         """
-        given = request.chat_template_kwargs or {}
-        own = request.chat_template or given.get("chat_template")
+        variables = request.chat_template_kwargs or {}
+        own = request.chat_template or variables.get("chat_template")
         if own and not self.settings.trust_request_chat_template:
             raise MinivllmError("a request's own chat_template is served only with --trust-request-chat-template")
         template = own or self.template
@@ -271,25 +277,28 @@ class OpenAIServing:
             "tools": [tool.model_dump(exclude_none=True) for tool in request.tools] if request.tools else None,
             "documents": request.documents,
             **further,
-            **{name: value for name, value in given.items() if name not in ("messages", "chat_template")},
+            # A client may set any variable of the template but the messages.
+            **{name: value for name, value in variables.items() if name not in ("messages", "chat_template")},
         }
         form = self.settings.chat_template_content_format
         return render(template, request.messages, seen, request.continue_final_message, form)
 
     def _check_logprobs(self, name: str, asked: int | None) -> None:
         most = self.vocab_size if self.settings.max_logprobs == -1 else self.settings.max_logprobs
-        wanted = self.vocab_size if asked == -1 else asked or 0
-        if wanted > most:
-            raise MinivllmError(f"{name} asks for {wanted} tokens a position; the server allows {most}", name)
+        number = self.vocab_size if asked == -1 else asked or 0
+        if number > most:
+            raise MinivllmError(f"{name} asks for {number} tokens a position; the server allows {most}", name)
 
     def _admit(self, number: int) -> None:
-        """Refuses new requests while too many are unfinished; counts the refusals."""
-        settings, processor = self.settings, self.engine.output_processor
+        """Refuse new requests while too many are unfinished, and count the refusals."""
+        settings = self.settings
+        processor = self.engine.output_processor
         limits = (
             ("max_num_queued_reqs", settings.max_num_queued_reqs, lambda: len(processor.states) + number),
             ("max_num_queued_tokens", settings.max_num_queued_tokens, lambda: processor.num_prompt_tokens() + 1),
         )
         for name, most, would_be in limits:
+            # Counting tokens goes through all requests, so it is done only where there is a limit.
             if most is not None and would_be() > most:
                 if self.engine.stat_logger is not None:
                     self.engine.stat_logger.record_rejection(name)
@@ -297,10 +306,11 @@ class OpenAIServing:
 
 
 def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:
-    """The core that a router in front of this server has chosen, if any."""
-    given = headers.get("x-data-parallel-rank")
-    if given is None:
+    """Return the core that a router in front of this server has chosen, if any."""
+    header = headers.get("x-data-parallel-rank")
+    if header is None:
         return None
-    if not given.isdecimal() or len(given) > MAX_RANK_DIGITS:
-        raise MinivllmError(f"the header X-data-parallel-rank is {given[:20]!r}; it must be a core's number")
-    return int(given)
+    # No core has a number that long, and Python refuses to convert thousands of digits.
+    if not header.isdecimal() or len(header) > MAX_RANK_DIGITS:
+        raise MinivllmError(f"the header X-data-parallel-rank is {header[:20]!r}; it must be a core's number")
+    return int(header)

@@ -18,10 +18,16 @@ from minivllm.entrypoints.openai.protocol import (
     LoadLoRAAdapterRequest,
     ModelCard,
     ModelList,
-    ModelPermission,
     UnloadLoRAAdapterRequest,
 )
 from minivllm.errors import MinivllmError
+
+PERMISSION = {
+    "object": "model_permission", "allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True,
+    "allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False, "organization": "*", "group": None,
+    "is_blocking": False,
+}  # fmt: skip
+"""What OpenAI's API once said of each model."""
 
 
 class OpenAIServingModels:
@@ -35,21 +41,23 @@ class OpenAIServingModels:
         engine: AsyncLLM | None = None,
         lora_folders: Sequence[str] = (),
     ) -> None:
-        """`lora_folders`: below which `load_lora_adapter` may load; the engine is needed for adapters only."""
+        """Take the folders below which adapters may be loaded, and the engine, which only adapters need."""
         self.names = tuple(names)
         self._root = root
         self._max_model_len = max_model_len
         self._created = int(time.time())
-        self._engine, self._folders = engine, lora_folders
+        self._engine = engine
+        self._folders = lora_folders
         self._adapters: dict[str, LoRARequest] = {}
         self._roots: dict[str, str] = {}
         """The path of each adapter as it was given."""
         self._ids = itertools.count(1)
+        # Loading takes seconds, and two clients may load the same name meanwhile.
         self._changing = asyncio.Lock()
 
     @property
     def name(self) -> str:
-        """The model's name in replies."""
+        """Return the model's name in replies."""
         return self.names[0]
 
     def check(self, asked_for: str | None) -> LoRARequest | None:
@@ -73,7 +81,7 @@ class OpenAIServingModels:
     def show(self) -> ModelList:
         """Return the list of models, adapters behind what they are for."""
         own = [self._card(name, self._root, None, self._max_model_len) for name in self.names]
-        parents = {name: one.base_model_name or self.name for name, one in self._adapters.items()}
+        parents = {name: adapter.base_model_name or self.name for name, adapter in self._adapters.items()}
         others = [self._card(name, self._roots[name], parent, None) for name, parent in parents.items()]
         return ModelList(data=[*own, *others])
 
@@ -85,8 +93,8 @@ class OpenAIServingModels:
         """
         for module in modules:
             self._check_free(module.name)
-            one = LoRARequest(module.name, next(self._ids), module.path, module.base_model_name)
-            await self._add(one, module.path)
+            adapter = LoRARequest(module.name, next(self._ids), module.path, module.base_model_name)
+            await self._add(adapter, module.path)
 
     async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> str:
         """Load an adapter, or with `load_inplace` another one under a known name; return what the client is told.
@@ -104,6 +112,7 @@ class OpenAIServingModels:
             async with self._changing:
                 before = self._adapters.get(name)
                 folder = self._folder_of(request)
+                # An id of its own, also in place of another adapter: requests under way keep theirs.
                 added = LoRARequest(name, next(self._ids), folder)
                 try:
                     await self._add(added, path)
@@ -112,6 +121,7 @@ class OpenAIServingModels:
         except BaseException:
             await self._let_go(added)  # some cores may have it, and no request finds it
             raise
+        # Only now: until the new one is loaded, requests must still find the old one.
         await self._let_go(before)
         return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -129,11 +139,12 @@ class OpenAIServingModels:
             self._roots.pop(name, None)
         if gone is None:
             raise not_found(f"The lora adapter '{name[:200]}' cannot be found.")
+        # In the cores it stays until its last request has ended.
         await self._let_go(gone)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _folder_of(self, request: LoadLoRAAdapterRequest) -> str:
-        """Where the adapter lies, if a client may load it under this name."""
+        """Return the adapter's folder, if a client may load it under this name."""
         try:
             check_name(request.lora_name)
             self._check_free(request.lora_name, request.load_inplace)
@@ -148,10 +159,11 @@ class OpenAIServingModels:
     async def _add(self, adapter: LoRARequest, root: str) -> None:
         assert self._engine is not None
         await self._engine.add_lora(adapter)
-        self._adapters[adapter.lora_name], self._roots[adapter.lora_name] = adapter, root
+        self._adapters[adapter.lora_name] = adapter
+        self._roots[adapter.lora_name] = root
 
     async def _let_go(self, adapter: LoRARequest | None) -> None:
-        """Has the cores forget an adapter that no request finds any more."""
+        """Have the cores forget an adapter that no request finds any more."""
         if adapter is not None and self._engine is not None:
             await self._engine.remove_lora(adapter.lora_int_id)
 
@@ -168,7 +180,7 @@ class OpenAIServingModels:
             root=root,
             parent=parent,
             max_model_len=max_model_len,
-            permission=[ModelPermission(id=f"modelperm-{uuid.uuid4().hex[:16]}", created=self._created)],
+            permission=[{"id": f"modelperm-{uuid.uuid4().hex[:16]}", "created": self._created, **PERMISSION}],
         )
 
 

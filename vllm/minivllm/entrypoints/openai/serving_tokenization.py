@@ -30,5 +30,6 @@ class OpenAIServingTokenization(OpenAIServing):
     async def create_detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
         """Return the text of token ids; those outside the vocabulary have none."""
         self.models.check(request.model)
+        # The tokenizer would raise for others.
         known = [token for token in request.tokens if token < self.vocab_size]
         return DetokenizeResponse(prompt=await self.detokenize(known))

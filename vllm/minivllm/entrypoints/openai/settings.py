@@ -5,7 +5,7 @@ In vLLM v0.33.0: `vllm/entrypoints/common/cli_args.py` (`FrontendArgs`). Names a
 
 from dataclasses import dataclass, field
 
-from minivllm.config.checks import is_count, is_number, require
+from minivllm.config.checks import is_count, is_number, require, require_choice, require_counts
 
 CONTENT_FORMATS = ("auto", "string", "openai")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -13,7 +13,7 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 @dataclass(frozen=True, kw_only=True)
 class HttpArgs:
-    """Where a server listens, and how it ends: what `http_server.py` needs to know of any server."""
+    """The address of a server and the settings of its end, which `http_server.py` needs for any server."""
 
     host: str | None = None
     port: int = 8000
@@ -24,12 +24,9 @@ class HttpArgs:
     def __post_init__(self) -> None:
         require(
             is_number(self.shutdown_timeout) and self.shutdown_timeout >= 0.0,
-            f"shutdown_timeout is {self.shutdown_timeout!r}; it must be a number of seconds from 0 on",
+            f"shutdown_timeout is {self.shutdown_timeout!r}; it must be a number of seconds, 0 or more",
         )
-        require(
-            self.uvicorn_log_level in LOG_LEVELS,
-            f"unknown uvicorn_log_level {self.uvicorn_log_level!r}; known are {', '.join(LOG_LEVELS)}",
-        )
+        require_choice("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +92,11 @@ class FrontendArgs(HttpArgs):
             is_count(self.max_logprobs, -1),
             f"max_logprobs is {self.max_logprobs!r}; it must be 0 or more, or -1 for the whole vocabulary",
         )
-        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
-            value = getattr(self, name)
-            require(
-                value is None or is_count(value, 1), f"{name} is {value!r}; it must be a whole number of at least 1"
-            )
+        require_counts(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", may_be_none=True)
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             value = getattr(self, name)
             require(
-                isinstance(value, list) and all(isinstance(one, str) for one in value),
+                isinstance(value, list) and all(isinstance(entry, str) for entry in value),
                 f'{name} is {value!r}; it must be a list of texts in JSON, such as ["*"]',
             )
 

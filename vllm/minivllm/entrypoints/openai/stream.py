@@ -30,18 +30,20 @@ class EventStream(Response):
         self._close = close
         self._parts = parts
         super().__init__()
+        # Starlette has set it for the empty body that a `Response` has by default.
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
+        """Send the events."""
         try:
             await (self._parts.until_disconnected or until_disconnected)(self._send(send), disconnected(receive))
         finally:
             self._close()
+            # Ends the generator where it waits, so that its own `finally` runs now.
             await self._events.aclose()
 
     def events(self) -> AsyncGenerator[Any, None]:
-        """The events, for whoever reads them without a connection."""
+        """Return the events, for readers without a connection."""
         return self._events
 
     async def _send(self, send: Send) -> None:
@@ -61,8 +63,8 @@ async def with_cancellation(
     work: Coroutine[Any, Any, Result], request: Request, parts: Parts = NO_PARTS
 ) -> Result | Response:
     """Return the result, unless the client leaves before; then the work is cancelled."""
-    found = await (parts.until_disconnected or until_disconnected)(work, disconnected(request.receive))
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if found is None else found
+    result = await (parts.until_disconnected or until_disconnected)(work, disconnected(request.receive))
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if result is None else result
 
 
 async def until_disconnected(
@@ -75,14 +77,16 @@ async def until_disconnected(
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected)
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        # If both are done, the work is not thrown away.
         return working.result() if working.done() else None
     finally:
         leaving.cancel()
         working.cancel()
+        # Cancelling is only a request: wait until both have ended.
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has left; for a request whose body has been read."""
+    """Return when the client has left; for a request whose body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -22,12 +22,13 @@ class CalledTools:
         """Return the calls of a text that is complete."""
         if self._name is not None:
             return [_call(self._name, text)]
-        return [_call(one["name"], _as_text(one["parameters"])) for one in json.loads(text)]
+        return [_call(call["name"], _as_text(call["parameters"])) for call in json.loads(text)]
 
     def new(self, text: str) -> list[dict[str, Any]]:
         """Return what this piece of the text adds: arguments of a named tool as they come, other calls as a whole."""
         if self._name is None:
-            return [self._next(one["name"], _as_text(one["parameters"])) for one in self._calls.completed_by(text)]
+            return [self._next(call["name"], _as_text(call["parameters"])) for call in self._calls.completed_by(text)]
+        # The first piece opens the call, the others only add to its arguments.
         if self._number == 0:
             return [self._next(self._name, text)]
         return [{"index": 0, "function": {"arguments": text}}] if text else []
@@ -47,22 +48,25 @@ class _Objects:
 
     def completed_by(self, text: str) -> list[dict[str, Any]]:
         """Return the objects that end in this piece."""
-        found = []
+        completed = []
         for character in text:
             self._take(character)
             if character == "}" and not self._in_string and self._depth == 0:
-                found.append(json.loads("".join(self._piece)))
+                completed.append(json.loads("".join(self._piece)))
                 self._piece = []
-        return found
+        return completed
 
     def _take(self, character: str) -> None:
         if self._in_string:
+            # A quote that is not escaped ends the string.
             self._in_string = self._escaped or character != '"'
             self._escaped = character == "\\" and not self._escaped
         elif character == '"':
             self._in_string = True
         else:
+            # Braces inside of strings do not count.
             self._depth += (character == "{") - (character == "}")
+        # Skip what stands between the objects: brackets, commas, spaces.
         if self._piece or character == "{":
             self._piece.append(character)
 

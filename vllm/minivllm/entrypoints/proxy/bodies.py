@@ -43,7 +43,9 @@ def parse(content: bytes) -> Body:
 def prefill_body(body: Mapping[str, Any]) -> Body:
     """Return what the prefill server is sent: one token, of one completion, whole."""
     kept = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
+    # One token is the least that a request can ask for; it is thrown away.
     kept |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK_TO_KEEP)}
+    # Its newer name goes before `max_tokens`, so it must say the same.
     if "max_completion_tokens" in kept:
         kept["max_completion_tokens"] = 1
     if isinstance(kept.get("n"), int) and kept["n"] > 1:
@@ -53,8 +55,8 @@ def prefill_body(body: Mapping[str, Any]) -> Body:
 
 def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None) -> Body:
     """Return what the decode server is sent: the client's request, and where the keys and values are."""
-    told = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
-    return {**body, **told}
+    further = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
+    return {**body, **further}
 
 
 def kept_params(content: bytes) -> Body | None:
@@ -79,6 +81,7 @@ def why_decode_alone(body: Mapping[str, Any]) -> str | None:
     - "prompt_logprobs": they need the prompt's logits, and those are not kept.
     """
     prompt = body.get("prompt")
+    # A list of numbers is one prompt.
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
         return "several_prompts"
     if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):

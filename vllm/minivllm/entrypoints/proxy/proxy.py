@@ -1,8 +1,9 @@
 """Two servers for each request: one computes the prompt, the other generates.
 
-The prefill server is asked for one token. It keeps the prompt's keys and values and says where they are; the decode
-server is sent that with the client's request, fetches them and answers, and its bytes go to the client as they come.
-Servers take turns. Up to then nothing was said to the client, so where a server does not answer, the next one is asked.
+The prefill server gets a request for one token. It keeps the prompt's keys and values and says where they are. The
+decode server is sent that with the client's request, fetches them and answers, and its bytes go to the client as they
+come. Servers take turns. Up to then nothing was said to the client, so if a server does not answer, the next one is
+tried.
 
 A client that leaves closes its connection to whichever server works for it, and so aborts its request there. A decode
 server that aborts or refuses a request tells the prefill server. What no decode server was told of, the prefill server
@@ -48,7 +49,8 @@ class Upstream:
     """A server behind the proxy. `trouble`: why it is not asked now."""
 
     def __init__(self, role: str, url: str) -> None:
-        self.role, self.url = role, url.rstrip("/")
+        self.role = role
+        self.url = url.rstrip("/")
         self.trouble: str | None = None
         self.num_late = 0
         """How many looks at its health in a row have timed out."""
@@ -58,7 +60,9 @@ class Upstream:
     async def cut_off(self) -> None:
         """End all requests that wait for this server: they meet `NO_ANSWER`."""
         for stream in self.streams:
+            # Closing the session alone would leave readers of open streams waiting.
             stream.set_exception(aiohttp.ServerDisconnectedError())
+        # A new session first, so that the next request does not meet a closed one.
         before, self.session = self.session, _session()
         await before.close()
 
@@ -69,6 +73,7 @@ class Upstream:
                 self.num_late = 0
                 self.note(None if reply.status == 200 else f"its /health says {reply.status}")
         except TimeoutError:
+            # A busy server may answer late; one that is lost never does.
             self.num_late += 1
             if self.num_late >= LOST_AFTER:
                 self.note(f"it has not said in {SECONDS_TO_SAY_HEALTHY:g} s whether it is healthy")
@@ -102,14 +107,15 @@ class Proxy:
         """Look at each server's health, now and from time to time."""
         self.servers = [Upstream("prefill", url) for url in self.settings.prefill]
         self.servers += [Upstream("decode", url) for url in self.settings.decode]
-        await asyncio.gather(*(one.look() for one in self.servers))
-        self._tasks = [asyncio.create_task(self._watch(one)) for one in self.servers]
+        # Before the first request comes, so that it does not meet a server that is down.
+        await asyncio.gather(*(server.look() for server in self.servers))
+        self._tasks = [asyncio.create_task(self._watch(server)) for server in self.servers]
 
     async def close(self) -> None:
         """Close all connections."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *(one.session.close() for one in self.servers), return_exceptions=True)
+        await asyncio.gather(*self._tasks, *(server.session.close() for server in self.servers), return_exceptions=True)
 
     async def wait_until_dead(self) -> None:
         """Never return: servers may come back."""
@@ -118,12 +124,12 @@ class Proxy:
     def end_requests(self) -> None:
         """End requests under way with an error."""
         self._stopped = True
-        self._tasks += [asyncio.create_task(one.cut_off()) for one in self.servers]
+        self._tasks += [asyncio.create_task(server.cut_off()) for server in self.servers]
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is a server of each kind to ask."""
-        return len({one.role for one in self.servers if one.trouble is None}) == 2
+        """Return whether there is a server of each kind to ask."""
+        return len({server.role for server in self.servers if server.trouble is None}) == 2
 
     async def answer(self, path: str, content: bytes, headers: Mapping[str, str]) -> Response:
         """Return the reply to a client's request: a decode server's, or another server's refusal.
@@ -132,10 +138,13 @@ class Proxy:
             MinivllmError: the request is not one.
             RequestError: no server answers.
         """
-        body, passed, params = parse(content), _headers_for_servers(headers), None
+        body = parse(content)
+        passed = _headers_for_servers(headers)
+        params = None
         way = why_decode_alone(body)
         if way is None:
             reply = await self._ask("prefill", path, prefill_body(body), passed)
+            # A refusal is the client's to read; the decode server would refuse the same request.
             if reply.status_code != 200:
                 return reply
             params = kept_params(bytes(reply.body))
@@ -191,6 +200,7 @@ class Proxy:
         upstream.streams.add(reply.content)
         try:
             async for piece in reply.content.iter_any():
+                # Pieces may end anywhere, so remember the last bytes to know whether an event is open.
                 before = (before + piece)[-len(END_OF_EVENT) :]
                 yield piece
         except NO_ANSWER:
@@ -202,7 +212,7 @@ class Proxy:
 
     def _in_turn(self, role: str) -> Sequence[Upstream]:
         """Return the servers to ask, the next one first; its turn is over then."""
-        healthy = [one for one in self.servers if one.role == role and one.trouble is None]
+        healthy = [server for server in self.servers if server.role == role and server.trouble is None]
         for first in healthy[:1]:
             self.servers.remove(first)
             self.servers.append(first)
@@ -219,7 +229,9 @@ class Proxy:
 
 def _session() -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=SECONDS_KEPT_ALIVE)
+    # An answer may take as long as it takes to generate; only connecting is limited.
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SECONDS_TO_CONNECT)
+    # A compressed reply could not be cut into events.
     as_it_is = {"Accept-Encoding": "identity"}
     return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, headers=as_it_is)
 

@@ -34,4 +34,5 @@ class ProxyArgs(HttpArgs):
             for address in addresses:
                 is_one = ADDRESS.fullmatch(address) is not None
                 require(is_one, f"{flag} {address!r} is no address; it must be like {EXAMPLE}")
+                # Two entries would get twice the requests of the others.
                 require(addresses.count(address) == 1, f"{flag} names {address} twice")

@@ -39,6 +39,7 @@ class StepFeed:
         for unsent, shown in self._pages.items():
             if shown == core:
                 if unsent.full():
+                    # Drop the oldest: the newest state is worth more.
                     unsent.get_nowait()
                 unsent.put_nowait(line)
 
@@ -47,6 +48,7 @@ class StepFeed:
         cores = self._engine.engine_args.data_parallel_size
         yield _event(json.dumps({"xray": FORMAT, "model": self._model, "core": core, "cores": cores}))
         unsent: asyncio.Queue[str] = asyncio.Queue(MOST_UNSENT)
+        # Before the recorder starts: its first snapshot is for this page.
         self._pages[unsent] = core
         try:
             await self._engine.start_step_events()
@@ -54,6 +56,8 @@ class StepFeed:
                 try:
                     yield _event(await asyncio.wait_for(unsent.get(), SECONDS_OF_SILENCE))
                 except TimeoutError:
+                    # A comment in the stream: it notices a page that has left, and a proxy keeps
+                    # the connection open.
                     yield ": ping\n\n"
         finally:
             del self._pages[unsent]

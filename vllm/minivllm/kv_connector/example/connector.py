@@ -4,9 +4,9 @@ This is the simplest connector: read it first. Both sides are one class, nothing
 each save begins and ends within its step. With the others requests wait outside of the batch while bytes move.
 
 One file holds one full block of a prompt, with all layers, and is named by the block's hash: so by its tokens, all
-tokens before them, and what else they depend on. Whoever has the same prefix finds its blocks, one after another.
+tokens before them, and what else they depend on. A request with the same prefix finds its blocks, one after another.
 A file appears when it is complete, and has a checksum; one that is cut or altered counts as a load that has failed, and
-is removed. What a step computes with such a block is not saved. Nothing is ever evicted; that is left to whoever owns
+is removed. What a step computes with such a block is not saved. Nothing is ever evicted; that is left to the owner of
 the folder.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py` (`ExampleConnector`), which keeps a
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     import torch
 
     from minivllm.core.block_pool import KVCacheBlock
-    from minivllm.core.output import SchedulerOutput
     from minivllm.core.request import Request
+    from minivllm.core.scheduler_output import SchedulerOutput
 
 logger = init_logger(__name__)
 CHECKSUM = "blake2b"
@@ -69,7 +69,7 @@ class ExampleConnector(KVConnectorBase_V1):
     """Both sides. `shared_storage_path` in `kv_connector_extra_config` is the folder."""
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole) -> None:
-        """Creates the folder.
+        """Create the folder.
 
         Raises:
             MinivllmError: no folder is named, or it cannot be made.
@@ -81,6 +81,7 @@ class ExampleConnector(KVConnectorBase_V1):
                 f"shared_storage_path is {path!r}; ExampleConnector needs a folder, as in "
                 '{"kv_connector_extra_config": {"shared_storage_path": "/tmp/kv"}}'
             )
+        # Whatever makes the bytes of a file mean something else is part of the folder's name.
         kind = f"{config.model_fingerprint} {config.block_size} {config.kv_cache_dtype} {config.tensor_parallel_size}"
         self.folder = Path(path) / hashlib.sha256(kind.encode()).hexdigest()[:16]
         try:
@@ -94,31 +95,34 @@ class ExampleConnector(KVConnectorBase_V1):
         self._kv_caches: KVCaches = {}
         self._saving: dict[str, list[torch.Tensor]] = {}
         self._invalid_block_ids: set[int] = set()
-        self._num_steps, self._last_failure = 0, -1
+        self._num_steps = 0
+        self._last_failure = -1
 
     # The scheduler's side
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Counts the blocks behind the first `num_computed_tokens` tokens that are there on all ranks."""
+        """Count the blocks behind the first `num_computed_tokens` tokens that are there on all ranks."""
         if not self.config.kv_transfer_config.is_kv_consumer:
             return 0, False
         size = self.config.block_size
+        # Remembered for `update_state_after_alloc`, where the prefix cache's blocks cannot be told apart any more.
         self._asked[request.request_id] = num_computed_tokens // size
         first, last = num_computed_tokens // size, (request.num_tokens - 1) // size
-        found = 0
+        num_blocks = 0
         for block_hash in request.block_hashes[first:last]:
             if not self._is_complete(block_hash.hex()):
                 break
-            found += 1
-        return found * size, False
+            num_blocks += 1
+        return num_blocks * size, False
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Notes which blocks are to be loaded: those behind the ones that the prefix cache has had."""
+        """Note which blocks are to be loaded: those behind the ones that the prefix cache has had."""
         size = self.config.block_size
         num_external = num_external_tokens // size
         num_known = self._asked.pop(request.request_id, request.num_computed_tokens // size)
+        # A file holds one block, so each block is loaded by itself.
         for place in range(num_known, num_known + num_external):
             self._metadata.loads[blocks[place].block_id] = request.block_hashes[place].hex()
         self._requests[request.request_id] = _Saved(
@@ -126,7 +130,7 @@ class ExampleConnector(KVConnectorBase_V1):
         )
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ExampleConnectorMetadata:
-        """Adds the blocks of prompts that this step fills and that are not there yet."""
+        """Add the blocks of prompts that this step fills and that are not there yet."""
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in self._requests:
@@ -136,29 +140,30 @@ class ExampleConnector(KVConnectorBase_V1):
                 if request_id in self._requests:
                     self._add_saves(self._requests[request_id], num_tokens)
         metadata, self._metadata = self._metadata, ExampleConnectorMetadata()
-        metadata.step, metadata.last_failure = self._num_steps, self._last_failure
+        metadata.step = self._num_steps
+        metadata.last_failure = self._last_failure
         self._num_steps += 1
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Notes which steps have failed to load."""
+        """Note which steps have failed to load."""
         self._last_failure = max((self._last_failure, *(connector_output.kv_connector_worker_meta or ())))
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets it: what is to be saved of it was saved when it was computed."""
+        """Forget it: what is to be saved of it was saved when it was computed."""
         self._requests.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
         return False, None
 
     def reset_cache(self) -> bool:
-        """Removes all files of this model. Returns whether all are gone."""
+        """Remove all files of this model. Return whether all are gone."""
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):
                 path.unlink()
         return not any(self.folder.iterdir())
 
     def start_over(self) -> None:
-        """Forgets what the failed step would have saved."""
+        """Forget what the failed step would have saved."""
         self._metadata = ExampleConnectorMetadata()
         self._requests.clear()
 
@@ -167,13 +172,16 @@ class ExampleConnector(KVConnectorBase_V1):
         # It may have been set back by a load that has failed.
         saved.num_blocks = min(saved.num_blocks, request.num_computed_tokens // self.config.block_size)
         num_known = min(request.num_computed_tokens + num_tokens, request.num_prompt_tokens)
+        # Only full blocks of the prompt: a file is found by its block's hash.
         for place in range(saved.num_blocks, num_known // self.config.block_size):
             name = request.block_hashes[place].hex()
+            # Another engine may have saved the same block.
             if not self._is_complete(name):
                 self._metadata.saves[saved.block_ids[place]] = name
             saved.num_blocks = place + 1
 
     def _is_complete(self, name: str) -> bool:
+        # Each rank has its own heads in a file of its own.
         return all(self._path(name, rank).exists() for rank in range(self.config.tensor_parallel_size))
 
     def _path(self, name: str, rank: int) -> Path:
@@ -182,31 +190,34 @@ class ExampleConnector(KVConnectorBase_V1):
     # The workers' side
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Keeps them."""
+        """Keep the tensors for loads and saves."""
         self._kv_caches = kv_caches
 
     def start_load_kv(self) -> None:
-        """Loads all blocks; those that cannot be loaded are told as invalid."""
+        """Load all blocks; those that cannot be loaded are told as invalid."""
         for block_id, name in self._step.loads.items():
             if not self._load(block_id, self._path(name, self.config.tensor_parallel_rank)):
                 self._invalid_block_ids.add(block_id)
                 self._last_failure = self._step.step
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: all layers lie in one file."""
+        """Wait for nothing: `start_load_kv` has loaded all layers."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
-        """Copies the layer's part of the blocks to be saved."""
+        """Copy the layer's part of the blocks to be saved."""
         saves = self._step.saves
+        # After a failed load, nothing is saved until the scheduler knows of it: it may have been
+        # computed with garbage.
         if saves and self._step.last_failure >= self._last_failure:
             self._saving[layer_name] = [tensor[list(saves)].cpu() for tensor in kv_layer]
 
     def wait_for_save(self) -> None:
-        """Writes the files."""
+        """Write the files."""
         saving, self._saving = self._saving, {}
         if not saving:
             return
         for place, name in enumerate(self._step.saves.values()):
+            # Key: layer and part, such as keys, values and scales. Each is one block.
             tensors = {
                 f"{layer}.{part}": tensor[place].contiguous()
                 for layer, parts in saving.items()
@@ -215,17 +226,19 @@ class ExampleConnector(KVConnectorBase_V1):
             self._write(self._path(name, self.config.tensor_parallel_rank), tensors)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns those that could not be loaded in this step."""
+        """Return those that could not be loaded in this step."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
     def build_connector_worker_meta(self) -> int | None:
-        """Tells that this step has failed to load."""
+        """Tell that this step has failed to load."""
         return self._step.step if self._last_failure == self._step.step else None
 
     def reset(self) -> None:
-        """Forgets the failed step."""
-        self._saving, self._invalid_block_ids, self._last_failure = {}, set(), -1
+        """Forget the failed step."""
+        self._saving = {}
+        self._invalid_block_ids = set()
+        self._last_failure = -1
 
     @property
     def _step(self) -> ExampleConnectorMetadata:
@@ -233,20 +246,25 @@ class ExampleConnector(KVConnectorBase_V1):
         return self._connector_metadata
 
     def _load(self, block_id: int, path: Path) -> bool:
-        """Fills one block; returns whether the file holds what it should. One that does not is removed."""
+        """Fill one block; return whether the file holds what it should. One that does not is removed."""
         from safetensors import SafetensorError, safe_open
 
-        caches = {f"{layer}.{part}": one for layer, of in self._kv_caches.items() for part, one in enumerate(of)}
+        caches = {
+            f"{layer}.{part}": tensor
+            for layer, tensors in self._kv_caches.items()
+            for part, tensor in enumerate(tensors)
+        }
         try:
+            # safetensors checks the lengths, but would not notice a changed byte.
             with safe_open(path, framework="pt") as opened:
                 loaded = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-                told = (opened.metadata() or {}).get(CHECKSUM)
+                written = (opened.metadata() or {}).get(CHECKSUM)
         except (OSError, SafetensorError):
-            loaded, told = {}, None
-        fits = loaded.keys() == caches.keys() and all(
-            one.shape == caches[name].shape[1:] and one.dtype == caches[name].dtype for name, one in loaded.items()
-        )
-        if not fits or told != checksum(loaded[name] for name in sorted(loaded)):
+            loaded, written = {}, None
+        wanted = {name: (cache.shape[1:], cache.dtype) for name, cache in caches.items()}
+        fits = {name: (tensor.shape, tensor.dtype) for name, tensor in loaded.items()} == wanted
+        if not fits or written != checksum(loaded[name] for name in sorted(loaded)):
+            # Remove it, so that it is computed and saved again.
             path.unlink(missing_ok=True)
             return False
         for name, tensor in loaded.items():
@@ -254,12 +272,13 @@ class ExampleConnector(KVConnectorBase_V1):
         return True
 
     def _write(self, path: Path, tensors: "dict[str, torch.Tensor]") -> None:
-        """Writes a file that nobody sees before it is complete. A full disk costs only the file."""
+        """Write a file that nobody sees before it is complete. A full disk costs only the file."""
         from safetensors.torch import save_file
 
         unfinished = path.with_suffix(f".{os.getpid()}")
         try:
             save_file(tensors, unfinished, {CHECKSUM: checksum(tensors[name] for name in sorted(tensors))})
+            # Atomic: a reader sees the whole file or none.
             os.replace(unfinished, path)
         except Exception as error:
             unfinished.unlink(missing_ok=True)
@@ -267,7 +286,7 @@ class ExampleConnector(KVConnectorBase_V1):
 
 
 def checksum(tensors: "Iterable[torch.Tensor]") -> str:
-    """Returns a hash of the tensors' bytes, in this order."""
+    """Return a hash of the tensors' bytes, in this order."""
     import torch
 
     seen = hashlib.blake2b(digest_size=16)

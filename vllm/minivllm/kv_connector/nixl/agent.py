@@ -15,7 +15,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +23,14 @@ import torch
 from minivllm.errors import MinivllmError
 
 State = Literal["PROC", "DONE", "ERR"]
+"""A read is under way; all bytes have come; it has failed, and what has arrived is unknown."""
 SECONDS_BETWEEN_LOOKS = 0.001
 MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 """The distribution `nixl` only chooses between the builds for two CUDA releases; either works on a CPU."""
 
 
 class Region(NamedTuple):
-    """`count` pieces of `num_bytes` from `address` on, one every `stride` bytes, on this device (0 for host memory)."""
+    """`count` pieces of `num_bytes` starting at `address`, one every `stride` bytes, on a device (0: host memory)."""
 
     address: int
     num_bytes: int
@@ -40,7 +41,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """What NIXL has measured of a transfer: seconds to post it, seconds until it was over, its bytes and its pieces.
+    """NIXL's measurements of a transfer: seconds to post it, seconds until it was over, its bytes and its pieces.
 
     Neighbouring pieces are merged, so there may be fewer of them than were asked for.
     """
@@ -51,67 +52,11 @@ class TransferTimes:
     num_descriptors: int
 
 
-class Transfer(Protocol):
-    """A read that has begun."""
-
-    def state(self) -> State:
-        """PROC: under way; DONE: all bytes are here; ERR: it has failed, and what has arrived is unknown."""
-        ...
-
-    def times(self) -> TransferTimes:
-        """Of one that is done."""
-        ...
-
-    def release(self) -> bool:
-        """Gives it up; one under way is cancelled. Returns False if it cannot be: it still writes into memory here."""
-        ...
-
-
-class TransferAgent(Protocol):
-    """What the connector's worker needs of an agent; `NixlAgent` is the real one."""
-
-    def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Opens this memory to transfers, once."""
-        ...
-
-    def metadata(self) -> bytes:
-        """How a peer reaches this agent and its memory."""
-        ...
-
-    def add_peer(self, metadata: bytes) -> str:
-        """Returns the peer's name. Raises an exception for metadata that it cannot read."""
-        ...
-
-    def remove_peer(self, peer: str) -> None:
-        """Forgets a peer, and the lists prepared for it."""
-        ...
-
-    def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
-        """Prepares all pieces of these regions in their order; `peer` None means this agent's own memory."""
-        ...
-
-    def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> Transfer:
-        """Begins to read: piece `pieces[i]` of the peer's list into piece `into[i]` of the local one."""
-        ...
-
-    def notify(self, peer: str, message: bytes) -> None:
-        """Sends a notification alone. Raises an exception if the peer is known to be gone."""
-        ...
-
-    def notifications(self) -> list[bytes]:
-        """What peers have sent since the last call."""
-        ...
-
-    def close(self) -> None:
-        """Releases everything. A second call does nothing."""
-        ...
-
-
 class NixlAgent:
     """An agent of NIXL with the UCX backend (which moves bytes: `UCX_TLS` in the environment limits the ways)."""
 
     def __init__(self, name: str, backends: Sequence[str] = ("UCX",)) -> None:
-        """`name` must be unlike that of every peer.
+        """Start an agent, whose name must differ from that of every peer.
 
         Raises:
             MinivllmError: nixl is not installed, or has no such backend.
@@ -124,6 +69,7 @@ class NixlAgent:
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # the core's calls come from several threads
         )
         try:
+            # A restriction of UCX's transports is a usual cause, so the message shows it.
             self._api: Any = api.nixl_agent(name, config)
         except Exception as error:
             ways = os.environ.get("UCX_TLS", "not set")
@@ -139,47 +85,49 @@ class NixlAgent:
         self._lists: dict[str | None, list[Any]] = {}
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `TransferAgent`."""
+        """Open this memory to transfers, once."""
         self._memory_kind = "VRAM" if tensors[0].is_cuda else "DRAM"
         self._registered = self._api.register_memory(list(tensors))
 
     def metadata(self) -> bytes:
-        """See `TransferAgent`."""
+        """Return how a peer reaches this agent and its memory."""
         return self._api.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """See `TransferAgent`."""
+        """Return the peer's name. NIXL raises an exception of its own for metadata that it cannot read."""
         name = self._api.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
 
     def remove_peer(self, peer: str) -> None:
-        """See `TransferAgent`."""
+        """Forget a peer, and the lists prepared for it."""
         self._release_lists(peer)
         self._api.remove_remote_agent(peer)
 
     def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
-        """See `TransferAgent`."""
+        """Prepare all pieces of these regions in their order; `peer` None means this agent's own memory."""
+        # [regions, 5], in the order of the fields of `Region`.
         table = np.array(regions, np.uint64).reshape(-1, len(Region._fields))
         prepared = self._api.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", table, self._memory_kind)
         self._lists.setdefault(peer, []).append(prepared)
         return prepared
 
-    def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> Transfer:
-        """See `TransferAgent`."""
+    def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> "Transfer":
+        """Begin to read: piece `pieces[i]` of the peer's list into piece `into[i]` of the local one."""
+        # NIXL takes indices of 32 bits only.
         indices = (into.astype(np.int32), pieces.astype(np.int32))
         handle = self._api.make_prepped_xfer("READ", local, indices[0], remote, indices[1], notification)
-        return _NixlTransfer(self._api, handle)
+        return Transfer(self._api, handle)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """See `TransferAgent`."""
+        """Send a notification alone. NIXL raises an exception of its own if it knows that the peer is gone."""
         self._api.send_notif(peer, message)
 
     def notifications(self) -> list[bytes]:
-        """See `TransferAgent`."""
+        """Return what peers have sent since the last call."""
         return self._progress.take()
 
     def close(self) -> None:
-        """See `TransferAgent`."""
+        """Release everything. A second call does nothing."""
         if self._api is None:
             return
         self._progress.end()
@@ -212,26 +160,28 @@ class _Progress:
         self._thread.start()
 
     def take(self) -> list[bytes]:
-        """What peers have sent since the last call."""
+        """Return what peers have sent since the last call."""
         return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
 
     def end(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._ends.set()
         self._thread.join()
 
     def _run(self) -> None:
+        # Asking for notifications also makes NIXL move whatever can move.
         while not self._ends.wait(SECONDS_BETWEEN_LOOKS):
             for messages in self._api.get_new_notifs().values():
                 for message in messages:
                     self._inbox.put(message)
 
 
-class _NixlTransfer:
-    """See `Transfer`."""
+class Transfer:
+    """A read that has begun."""
 
     def __init__(self, api: Any, handle: Any) -> None:
-        self._api, self._handle = api, handle
+        self._api = api
+        self._handle = handle
         try:
             self._state: State = api.transfer(handle)
         except Exception:
@@ -239,7 +189,7 @@ class _NixlTransfer:
             raise
 
     def state(self) -> State:
-        """See `Transfer`."""
+        """Return how far the read is."""
         if self._state == "PROC":
             try:
                 self._state = self._api.check_xfer_state(self._handle)
@@ -248,12 +198,13 @@ class _NixlTransfer:
         return self._state
 
     def times(self) -> TransferTimes:
-        """See `Transfer`."""
-        told = self._api.get_xfer_telemetry(self._handle)
-        return TransferTimes(told.postDuration / 1e6, told.xferDuration / 1e6, told.totalBytes, told.descCount)
+        """Return what NIXL has measured of a read that is done."""
+        measured = self._api.get_xfer_telemetry(self._handle)  # in microseconds
+        seconds = measured.postDuration / 1e6, measured.xferDuration / 1e6
+        return TransferTimes(*seconds, measured.totalBytes, measured.descCount)
 
     def release(self) -> bool:
-        """See `Transfer`."""
+        """Give the read up. Return False if it cannot be cancelled: it still writes into memory here."""
         try:
             self._api.release_xfer_handle(self._handle)
         except Exception:
@@ -262,7 +213,7 @@ class _NixlTransfer:
 
 
 def is_nixl_installed() -> bool:
-    """Whether any build of it can be imported."""
+    """Return whether any build of it can be imported."""
     return any(importlib.util.find_spec(name.partition(".")[0]) for name in MODULES)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl.agent import TransferAgent
+from minivllm.kv_connector.nixl.agent import NixlAgent
 from minivllm.kv_connector.nixl.pieces import regions_in_pieces, tokens_of_a_piece
 from minivllm.kv_connector.nixl.side_channel import NixlAgentMetadata, fetch_metadata
 from minivllm.kv_connector.pull_params import GENERATIONS_JOINED_BY, RemotePrefill
@@ -39,24 +39,25 @@ class Peer:
 class Peers:
     """All of them, by engine id. Only handshakes run in other threads."""
 
-    def __init__(
-        self, agent: TransferAgent, own: NixlAgentMetadata, rank: int, compatibility_hash: str, seconds: float
-    ):
-        """`rank`: this one's, and that of the peers; `seconds`: after which a handshake has failed."""
-        self._agent, self._own, self._ranks = agent, own, (0, rank)
-        self._hash, self._seconds = compatibility_hash, seconds
+    def __init__(self, agent: NixlAgent, own: NixlAgentMetadata, rank: int, compatibility_hash: str, seconds: float):
+        """Take this rank, which is also that of its peers, and the seconds after which a handshake has failed."""
+        self._agent = agent
+        self._own = own
+        self._ranks = (0, rank)
+        self._hash = compatibility_hash
+        self._seconds = seconds
         self._met: dict[str, Peer] = {}
         self._lost: list[Peer] = []
         self._meeting: dict[tuple[str, str, int], Future[tuple[NixlAgentMetadata, float]]] = {}
         self._local_pieces: dict[int, Any] = {}
 
     def known(self, remote: RemotePrefill) -> Peer | None:
-        """The engine of this remote request, if it was met and has not started anew since."""
+        """Return the engine of this remote request, if it was met and has not restarted since."""
         peer = self._met.get(remote.engine_id)
         return peer if peer and self._is_current(remote, peer.metadata) else None
 
     def greet(self, remote: RemotePrefill) -> Peer | None:
-        """As `meet`, but a handshake that has failed is only tried again: `meet` tells whom it concerns."""
+        """Meet an engine for a heartbeat: a handshake that has failed is tried again, and not reported."""
         handshake = self._meeting.get(_place_of(remote))
         if handshake is not None and handshake.done() and handshake.exception() is None:
             return self.meet(remote)
@@ -66,7 +67,7 @@ class Peers:
         return peer
 
     def meet(self, remote: RemotePrefill) -> Peer | None:
-        """Returns the engine of this remote request; None while the handshake is under way.
+        """Return the engine of this remote request; None while the handshake is under way.
 
         Raises:
             MinivllmError: the handshake has failed. The next call begins another.
@@ -80,25 +81,27 @@ class Peers:
             return None
         metadata, offset = self._meeting.pop(place).result()
         self._check(remote, metadata)
+        # An engine that has restarted has the same id and other memory.
         self.lose(remote.engine_id)
         self._met[remote.engine_id] = peer = self._make(metadata, offset)
         return peer
 
     def lose(self, engine_id: str) -> None:
-        """The next request of this engine meets it anew."""
+        """Forget an engine, so that its next request meets it again."""
         if (peer := self._met.pop(engine_id, None)) is not None:
             self._lost.append(peer)
 
     def forget_lost(self, in_use: Collection[str]) -> None:
-        """Releases what was prepared for lost engines, but for those whose names are `in_use` by a transfer."""
+        """Release what was prepared for lost engines, but for those whose names are `in_use` by a transfer."""
+        # NIXL must not forget a peer while one of its transfers is under way.
         for peer in [peer for peer in self._lost if peer.name not in in_use]:
             self._lost.remove(peer)
             self._agent.remove_peer(peer.name)
 
     def _is_current(self, remote: RemotePrefill, metadata: NixlAgentMetadata) -> bool:
-        """Whether the blocks lie in the memory that is registered there now, as far as the params say."""
-        told = remote.generation.split(GENERATIONS_JOINED_BY)
-        own = told[self._ranks[1]] if self._ranks[1] < len(told) else ""
+        """Return whether the blocks lie in the memory that is registered there now, as far as the params say."""
+        generations = remote.generation.split(GENERATIONS_JOINED_BY)
+        own = generations[self._ranks[1]] if self._ranks[1] < len(generations) else ""
         return own in ("", metadata.registration_generation)
 
     def _fetch(self, remote: RemotePrefill) -> tuple[NixlAgentMetadata, float]:
@@ -111,7 +114,7 @@ class Peers:
                 f"{where} is {metadata.engine_id!r}, and the request was computed by {remote.engine_id!r}"
             )
         if not self._is_current(remote, metadata):
-            raise MinivllmError(f"{where} has started anew, and the blocks of {remote.request_id!r} are gone")
+            raise MinivllmError(f"{where} has restarted, and the blocks of {remote.request_id!r} are gone")
         if metadata.kv_cache_layout != self._own.kv_cache_layout:
             raise MinivllmError(f"{where} has layout {metadata.kv_cache_layout}, this one {self._own.kv_cache_layout}")
         if metadata.block_strides != metadata.block_lens:
@@ -121,12 +124,17 @@ class Peers:
                 f"{where} has blocks of {metadata.block_size} tokens, this one of {self._own.block_size}, and the "
                 "scales of an int8 cache cannot be cut: give both the same block_size"
             )
-        theirs, mine = ([length / one.block_size for length in one.block_lens] for one in (metadata, self._own))
-        if theirs != mine:
-            raise MinivllmError(f"{where} has {theirs} bytes of each token in its cache's regions, this one {mine}")
+        peer_bytes, own_bytes = (
+            [length / cache.block_size for length in cache.block_lens] for cache in (metadata, self._own)
+        )
+        if peer_bytes != own_bytes:
+            raise MinivllmError(
+                f"{where} has {peer_bytes} bytes of each token in its cache's regions, this one {own_bytes}"
+            )
 
     def _make(self, metadata: NixlAgentMetadata, offset: float) -> Peer:
         tokens = tokens_of_a_piece(self._own.block_size, metadata.block_size)
+        # Peers with the same block size share the list of local pieces.
         if tokens not in self._local_pieces:
             self._local_pieces[tokens] = self._prepare(None, self._own, tokens)
         try:
@@ -147,7 +155,7 @@ def _place_of(remote: RemotePrefill) -> tuple[str, str, int]:
 
 
 def in_thread(work: Callable[[], Result]) -> "Future[Result]":
-    """Begins the work in a thread that nobody waits for when the process ends."""
+    """Begin the work in a thread that nobody waits for when the process ends."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -156,5 +164,6 @@ def in_thread(work: Callable[[], Result]) -> "Future[Result]":
         except BaseException as error:
             future.set_exception(error)
 
+    # A daemon: a peer that never answers must not keep the process from ending.
     threading.Thread(target=run, daemon=True, name="nixl-handshake").start()
     return future

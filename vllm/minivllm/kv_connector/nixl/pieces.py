@@ -14,14 +14,14 @@ from minivllm.kv_connector.nixl.agent import Region
 
 
 def tokens_of_a_piece(block_size: int, other_block_size: int) -> int:
-    """The tokens of a piece, for two block sizes in tokens."""
+    """Return the tokens of a piece, for two block sizes in tokens."""
     return math.gcd(block_size, other_block_size)
 
 
 def regions_in_pieces(
     addresses: Sequence[int], block_lens: Sequence[int], device_id: int, num_blocks: int, per_block: int
 ) -> list[Region]:
-    """A cache's regions, every block of `block_lens[i]` bytes cut into `per_block` pieces.
+    """Return a cache's regions, every block of `block_lens[i]` bytes cut into `per_block` pieces.
 
     Blocks must lie side by side, as they do in this engine's caches.
     """
@@ -34,12 +34,14 @@ def regions_in_pieces(
 def piece_indices(
     block_ids: Sequence[int], block_size: int, first_token: int, tokens: range, num_blocks: int, num_regions: int
 ) -> np.ndarray:
-    """The indices of the pieces that hold these tokens, [num_regions * pieces].
+    """Return the indices of the pieces that hold these tokens, [num_regions * pieces].
 
     `tokens`: the first token of each piece; its step is the tokens of a piece. `first_token` is the first of
     `block_ids[0]`; `num_blocks` are the blocks of a region.
     """
     per_block = block_size // tokens.step
+    # The index of each piece within the request, then its block and its place in it.
     places = (np.arange(tokens.start, tokens.stop, tokens.step) - first_token) // tokens.step
     pieces = np.asarray(block_ids)[places // per_block] * per_block + places % per_block
+    # The same pieces in every region: layers, keys and values lie in regions of their own.
     return (np.arange(num_regions)[:, None] * (num_blocks * per_block) + pieces).ravel()

@@ -30,7 +30,7 @@ class NixlConnectorScheduler(PullConnectorScheduler):
         self._side_channel: NixlSideChannel | None = None
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """Opens the side channel, if this engine has anything to give. Raises `MinivllmError` if it cannot."""
+        """Open the side channel, if this engine has anything to give. Raise `MinivllmError` if it cannot."""
         if not self.config.kv_transfer_config.is_kv_producer:
             return
         self.generation = GENERATIONS_JOINED_BY.join(map(_generation_of, metadata.values()))
@@ -49,7 +49,7 @@ def _generation_of(payload: bytes) -> str:
 
 
 def side_channel_address(data_parallel_rank: int, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """The host and the port of a core's side channel; the environment has those of the first core.
+    """Return the host and the port of a core's side channel; the environment has those of the first core.
 
     Raises:
         MinivllmError: that port is none.

@@ -26,8 +26,8 @@ def check_settings(config: KVConnectorConfig) -> tuple[dict[str, float], list[st
     refuse_unknown("NixlConnector has no setting", transfer.kv_connector_extra_config, (*SECONDS, "backends"))
     backends = transfer.get_from_extra_config("backends", BACKENDS)
     require(
-        isinstance(backends, list) and bool(backends) and all(isinstance(one, str) for one in backends),
+        isinstance(backends, list) and bool(backends) and all(isinstance(name, str) for name in backends),
         f'backends is {backends!r}; it must be a list of names, as ["UCX"]',
     )
-    times = SECONDS.items()
-    return {key: positive_seconds(key, transfer.get_from_extra_config(key, one)) for key, one in times}, backends
+    times = {name: transfer.get_from_extra_config(name, default) for name, default in SECONDS.items()}
+    return {name: positive_seconds(name, seconds) for name, seconds in times.items()}, backends

@@ -40,7 +40,7 @@ class NixlAgentMetadata(msgspec.Struct):
 
     The cache is `len(kv_caches_base_addr)` regions of `num_blocks` blocks; a block of region i has `block_lens[i]`
     bytes and begins every `block_strides[i]` bytes. `registration_generation` changes whenever memory is registered
-    anew.
+    again.
     """
 
     engine_id: str
@@ -63,14 +63,14 @@ class NixlAgentMetadata(msgspec.Struct):
 
 
 class NixlHandshakePayload(msgspec.Struct):
-    """What the side channel answers: `agent_metadata_bytes` may be decoded where `compatibility_hash` is one's own."""
+    """The side channel's answer: decode `agent_metadata_bytes` only if `compatibility_hash` is the engine's own."""
 
     compatibility_hash: str
     agent_metadata_bytes: bytes
 
 
 def compute_nixl_compatibility_hash(config: KVConnectorConfig) -> str:
-    """A hash of all that two engines must have alike; block sizes and numbers of blocks may differ."""
+    """Return a hash of all that two engines must have alike; block sizes and numbers of blocks may differ."""
     factors = {
         "protocol": PROTOCOL,
         "model": config.model_fingerprint,
@@ -89,15 +89,18 @@ class NixlSideChannel:
     def __init__(
         self, host: str, port: int, payloads: Mapping[tuple[int, int], bytes], is_held: Callable[[str], bool]
     ) -> None:
-        """`payloads`: what to answer for each (pp_rank, tp_rank). `is_held` is called in the thread.
+        """Answer with these payloads, by (pp_rank, tp_rank), and with `is_held`, called in the thread.
 
         Raises:
             MinivllmError: the port is taken, or the host is none of this machine's.
         """
-        self._payloads, self._is_held = payloads, is_held
+        self._payloads = payloads
+        self._is_held = is_held
         self._context = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
-        socket.linger, socket.maxmsgsize, socket.ipv6 = 0, MAX_QUESTION_BYTES, ":" in host
+        socket.linger = 0
+        socket.maxmsgsize = MAX_QUESTION_BYTES
+        socket.ipv6 = ":" in host
         try:
             socket.bind(tcp_address(host, port))
         except zmq.ZMQError as error:
@@ -111,7 +114,7 @@ class NixlSideChannel:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. A second call does nothing."""
+        """End the thread. A second call does nothing."""
         self._context.term()  # which the thread notices, and closes its socket
         self._thread.join()
 
@@ -127,7 +130,7 @@ class NixlSideChannel:
             socket.close()
 
     def _answer_to(self, question: bytes) -> bytes:
-        """An empty answer says that there is none."""
+        """Return the answer; an empty one means that there is none."""
         try:
             match msgspec.msgpack.decode(question):
                 case [b"get_meta_msg", int(pp_rank), int(tp_rank)]:
@@ -143,15 +146,16 @@ class NixlSideChannel:
 def fetch_metadata(
     host: str, port: int, ranks: tuple[int, int], compatibility_hash: str, seconds: float
 ) -> tuple[NixlAgentMetadata, float]:
-    """Asks the engine there for the metadata of its rank (pp_rank, tp_rank).
+    """Ask the engine there for the metadata of its rank (pp_rank, tp_rank).
 
-    Returns the metadata, and by how many seconds its clock is ahead of this one's.
+    Return the metadata, and by how many seconds its clock is ahead of this one's.
 
     Raises:
-        MinivllmError: nobody answers within so many `seconds`, or what answers does not fit this engine; says why.
+        MinivllmError: nobody answers within `seconds`, or the engine there does not fit this one; the message says why.
     """
     asked = time.perf_counter()
     answer, clock = _ask(host, port, (GET_META_MSG, *ranks), seconds)
+    # As in NTP: the answer's time belongs to the middle between question and answer.
     offset = clock - (asked + time.perf_counter()) / 2
     where = f"the engine at {host}:{port}"
     if not answer:
@@ -169,10 +173,10 @@ def fetch_metadata(
 
 
 def ask_is_held(host: str, port: int, request_id: str, seconds: float) -> bool:
-    """Whether the engine there still keeps this request's blocks.
+    """Return whether the engine there still keeps this request's blocks.
 
     Raises:
-        MinivllmError: no answer within so many `seconds`.
+        MinivllmError: no answer within `seconds`.
     """
     answer, _ = _ask(host, port, (IS_HELD_MSG, request_id), seconds)
     try:
@@ -182,9 +186,11 @@ def ask_is_held(host: str, port: int, request_id: str, seconds: float) -> bool:
 
 
 def _ask(host: str, port: int, question: tuple[Any, ...], seconds: float) -> tuple[bytes, float]:
-    """Returns the answer and the other's clock."""
+    """Return the answer and the other's clock."""
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-        socket.linger, socket.maxmsgsize, socket.ipv6 = 0, MAX_ANSWER_BYTES, ":" in host
+        socket.linger = 0
+        socket.maxmsgsize = MAX_ANSWER_BYTES
+        socket.ipv6 = ":" in host
         socket.sndtimeo = socket.rcvtimeo = int(seconds * 1000)
         try:
             socket.connect(tcp_address(host, port))
@@ -198,5 +204,5 @@ def _ask(host: str, port: int, question: tuple[Any, ...], seconds: float) -> tup
 
 
 def tcp_address(host: str, port: int) -> str:
-    """The address of a TCP socket for ZMQ."""
+    """Return the address of a TCP socket for ZMQ."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

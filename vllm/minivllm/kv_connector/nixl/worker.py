@@ -22,7 +22,7 @@ import torch
 
 from minivllm.core.kv_connector import KVCaches, KVConnectorConfig, KVConnectorRole
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.nixl.agent import NixlAgent, Transfer, TransferAgent
+from minivllm.kv_connector.nixl.agent import NixlAgent, Transfer
 from minivllm.kv_connector.nixl.peers import LAYOUT_WITH_SCALES, PLAIN_LAYOUT, Peer, Peers, in_thread
 from minivllm.kv_connector.nixl.pieces import piece_indices
 from minivllm.kv_connector.nixl.settings import check_settings
@@ -39,7 +39,7 @@ from minivllm.kv_connector.pull_worker import PullConnectorWorker
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
-MakeAgent = Callable[[str, list[str]], TransferAgent]
+MakeAgent = Callable[[str, list[str]], NixlAgent]
 SECONDS_TO_CANCEL = 5.0
 HEARTBEAT = b"HB:"
 
@@ -66,17 +66,18 @@ class NixlConnectorWorker(PullConnectorWorker):
         role: KVConnectorRole = KVConnectorRole.WORKER,
         make_agent: MakeAgent = NixlAgent,
     ) -> None:
-        """`make_agent` is given a name that no other agent has, and the backends."""
+        """Prepare the worker; `make_agent` gets a name that no other agent has, and the backends."""
         seconds, self._backends = check_settings(config)
         super().__init__(config, role, seconds["kv_lease_duration"])
-        self._handshake_timeout, self._read_timeout = seconds["handshake_timeout"], seconds["read_timeout"]
+        self._handshake_timeout = seconds["handshake_timeout"]
+        self._read_timeout = seconds["read_timeout"]
         self._make_agent = make_agent
-        self._agent: TransferAgent | None = None
+        self._agent: NixlAgent | None = None
         self._reads: dict[str, _Read] = {}
         self._releases: dict[str, RemotePrefill] = {}
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Opens the whole cache to reads. Raises `MinivllmError` if nixl is not installed."""
+        """Open the whole cache to reads. Raise `MinivllmError` if nixl is not installed."""
         tensors = [tensor for layer in kv_caches.values() for tensor in layer]
         self._agent = self._make_agent(str(uuid.uuid4()), self._backends)
         self._agent.register(tensors)
@@ -86,7 +87,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._peers = Peers(self._agent, self._own, rank, self._hash, self._handshake_timeout)
 
     def get_handshake_metadata(self) -> bytes:
-        """What the side channel answers for this rank."""
+        """Return what the side channel answers for this rank."""
         payload = NixlHandshakePayload(self._hash, msgspec.msgpack.encode(self._own))
         return msgspec.msgpack.encode(payload)
 
@@ -103,9 +104,10 @@ class NixlConnectorWorker(PullConnectorWorker):
         take_notifications(self.leases, self._agent.notifications())
 
     def reset(self) -> None:
-        """Gives up all reads and releases: nothing writes into the cache any more. Leases run on."""
+        """Give up all reads and releases: nothing writes into the cache any more. Leases run on."""
         until = time.monotonic() + SECONDS_TO_CANCEL
         for read in self._reads.values():
+            # A transfer that cannot be cancelled still writes into the cache: wait for its end.
             while read.transfer is not None and not read.transfer.release() and time.monotonic() < until:
                 time.sleep(0.001)
         self._reads.clear()
@@ -119,7 +121,7 @@ class NixlConnectorWorker(PullConnectorWorker):
             self._agent = None
 
     def _advance(self) -> None:
-        """Moves every read and every release as far as it goes without waiting."""
+        """Move every read and every release as far as it goes without waiting."""
         for request_id, read in list(self._reads.items()):
             try:
                 if self._is_over(read):
@@ -137,23 +139,27 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._peers.forget_lost({read.peer.name for read in self._reads.values() if read.peer})
 
     def _is_over(self, read: _Read) -> bool:
-        """Whether all bytes have come, and are the request's. Raises `MinivllmError` if they will not, or are not."""
+        """Return whether all bytes have come. Raise `MinivllmError` if they will not, or are of another request."""
         if read.transfer is None:
             read.peer = self._peers.meet(read.order.remote)
             if read.peer is None:
                 return False
             read.transfer = self._begin(read.order, read.peer)
             read.deadline = time.monotonic() + self._read_timeout
-        state, remote, peer = read.transfer.state(), read.order.remote, read.peer
+        state = read.transfer.state()
+        remote = read.order.remote
+        peer = read.peer
         assert peer is not None
         if state == "ERR":
             self._peers.lose(remote.engine_id)
             raise MinivllmError("NIXL says that the transfer has failed")
         if state == "PROC":
+            # Not lost while it cannot be cancelled: its blocks are still being written.
             if time.monotonic() > read.deadline and read.transfer.release():
                 read.transfer = None
                 raise MinivllmError(f"it did not end within {self._read_timeout:g} s")
             return False
+        # vLLM's engines do not know the question.
         if not peer.metadata.answers_is_held:
             return True
         if read.is_held is None:
@@ -164,17 +170,20 @@ class NixlConnectorWorker(PullConnectorWorker):
         return read.is_held.done()
 
     def _begin(self, order: ReadOrder, peer: Peer) -> Transfer:
-        """Posts the READ. Raises `MinivllmError` if the other engine cannot have all these tokens."""
-        mine, theirs, remote = self._own, peer.metadata, order.remote
-        if order.end > len(remote.block_ids) * theirs.block_size or max(remote.block_ids) >= theirs.num_blocks:
+        """Post the READ. Raise `MinivllmError` if the other engine cannot have all these tokens."""
+        own = self._own
+        peer_cache = peer.metadata
+        remote = order.remote
+        if order.end > len(remote.block_ids) * peer_cache.block_size or max(remote.block_ids) >= peer_cache.num_blocks:
             raise MinivllmError(
                 f"remote_block_ids does not name the blocks of {order.end} tokens: there are {len(remote.block_ids)} "
-                f"of {theirs.block_size}, in a cache of {theirs.num_blocks}"
+                f"of {peer_cache.block_size}, in a cache of {peer_cache.num_blocks}"
             )
+        # By the first token of each piece; the last piece may reach beyond the end.
         tokens = range(order.start, order.end, peer.piece_tokens)
-        num_regions = len(mine.block_lens)
-        into = piece_indices(order.block_ids, mine.block_size, order.start, tokens, mine.num_blocks, num_regions)
-        pieces = piece_indices(remote.block_ids, theirs.block_size, 0, tokens, theirs.num_blocks, num_regions)
+        num_regions = len(own.block_lens)
+        into = piece_indices(order.block_ids, own.block_size, order.start, tokens, own.num_blocks, num_regions)
+        pieces = piece_indices(remote.block_ids, peer_cache.block_size, 0, tokens, peer_cache.num_blocks, num_regions)
         assert self._agent is not None
         try:
             return self._agent.read(peer.local_pieces, into, peer.remote_pieces, pieces, b"")
@@ -192,6 +201,7 @@ class NixlConnectorWorker(PullConnectorWorker):
             num_descriptors=times.num_descriptors,
         )
         read.transfer.release()
+        # Not with the READ itself: the blocks are released only after `is_held` was answered.
         self._notify(read.peer, consumed_message(read.order.remote.request_id, self.config.tensor_parallel_size))
         del self._reads[request_id]
         self.receive(request_id)
@@ -209,7 +219,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         self.tell(request_id)
 
     def _notify(self, peer: Peer | None, message: bytes) -> None:
-        """Sends it if it can; where it cannot, leases end by themselves."""
+        """Send it if it can; where it cannot, leases end by themselves."""
         assert self._agent is not None
         try:
             if peer is None:
@@ -220,14 +230,14 @@ class NixlConnectorWorker(PullConnectorWorker):
             logger.warning("A prefill engine could not be notified (%s); its lease will end", error)
 
     def _send_heartbeats(self, remotes: list[RemotePrefill]) -> None:
-        """One notification to each engine that is known; the others are met meanwhile."""
+        """Send one notification to each engine that is known, and begin to meet the others."""
         by_engine = groupby(sorted(remotes, key=lambda remote: remote.engine_id), lambda remote: remote.engine_id)
-        for theirs in (list(group) for _, group in by_engine):
+        for requests in (list(group) for _, group in by_engine):
             peer = None
             with suppress(MinivllmError):
-                peer = self._peers.greet(theirs[0])
+                peer = self._peers.greet(requests[0])
             if peer is not None:
-                self._notify(peer, heartbeat_message(remote.request_id for remote in theirs))
+                self._notify(peer, heartbeat_message(remote.request_id for remote in requests))
 
 
 def heartbeat_message(request_ids: Iterable[str]) -> bytes:
@@ -250,7 +260,7 @@ def take_notifications(leases: Leases, messages: Iterable[bytes]) -> None:
 
 
 def own_metadata(config: KVConnectorConfig, agent_metadata: bytes, tensors: list[torch.Tensor]) -> NixlAgentMetadata:
-    """What a peer must know of a cache whose regions are these tensors, [num_blocks, ...] each."""
+    """Return what a peer must know of a cache whose regions are these tensors, [num_blocks, ...] each."""
     lengths = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
     return NixlAgentMetadata(
         engine_id=config.kv_transfer_config.engine_id,

@@ -18,7 +18,7 @@ class BlockCopy:
 
 @dataclass(kw_only=True)
 class OffloadMetadata(KVConnectorMetadata):
-    """What the ranks do in a step; they tell the numbers of stores that have ended.
+    """Orders to the ranks for one step; they report the numbers of stores that have ended.
 
     - `num_cpu_blocks`: of the tier, on each rank.
     - `loads`: begun before the step's forward pass, by request.

@@ -29,8 +29,8 @@ from minivllm.platforms.device_memory import available_memory
 
 if TYPE_CHECKING:
     from minivllm.core.block_pool import BlockPool, KVCacheBlock
-    from minivllm.core.output import SchedulerOutput
     from minivllm.core.request import Request
+    from minivllm.core.scheduler_output import SchedulerOutput
 
 logger = init_logger(__name__)
 
@@ -45,7 +45,7 @@ class _Followed:
 
 @dataclass(slots=True)
 class _Hit:
-    """What was promised to a request: keys from its block `first` on, and where they are pinned in the tier."""
+    """A promise to a request: the keys of its blocks starting at `first`, and where they are pinned in the tier."""
 
     first: int
     keys: list[BlockHash]
@@ -85,7 +85,9 @@ class OffloadScheduler(KVConnectorBase_V1):
         Raises:
             MinivllmError: not one block fits, or this machine has not that much.
         """
-        record, num_bytes = sum(metadata.values()), self.settings.cpu_bytes_to_use or 0
+        record = sum(metadata.values())
+        num_bytes = self.settings.cpu_bytes_to_use or 0
+        # One block takes a record on every rank, together `record` bytes.
         num_blocks = self.settings.num_cpu_blocks or int(num_bytes // record)
         require(
             num_blocks >= 2,
@@ -114,15 +116,19 @@ class OffloadScheduler(KVConnectorBase_V1):
     # Loads
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Whole blocks, of all tokens but the last; they are pinned until the step is made."""
+        """Count the tier's tokens in whole blocks, except for the last token; pin them until the step is made."""
         size = self.config.block_size
         self._release_hit(request.request_id)
+        # The tier has whole blocks only.
         if num_computed_tokens % size:
             return 0, False
         start = time.perf_counter()
+        # Not the block of the last token, which is computed in any case.
         first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
+        # A prefix must be whole: stop at the first miss.
         keys = list(takewhile(self._is_hit, request.block_hashes[first:most]))
         if self.config.use_eagle:
+            # The drafter's cache of a block depends on the token behind it, which may differ here.
             keys = keys[:-1]
         self._lookup_seconds.append(time.perf_counter() - start)
         if not keys:
@@ -136,7 +142,7 @@ class OffloadScheduler(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Orders what was promised to be loaded; follows the request from now on."""
+        """Order what was promised to be loaded, and follow the request from now on."""
         name = request.request_id
         self._followed[name] = _Followed(request)
         self.manager.touch(request.block_hashes)
@@ -161,9 +167,10 @@ class OffloadScheduler(KVConnectorBase_V1):
     # Stores
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> OffloadMetadata:
-        """Adds what is to be stored after this step."""
+        """Add what is to be stored after this step."""
         for name in list(self._hits):  # promised in this step, to a request that did not fit
             self._release_hit(name)
+        # Without tokens nothing is evicted, so there is nothing to save.
         if self.settings.lazy_offload and scheduler_output.num_scheduled_tokens:
             self._store(self._blocks_to_be_evicted(), is_lazy=True)
         elif not self.settings.lazy_offload:
@@ -172,7 +179,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         return metadata
 
     def _computed_blocks(self, num_scheduled_tokens: Mapping[str, int]) -> "dict[BlockHash, KVCacheBlock]":
-        """The blocks that this step fills, or an earlier one has, of requests in it."""
+        """Return the blocks that this step or an earlier one fills, of the requests in this step."""
         wanted: dict[BlockHash, KVCacheBlock] = {}
         size = self.config.block_size
         for name, num_tokens in num_scheduled_tokens.items():
@@ -191,7 +198,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         return wanted
 
     def _blocks_to_be_evicted(self) -> "dict[BlockHash, KVCacheBlock]":
-        """Blocks near the head of the free queue, as many as two steps of full size could take.
+        """Return the blocks near the head of the free queue, as many as two full steps could take.
 
         No more than the tier has room for: else each one stored would evict another one.
         """
@@ -204,7 +211,8 @@ class OffloadScheduler(KVConnectorBase_V1):
         return near
 
     def _store(self, wanted: "dict[BlockHash, KVCacheBlock]", is_lazy: bool = False) -> None:
-        """Orders these blocks to be stored, as far as the tier has room; those that it has stay there."""
+        """Order these blocks to be stored, as far as the tier has room; those that it has stay there."""
+        # Counted first, to know afterwards how many blocks found no room.
         num_missing = sum(self.manager.lookup(key) is LookupResult.MISS for key in wanted)
         if not num_missing:
             return
@@ -216,13 +224,14 @@ class OffloadScheduler(KVConnectorBase_V1):
         if prepared is None:
             return
         blocks = [wanted[key] for key in prepared.keys_to_store]
+        # One more reference keeps the blocks from being overwritten while they are copied.
         self.gpu_pool.touch(blocks)
         number, self._num_stores = self._num_stores, self._num_stores + 1
         self._stores[number] = _Store(prepared.keys_to_store, blocks, self.num_ranks, is_lazy)
         self._metadata.stores[number] = BlockCopy([block.block_id for block in blocks], prepared.block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Ends loads, and stores that all ranks have ended."""
+        """End loads, and stores that all ranks have ended."""
         for name in connector_output.finished_recving:
             self._complete_load(name)
         for completed in connector_output.kv_connector_worker_meta or ():
@@ -230,7 +239,7 @@ class OffloadScheduler(KVConnectorBase_V1):
                 self._complete_store(number)
 
     def _complete_store(self, number: int) -> None:
-        """One more rank has ended a store; after the last one its keys are hits."""
+        """Count a rank that has ended a store; after the last one its keys are hits."""
         if (store := self._stores.get(number)) is None:
             return  # it was begun before the engine had to start over
         store.num_ranks_left -= 1
@@ -242,9 +251,10 @@ class OffloadScheduler(KVConnectorBase_V1):
         self._counts["simple_kv_offload_save_outcomes.stored"] += len(store.keys)
 
     def _let_go(self, store: _Store) -> bool:
-        """Drops the references of a store to blocks of the cache; returns whether any of them is free now."""
+        """Drop the references of a store to blocks of the cache; return whether any of them is free now."""
         blocks, store.blocks = store.blocks, []
         self.gpu_pool.free_blocks(reversed(blocks))
+        # Requests may still hold the others.
         freed = [block for block in blocks if block.ref_cnt == 0]
         if store.is_lazy:  # they were next to be evicted, and still are
             for block in freed:
@@ -253,30 +263,31 @@ class OffloadScheduler(KVConnectorBase_V1):
         return bool(freed)
 
     def release_gpu_blocks(self) -> bool:
-        """Those of stores under way, which the ranks end first then."""
+        """Give back the blocks of stores under way, which the ranks finish before the next forward pass."""
         stores = [store for store in self._stores.values() if store.blocks]
         if stores:
             self._metadata.need_flush = True
+        # A list and not a generator: `any` would stop at the first one.
         freed = [self._let_go(store) for store in stores]
         return any(freed)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Follows it no more. Its keys are touched once more, as it used all of them until now."""
+        """Follow it no more. Its keys are touched once more, as it used all of them until now."""
         self._release_hit(request.request_id)
         self._followed.pop(request.request_id, None)
         self.manager.touch(request.block_hashes)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        """Whether stores are under way."""
+        """Return whether stores are under way."""
         return bool(self._stores)
 
     def reset_cache(self) -> bool:
-        """Forgets all keys; False while a copy is under way."""
+        """Forget all keys; False while a copy is under way."""
         return self.manager.reset()
 
     def start_over(self) -> None:
-        """Forgets all keys, too: a failed step may have stored anything."""
+        """Forget all keys, too: a failed step may have stored anything."""
         self._hits.clear()
         self._loads.clear()
         self._stores.clear()
@@ -293,7 +304,7 @@ class OffloadScheduler(KVConnectorBase_V1):
         }
 
     def take_stats(self) -> dict[str, Any] | None:
-        """What was counted since the last call, and the tier's state if it has changed."""
+        """Return what was counted since the last call, and the tier's state if it has changed."""
         counts: dict[str, Any] = dict(self._counts)
         self._counts.clear()
         if self._lookup_seconds:
@@ -301,7 +312,8 @@ class OffloadScheduler(KVConnectorBase_V1):
         state = self.tier_state()
         if state != self._told_state:
             self._told_state = state
-            num_blocks, num_pinned = state["blocks"], self.manager.num_pinned_blocks
+            num_blocks = state["blocks"]
+            num_pinned = self.manager.num_pinned_blocks
             counts["kv_offload_cpu_cache_usage_perc"] = (state["used"] + state["storing"]) / num_blocks
             counts["kv_offload_cpu_cache_read_usage_perc"] = (num_pinned - state["storing"]) / num_blocks
             counts["kv_offload_cpu_cache_write_usage_perc"] = state["storing"] / num_blocks

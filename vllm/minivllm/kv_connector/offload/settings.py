@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from minivllm.config.checks import is_count, is_number, refuse_unknown, require
+from minivllm.config.checks import is_number, refuse_unknown, require, require_counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadSettings:
-    """What `kv_connector_extra_config` may say of the tier.
+    """The tier's settings in `kv_connector_extra_config`.
 
     - `cpu_bytes_to_use`: bytes of host memory, of all ranks together. `num_cpu_blocks`: in place of that, blocks,
       one of which is a null block, as in the first pool.
@@ -30,12 +30,12 @@ class OffloadSettings:
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> "OffloadSettings":
-        """Reads them.
+        """Read them.
 
         Raises:
             MinivllmError: an unknown key, or a value that cannot be.
         """
-        refuse_unknown("kv_connector_extra_config has no key", extra_config, [one.name for one in fields(cls)])
+        refuse_unknown("kv_connector_extra_config has no key", extra_config, [field.name for field in fields(cls)])
         return cls(**extra_config)
 
     def __post_init__(self) -> None:
@@ -43,10 +43,7 @@ class OffloadSettings:
         require(
             size is None or (is_number(size) and size > 0), f"cpu_bytes_to_use is {size!r}; it must be above 0 bytes"
         )
-        require(
-            self.num_cpu_blocks is None or is_count(self.num_cpu_blocks, 2),
-            f"num_cpu_blocks is {self.num_cpu_blocks!r}; it must be a whole number of at least 2",
-        )
+        require_counts(self, 2, "num_cpu_blocks", may_be_none=True)
         require(
             self.cpu_bytes_to_use is not None or self.num_cpu_blocks is not None,
             "the host tier has no size: set kv_offloading_size, or cpu_bytes_to_use in kv_connector_extra_config",
@@ -63,5 +60,5 @@ class OffloadSettings:
 
     @property
     def stores_prompts_only(self) -> bool:
-        """Whether blocks with tokens of an answer are left out."""
+        """Return whether blocks with tokens of an answer are left out."""
         return not self.lazy_offload if self.offload_prompt_only is None else self.offload_prompt_only

@@ -28,6 +28,7 @@ class OffloadWorker(KVConnectorBase_V1):
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.WORKER) -> None:
         super().__init__(config, role)
+        # One thread each: stores keep their order, and a load need not wait for them.
         self._storing = ThreadPoolExecutor(1, "kv-store")
         self._loading = ThreadPoolExecutor(1, "kv-load")
         self._host: torch.Tensor | None = None
@@ -41,7 +42,7 @@ class OffloadWorker(KVConnectorBase_V1):
         self._computes = False
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Makes a table of all tensors."""
+        """Make a table of all tensors."""
         self.regions = BlockRegions.of([tensor for tensors in kv_caches.values() for tensor in tensors])
         self._to_host, self._from_host = HostCopies(self.regions), HostCopies(self.regions)
 
@@ -61,21 +62,23 @@ class OffloadWorker(KVConnectorBase_V1):
             self._take_host_memory(metadata.num_cpu_blocks)
         self._computes = False
         if metadata.need_flush:
+            # The scheduler has given their blocks to other requests: finish before the forward pass writes there.
             wait(self._stores.values())
         for name, copy in metadata.loads.items():
             self._loads[name] = self._loading.submit(self._move, self._from_host.from_host, copy)
 
     def _take_host_memory(self, num_blocks: int) -> None:
-        """When the first step says how much; compiles what copies, if need be."""
+        """Allocate the tier, and compile the copying kernel if need be; called by the first step."""
         self._host = host_buffer(num_blocks, self.regions.record_bytes, pinned=self.regions.device.type == "cuda")
         self._to_host.to_host([0], self._host, [0])  # the null block
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Waits for nothing: a load never belongs to the step that computes. Takes note that this one does."""
+        """Wait for nothing: a load never belongs to the step that computes. Takes note that this one does."""
         self._computes = True
 
     def wait_for_save(self) -> None:
-        """Begins the step's store. Its blocks are not overwritten before it has ended; see `need_flush`."""
+        """Begin the step's store. Its blocks are not overwritten before it has ended; see `need_flush`."""
+        # Recorded behind the forward pass, so the copy begins when that has written the blocks.
         after = torch.cuda.Event() if self.regions.device.type == "cuda" and self._orders.stores else None
         if after is not None:
             after.record()
@@ -86,6 +89,7 @@ class OffloadWorker(KVConnectorBase_V1):
         """Take note of the copies that have ended; return the requests whose loads have."""
         under_way = [*self._stores.values(), *self._loads.values()]
         if not self._computes and under_way:
+            # Otherwise empty steps would spin until the copy has ended.
             wait(under_way, SECONDS_WITHOUT_TOKENS, FIRST_COMPLETED)
         for number in [number for number, future in self._stores.items() if future.done()]:
             self._observe("store", *self._stores.pop(number).result())
@@ -102,7 +106,7 @@ class OffloadWorker(KVConnectorBase_V1):
         stats.setdefault(f"kv_offload_{kind}_size", []).append(num_bytes)
 
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
-        """Bytes and seconds of the copies."""
+        """Return the bytes and seconds of the copies since the last call."""
         stats, self._stats = self._stats, {}
         return stats or None
 
@@ -112,17 +116,18 @@ class OffloadWorker(KVConnectorBase_V1):
         return completed or None
 
     def reset(self) -> None:
-        """Waits for all copies, and forgets them."""
+        """Wait for all copies, and forget them."""
         wait([*self._stores.values(), *self._loads.values()])
         self._forget_all()
 
     def shutdown(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._storing.shutdown()
         self._loading.shutdown()
 
     def _move(self, move: Callable[..., None], copy: BlockCopy, *after: Any) -> tuple[int, float]:
         """Copy in one of the threads; return the bytes and the seconds."""
         start = time.perf_counter()
-        move(copy.block_ids, self._host, [one - 1 for one in copy.cpu_block_ids], *after)
+        # Block 0, the null block, takes no memory here.
+        move(copy.block_ids, self._host, [block_id - 1 for block_id in copy.cpu_block_ids], *after)
         return len(copy.block_ids) * self.regions.record_bytes, time.perf_counter() - start

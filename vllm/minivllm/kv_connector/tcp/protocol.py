@@ -10,7 +10,7 @@ A connection serves one question and is closed:
     client ──▶ server   an `Ask`
     server ──▶ client   an empty frame; or, for blocks, a frame for each piece of them
 
-Neither side sends the secret. Whoever does not know it gets a line that says so, in a frame that is marked as refused.
+Neither side sends the secret. A peer that does not know it gets a line that says so, in a frame marked as refused.
 The receiver knows how long each frame may be, so no length that a peer names makes it allocate more. Each frame has
 `timeout` seconds. Nothing is encrypted: over networks that others can read or write to, put it through a tunnel.
 """
@@ -49,7 +49,7 @@ class RefusedError(TransferError):
 class Ask(msgspec.Struct, frozen=True):
     """A question: send me these blocks of a request, or keep them, or let go of them.
 
-    `block_ids` must be the request's blocks from its `first` on; `layout` is that of the cache that they go to.
+    `block_ids` must be the request's blocks starting at its `first`; `layout` is that of the cache that they go to.
     """
 
     what: Literal["read", "renew", "release"]
@@ -63,25 +63,30 @@ class Connection:
     """Frames over one socket."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
-        self._socket, self.timeout = sock, timeout
+        self._socket = sock
+        self.timeout = timeout
 
     def send(self, body: bytes | memoryview, refused: bool = False) -> None:
         """Send a frame. Raise `TransferError` if the peer is gone, or does not take it in time."""
         with _as_transfer_error("the other engine does not take what is sent"):
             self._socket.settimeout(self.timeout)  # of a whole call
+            # A small frame must not wait until there is more to send (Nagle).
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Two calls rather than one: joining them would copy the body, which may have a megabyte.
             self._socket.sendall(HEADER.pack(refused, len(body), zlib.crc32(body)))
             self._socket.sendall(body)
 
     def receive(self, most: int, room: memoryview | None = None) -> memoryview:
-        """Receive a frame of at most so many bytes; or of exactly so many, into this `room`.
+        """Receive a frame of at most `most` bytes; or of exactly `most`, into this `room`.
 
         Raises:
             RefusedError: the peer says why it refuses.
             TransferError: the peer is gone, sends nothing in time, or sends what is no valid frame.
         """
         until = time.monotonic() + self.timeout
+        # One deadline for header and body, so that a slow peer cannot extend it.
         refused, size, checksum = HEADER.unpack(self._filled(memoryview(bytearray(HEADER.size)), until))
+        # Check the length before allocating: it is the peer's word.
         if size > (MOST_REASON if refused else most) or (room is not None and not refused and size < most):
             raise TransferError(f"a frame is said to have {size} bytes where {most} are due")
         body = self._filled(memoryview(bytearray(size)) if room is None or refused else room, until)
@@ -127,25 +132,29 @@ def connect(host: str, port: int, timeout: float) -> Connection:
 
 def greet(connection: Connection, secret: bytes, timeout: float) -> None:
     """Prove to a server that this engine knows the secret. Raise `TransferError` if the server does not."""
-    theirs, own = bytes(connection.receive(NONCE_BYTES)), secrets.token_bytes(NONCE_BYTES)
-    connection.send(own + _proof(secret, b"client", own, theirs))
-    if not hmac.compare_digest(connection.receive(PROOF_BYTES), _proof(secret, b"server", own, theirs)):
+    # Both sides add a random number, so that neither proof can be recorded and sent again.
+    peer_nonce, own_nonce = bytes(connection.receive(NONCE_BYTES)), secrets.token_bytes(NONCE_BYTES)
+    connection.send(own_nonce + _proof(secret, b"client", own_nonce, peer_nonce))
+    # The comparison takes the same time wherever they differ, so its duration tells nothing of the secret.
+    if not hmac.compare_digest(connection.receive(PROOF_BYTES), _proof(secret, b"server", own_nonce, peer_nonce)):
         raise RefusedError(f"the other engine does not know this engine's secret ({SECRET_VARIABLE})")
     connection.timeout = timeout
 
 
 def welcome(connection: Connection, secret: bytes, timeout: float) -> None:
     """Check that a client knows the secret, and prove the same. Raise `TransferError` if it does not."""
-    own = secrets.token_bytes(NONCE_BYTES)
-    connection.send(own)
+    own_nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.send(own_nonce)
     answer = bytes(connection.receive(NONCE_BYTES + PROOF_BYTES))
-    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if len(theirs) < NONCE_BYTES or not hmac.compare_digest(proof, _proof(secret, b"client", theirs, own)):
+    peer_nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if len(peer_nonce) < NONCE_BYTES or not hmac.compare_digest(
+        proof, _proof(secret, b"client", peer_nonce, own_nonce)
+    ):
         raise RefusedError(f"this engine has another secret ({SECRET_VARIABLE})")
-    connection.send(_proof(secret, b"server", theirs, own))
+    connection.send(_proof(secret, b"server", peer_nonce, own_nonce))
     connection.timeout = timeout
 
 
 def _proof(secret: bytes, role: bytes, of_client: bytes, of_server: bytes) -> bytes:
-    """The role keeps anyone from sending a proof back to where it came from."""
+    """Return the proof of one side. It includes the role, so that nobody can send it back as their own."""
     return hmac.digest(secret, b"minivllm KV transfer 2 " + role + of_client + of_server, "sha256")

@@ -44,6 +44,7 @@ class TCPSettings:
             isinstance(host, str) and host not in ("", "0.0.0.0", "::"),
             f"host is {host!r}; other engines are told it, so it must be one of this machine's names or addresses",
         )
+        # Each core takes as many ports as it has ranks, one after another.
         ranks = config.tensor_parallel_size * (1 + config.data_parallel_rank)
         require(
             type(port) is int and (config.tensor_parallel_size > 1) <= port <= 65536 - ranks,

@@ -43,7 +43,8 @@ class Buffer:
     """Room for one piece of a transfer, of at most `num_blocks` blocks."""
 
     def __init__(self, regions: BlockRegions) -> None:
-        self.num_blocks, self._bytes = max(1, PIECE_BYTES // regions.record_bytes), regions.record_bytes
+        self.num_blocks = max(1, PIECE_BYTES // regions.record_bytes)
+        self._bytes = regions.record_bytes
         self._copies = HostCopies(regions, self.num_blocks * self._bytes)
         self._host = host_buffer(self.num_blocks, self._bytes, pinned=regions.device.type == "cuda")
 
@@ -71,8 +72,10 @@ class TCPConnectorWorker(PullConnectorWorker):
         """Raise `MinivllmError` for settings that it does not know or cannot serve."""
         self.settings = TCPSettings.of(config)
         super().__init__(config, role, self.settings.lease_duration)
+        # Pools of their own: slow loads must not delay heartbeats, or leases would end.
         self._readers, self._tellers, self._answerers = map(ThreadPoolExecutor, (READERS, TELLERS, ANSWERERS))
         self._loads: dict[str, tuple[ReadOrder, Future[dict[str, float]]]] = {}
+        # Orders whose blocks may still be written; a reset empties it, and threads look before each write.
         self._wanted: set[ReadOrder] = set()
         self._writing = Lock()
         self._open: set[Connection] = set()
@@ -82,6 +85,7 @@ class TCPConnectorWorker(PullConnectorWorker):
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
         """Open the server, if this engine gives anything away. Raise `MinivllmError` if its address is taken."""
         self.regions = BlockRegions.of([tensor for tensors in kv_caches.values() for tensor in tensors])
+        # Sent with each read, and compared by the other side before it sends anything.
         self.layout = layout_of(self.config, kv_caches)
         if not self.config.kv_transfer_config.is_kv_producer:
             return
@@ -133,9 +137,11 @@ class TCPConnectorWorker(PullConnectorWorker):
         self._is_closed = True
         if self._listener is not None:
             with suppress(OSError):  # some systems cannot shut a listener down, and wake when it is closed
+                # This wakes the thread that waits in `accept`; closing alone would not.
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             self._accepting.join()
+        # Threads that wait for the network get an error and end.
         for connection in list(self._open):
             connection.close()
         for pool in (self._readers, self._tellers, self._answerers):
@@ -146,6 +152,7 @@ class TCPConnectorWorker(PullConnectorWorker):
         """Close a connection in the end, or with this connector."""
         self._open.add(connection)
         try:
+            # It may have been shut down after the thread was started.
             if self._is_closed:
                 raise TransferError("the connector was shut down")
             yield connection
@@ -158,7 +165,8 @@ class TCPConnectorWorker(PullConnectorWorker):
     @contextmanager
     def _asking(self, remote: RemotePrefill, ask: Ask) -> Iterator[Connection]:
         """Ask the rank with this one's number, which listens at the port of that number."""
-        port, settings = remote.port + self.config.tensor_parallel_rank, self.settings
+        port = remote.port + self.config.tensor_parallel_rank
+        settings = self.settings
         with self._using(protocol.connect(remote.host, port, settings.timeout)) as connection:
             protocol.greet(connection, settings.secret, settings.timeout)
             connection.send(msgspec.msgpack.encode(ask))
@@ -171,6 +179,7 @@ class TCPConnectorWorker(PullConnectorWorker):
             try:
                 num_blocks = self._read(order)
             except TransferError as error:
+                # The other engine has answered, and would answer the same again.
                 if isinstance(error, RefusedError):
                     raise
                 num_blocks = self._read(order)
@@ -182,7 +191,9 @@ class TCPConnectorWorker(PullConnectorWorker):
 
     def _read(self, order: ReadOrder) -> int:
         """Fill an order's blocks, and return how many. Blocks have one size on both sides."""
-        remote, size = order.remote, self.config.block_size
+        remote = order.remote
+        size = self.config.block_size
+        # The prefix cache may have had the first blocks.
         first = order.start // size
         count = -(-order.end // size) - first
         ask = Ask("read", remote.request_id, first, list(remote.block_ids[first : first + count]), self.layout)
@@ -211,6 +222,7 @@ class TCPConnectorWorker(PullConnectorWorker):
             try:
                 connection = Connection(listener.accept()[0], protocol.HANDSHAKE_SECONDS)
             except OSError:  # it was closed, or no file descriptor is free
+                # Without a free file descriptor `accept` fails at once, again and again.
                 time.sleep(0 if self._is_closed else 0.05)
             else:
                 self._answerers.submit(self._serve, connection)
@@ -232,15 +244,17 @@ class TCPConnectorWorker(PullConnectorWorker):
         connection.send(b"")
 
     def _send_blocks(self, connection: Connection, ask: Ask) -> None:
+        # Name the first difference: the operator of either engine can act on it.
         for name, own in self.layout.items():
             if (theirs := ask.layout.get(name)) != own:
                 raise RefusedError(f"the engines do not fit: {name} is {own} here and {theirs} there")
         kept = self._kept(ask.request_id, SECONDS_TO_WAIT)
         if ask.first < 0 or list(kept[ask.first :][: len(ask.block_ids)]) != ask.block_ids:
-            raise RefusedError(f"request {ask.request_id!r} has other blocks than those that are asked for")
+            raise RefusedError(f"request {ask.request_id!r} has other blocks than the requested ones")
         buffer = Buffer(self.regions)
         for piece, room in buffer.pieces(ask.block_ids):
             buffer.gather(piece)
+            # Look again after the copy: a lease that has ended meanwhile may mean that other tokens lie there.
             self._kept(ask.request_id)
             connection.send(room)
 
@@ -255,11 +269,12 @@ class TCPConnectorWorker(PullConnectorWorker):
 
 def layout_of(config: KVConnectorConfig, kv_caches: KVCaches) -> dict[str, str]:
     """Describe what both sides must have alike for the bytes of one to mean the same to the other."""
-    layers = groupby(str([(str(one.dtype), list(one.shape[1:])) for one in layer]) for layer in kv_caches.values())
+    shapes = ([(str(tensor.dtype), list(tensor.shape[1:])) for tensor in layer] for layer in kv_caches.values())
+    layers = groupby(map(str, shapes))
     return {
         "model": config.model_fingerprint,
         "block_size": str(config.block_size),
         "tensor_parallel_size": str(config.tensor_parallel_size),
         "tensor_parallel_rank": str(config.tensor_parallel_rank),
-        "the cache": ", ".join(f"{len(list(alike))} layers of {one}" for one, alike in layers),
+        "the cache": ", ".join(f"{len(list(alike))} layers of {shape}" for shape, alike in layers),
     }

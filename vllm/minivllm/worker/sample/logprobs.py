@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from minivllm.core.messages import TokenLogprobs
+from minivllm.core.engine_messages import TokenLogprobs
 
 
 def token_logprobs(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from minivllm.core.messages import TokenLogprobs
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.engine_messages import TokenLogprobs
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.worker.input_batch import InputBatch, StepInputs
 from minivllm.worker.sample.logprobs import token_logprobs
 

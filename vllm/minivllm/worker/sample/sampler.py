@@ -14,7 +14,7 @@ from enum import IntFlag
 import numpy as np
 import torch
 
-from minivllm.core.messages import TokenLogprobs
+from minivllm.core.engine_messages import TokenLogprobs
 from minivllm.platforms.device import on_device
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.sample.gumbel import gumbel_max, row_keys

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from minivllm.config import ModelConfig
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.models.forward_context import AuxHiddenStates
 from minivllm.worker.input_batch import InputBatch, StepInputs
 

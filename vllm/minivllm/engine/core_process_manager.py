@@ -1,10 +1,10 @@
-"""The processes of the cores, one for each data-parallel replica: starting them, meeting them, ending them.
+"""Start the processes of the cores, one for each data-parallel replica, exchange settings with them, and end them.
 
-Each is a fresh interpreter that runs `minivllm.engine.core_entry`, so a user's script needs no
-`if __name__ == "__main__"`. It ignores Ctrl-C, which the front end handles. Each side notices the other's end by a pipe
-that closes with it: the core's standard input, and the lifeline.
+A core is a fresh Python process that runs `core_main.py`. The script of the user is not imported there, so it needs no
+`if __name__ == "__main__"`. A core ignores Ctrl-C, which the front end handles. Each side notices the other's end by a
+pipe that closes with it: the core's standard input, and the lifeline.
 
-A core first says hello on the handshake's socket and receives the engine's arguments; from then on it talks to the
+A core first says hello on the handshake's socket and receives the engine's arguments. From then on it talks to the
 client over two other sockets (`mp_client.py`). All sockets lie in a folder that only this user can read
 (`core_sockets.py`). `ray_cores.py` has cores on other machines.
 
@@ -25,10 +25,10 @@ from typing import IO
 import zmq
 
 from minivllm import errors
-from minivllm.core.messages import EngineCoreReady
+from minivllm.core.engine_messages import EngineCoreReady
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_sockets import OwnSockets
-from minivllm.engine.wire import Failure, Kind, decode, encode, identity
+from minivllm.engine.socket_messages import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.platforms.child_processes import ChildProcess, how_it_ended, wait_or_kill
 from minivllm.platforms.device import pick_device
@@ -56,7 +56,7 @@ class CoreProcesses:
         self._inputs: list[IO[bytes]] = []
 
     def start(self) -> list[EngineCoreReady]:
-        """Starts the cores; returns what each says of itself once all are ready.
+        """Start the cores; return what each says of itself once all are ready.
 
         Raises:
             MinivllmError: a core rejects the arguments, or there are too few GPUs.
@@ -69,27 +69,28 @@ class CoreProcesses:
         return engines
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
-        """Returns a socket in the folder."""
+        """Return a socket in the folder."""
         return self.sockets.bind_in_folder(kind, self.folder, name)
 
     def obituary(self, rank: int) -> str:
-        """Says how a core's process, which has ended, did so."""
+        """Say how a core's process, which has ended, did so."""
         return died(rank, self.names(), how_it_ended(self.processes[rank].wait()))
 
     def names(self) -> list[int | str]:
-        """Returns the names of the cores' processes, for messages."""
+        """Return the names of the cores' processes, for messages."""
         return [process.pid for process in self.processes]
 
     def end(self) -> None:
-        """Lets the processes go, kills those that stay, and gives all else back. A second call does nothing."""
+        """Let the processes go, kills those that stay, and give all else back. A second call does nothing."""
         if os.getpid() != self._owner:
             return  # a fork
+        # All of them first, then wait: so their ends overlap.
         self.tell_to_leave()
         wait_or_kill(self.processes, SECONDS_TO_LEAVE)
         self._give_back()
 
     def tell_to_leave(self) -> None:
-        """Lets the processes go without waiting for them. Those that are computing end after their step."""
+        """Let the processes go without waiting for them. Those that are computing end after their step."""
         while self._inputs:
             self._inputs.pop().close()
 
@@ -99,7 +100,7 @@ class CoreProcesses:
             self._start_one(rank, environment)
 
     def _num_neighbours(self, rank: int) -> int:
-        """How many cores share the machine of this one, itself included."""
+        """Return how many cores share this one's machine, itself included."""
         return len(self.processes)
 
     def _close_lifelines(self) -> None:
@@ -112,10 +113,12 @@ class CoreProcesses:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_one(self, rank: int, environment: Mapping[str, str]) -> None:
-        """Starts a core's process. Our end of its lifeline becomes readable as soon as the process has ended."""
+        """Start a core's process. Our end of its lifeline becomes readable as soon as the process has ended."""
+        # The core holds one end of this pipe, so ours becomes readable when the core ends, however it does.
         ours, theirs = os.pipe()
         self.lifelines.append(ours)
-        command = [sys.executable, "-P", "-m", "minivllm.engine.core_entry", self.folder, str(theirs), str(self._owner)]
+        command = [sys.executable, "-P", "-m", "minivllm.engine.core_main", self.folder, str(theirs), str(self._owner)]
+        # A terminal sends Ctrl-C to all processes in front; only the front end should answer it.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits the mask
         try:
             process = subprocess.Popen(
@@ -132,12 +135,13 @@ class CoreProcesses:
             os.close(theirs)
 
     def _meet(self, handshake: zmq.Socket) -> list[EngineCoreReady]:
-        """Waits for each core's hello, sends it the engine's arguments, and waits until all are ready."""
+        """Wait for each core's hello, send it the engine's arguments, and wait until all are ready."""
         settings = {field.name: getattr(self._args, field.name) for field in fields(self._args)}
         del settings["parts"]  # Python objects; EngineArgs has refused any
         ready: dict[int, EngineCoreReady] = {}
         names = [identity(rank) for rank in range(len(self.processes))]
         while len(ready) < len(names):
+            # A core that is ready may end later; that is for the client to notice.
             waiting = {fd: rank for rank, fd in enumerate(self.lifelines) if rank not in ready}
             ended = wait_for_message(handshake, waiting)
             if ended is not None:
@@ -163,6 +167,7 @@ def wait_for_message(socket: zmq.Socket, lifelines: Mapping[int, int]) -> int | 
     for fd in lifelines:
         poller.register(fd, zmq.POLLIN)
     ready = dict(poller.poll())
+    # A message goes before a death: it may say why the core has ended.
     if socket in ready or socket.poll(MILLISECONDS_FOR_LAST_WORDS):
         return None
     return next(lifelines[fd] for fd in lifelines if fd in ready)
@@ -177,16 +182,16 @@ def died(rank: int, pids: Sequence[int | str], how: str) -> str:
 
 
 def _environment(args: EngineArgs, rank: int) -> dict[str, str]:
-    """The environment of a core: where modules are found, and, with several cores, which GPUs are its own."""
+    """Return a core's environment: where modules are and, with several cores, which GPUs it may use."""
     home = str(Path(errors.__file__).resolve().parents[1])
-    found = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH")))))
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH")))))
     if args.data_parallel_size > 1 and pick_device(args.device).type == "cuda":
-        found[VISIBLE_DEVICES] = ",".join(_gpus(args, rank))
-    return found
+        environment[VISIBLE_DEVICES] = ",".join(_gpus(args, rank))
+    return environment
 
 
 def _gpus(args: EngineArgs, rank: int) -> list[str]:
-    """The GPUs of a core, as `CUDA_VISIBLE_DEVICES` names them."""
+    """Return a core's GPUs, as `CUDA_VISIBLE_DEVICES` names them."""
     import torch
 
     each, there = args.tensor_parallel_size * args.pipeline_parallel_size, torch.cuda.device_count()
@@ -195,6 +200,7 @@ def _gpus(args: EngineArgs, rank: int) -> list[str]:
             f"data_parallel_size is {args.data_parallel_size}, with {each} GPUs for each core, which takes "
             f'{each * args.data_parallel_size}: there are {there} here; use fewer, or device="cpu"'
         )
+    # The user may have hidden some GPUs; cores share what is left.
     visible = os.environ.get(VISIBLE_DEVICES)
     names = visible.split(",") if visible else [str(index) for index in range(there)]
     return names[rank * each : (rank + 1) * each]

@@ -1,4 +1,4 @@
-"""The messages on the sockets between a front end and a core's process.
+"""Encode the messages on the sockets between a front end and a core's process.
 
 A message is a one-byte kind and a payload: plain data in MessagePack, never pickle, which would run code it is sent.
 
@@ -24,8 +24,10 @@ def identity(rank: int) -> bytes:
 
 
 class Kind:
-    """What a core sends: HELLO and READY or FAILED in the handshake; then to each client HELLO, OUTPUTS, and FAILED as
-    its last message. The other kinds are sent to it.
+    """Kinds of messages.
+
+    A core sends HELLO and READY or FAILED in the handshake; then to each client HELLO, OUTPUTS, and FAILED as its last
+    message. The other kinds are sent to it.
     """
 
     HELLO, READY, OUTPUTS, FAILED = b"h", b"r", b"o", b"f"
@@ -34,7 +36,7 @@ class Kind:
 
 @dataclass
 class Failure:
-    """Why a core failed to start or died: the class name of an exception, and its message."""
+    """The reason why a core failed to start or died: the class name of an exception, and its message."""
 
     name: str
     text: str
@@ -47,7 +49,7 @@ class Failure:
     def error(self) -> Exception:
         """Return the exception for the caller: the core's own if the user can act on it, else `EngineDeadError`."""
         known = (MinivllmError, UnsupportedModelError, WorkerDiedError)
-        kind = {one.__name__: one for one in known}.get(self.name)
+        kind = {error_class.__name__: error_class for error_class in known}.get(self.name)
         return kind(self.text) if kind else EngineDeadError(f"the engine's core has ended: {self.name}: {self.text}")
 
 
@@ -57,7 +59,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(payload: bytes, kind: type[Message]) -> Message:
-    """Decode a message of this type. Raises `msgspec.ValidationError` if the bytes hold something else."""
+    """Decode a message of this type. Raise `msgspec.ValidationError` if the bytes hold something else."""
     return msgspec.msgpack.decode(payload, type=kind)
 
 

@@ -1,9 +1,9 @@
-"""Entry point of a core's process: `python -m minivllm.engine.core_entry FOLDER LIFELINE PARENT RANK`.
+"""Entry point of a core's process: `python -m minivllm.engine.core_main FOLDER LIFELINE PARENT RANK`.
 
-`core_processes.py` starts it. Its standard input is a pipe that is never written to and that closes when the front end
-ends; a thread waits for that before anything large is imported, so that no process is left over, whenever that is.
-LIFELINE is a file descriptor whose only purpose is to close when this process ends. PARENT is the front end's process:
-where a fork of it holds the pipe open, the parent of this process changes all the same.
+`core_process_manager.py` starts it. Its standard input is a pipe that is never written to and that closes when the
+front end ends. A thread waits for that before anything large is imported, so that no process is left over, whenever
+that is. LIFELINE is a file descriptor whose only purpose is to close when this process ends. PARENT is the front end's
+process: where a fork of it holds the pipe open, the parent of this process changes all the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def leave(code: int) -> NoReturn:
 
 
 def main(folder: str, lifeline: int, parent: int, rank: int) -> int:
-    """Runs the core until it fails or the front end is gone; returns the exit code."""
+    """Run the core until it fails or the front end is gone; return the exit code."""
     os.set_inheritable(lifeline, False)  # ranks must not inherit it
     process: EngineCoreProc | None = None
 
@@ -48,6 +48,7 @@ def main(folder: str, lifeline: int, parent: int, rank: int) -> int:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    # Before the imports below, which take seconds: the front end may end meanwhile.
     threading.Thread(target=end_with_parent, args=(parent, end), daemon=True).start()
 
     from minivllm.platforms.collector import while_loading

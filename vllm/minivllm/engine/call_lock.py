@@ -1,4 +1,4 @@
-"""An engine serves one call at a time, in the process that made it."""
+"""Let an engine serve one call at a time, in the process that made it."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ from minivllm.errors import MinivllmError
 from minivllm.platforms.interrupts import InterruptsHeld
 
 
-class OneCaller:
+class CallLock:
     """Rejects a second caller: another thread, a signal handler during a call, or a forked process."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class OneCaller:
         self._lock = threading.Lock()
 
     @contextmanager
-    def alone(self) -> Iterator[InterruptsHeld]:
+    def held(self) -> Iterator[InterruptsHeld]:
         """Hold the lock for the duration of one call, and Ctrl-C with it: neither is left half done.
 
         Raises:
@@ -29,6 +29,7 @@ class OneCaller:
                 'survive a fork. Make an LLM in each process, or start processes with the method "spawn"'
             )
         with InterruptsHeld() as interrupts:
+            # Do not wait: a signal handler that calls the engine would wait for itself.
             if not self._lock.acquire(blocking=False):
                 raise MinivllmError(
                     "this LLM is in the middle of another call: it serves one at a time. Give it all prompts in one "

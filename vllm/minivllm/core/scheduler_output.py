@@ -33,7 +33,7 @@ class NewRequestData:
 
     @classmethod
     def from_request(cls, request: Request, block_ids: list[int]) -> "NewRequestData":
-        """Returns the data of a request that is being admitted with these blocks."""
+        """Return the data of a request that is being admitted with these blocks."""
         return cls(
             req_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -87,14 +87,14 @@ class SchedulerOutput:
 
     @property
     def changes_worker(self) -> bool:
-        """Whether the worker has anything to compute, to forget or to transfer."""
+        """Return whether the worker has anything to compute, to forget or to transfer."""
         forgets = bool(self.preempted_req_ids or self.finished_req_ids)
         return bool(self.num_scheduled_tokens) or forgets or self.kv_connector_metadata is not None
 
 
 @dataclass(slots=True)
 class GrammarOutput:
-    """Which tokens fit the grammars of these requests: `grammar_bitmask` [rows, ceil(vocab / 32)], int32.
+    """The tokens that fit the grammars of these requests: `grammar_bitmask` [rows, ceil(vocab / 32)], int32.
 
     Bit i of word w is token 32 w + i. A request has a row for its next token, then one after each of its drafts.
     """
@@ -133,6 +133,6 @@ class AsyncModelRunnerOutput:
     fill: Callable[[ModelRunnerOutput], None]
 
     def get_output(self) -> ModelRunnerOutput:
-        """Waits for them. Any thread may ask."""
+        """Wait for them. Any thread may ask."""
         self.fill(self.output)
         return self.output

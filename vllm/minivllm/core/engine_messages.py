@@ -37,7 +37,7 @@ class EngineCoreRequest:
     lora_request: LoRARequest | None = None
 
     def to_request(self) -> Request:
-        """Converts it to the scheduler's `Request`."""
+        """Convert it to the scheduler's `Request`."""
         params = self.sampling_params
         assert params.max_tokens is not None
         return Request(
@@ -77,7 +77,7 @@ class EngineCoreOutput:
     `invalid_request` that the request asked for what cannot be done: nothing is wrong with the engine.
     `num_cached_tokens` is the prefix hit at its first admission, in tokens. `new_logprobs` has one entry per new token.
     `num_preemptions` and `kv_transfer_params`, what the KV connector has to tell the client, are told at its end.
-    `num_external_computed_tokens`: those of the prompt that a connector has loaded.
+    `num_external_computed_tokens` are those of the prompt that a connector has loaded.
     """
 
     request_id: str
@@ -92,6 +92,11 @@ class EngineCoreOutput:
     num_preemptions: int = 0
     kv_transfer_params: dict[str, Any] | None = None
     num_external_computed_tokens: int = 0
+
+    @classmethod
+    def failed(cls, request_id: str, error: str, invalid_request: bool = False) -> "EngineCoreOutput":
+        """Return the only output of a request that ends with this error, without a token."""
+        return cls(request_id, [], finish_reason="error", error=error, invalid_request=invalid_request)
 
 
 @dataclass(slots=True)
