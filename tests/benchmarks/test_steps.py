@@ -4,8 +4,8 @@ import importlib
 from pathlib import Path
 
 import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.results import read_record
 
@@ -36,7 +36,6 @@ def test_a_variant_that_is_an_environment_is_not_measured_in_another(steps, monk
     for variant in steps.VARIANTS.values():
         if variant.environment:
             monkeypatch.delenv(variant.environment[0], raising=False)
-            with pytest.raises(MinivllmError, match="=".join(variant.environment)):
-                steps.check_environment(variant)
+            assert_refused("=".join(variant.environment), steps.check_environment, variant)
             monkeypatch.setenv(*variant.environment)
         steps.check_environment(variant)

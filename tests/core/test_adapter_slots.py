@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from refusals import assert_refused
 
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
@@ -19,8 +20,7 @@ def test_the_sequence_of_vllms_own_test():
         getattr(slots, operation)(adapter)
         assert slots.slots == expected, (operation, adapter)
     for operation in ("activate", "pin"):
-        with pytest.raises(MinivllmError, match="max_loras"):
-            getattr(slots, operation)(3)
+        assert_refused("max_loras", getattr(slots, operation), 3)
     assert slots.slots == [2, 1]
     slots.deactivate(2)
     assert slots.activate(3) == 0

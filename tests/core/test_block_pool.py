@@ -8,9 +8,9 @@ from core.invariants import check_pool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from refusals import assert_refused
 
 from minivllm.core.block_pool import BlockPool, BlockPoolError, FreeKVCacheBlockQueue, KVCacheBlock
-from minivllm.errors import MinivllmError
 
 SMALL = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
@@ -237,8 +237,7 @@ def test_the_null_block_is_not_usable() -> None:
     pool = BlockPool(2)
     assert pool.num_usable_blocks == pool.get_num_free_blocks() == 1
     assert pool.get_new_blocks(1)[0].block_id == 1
-    with pytest.raises(MinivllmError, match=r"\b2\b"):
-        BlockPool(1)
+    assert_refused(r"\b2\b", BlockPool, 1)
 
 
 def test_removal_from_the_middle_takes_no_longer_in_a_long_queue() -> None:

@@ -3,6 +3,7 @@
 import pytest
 from core.driving import Drive, make_scheduler
 from core.invariants import check_scheduler
+from refusals import assert_refused
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
@@ -10,7 +11,6 @@ from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.errors import MinivllmError
 
 
 def drive(**settings: object) -> Drive:
@@ -655,8 +655,7 @@ def test_too_many_drafts_are_refused() -> None:
     d = drive(drafting=DraftingConfig(num_speculative_tokens=1))
     d.add("a", 5)
     d.step()
-    with pytest.raises(MinivllmError, match="num_speculative_tokens is 1"):
-        d.scheduler.update_draft_token_ids({"a": [1, 2]})
+    assert_refused("num_speculative_tokens is 1", d.scheduler.update_draft_token_ids, {"a": [1, 2]})
 
 
 def test_lookahead_slots_are_allocated_beyond_the_tokens() -> None:
@@ -680,8 +679,7 @@ def test_lookahead_slots_are_allocated_beyond_the_tokens() -> None:
 def test_a_request_that_cannot_run_is_refused(arguments: dict, words: str) -> None:
     d = drive()
     d.add("a", 3)
-    with pytest.raises(MinivllmError, match=words):
-        d.add(**arguments)
+    assert_refused(words, d.add, **arguments)
     assert d.waiting() == ["a"]
 
 
@@ -696,15 +694,13 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_length_that_would_fi
             d.step()
         assert not d.scheduler.has_unfinished_requests()
         return
-    with pytest.raises(MinivllmError, match=r"\b17\b"):
-        d.add("a", prompt, max_tokens=max_tokens)
+    assert_refused(r"\b17\b", d.add, "a", prompt, max_tokens=max_tokens)
 
 
 def test_drafts_count_in_what_a_request_may_need() -> None:
     d = drive(num_gpu_blocks=5, drafting=DraftingConfig(num_speculative_tokens=2, num_lookahead_tokens=1))
     d.add("a", 7, max_tokens=7)
-    with pytest.raises(MinivllmError, match=r"\b14\b"):
-        d.add("b", 7, max_tokens=8)
+    assert_refused(r"\b14\b", d.add, "b", 7, max_tokens=8)
 
 
 def test_max_model_len_bounds_what_a_request_may_need() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
 from kernels.test_unified_attention import BATCHES, UNTOUCHED, make
+from refusals import assert_refused
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.attention_configurations import configurations
@@ -258,13 +259,11 @@ def test_scales_that_do_not_fit_are_refused():
     key, value = rows(3, 32)
     keys, values, key_scales, value_scales = empty_caches(32)
     slots = torch.arange(3)
-    with pytest.raises(MinivllmError, match=r"int8.*scales"):
-        reshape_and_cache(key, value, keys, values, slots)
+    assert_refused(r"int8.*scales", reshape_and_cache, key, value, keys, values, slots)
     with pytest.raises(MinivllmError, match=r"float32.*\[9, 3, 4\]"):
         write(key, value, (keys, values, key_scales.transpose(1, 2), value_scales), slots, "cpu")
     with pytest.raises(MinivllmError, match="scales"):
         write(key, value, (keys.float(), values.float(), key_scales, value_scales), slots, "cpu")
     step = make([(1, 5)])
     arguments = quantized(step)[0]
-    with pytest.raises(MinivllmError, match=r"int8.*scales"):
-        unified_attention(*arguments, step.scale)
+    assert_refused(r"int8.*scales", unified_attention, *arguments, step.scale)

@@ -17,8 +17,8 @@ from kernels.harness import (
     reference_attention,
     start_locations,
 )
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm.kernels.attention_configurations import automatic_splits, configurations
 from minivllm.kernels.cpu import attention_calls
 from minivllm.kernels.unified_attention import unified_attention
@@ -342,15 +342,12 @@ def test_input_that_cannot_work_is_refused():
         "last dimension of block_table": change(step, 5, table.repeat_interleave(2, 1)[:, ::2]),
     }
     for about, arguments in wrong.items():
-        with pytest.raises(MinivllmError, match=about):
-            unified_attention(*arguments, step.scale)
+        assert_refused(about, unified_attention, *arguments, step.scale)
     for about, options in {
         "sliding_window": {"sliding_window": 0},
         "soft_cap": {"soft_cap": 0.0},
         "num_kv_splits": {"num_kv_splits": 0},
         "unknown backend": {"backend": "cuda"},
     }.items():
-        with pytest.raises(MinivllmError, match=about):
-            unified_attention(*step.arguments, step.scale, **options)
-    with pytest.raises(MinivllmError, match="scale must be greater than 0"):
-        unified_attention(*step.arguments, 0.0)
+        assert_refused(about, unified_attention, *step.arguments, step.scale, **options)
+    assert_refused("scale must be greater than 0", unified_attention, *step.arguments, 0.0)

@@ -4,6 +4,7 @@ import textwrap
 from types import ModuleType
 
 import pytest
+from refusals import assert_refused
 
 from minivllm.errors import MinivllmError
 from minivllm_lab import exercise
@@ -72,12 +73,10 @@ def test_a_bare_assert_shows_its_own_line(tmp_path):
 
 
 def test_a_file_that_cannot_be_imported_names_the_line(tmp_path):
-    with pytest.raises(MinivllmError, match=r"answer\.py.*line 2\b"):
-        module(tmp_path, "x = 1\ndef f(:")
+    assert_refused(r"answer\.py.*line 2\b", module, tmp_path, "x = 1\ndef f(:")
     with pytest.raises(MinivllmError, match=r"ZeroDivisionError: .* \(line 2: y = 1 / 0\)"):
         module(tmp_path, "x = 1\ny = 1 / 0")
-    with pytest.raises(MinivllmError, match=r"nothing\.py"):
-        load(tmp_path / "nothing.py")
+    assert_refused(r"nothing\.py", load, tmp_path / "nothing.py")
 
 
 def test_a_learners_edit_is_seen_at_once(tmp_path):
@@ -93,8 +92,7 @@ def test_dataclasses_can_be_defined(tmp_path):
 def test_numbers_are_read_in_any_form():
     assert [check.__name__ for check in checks_of("01")] == [check.__name__ for check in checks_of(1)]
     for unknown in ("77", "", "one", "../01"):
-        with pytest.raises(MinivllmError, match=r"\b01\b"):
-            checks_of(unknown)
+        assert_refused(r"\b01\b", checks_of, unknown)
 
 
 def test_check_here_prints_and_never_raises(capsys):

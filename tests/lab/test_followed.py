@@ -3,10 +3,10 @@
 import logging
 
 import pytest
+from refusals import assert_refused
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.errors import MinivllmError
 from minivllm_lab.followed import BLOCK_SIZE, MAX_TOKENS, NAME, PROMPT, SCENES, Token, followed
 
 EVERY_SCENE = pytest.mark.parametrize("scene", SCENES)
@@ -111,8 +111,7 @@ def test_it_logs_nothing_between_the_pictures_of_a_notebook(capfd):
 
 
 def test_an_unknown_scene_is_refused():
-    with pytest.raises(MinivllmError, match="alone, company, prefix hit"):
-        followed("nobody")
+    assert_refused("alone, company, prefix hit", followed, "nobody")
 
 
 def test_in_the_small_pool_it_is_preempted_and_finds_two_blocks_again():

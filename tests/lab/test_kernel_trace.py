@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from refusals import assert_refused
 
 from minivllm.errors import MinivllmError
 from minivllm.platforms.triton_utils import tl, triton
@@ -323,8 +324,7 @@ def test_a_wrong_call_says_which_argument_is_missing():
 
 
 def test_what_is_no_interpreted_kernel_is_refused():
-    with pytest.raises(MinivllmError, match="TRITON_INTERPRET=1"):
-        trace_kernel(lambda x: x, (1,), torch.zeros(1))
+    assert_refused("TRITON_INTERPRET=1", trace_kernel, lambda x: x, (1,), torch.zeros(1))
 
 
 def test_tensors_elsewhere_are_refused():

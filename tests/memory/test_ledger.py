@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from memory.startup_logs import ACTIVATIONS, CAPACITY, NEEDED, PROFILES, WEIGHTS
+from refusals import assert_refused
 
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
@@ -132,10 +133,8 @@ def test_heads_that_cannot_be_divided(tp):
 
 @pytest.mark.parametrize("dtype", ["int3", "", "fp16"])
 def test_unknown_dtype_is_named(dtype):
-    with pytest.raises(MinivllmError, match=repr(dtype)):
-        kv_bytes_per_token(LLAMA, dtype)
-    with pytest.raises(MinivllmError, match=repr(dtype)):
-        weight_bytes(known_model("Qwen3-8B"), dtype)
+    assert_refused(repr(dtype), kv_bytes_per_token, LLAMA, dtype)
+    assert_refused(repr(dtype), weight_bytes, known_model("Qwen3-8B"), dtype)
 
 
 def test_latent_cache_has_no_heads_to_scale():
@@ -340,8 +339,7 @@ def test_weights_of_a_tensor_parallel_rank():
 
 def test_weights_of_quantized_checkpoints_are_not_guessed():
     quantized = {**CONFIGS["Qwen/Qwen3-8B"], "quantization_config": {"quant_method": "awq"}}
-    with pytest.raises(MinivllmError, match="awq"):
-        weight_bytes(quantized)
+    assert_refused("awq", weight_bytes, quantized)
     assert weight_bytes(quantized, "bfloat16") == weight_bytes(known_model("Qwen3-8B"))
     ledger = memory_ledger(quantized, "L4", max_model_len=4096, weights=int(5.7 * GIB))
     assert ledger.rows[0].bytes == int(5.7 * GIB)
@@ -361,15 +359,13 @@ def test_deepseeks_checkpoint_is_fp8_in_blocks():
     assert weight_bytes(deepseek) / GIB == pytest.approx(627, abs=1)  # not 1,250: eight H200 hold it
     assert memory_ledger(deepseek, "H200", tp=8, max_model_len=8192).tokens > 100_000
     other = {**CONFIGS["deepseek-ai/DeepSeek-V3"], "quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(MinivllmError, match="does not follow from its shape"):
-        weight_bytes(other)
+    assert_refused("does not follow from its shape", weight_bytes, other)
 
 
 def test_parameters_of_unknown_types_are_not_guessed():
     with pytest.raises(UnsupportedModelError, match="olmo2"):
         num_parameters({**LLAMA, "model_type": "olmo2", "vocab_size": 1000, "intermediate_size": 100})
-    with pytest.raises(MinivllmError, match="vocab_size"):
-        num_parameters(LLAMA)
+    assert_refused("vocab_size", num_parameters, LLAMA)
 
 
 @given(
@@ -397,8 +393,7 @@ def test_request_that_does_not_fit_is_refused_with_the_length_that_would():
     longest = memory_ledger(model, "L4", check=False).longest_request
     assert str(longest) in str(refusal.value)
     assert memory_ledger(model, "L4", max_model_len=longest).max_model_len == longest
-    with pytest.raises(MinivllmError, match=str(longest)):
-        memory_ledger(model, "L4", max_model_len=longest + 1)
+    assert_refused(str(longest), memory_ledger, model, "L4", max_model_len=longest + 1)
 
 
 def test_null_block_is_not_for_requests():
@@ -406,15 +401,13 @@ def test_null_block_is_not_for_requests():
     given = {"weights": 0, "activation_peak": 0, "non_torch": 0, "cuda_graphs": 0, "gpu_memory_utilization": 1.0}
     hardware = dataclasses.replace(get_hardware("T4"), memory_bytes=4 * block)
     assert memory_ledger(model, hardware, max_model_len=48, **given).tokens == 64
-    with pytest.raises(MinivllmError, match="48 or less"):
-        memory_ledger(model, hardware, max_model_len=64, **given)
+    assert_refused("48 or less", memory_ledger, model, hardware, max_model_len=64, **given)
 
 
 def test_nothing_left_for_the_cache():
     with pytest.raises(MinivllmError, match="nothing is left"):
         memory_ledger(known_model("Llama-2-13b-hf"), "T4", max_model_len=1)
-    with pytest.raises(MinivllmError, match="nothing is left"):
-        kv_cache_tokens(-1, LLAMA)
+    assert_refused("nothing is left", kv_cache_tokens, -1, LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -453,5 +446,4 @@ WHOLE = known_model("Llama-3.1-8B")
     ],
 )
 def test_nonsense_is_named(ask, said):
-    with pytest.raises(MinivllmError, match=said):
-        ask()
+    assert_refused(said, ask)

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 
 import pytest
+from refusals import assert_refused
 from tokenizers import pre_tokenizers
 
 from minivllm.errors import MinivllmError
@@ -27,8 +28,7 @@ def test_a_vocabulary_and_merges_can_be_converted_by_the_command_in_the_refusal(
 
 
 def test_without_any_tokenizer_there_is_no_advice(tmp_path):
-    with pytest.raises(MinivllmError, match=r"has no tokenizer\.json$"):
-        load_tokenizer(tmp_path)
+    assert_refused(r"has no tokenizer\.json$", load_tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,4 @@ def test_without_any_tokenizer_there_is_no_advice(tmp_path):
 def test_weights_in_another_form_are_named(tmp_path, present, advice):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / present).touch()
-    with pytest.raises(MinivllmError, match=advice):
-        weight_files(tmp_path)
+    assert_refused(advice, weight_files, tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import assert_refused
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
@@ -146,10 +147,8 @@ def test_the_error_is_the_one_that_was_made():
 
 
 def test_too_few_steps_make_no_fit():
-    with pytest.raises(MinivllmError, match="at least 8"):
-        FittedCost.fit([MeasuredStep(StepShape.of([(1, 1)]), 1.0)] * 7)
-    with pytest.raises(MinivllmError, match="measured step"):
-        model_error(FittedCost(1, 0, 0, 0), [])
+    assert_refused("at least 8", FittedCost.fit, [MeasuredStep(StepShape.of([(1, 1)]), 1.0)] * 7)
+    assert_refused("measured step", model_error, FittedCost(1, 0, 0, 0), [])
 
 
 NOT_A_COST = [-1e-9, float("nan"), float("inf"), "1", None, True]
@@ -165,8 +164,7 @@ def test_what_is_no_cost_is_refused_where_it_is_given(value):
     for name in (*sheet, *costs, "bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency", "expert_share"):
         with pytest.raises(MinivllmError, match=f"{name} is .*, and finite"):
             RooflineCost(**{**sheet, "bandwidth": 1.0, "flops": 1.0, name: value})
-    with pytest.raises(MinivllmError, match=r"seconds is .* above 0"):
-        MeasuredStep(StepShape.of([(1, 1)]), value)
+    assert_refused(r"seconds is .* above 0", MeasuredStep, StepShape.of([(1, 1)]), value)
 
 
 def test_no_rate_and_no_measured_time_is_zero():
@@ -174,8 +172,7 @@ def test_no_rate_and_no_measured_time_is_zero():
         with pytest.raises(MinivllmError, match=f"{name} is 0; it must be above 0"):
             RooflineCost(**{"weight_bytes": 1, "kv_bytes_per_token": 1, "flops_per_token": 1, "flops_per_pair": 1,
                             "bandwidth": 1.0, "flops": 1.0, name: 0})  # fmt: skip
-    with pytest.raises(MinivllmError, match="seconds is 0"):
-        MeasuredStep(StepShape.of([(1, 1)]), 0)
+    assert_refused("seconds is 0", MeasuredStep, StepShape.of([(1, 1)]), 0)
 
 
 MIXTRAL, EXPERT = known_model("Mixtral-8x7B-v0.1"), 3 * 4096 * 14336  # a gated MLP of three matrices

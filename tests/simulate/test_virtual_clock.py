@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import assert_refused
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
@@ -183,8 +184,7 @@ def test_a_percentile_is_a_value_that_enough_do_not_exceed(values, share):
     ],
 )
 def test_nonsense_is_refused(wrong, about):
-    with pytest.raises(MinivllmError, match=about):
-        wrong()
+    assert_refused(about, wrong)
 
 
 @given(workloads())
@@ -296,8 +296,7 @@ def test_what_is_no_workload_is_refused_in_one_line(value):
     configs = SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=8)
     with pytest.raises(MinivllmError, match=r"workload is \w+; it must be a Seq|request 0 is \w+; it must be a Simul"):
         simulate(value, *configs, COST)
-    with pytest.raises(MinivllmError, match=r"must be a"):
-        next(simulate_in_parts(value, *configs, COST, steps=1))
+    assert_refused(r"must be a", next, simulate_in_parts(value, *configs, COST, steps=1))
 
 
 def test_other_arguments_of_wrong_types_are_refused_too():
@@ -307,11 +306,9 @@ def test_other_arguments_of_wrong_types_are_refused_too():
         simulate(one, cache, scheduler, COST)
     with pytest.raises(MinivllmError, match="max_steps is 'x'; it must be a count, or None"):
         simulate(one, scheduler, cache, COST, "x")
-    with pytest.raises(MinivllmError, match="acceptance"):
-        simulate(one, scheduler, cache, COST, acceptance="x")
+    assert_refused("acceptance", simulate, one, scheduler, cache, COST, acceptance="x")
     for lengths in ((0, 1), (1, 0), ("x", 1), (1.0, 1)):
-        with pytest.raises(MinivllmError, match="_tokens must be a positive whole number"):
-            SimulatedRequest(*lengths)
+        assert_refused("_tokens must be a positive whole number", SimulatedRequest, *lengths)
 
 
 @given(workloads(), st.booleans())
