@@ -8,16 +8,6 @@ from minivllm.core.request import Request, RequestStatus
 from minivllm.core.stop import check_stop
 
 
-def test_lengths_follow_the_tokens() -> None:
-    request = Request("r", [1, 2, 3], max_tokens=5)
-    request.append_output_token_id(7)
-    request.spec_token_ids = [8, 9]
-    assert (request.num_prompt_tokens, request.num_output_tokens) == (3, 1)
-    assert (request.num_tokens, request.num_tokens_with_spec) == (4, 6)
-    assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [7])
-    assert list(request.all_token_ids) == [1, 2, 3, 7]
-
-
 def test_the_callers_prompt_is_not_changed() -> None:
     prompt = [1, 2]
     Request("r", prompt, max_tokens=5).append_output_token_id(3)

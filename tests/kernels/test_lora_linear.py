@@ -5,7 +5,15 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
+from kernels.harness import (
+    DTYPES,
+    assert_close,
+    assert_compiles,
+    assert_twin,
+    each_twin,
+    on_threads,
+    trace_launches,
+)
 from refusals import assert_refused
 
 from minivllm.kernels import lora_linear as module
@@ -21,7 +29,6 @@ from minivllm.kernels.lora_linear import (
 )
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.platforms.triton_utils import tl
-from minivllm_lab.kernel_trace import trace_kernel
 
 CPU = torch.device("cpu")
 CASES = {
@@ -36,7 +43,6 @@ CASES = {
     "not of whole lanes": ([0, 1, -1, 1], 8, 37, (21, 5)),
     "rank 1": ([0, 1, 1], 4, 32, (32,)),
 }
-TWINS = ["numba", "torch"]
 
 
 def make(case, dtype=torch.float32, device=CPU, slots=3):
@@ -93,12 +99,7 @@ def test_a_grid_that_knows_no_counts_gives_the_same(device):
         assert_close(given[0], expected)
 
 
-@pytest.fixture(params=TWINS)
-def twin(request, monkeypatch):
-    """Each form that a CPU may run."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(lora_calls, "has_numba", lambda: request.param == "numba")
+twin = each_twin(lora_calls)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,14 +142,10 @@ def test_no_adapter_no_launch(monkeypatch):
 
 def test_several_threads_share_the_tiles():
     pytest.importorskip("numba")
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with on_threads(2):
         *given, expected = make("many rows of one slot")
         lora_linear(*given)
-        assert_close(given[0], expected)
-    finally:
-        torch.set_num_threads(before)
+    assert_close(given[0], expected)
 
 
 # ---- traced, compiled, refused ---------------------------------------------------------------------------------------
@@ -156,28 +153,12 @@ def test_several_threads_share_the_tiles():
 
 @pytest.mark.interpreted
 def test_nothing_is_written_twice_or_read_outside(monkeypatch):
-    traces = []
-
-    class Traced:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            def run(*arguments, num_warps, **constants):
-                traces.append(trace_kernel(self.kernel, grid, *arguments, **constants))
-
-            return run
-
-    monkeypatch.setattr(module, "lora_shrink_kernel", Traced(lora_shrink_kernel))
-    monkeypatch.setattr(module, "lora_expand_kernel", Traced(lora_expand_kernel))
+    traces = trace_launches(monkeypatch, module, "lora_shrink_kernel", "lora_expand_kernel")
     *given, expected = make("mixed, three slices")
     lora_linear(*given, backend="triton")
     assert_close(given[0], expected)
-    shrink, expand = traces
-    assert not shrink.races
-    assert not expand.races
-    assert not shrink.out_of_bounds
-    assert not expand.out_of_bounds
+    shrink = traces["lora_shrink_kernel"]
+    expand = traces["lora_expand_kernel"]
     ranks, slots = given[4], CASES["mixed, three slices"][0]
     sums = 4 * sum(int(ranks[piece, slot]) for slot in slots if slot >= 0 for piece in range(3))
     assert shrink.bytes_written == shrink.bytes_written_once == sums

@@ -9,14 +9,17 @@ from kernels.harness import (
     assert_close,
     assert_compiles,
     assert_twin,
+    each_twin,
     gather_paged,
     random_block_table,
     reference_attention,
     start_locations,
+    trace_launches,
 )
 from refusals import assert_refused
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels import mla_attention as module
 from minivllm.kernels.attention_arguments import MLAArguments
 from minivllm.kernels.attention_configurations import Configuration
 from minivllm.kernels.attention_launch import padded
@@ -129,10 +132,12 @@ def test_kernel_and_twin_are_alike(device, dtype):
 # ---- the forms of the twin -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("with_numba", [True, False], ids=["numba", "gather"])
+twin = each_twin(mla_calls)
+
+
+@pytest.mark.usefixtures("twin")
 @pytest.mark.parametrize(("rank", "rope"), [(48, 16), (56, 8), (40, 10)])
-def test_the_twin_is_right(monkeypatch, with_numba, rank, rope):
-    monkeypatch.setattr(mla_calls, "has_numba", lambda: with_numba)
+def test_the_twin_is_right(rank, rope):
     for lengths in (MIXED, [(1, 300), (70, 200)]):
         step = make(lengths, rank, rope)
         assert_close(step.attend("cpu"), step.expected())
@@ -166,33 +171,17 @@ def test_every_token_lands_in_its_slot_and_padding_nowhere(device, backend, slot
 @pytest.mark.interpreted
 @pytest.mark.parametrize("heads", [8, MOST_HEADS, 2 * MOST_HEADS])
 def test_a_latent_is_read_once_for_all_heads_of_a_program_as_key_and_as_value(heads, monkeypatch):
-    traces = []
-
-    class Traced:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda *args, **constants: traces.append(
-                trace_kernel(self.kernel, grid, *args, **{k: v for k, v in constants.items() if k not in LAUNCH})
-            )
-
-    monkeypatch.setattr("minivllm.kernels.mla_attention.mla_attention_kernel", Traced(mla_attention_kernel))
+    traces = trace_launches(monkeypatch, module, "mla_attention_kernel")
     step = make([(1, 70), (1, 33)], heads=heads, padding=0)
     arguments = MLAArguments(*step.arguments, step.scale, step.rank)
     launch_triton(step.out, arguments, 1, Configuration(16, 32, 4, 1))
     assert_close(step.out, step.expected())
-    (trace,) = traces
-    assert not trace.races
-    assert not trace.out_of_bounds
+    trace = traces["mla_attention_kernel"]
     keys, width = 70 + 33, 64
     assert trace.arguments["cache"].bytes_read_once == keys * width * 4
     assert trace.arguments["cache"].bytes_read == keys * width * 4 * triton.cdiv(heads, MOST_HEADS)
     assert trace.arguments["q"].bytes_read == step.arguments[0].nbytes
     assert trace.bytes_written == trace.bytes_written_once == step.out.nbytes
-
-
-LAUNCH = ("num_warps", "num_stages")
 
 
 @pytest.mark.interpreted

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
+from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin, each_twin, on_threads
 from refusals import assert_refused
 
 from minivllm.kernels.cpu import quantized_linear_calls
@@ -115,12 +115,7 @@ def test_rows_that_end_inside_a_tile_of_the_kernel(device):
         assert_close(quantized_linear(*arguments, backend="triton"), expected)
 
 
-@pytest.fixture(params=["numba", "torch"])
-def twin(request, monkeypatch):
-    """Each form that a CPU may run."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(quantized_linear_calls, "has_numba", lambda: request.param == "numba")
+twin = each_twin(quantized_linear_calls)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,12 +138,9 @@ def test_the_twins_know_every_type_of_scale(twin, scale_dtype, dtype):
 def test_several_threads_share_the_outputs():
     pytest.importorskip("numba")
     x, packed, scales, bias, expected = make("int4", 9, 333, 64)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert_close(quantized_linear(x, packed, scales, bias), expected)
-    finally:
-        torch.set_num_threads(before)
+    with on_threads(2):
+        found = quantized_linear(x, packed, scales, bias)
+    assert_close(found, expected)
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels.harness import DTYPES, assert_compiles, assert_twin, awkward_lengths
+from kernels.harness import DTYPES, assert_compiles, assert_twin, awkward_lengths, each_twin
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu import cache_calls
@@ -124,12 +124,12 @@ def test_both_kernels_compile_with_wide_loads(dtype):
     assert_compiles(copy_blocks_kernel, {**copies, "SIZE": 16384, "CHUNK": COPY_CHUNK}, load_bytes=16)
 
 
-@pytest.mark.parametrize("form", ["numba", "torch"])
+twin = each_twin(cache_calls)
+
+
+@pytest.mark.usefixtures("twin")
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8])
-def test_a_slot_beyond_the_cache_writes_to_no_foreign_memory(form, cache_dtype, monkeypatch):
-    if form == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(cache_calls, "has_numba", lambda: form == "numba")
+def test_a_slot_beyond_the_cache_writes_to_no_foreign_memory(cache_dtype):
     key, value, *_ = make(3, 4)
     memory = torch.full((2, 9, 4, 2, 80), 7).to(cache_dtype)
     scales = torch.ones(2, 3, 2, 4) if cache_dtype == torch.int8 else (None, None)

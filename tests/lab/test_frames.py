@@ -91,11 +91,6 @@ def test_a_notebook_gets_buttons_and_a_picture_for_where_there_are_none(frames):
     assert bundle["text/html"].startswith("<div")
 
 
-def test_stills_are_given_back(frames):
-    assert frames.still(0) == still(WORDS[0])
-    assert frames.still(-1) == still(WORDS[2])
-
-
 @pytest.mark.parametrize(
     ("stills", "captions", "about"),
     [

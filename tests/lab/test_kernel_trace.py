@@ -175,13 +175,6 @@ def test_programs_of_a_grid_of_two_dimensions():
     assert trace.races == []
 
 
-def test_constants_and_tensors_may_be_given_by_name():
-    out = torch.zeros(4)
-    trace = trace_kernel(scale_kernel, 1, out, x=numbers(4), count=4, BLOCK=4)
-    assert out.tolist() == [0, 2, 4, 6]
-    assert trace.arguments["x"].bytes_read == 16
-
-
 # ---- races -----------------------------------------------------------------------------------------------------------
 
 

@@ -136,7 +136,7 @@ def test_a_config_names_what_it_lacks(missing):
         PEFTHelper.from_dict({key: LEAST[key] for key in LEAST if key != missing}, Path("folder"), 64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([*LEAST, "rank_pattern", "alpha_pattern", "bias", "use_rslora", "init_lora_weights"]),

@@ -177,12 +177,6 @@ def test_without_chunks_a_prompt_waits_for_a_step_that_it_fits_into():
     assert run(FULL, work).steps == 2
 
 
-def test_a_static_batch_computes_its_prompts_in_one_step():
-    work = LeverWorkload("long", "", (SimulatedRequest(1000, 5),) * 20)
-    static = run(replace(FULL, continuous_batching=False), work)
-    assert (static.steps, static.mean_batch) == (5, 20)
-
-
 def test_a_static_batch_waits_for_its_longest():
     work = LeverWorkload("spread", "", tuple(SimulatedRequest(16, 4 + 32 * (i % 2)) for i in range(400)), 64)
     static, continuous = run(replace(FULL, continuous_batching=False), work), run(FULL, work)
