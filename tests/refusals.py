@@ -1,4 +1,4 @@
-"""What is refused is refused in one line that says what is wrong."""
+"""Check refusals, which are one line that says what is wrong."""
 
 from collections.abc import Callable
 

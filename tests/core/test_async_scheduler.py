@@ -1,4 +1,4 @@
-"""Steps scheduled while others are in flight: what is sent ahead, what is held back, what a late output may still do.
+"""Schedule steps while others are in flight: what is sent ahead or held back, and what a late output may do.
 
 The behaviours are those of vLLM's `tests/v1/core/test_async_scheduler.py`: stop by max_tokens, abort, preempt, prefix
 caching between prompts that arrive together, and between the turns of a conversation.

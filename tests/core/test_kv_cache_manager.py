@@ -1,4 +1,4 @@
-"""Tables, hits and publication, one by one. The scheduler's tests cover what only shows over several steps."""
+"""Test block tables, hits and publication alone; the scheduler's tests cover several steps."""
 
 import pytest
 

@@ -24,7 +24,7 @@ SIZE = 4
 
 
 def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: Any) -> OffloadScheduler:
-    """A tier of so many blocks besides the null block, of 100 bytes each."""
+    """Make a tier of `num_usable` blocks besides the null block, of 100 bytes each."""
     transfer = KVTransferConfig(
         kv_connector="SimpleCPUOffloadConnector",
         kv_connector_extra_config={"num_cpu_blocks": num_usable and num_usable + 1} | extra,
@@ -76,7 +76,7 @@ def run_with_evicted_blocks(**settings: Any) -> tuple[OffloadRun, Request]:
 
 
 def prompt_of(number: int, length: int) -> list[int]:
-    """Prompts of different numbers have no block in common."""
+    """Return a prompt that shares no block with those of other numbers."""
     return [number + 4 * (place % 50) for place in range(length)]
 
 
@@ -144,7 +144,7 @@ def test_lazy_store_and_load_roundtrip() -> None:
 
 
 def test_lazy_stores_come_to_an_end_where_the_tier_is_smaller_than_what_stands_near_the_head() -> None:
-    """Each block stored would evict another one that is looked at, for ever."""
+    """Otherwise each stored block would evict another candidate for ever."""
     run = OffloadRun(connector_of(lazy_offload=True, num_usable=2), most_steps=3)
     for number in range(4):
         run.serve(f"r{number}", prompt_of(number, 21), 5)
@@ -213,7 +213,7 @@ def test_partial_gpu_prefix_plus_cpu_load() -> None:
 
 
 def test_toctou_what_was_promised_is_pinned_until_the_step_is_made() -> None:
-    """The tier is asked, and before the blocks are there it would evict what it has promised."""
+    """Before the promised blocks are loaded, the tier must not evict them."""
     run = OffloadRun(connector_of(num_usable=2))
     run.serve("first", prompt_of(0, 8))
     asking = Request("asking", [*prompt_of(0, 8), 1], max_tokens=1)
@@ -260,7 +260,7 @@ def test_a_step_that_fails_makes_the_tier_forget_all() -> None:
 
 
 def test_the_steps_tell_of_the_tier() -> None:
-    """Also when a store ends in step 3, in which a request decodes and nothing else happens."""
+    """Report the tier also in step 3, where a store ends while a request decodes."""
     run = OffloadRun(connector_of(), most_steps=5, rng=Random(7))
     recorder = StepRecorder(run.scheduler)
     run.add("r", prompt_of(0, 12), 4)
@@ -303,7 +303,7 @@ def test_what_cannot_be_is_refused_in_one_line(extra: dict[str, Any], message: s
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_the_workload_the_tier_changes_no_token_and_leaks_no_block(seed: int) -> None:
-    """Small pools, copies that take long, priorities, chunks, drafts, aborts, failed steps."""
+    """Vary pools, copies that take long, priorities, chunks, drafts, aborts and failed steps."""
     rng = Random(seed)
     ahead = rng.random() < 0.4
     extra: dict[str, Any] = {"num_usable": rng.choice([1, 3, 8, 40]), "lazy_offload": rng.random() < 0.3}
@@ -340,7 +340,7 @@ def test_whatever_the_workload_the_tier_changes_no_token_and_leaks_no_block(seed
 
 
 def drafts_of(run: OffloadRun, name: str, rng: Random) -> list[int]:
-    """Two guesses, the first one often right."""
+    """Guess two tokens, the first of them often right."""
     tokens = list(run.requests[name].all_token_ids)
     right = toy_model(tokens)
     return [right if rng.random() < 0.7 else rng.randrange(4), rng.randrange(4)]

@@ -1,4 +1,4 @@
-"""What a KV connector has to do with requests: three answers, blocks held and kept, loads that fail."""
+"""Test requests with a KV connector: its three answers, the blocks that stay held, and loads that fail."""
 
 import json
 from collections.abc import Collection
@@ -123,7 +123,7 @@ class Run(ConnectorRun):
 
 
 def test_nobody_waits_for_one_that_a_pinned_adapter_keeps_out() -> None:
-    """It was pinned while the other one's keys and values were loaded; others go on, until it is let go."""
+    """The adapter was pinned while the keys and values of `r` were loaded; others go on until it is unpinned."""
     run = Run({"r": Plan(num_tokens=10, load_steps=2)}, max_loras=1)
     adapter = LoRARequest("one", 1, "/one")
     request = run.add("r", 10, lora_request=adapter)
@@ -143,7 +143,7 @@ def test_nobody_waits_for_one_that_a_pinned_adapter_keeps_out() -> None:
 
 
 def test_basic_lifecycle() -> None:
-    """Two and a half blocks come from elsewhere: held at once, found by nobody before they are there."""
+    """Load two and a half blocks: they are held at once, and no request finds them before they are loaded."""
     run = Run({"r": Plan(num_tokens=10, load_steps=2)})
     request = run.add("r", 10)
     assert run.step() == {}
@@ -162,7 +162,7 @@ def test_basic_lifecycle() -> None:
 
 
 def test_the_stages_of_a_load_are_counted_and_told() -> None:
-    """One of two is loaded, and then waits for a seat in a batch of two; the other has not begun."""
+    """The first load ends, and its request waits for a seat in the batch; the second has not begun."""
     run = Run({"first": Plan(num_tokens=8, load_steps=2), "second": Plan(num_tokens=8)}, max_num_seqs=2)
     recorder, stages, queues = StepRecorder(run.scheduler), [], []
     for name in ("a", "first", "b", "second"):
@@ -190,7 +190,7 @@ def test_no_spurious_prefix_caching() -> None:
 
 
 def test_full_block_prompt() -> None:
-    """All of the prompt came from elsewhere: its last token is computed again, in the block it has."""
+    """Compute the last token again, in its own block, where the whole prompt was loaded."""
     run = Run({"r": Plan(num_tokens=8, load_steps=1)})
     run.add("r", 8)
     run.step()
@@ -213,7 +213,7 @@ def test_cannot_recv_while_the_pool_is_full() -> None:
 
 
 def test_cannot_schedule_after_recv() -> None:
-    """What was received may have to wait for room, with its blocks, and then may be preempted."""
+    """A request whose load has ended may wait for room with its blocks, and may be preempted."""
     run = Run({"remote": Plan(num_tokens=8, load_steps=1)}, num_gpu_blocks=6)
     run.add("a", 8, max_tokens=8)
     run.step()
@@ -233,7 +233,7 @@ def test_async_load_reserves_blocks_for_inflight() -> None:
 
 
 def test_the_connector_does_not_know_yet() -> None:
-    """Then others go first, and it is asked once in each step."""
+    """Let other requests go first, and ask the connector once in each step."""
     run = Run({"a": Plan(num_tokens=4, num_unknown=2)})
     run.add("a", 9)
     run.add("b", 9)
@@ -280,7 +280,7 @@ def test_aborted_after_it_has_received(steps: int) -> None:
 
 
 def test_whoever_arrives_first_does_not_stand_in_the_way_of_one_admitted_before() -> None:
-    """The second one needs blocks that the first one holds, and has its keys and values before that has its own."""
+    """The second request needs blocks that the first holds, and its load ends before the first one's."""
     plans = {"first": Plan(num_tokens=16, load_steps=4), "second": Plan(num_tokens=16, load_steps=1)}
     run = Run(plans, num_gpu_blocks=12, scheduler_reserve_full_isl=False)
     run.add("first", 18)
@@ -316,7 +316,7 @@ def test_a_failed_load_is_recomputed(
 
 
 def test_requests_that_share_an_invalid_block_wait_for_the_first_to_compute_it() -> None:
-    """As in vLLM: the second goes on behind what the two have in common, once the first has computed it."""
+    """The second request goes on behind their common prefix once the first has computed it, as in vLLM."""
     run = Run({"a": Plan(num_tokens=12, fails=(1,))}, recompute=True, num_gpu_blocks=30, max_num_batched_tokens=64)
     prompt = [1, 2, 3, 0] * 4
     a, b = run.add("a", [*prompt, 1], max_tokens=4), run.add("b", [*prompt, 2, 2, 2], max_tokens=4)

@@ -1,4 +1,4 @@
-"""Both queues against a plain list."""
+"""Compare both queues with a plain list."""
 
 import pytest
 from hypothesis import given

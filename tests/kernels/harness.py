@@ -36,12 +36,12 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, tor
 
 @functools.cache
 def script(name: str) -> Any:
-    """The lesson script of this name as a module, loaded once."""
+    """Load the lesson script of this name, once."""
     return load(SCRIPTS / f"{name}.py")
 
 
 def awkward_lengths(block: int) -> list[int]:
-    """Lengths at which kernels go wrong: none, one, around one block, and ragged ones over several blocks."""
+    """Return lengths at which kernels go wrong: none, one, around one block, and ragged over several."""
     return sorted({0, 1, block - 1, block, block + 1, 2 * block + 3, 5 * block - 2} - {-1})
 
 

@@ -152,18 +152,6 @@ def test_every_byte_is_read_once_and_written_once(gather):
     assert not trace.out_of_bounds
 
 
-@pytest.mark.interpreted
-def test_scattering_to_a_block_twice_is_a_race():
-    """The trace sees it: whose bytes stay would be open."""
-    one = random_bytes((BLOCKS, 16), torch.uint8)
-    regions = BlockRegions.of([one])
-    staging = torch.zeros(32, dtype=torch.uint8)
-    constants = {"GATHER": False, "BLOCK_MAJOR": False, "WORD": tl.int32, "WORD_BYTES": 4, "UNIT": 16, "CHUNK": 4}
-    arguments = (regions.table, ids([3, 3], "cpu"), None, staging, 2, 16)
-    trace = trace_kernel(copy_regions_kernel, (2, 1, 1), *arguments, reached={"keys": one}, **constants)
-    assert trace.races
-
-
 def compiled(gather, word, unit, targets=TARGETS):
     pointers = {"table": "*i64", "blocks": "*i64", "slots": None, "staging": "*u8", "capacity": 64, "record": 65536}
     size = min(unit, 4)

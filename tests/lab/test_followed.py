@@ -92,12 +92,6 @@ def test_a_prefix_hit_shares_two_blocks_and_computes_one_token():
     assert run.steps[0].cached_blocks.keys() == {1, 2}, "only full blocks are named"
 
 
-def test_a_request_has_no_row_before_it_comes_and_after_it_ends():
-    run = followed("prefix hit")
-    assert run.steps[1].row("print") is None
-    assert run.steps[-1].row() is None
-
-
 def test_blanks_can_be_seen():
     assert [Token(0, piece).shown for piece in (" a", "\n   ", "\n", "    ")] == ["␣a", "⏎→", "⏎", "→"]
 

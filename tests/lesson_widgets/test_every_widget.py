@@ -216,7 +216,7 @@ for name in {NAMES}:
 
 
 def imported() -> dict[str, tuple[float, list[str]]]:
-    """Of every widget, in one process after another: the seconds that its import took, and what is loaded then."""
+    """Import the widgets one after the other; return the seconds of each, and which heavy packages are loaded."""
     run = subprocess.run([sys.executable, "-P", "-c", IMPORTS], capture_output=True, text=True)
     assert run.stderr == ""
     return {name: (seconds, heavy) for name, seconds, heavy in map(json.loads, run.stdout.splitlines())}

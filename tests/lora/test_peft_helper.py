@@ -1,4 +1,4 @@
-"""What an adapter's folder may hold, and what is refused in one line."""
+"""Test what an adapter's folder may hold, and what is refused in one line."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def helper(**settings) -> PEFTHelper:
 
 
 def shape_of(module):
-    """Of the embedded model."""
+    """Return the shape of a projection of the embedded model."""
     config = ModelConfig.from_pretrained(EMBEDDED_MODEL)
     layer, projection = module
     return tuple(reversed(linear_shapes(config)[projection])) if layer < config.num_hidden_layers else None

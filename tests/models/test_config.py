@@ -6,8 +6,7 @@ import math
 import pytest
 from refusals import assert_refused
 
-from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig
-from minivllm.config import model as config_module
+from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 
 LLAMA = {
@@ -201,12 +200,6 @@ def test_from_pretrained_without_a_model(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("nobody/no-such-model", "no such model!"):
         assert_refused("cannot be fetched", ModelConfig.from_pretrained, name)
-
-
-def test_embedded_models_have_their_place():
-    assert EMBEDDED_MODEL.parent == EMBEDDED_DRAFT.parent
-    assert EMBEDDED_MODEL.parent.parent.name == "vllm"
-    assert config_module.config_path(EMBEDDED_DRAFT).name == "config.json"
 
 
 @pytest.mark.parametrize(

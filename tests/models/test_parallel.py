@@ -28,7 +28,7 @@ CONFIG = dataclasses.replace(CONFIG, attention_bias=True, attention_output_bias=
 
 
 class ThreadedGroup(GroupCoordinator):
-    """Ranks that are threads: each leaves its terms, and adds up everyone's when all have come."""
+    """Ranks that are threads: each leaves its terms, and adds up all when every rank has come."""
 
     def __init__(self, rank: int, size: int, terms: list, everyone: threading.Barrier):
         super().__init__(rank, size)

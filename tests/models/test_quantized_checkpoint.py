@@ -46,7 +46,7 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def as_int32(stored: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unsigned integers [rows, n] packed along n into int32 [rows, n × bits / 32], number by number."""
+    """Pack unsigned integers [rows, n] along n into int32 [rows, n × bits / 32], number by number."""
     count = 32 // bits
     words = torch.zeros(len(stored), stored.shape[1] // count, dtype=torch.int64)
     for place in range(count):
@@ -113,14 +113,11 @@ def gptq_config(source: Source, **changes):
     return {**GPTQ, "bits": source.bits, "group_size": source.group_size, **changes}
 
 
-def compressed_config(source: Source, **changes):
-    config = copy.deepcopy(COMPRESSED)
-    weights = config["config_groups"]["group_0"]["weights"]
-    weights["num_bits"] = source.bits
+def compressed_config(source: Source):
+    group = {"group_size": source.group_size}
     if source.group_size == -1:
-        weights["strategy"], weights["group_size"] = "channel", None
-    weights |= changes
-    return config
+        group = {"strategy": "channel", "group_size": None}
+    return compressed_with(num_bits=source.bits, **group)
 
 
 @torch.inference_mode()
@@ -130,7 +127,7 @@ def logits(model):
 
 
 def plain_model(source: Source) -> Decoder:
-    """The ordinary model of the numbers that the checkpoint stands for."""
+    """Make an ordinary model of the numbers that the checkpoint stands for."""
     model = random_model(ModelConfig.from_dict(HF))
     slots = checkpoint_slots(model)
     assert slots.keys() == source.numbers.keys()

@@ -42,7 +42,7 @@ def workloads(draw):
 
 
 def replayed(work, config, blocks, simulation):
-    """The real scheduler, given each request before the step at whose start it had come: tokens of every step."""
+    """Give the real scheduler each request at the step by whose start it had come; return the tokens of each step."""
     scheduler, steps, added = Scheduler(config, blocks), [], set()
     for step in simulation.steps:
         for index in sorted(range(len(work)), key=lambda i: work[i].arrival):
