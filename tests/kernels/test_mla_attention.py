@@ -18,7 +18,6 @@ from kernels.harness import (
 )
 from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm.kernels import mla_attention as module
 from minivllm.kernels.attention_arguments import MLAArguments
 from minivllm.kernels.attention_configurations import Configuration
@@ -237,16 +236,14 @@ def test_writing_and_fp32_compile_everywhere():
 def test_input_that_cannot_work_is_refused():
     step = make([(1, 20)])
     q, cache, *tables = step.arguments
-    with pytest.raises(MinivllmError, match=r"width above kv_lora_rank = 64"):
-        mla_attention(q, cache, *tables, 1.0, kv_lora_rank=64)
-    with pytest.raises(MinivllmError, match=r"float32.*bfloat16"):
-        mla_attention(q, cache.bfloat16(), *tables, 1.0, kv_lora_rank=48)
-    assert_refused("scale", mla_attention, q, cache, *tables, 0.0, kv_lora_rank=48)
-    with pytest.raises(MinivllmError, match=r"must be int32"):
-        mla_attention(q, cache, tables[0].long(), *tables[1:], 1.0, kv_lora_rank=48)
-    with pytest.raises(MinivllmError, match="row of the cache"):
-        concat_and_cache_mla(torch.zeros(2, 48), torch.zeros(2, 8), cache, torch.arange(2))
-    with pytest.raises(MinivllmError, match="3 slots for 2 tokens"):
-        concat_and_cache_mla(torch.zeros(2, 48), torch.zeros(2, 16), cache, torch.arange(3))
-    with pytest.raises(MinivllmError, match="bfloat16"):
-        concat_and_cache_mla(torch.zeros(2, 48).bfloat16(), torch.zeros(2, 16), cache, torch.arange(2))
+    rank = {"kv_lora_rank": 48}
+    too_wide = r"width above kv_lora_rank = 64"
+    assert_refused(too_wide, mla_attention, q, cache, *tables, 1.0, kv_lora_rank=64)
+    assert_refused(r"float32.*bfloat16", mla_attention, q, cache.bfloat16(), *tables, 1.0, **rank)
+    assert_refused("scale", mla_attention, q, cache, *tables, 0.0, **rank)
+    starts, *others = tables
+    assert_refused("must be int32", mla_attention, q, cache, starts.long(), *others, 1.0, **rank)
+    latent, rope, slots = torch.zeros(2, 48), torch.zeros(2, 16), torch.arange(2)
+    assert_refused("row of the cache", concat_and_cache_mla, latent, rope[:, :8], cache, slots)
+    assert_refused("3 slots for 2 tokens", concat_and_cache_mla, latent, rope, cache, torch.arange(3))
+    assert_refused("bfloat16", concat_and_cache_mla, latent.bfloat16(), rope, cache, slots)
