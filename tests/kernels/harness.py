@@ -27,7 +27,7 @@ from minivllm_lab.exercise import load
 from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
 
 HEAD_DIMS = (64, 80, 128)
-GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
+GROUPS = (1, 2, 3, 5, 7, 8)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCRIPTS = Path(__file__).resolve().parents[2] / "vllm"
 
