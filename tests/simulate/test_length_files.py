@@ -60,21 +60,15 @@ def test_a_benchmarks_result_comes_back(tmp_path, rows):
     assert pairs(workload(write(tmp_path, json.dumps(saved), "own.json")).sample(len(rows))) == rows
 
 
-@given(rows=ROWS, count=st.integers(1, 100), seed=st.integers(0, 5))
+@given(rows=ROWS, count=st.integers(1, 100), seed=st.integers(0, 5), share=st.floats(0, 1, exclude_max=True))
 @KEEP
-def test_requests_come_in_the_files_order_and_again_from_its_beginning(tmp_path, rows, count, seed):
+def test_requests_come_in_the_files_order_and_its_quantiles_and_means_are_counted(tmp_path, rows, count, seed, share):
     own = workload(write(tmp_path, "\n".join(f"{prompt},{output}" for prompt, output in rows)))
     assert pairs(own.sample(count, seed)) == [rows[index % len(rows)] for index in range(count)]
-
-
-@given(rows=ROWS, share=st.floats(0, 1, exclude_max=True))
-@KEEP
-def test_its_quantiles_and_means_are_counted(tmp_path, rows, share):
-    own = workload(write(tmp_path, "\n".join(f"{prompt},{output}" for prompt, output in rows)))
     prompts = [prompt for prompt, _ in rows]
     tokens = own.prompt.quantile(share)
     assert tokens in prompts
-    assert sum(one <= tokens for one in prompts) >= share * len(prompts)
+    assert sum(prompt <= tokens for prompt in prompts) >= share * len(prompts)
     assert own.output.mean == sum(output for _, output in rows) / len(rows)
 
 
