@@ -1,6 +1,6 @@
-"""Tests that this machine cannot run are left out, and one line for each kind of them says so at the end.
+"""Leave out the tests that this machine cannot run, and say so in one line for each kind at the end.
 
-What needs torch is imported where it is used: the head process of xdist runs no test, and starts sooner without.
+Import what needs torch where it is used: the head process of xdist runs no test, and starts sooner without torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NIXL_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_NIXL"))
 
 
 def leave_as_found() -> Iterator[None]:
-    """Whoever leaves the process changed fails, in place of another test after it."""
+    """Fail a test that leaves the process changed, in place of a later test."""
     from left_as_found import changes, put_back, seed_everything, state
 
     before = state()
@@ -63,7 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """The workers are forked from a process that has loaded what they all need."""
+    """Fork the workers from a process that has loaded what they all need."""
     from execnet.gateway_base import ThreadExecModel
     from warm_processes import CAN_FORK, Template, WarmSubprocess
 
@@ -80,13 +80,13 @@ def pytest_configure(config: pytest.Config) -> None:
     compute_on_one_thread()
     set_up_logging()
     hear_interrupts()
-    set_no_deadlines()
+    set_up_hypothesis()
     gc.disable()
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """The one Chromium of a process, in which playwright cannot be started twice."""
+    """Start the one Chromium of this process, in which playwright cannot start twice."""
     from e2e.browser import start_browser
     from playwright.sync_api import sync_playwright
 
@@ -98,7 +98,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def template() -> Iterator[Template | None]:
-    """The process that is forked for ranks, cores and servers; None where none can be forked."""
+    """Start the process that is forked for ranks, cores and servers; None where no process can be forked."""
     from warm_processes import CAN_FORK, Template
 
     template = Template() if CAN_FORK else None
@@ -109,7 +109,7 @@ def template() -> Iterator[Template | None]:
 
 @pytest.fixture(scope="module")
 def warm_processes(template: Template | None) -> Iterator[None]:
-    """A file whose ranks, cores and servers need not be fresh interpreters (`warm_processes.py`)."""
+    """Fork the ranks, cores and servers of a file instead of starting fresh interpreters (`warm_processes.py`)."""
     from warm_processes import forked
 
     with forked(template):
@@ -117,48 +117,48 @@ def warm_processes(template: Template | None) -> Iterator[None]:
 
 
 def compute_on_one_thread() -> None:
-    """Here and in the processes that tests start: four workers of xdist share two cores, and the models are small.
+    """Let this process and those that tests start use one thread, since the workers share few cores.
 
-    Torch, which is not yet loaded, reads it when it is.
+    Torch reads the variable when it is loaded, which is later.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("KMP_BLOCKTIME", "1")  # else `limit_spinning` sets it within some test
 
 
 def set_up_logging() -> None:
-    """The engine's logger is made before the first test, whichever it is, and not within one."""
+    """Make the engine's logger before the first test, and not within one."""
     from minivllm.logger import init_logger
 
     init_logger("minivllm")
 
 
 def keep_bytecode() -> None:
-    """Here and in the processes that tests start, also where the environment says otherwise.
+    """Keep bytecode here and in the processes that tests start, even where the environment says otherwise.
 
-    Without it each of them compiles torch's sources again, which is most of its start: 3.5 of 5 s.
+    Without it each process compiles torch's sources again, which is most of its start: 3.5 of 5 s.
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
 
 
 def hear_interrupts() -> None:
-    """A job in the background of a script is started with SIGINT ignored, and tests of Ctrl-C would wait for ever."""
+    """Handle SIGINT: a background job of a script starts with it ignored, and tests of Ctrl-C would hang."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def set_no_deadlines() -> None:
-    """On a machine that is not idle, an example may take any time; a test that hangs fails all the same."""
+def set_up_hypothesis() -> None:
+    """Give a property 50 examples, each of which may take any time; a test that hangs fails all the same."""
     try:
         from hypothesis import settings
     except ImportError:  # not on every machine that runs `make gpu`
         return
-    settings.register_profile("any machine", deadline=None)
+    settings.register_profile("any machine", deadline=None, max_examples=50)
     settings.load_profile("any machine")
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """A file that cannot be imported here is left out whole; how many tests it has cannot be known."""
+    """Leave out a whole file that cannot be imported here."""
     if not (lacking := package_missing_for(module_path)):
         return None
     parent.config.stash[LEFT_OUT][f"file, {module_path.name}, whose script needs the server's packages ({lacking})"] = 1
@@ -167,9 +167,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays: the collector, which rests while modules are loaded, need never look at it.
+    """Freeze what is loaded by now, so that the garbage collector never looks through it.
 
-    Looking through torch, hypothesis and 6,000 tests again and again was a tenth of what tests of plain Python took.
+    Looking through torch, hypothesis and all tests again and again took a tenth of the time of plain tests.
     """
     gc.freeze()
     gc.enable()
@@ -177,7 +177,7 @@ def pytest_collection_finish() -> None:
 
 
 def let_torch_log_through_the_root() -> None:
-    """Pytest hands its handlers to each logger that does not, six times for a test, and torch has 45 of them."""
+    """Let torch's loggers propagate: otherwise pytest adds its handlers to all 45, six times for each test."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
             logger.propagate = True
@@ -190,7 +190,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def missing_here() -> dict[str, str]:
-    """Marker -> what its tests need and this machine has not."""
+    """Map each marker to what its tests need and this machine lacks."""
     import torch
 
     from minivllm.kv_connector.nixl.agent import is_nixl_installed
@@ -225,7 +225,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def put_in_order(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The order in which the workers of xdist are given files; alone, as they stand."""
+    """Order the files for the workers of xdist; without workers, leave them as they are."""
     seed = config.getoption("shuffle")
     if seed is None and not hasattr(config, "workerinput"):
         return
@@ -235,14 +235,14 @@ def put_in_order(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def refuse_names_that_change(items: list[pytest.Item]) -> None:
-    """The workers of xdist know a test by its name, which must not hold where an object happens to lie."""
+    """Refuse a test whose name holds an object's address: the workers of xdist know a test by its name."""
     changing = next((item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)), None)
     if changing:
         raise pytest.UsageError(f"this test has another name in every process; give it `ids`: {changing}")
 
 
 def refuse_what_make_gpu_forgets(items: list[pytest.Item]) -> None:
-    """A test for a GPU would never run if it stood where `make gpu` does not look."""
+    """Refuse a test for a GPU in a file that `make gpu` does not run."""
     if (item := forgotten(items)) is not None:
         raise pytest.UsageError(f"this test needs a GPU, and tests/gpu.txt does not have its file: {item.nodeid}")
 
@@ -257,7 +257,7 @@ def leave_out(mark: str, reason: str, config: pytest.Config, items: list[pytest.
 
 
 def browser_is_wanting(config: pytest.Config) -> bool:
-    """Is a browser test required, and has none come to an end? A run that only collects does not owe one."""
+    """Tell whether a browser test is required and none has ended; a run that only collects owes none."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if not BROWSER_REQUIRED or config.option.collectonly or reporter is None:
         return False
@@ -266,7 +266,7 @@ def browser_is_wanting(config: pytest.Config) -> bool:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of xdist hands over what it left out; the head process fails where a browser test is wanting."""
+    """Report what a worker of xdist left out; fail the head process where a browser test is missing."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
     elif browser_is_wanting(session.config):
@@ -275,7 +275,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node) -> None:
-    """A worker of xdist has ended; each of them leaves out the same tests."""
+    """Collect what a worker of xdist left out, which is the same for all."""
     node.config.stash[LEFT_OUT].update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
@@ -289,7 +289,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def mutation_scores(reporter: pytest.TerminalReporter) -> list[str]:
-    """How many of the wrong solutions that this run tried were caught, by lesson; no line if it tried none."""
+    """Report by lesson how many of the wrong solutions that this run tried were caught."""
     reports = [report for kind in ("passed", "failed") for report in reporter.stats.get(kind, [])]
     noted = [value for report in reports for name, value in report.user_properties if name == "mutant"]
     caught_in: dict[str, dict[str, bool]] = {}
@@ -302,7 +302,7 @@ def mutation_scores(reporter: pytest.TerminalReporter) -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A browser's fixture leaves its event loop in the worker's thread; other tests may run one of their own."""
+    """Hide the event loop that a browser's fixture leaves in the thread: other tests may run their own."""
     loop = asyncio._get_running_loop()
     if item.get_closest_marker("browser") is None:
         asyncio._set_running_loop(None)

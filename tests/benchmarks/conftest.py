@@ -1,4 +1,4 @@
-"""Benchmarks as modules."""
+"""Load benchmarks as modules."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,9 +14,15 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def load_benchmark() -> Iterator[Callable[[str], ModuleType]]:
-    """Loads a benchmark by its name; it finds its neighbours on the path, as a script does."""
+    """Load a benchmark by its name; it finds its neighbours on the path, as a script does."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         yield lambda name: load(BENCHMARKS / f"{name}.py")
     finally:
         sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def bench(load_benchmark: Callable[[str], ModuleType], request: pytest.FixtureRequest) -> ModuleType:
+    """Load the benchmark after which the file of tests is named."""
+    return load_benchmark(request.path.stem.removeprefix("test_"))

@@ -1,4 +1,4 @@
-"""The ablation: its arithmetic, its levers, and that what is shown is what was measured."""
+"""Test the ablation: its arithmetic, its levers, and that the pages show what was measured."""
 
 import json
 import math
@@ -20,25 +20,20 @@ RESULTS = ROOT / "benchmarks/results/ablation.cpu.json"
 
 
 @pytest.fixture(scope="module")
-def ablation(load_benchmark):
-    return load_benchmark("ablation")
-
-
-@pytest.fixture(scope="module")
 def shapley(load_benchmark):
     return load_benchmark("shapley")
 
 
-def test_every_round_runs_all_in_an_order_of_its_own(ablation):
-    sets = ablation.configurations([lever.name for lever in ablation.LEVERS])
-    turns = ablation.turns_of(sets, rounds=2, seed=0)
+def test_every_round_runs_all_in_an_order_of_its_own(bench):
+    sets = bench.configurations([lever.name for lever in bench.LEVERS])
+    turns = bench.turns_of(sets, rounds=2, seed=0)
     orders = [[on for index, on in turns if index == which] for which in (0, 1)]
     assert orders[0] != orders[1]
     for order in orders:
         counts = {on: order.count(on) for on in sets}
         assert sorted(counts.values()) == [1] * (len(sets) - 1) + [3]
         (reference,) = (on for on, count in counts.items() if count == 3)
-        assert reference == {lever.name for lever in ablation.LEVERS} - set(ablation.ALONE)
+        assert reference == {lever.name for lever in bench.LEVERS} - set(bench.ALONE)
 
 
 @given(st.integers(1, 4).flatmap(lambda n: st.lists(st.floats(-9, 9), min_size=2**n, max_size=2**n)))
@@ -56,37 +51,37 @@ def test_a_shapley_value_is_the_mean_over_all_orders(shapley, numbers):
     assert sum(values.values()) == pytest.approx(worth[frozenset(levers)] - worth[frozenset()], abs=1e-9)
 
 
-def test_every_lever_off_or_on_is_a_setting_that_the_engine_has_and_exact_ones_leave_the_text(ablation, tmp_path):
-    """Everything on but one, for each: the engine serves the work, within the budget, and the same tokens come out."""
-    work = ablation.Work("small", [[5, 6, 7, 8] * 12, [5, 6, 7, 8] * 12 + [9, 10], list(range(20, 90))], [9, 12, 6])
-    names = [lever.name for lever in ablation.LEVERS if lever.name not in ablation.ALONE]
-    exact = frozenset(name for name in names if ablation.BY_NAME[name].exact)
+def test_every_lever_off_or_on_is_a_setting_that_the_engine_has_and_exact_ones_leave_the_text(bench, tmp_path):
+    """Switch each lever off alone: the engine serves the work within the budget, with the same tokens."""
+    work = bench.Work("small", [[5, 6, 7, 8] * 12, [5, 6, 7, 8] * 12 + [9, 10], list(range(20, 90))], [9, 12, 6])
+    names = [lever.name for lever in bench.LEVERS if lever.name not in bench.ALONE]
+    exact = frozenset(name for name in names if bench.BY_NAME[name].exact)
     outputs = []
     for on in (exact, frozenset(), *(exact - {name} for name in sorted(exact))):
-        core = ablation.engine_of(on, tmp_path, "cpu")
-        found = ablation.serve(core, work)
+        core = bench.engine_of(on, tmp_path, "cpu")
+        found = bench.serve(core, work)
         outputs.append(found["outputs"])
         assert [len(tokens) for tokens in found["outputs"]] == work.outputs
         cache = sum(
             tensor.nbytes for layer in runner_of(core).attention.kv_caches for tensor in layer if tensor is not None
         )
         block = cache // core.scheduler.cache_config.num_gpu_blocks
-        assert cache - block + runner_of(core).weight_bytes() <= ablation.budget("cpu"), "the null block comes on top"
+        assert cache - block + runner_of(core).weight_bytes() <= bench.budget("cpu"), "the null block comes on top"
     assert all(one == outputs[0] for one in outputs)
 
 
-def test_the_model_without_groups_keeps_four_times_as_much(ablation, tmp_path):
+def test_the_model_without_groups_keeps_four_times_as_much(bench, tmp_path):
     folder = sys.modules["levers"].ungrouped_model(tmp_path)
     ours, theirs = (json.loads((path / "config.json").read_text()) for path in (EMBEDDED_MODEL, folder))
     assert theirs["num_key_value_heads"] == ours["num_attention_heads"] == 4 * ours["num_key_value_heads"]
 
 
-def test_the_readme_and_the_figure_show_what_was_measured(ablation, tmp_path):
+def test_the_readme_and_the_figure_show_what_was_measured(bench, tmp_path):
     found = json.loads(RESULTS.read_text())
     page = (ROOT / "README.md").read_text()
-    assert put_between_marks(page, "ablation", ablation.markdown(found)) == page, (
+    assert put_between_marks(page, "ablation", bench.markdown(found)) == page, (
         "benchmarks/ablation.py --from … --readme"
     )
-    ablation.draw(found["figures"], str(tmp_path / "ablation.svg"))
+    bench.draw(found["figures"], str(tmp_path / "ablation.svg"))
     drawn, shown = contents(tmp_path / "ablation.svg"), contents(ROOT / "lessons/figures/05_ablation.svg")
     assert not contents_differ(drawn, shown), "benchmarks/ablation.py --from … --plot"

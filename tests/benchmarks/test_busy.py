@@ -1,20 +1,13 @@
-"""The engine beside busy processes: the processes end, and the table says how far off both limits it is."""
+"""Test the benchmark beside busy processes: they end, and the table compares the engine with both limits."""
 
 import contextlib
 import subprocess
 import sys
 
-import pytest
-
 from minivllm.platforms.spinning import CHOICES
 
 
-@pytest.fixture(scope="module")
-def busy(load_benchmark):
-    return load_benchmark("busy")
-
-
-def test_busy_processes_end_with_the_block_also_when_it_raises(busy, monkeypatch):
+def test_busy_processes_end_with_the_block_also_when_it_raises(bench, monkeypatch):
     started = []
     original = subprocess.Popen
 
@@ -22,26 +15,26 @@ def test_busy_processes_end_with_the_block_also_when_it_raises(busy, monkeypatch
         started.append(original(*arguments, **named))
         return started[-1]
 
-    monkeypatch.setattr(busy.subprocess, "Popen", popen)
-    with contextlib.suppress(KeyboardInterrupt), busy.busy_processes(2):
+    monkeypatch.setattr(bench.subprocess, "Popen", popen)
+    with contextlib.suppress(KeyboardInterrupt), bench.busy_processes(2):
         assert [one.poll() for one in started] == [None, None]
         raise KeyboardInterrupt
     assert all(one.poll() is not None for one in started)
 
 
-def test_a_busy_process_that_nobody_ends_ends_itself(busy):
-    subprocess.run([sys.executable, "-S", "-c", busy.SPIN, "0.01"], timeout=60, check=True)
+def test_a_busy_process_that_nobody_ends_ends_itself(bench):
+    subprocess.run([sys.executable, "-S", "-c", bench.SPIN, "0.01"], timeout=60, check=True)
 
 
-def test_every_way_but_the_engines_own_is_a_persons_choice(busy):
-    for way, environment in busy.WAYS.items():
-        assert bool(set(environment) & set(CHOICES)) == (way != busy.OURS)
+def test_every_way_but_the_engines_own_is_a_persons_choice(bench):
+    for way, environment in bench.WAYS.items():
+        assert bool(set(environment) & set(CHOICES)) == (way != bench.OURS)
 
 
-def test_the_engine_is_held_against_spinning_alone_and_against_sleeping_beside_others(busy):
+def test_the_engine_is_held_against_spinning_alone_and_against_sleeping_beside_others(bench):
     rates = {
-        busy.OURS: {"0": {"rate": 95.0}, "4": {"rate": 40.0}},
-        busy.SPINNING: {"0": {"rate": 100.0}, "4": {"rate": 10.0}},
-        busy.PASSIVE: {"0": {"rate": 80.0}, "4": {"rate": 50.0}},
+        bench.OURS: {"0": {"rate": 95.0}, "4": {"rate": 40.0}},
+        bench.SPINNING: {"0": {"rate": 100.0}, "4": {"rate": 10.0}},
+        bench.PASSIVE: {"0": {"rate": 80.0}, "4": {"rate": 50.0}},
     }
-    assert busy.against(rates) == {"0": 0.95, "4": 0.8}
+    assert bench.against(rates) == {"0": 0.95, "4": 0.8}

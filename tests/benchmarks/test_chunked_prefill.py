@@ -1,65 +1,47 @@
-"""The benchmark of budgets: what counts as a gap, as a first token and as a token, and how two runs join."""
+"""Test the benchmark of token budgets: how it counts gaps and tokens, and how it joins two runs."""
 
 import json
 
 import pytest
 
-from minivllm_lab.chunked_prefill import report
 from minivllm_lab.http_load import Answer
 
 
-@pytest.fixture(scope="module")
-def benchmark(load_benchmark):
-    return load_benchmark("chunked_prefill")
-
-
-def test_the_figures_of_a_load(benchmark):
-    """A chat with a token every 10 ms but for one gap of 500; eight prompts that come at 1 s and end at 3 s."""
+def test_the_figures_of_a_load(bench):
+    """Measure a chat with a token every 10 ms and one gap of 500, beside eight prompts from 1 s to 3 s."""
     begin = [0.01 * number for number in range(101)]
     chat = Answer(0.0, 0.0, events=[*begin, *(1.5 + 0.01 * number for number in range(201))])
     longs = [
         Answer(1.0, 1.0, events=[2.0 + 0.1 * one, *(2.8 + 0.2 * (n + 1) / 7 for n in range(7))])
-        for one in range(benchmark.LONG)
+        for one in range(bench.LONG)
     ]
-    found = benchmark.figures_of([chat], longs)
+    found = bench.figures_of([chat], longs)
     assert found["itl_p50_ms"] == pytest.approx(10)
     assert found["itl_max_ms"] == pytest.approx(500)
     assert found["ttft_p50_ms"] == pytest.approx(1350)
     assert found["ttft_max_ms"] == pytest.approx(1700)
     during = sum(1.0 < at <= 3.0 for at in chat.events)
-    tokens = benchmark.LONG * (benchmark.LONG_PROMPT + 8) + during
+    tokens = bench.LONG * (bench.LONG_PROMPT + 8) + during
     assert found["tokens_per_second"] == pytest.approx(tokens / 2.0)
 
 
-def test_bursts_are_counted_apart(benchmark):
-    """What the chats say between two bursts is no part of the rate."""
+def test_bursts_are_counted_apart(bench):
+    """Leave the tokens of chats between two bursts out of the rate."""
     chat = Answer(0.0, 0.0, events=[0.1 * number for number in range(100)])
-    longs = [Answer(at, at, events=[at + 1.0]) for at in (1.0, 5.0) for _ in range(benchmark.LONG)]
-    found = benchmark.figures_of([chat], longs)
+    longs = [Answer(at, at, events=[at + 1.0]) for at in (1.0, 5.0) for _ in range(bench.LONG)]
+    found = bench.figures_of([chat], longs)
     during = sum(1.0 < at <= 2.0 or 5.0 < at <= 6.0 for at in chat.events)
-    assert found["tokens_per_second"] == pytest.approx((2 * benchmark.LONG * 1901 + during) / 2.0)
+    assert found["tokens_per_second"] == pytest.approx((2 * bench.LONG * 1901 + during) / 2.0)
 
 
-def test_the_peers_figures_join_ours(benchmark, tmp_path):
+def test_the_peers_figures_join_ours(bench, tmp_path):
     path = tmp_path / "results.json"
     ours = {
         "figures": {"work": {"bursts": 2}, "disturbance": {"waited": 0.0}, "servers": {"minivllm": {"64": {"x": 1}}}}
     }
     path.write_text(json.dumps(ours))
     theirs = {"figures": {"work": {"bursts": 2}, "disturbance_vllm": {}, "servers": {"vllm": {"64": {"x": 2}}}}}
-    joined = benchmark.joined(str(path), theirs)["figures"]
+    joined = bench.joined(str(path), theirs)["figures"]
     assert joined["servers"] == {"minivllm": {"64": {"x": 1}}, "vllm": {"64": {"x": 2}}}
     assert joined["disturbance"] == {"waited": 0.0}
-    assert benchmark.joined(str(tmp_path / "none.json"), theirs) == theirs
-
-
-def test_the_table_is_shown_from_the_file(capsys, monkeypatch, tmp_path):
-    path = tmp_path / "results.json"
-    monkeypatch.setattr(report, "SERVED", path)
-    report.recall_servers()
-    assert "not measured yet" in capsys.readouterr().out
-    one = dict.fromkeys(report.SERVER_COLUMNS, 12.0)
-    work = {"chats": 8, "long": 8, "prompt": 1900, "bursts": 2}
-    path.write_text(json.dumps({"figures": {"work": work, "servers": {"part: first": {"2048": one}}}}))
-    report.recall_servers()
-    assert "prefill first" in capsys.readouterr().out
+    assert bench.joined(str(tmp_path / "none.json"), theirs) == theirs

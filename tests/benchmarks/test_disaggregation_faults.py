@@ -1,4 +1,4 @@
-"""The wire that fails, and what counts as well."""
+"""Test the wire that fails, and which outcomes count as good."""
 
 import json
 import socket
@@ -13,17 +13,12 @@ DATA = bytes(range(256)) * 40
 
 
 @pytest.fixture(scope="module")
-def faults(load_benchmark):
-    return load_benchmark("disaggregation_faults")
-
-
-@pytest.fixture(scope="module")
 def faulty_wire(load_benchmark):
     return load_benchmark("faulty_wire")
 
 
 class Sender:
-    """A server that sends the same to everybody, in pieces."""
+    """A server that sends the same bytes to each client."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -38,7 +33,7 @@ class Sender:
 
 
 def received(port: int, seconds: float = 5.0) -> bytes:
-    """All that comes over a new connection, until it ends or nothing comes any more."""
+    """Read a new connection until it ends or falls silent."""
     data = b""
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
         try:
@@ -88,20 +83,20 @@ def test_the_front_says_that_keys_and_values_are_at_the_wire(faulty_wire):
         {"answers": {"decode": False}},
     ],
 )
-def test_only_what_is_as_it_should_be_is_well(faults, changed):
-    well = faults.Row(
+def test_only_what_is_as_it_should_be_is_well(bench, changed):
+    well = bench.Row(
         "f", "fail", "error", "error", "why", 0.1, True, {"decode": 0.0}, {"decode": 0.0}, {"decode": True}
     )
     assert well.is_well
     assert not replace(well, **changed).is_well
 
 
-def test_the_committed_table_has_every_fault_and_all_end_well(faults):
-    rows = [faults.Row(**row) for row in json.loads(RESULT.read_text())["figures"]["rows"]]
+def test_the_committed_table_has_every_fault_and_all_end_well(bench):
+    rows = [bench.Row(**row) for row in json.loads(RESULT.read_text())["figures"]["rows"]]
     wanted = {
         (fault.name, policy): want
-        for fault in faults.FAULTS
-        for policy, want in zip(faults.POLICIES, fault.wanted, strict=True)
+        for fault in bench.FAULTS
+        for policy, want in zip(bench.POLICIES, fault.wanted, strict=True)
     }
     assert {(row.fault, row.policy): row.wanted for row in rows} == wanted
     assert all(row.is_well for row in rows)

@@ -1,4 +1,4 @@
-"""The programme for a GPU: stages in order of worth, each with a limit, and a record that is complete at any time."""
+"""Test the programme for a GPU: stages in order of worth, each with a limit, and a record kept up to date."""
 
 import argparse
 import json
@@ -10,11 +10,6 @@ import pytest
 import torch
 
 from minivllm.errors import MinivllmError
-
-
-@pytest.fixture(scope="module")
-def bench(load_benchmark):
-    return load_benchmark("gpu_campaign")
 
 
 def stage(bench, name, code, seconds=60):

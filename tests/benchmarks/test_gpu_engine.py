@@ -1,4 +1,4 @@
-"""The engine on a GPU, as far as that can be seen on a CPU: what is counted, and that the engines take turns."""
+"""Test the benchmark of the engine on a GPU as far as a CPU can: what it counts, and that engines take turns."""
 
 import random
 
@@ -8,11 +8,6 @@ import torch
 from minivllm import SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm_lab.inside import runner_of
-
-
-@pytest.fixture(scope="module")
-def bench(load_benchmark):
-    return load_benchmark("gpu_engine")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +29,7 @@ def test_the_engines_differ_in_one_thing(llms, bench):
 
 
 def numbers_in_products(config) -> int:
-    """In all weights but the head's."""
+    """Count the numbers in all weight matrices except the head's."""
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
     return config.num_hidden_layers * config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
 

@@ -6,11 +6,6 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def processors(load_benchmark):
-    return load_benchmark("processors")
-
-
-@pytest.fixture(scope="module")
 def peers(load_benchmark):
     return load_benchmark("peers")
 
@@ -19,11 +14,11 @@ def of(cpu: str, date: str = "2026-01-01", name: str = "peers", cores: int = 2, 
     return {"name": name, "date": date, "machine": {"cpu": cpu, "cores": cores}, **more}
 
 
-def test_another_processor_is_kept(processors, tmp_path):
+def test_another_processor_is_kept(bench, tmp_path):
     path = tmp_path / "results.json"
     for found in (of("AMD"), of("Intel"), of("Arm"), of("Intel", "2026-02-02")):
-        path.write_text(json.dumps(processors.with_others(path, found)))
-    kept = processors.all_kinds(json.loads(path.read_text()))
+        path.write_text(json.dumps(bench.with_others(path, found)))
+    kept = bench.all_kinds(json.loads(path.read_text()))
     assert [(one["machine"]["cpu"], one["date"]) for one in kept] == [
         ("Intel", "2026-02-02"),
         ("Arm", "2026-01-01"),
@@ -31,30 +26,30 @@ def test_another_processor_is_kept(processors, tmp_path):
     ]
 
 
-def test_the_same_processor_with_more_cores_is_another_kind(processors, tmp_path):
+def test_the_same_processor_with_more_cores_is_another_kind(bench, tmp_path):
     path = tmp_path / "results.json"
     path.write_text(json.dumps(of("AMD", cores=8)))
-    assert len(processors.all_kinds(processors.with_others(path, of("AMD")))) == 2
+    assert len(bench.all_kinds(bench.with_others(path, of("AMD")))) == 2
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", json.dumps(of("Intel", name="another"))])
-def test_a_file_that_holds_nothing_of_it_adds_nothing(processors, tmp_path, content):
+def test_a_file_that_holds_nothing_of_it_adds_nothing(bench, tmp_path, content):
     path = tmp_path / "results.json"
     if content is not None:
         path.write_text(content)
-    assert processors.with_others(path, of("AMD")) == of("AMD")
+    assert bench.with_others(path, of("AMD")) == of("AMD")
 
 
-def test_a_record_read_again_keeps_its_own_others(processors, tmp_path):
+def test_a_record_read_again_keeps_its_own_others(bench, tmp_path):
     path = tmp_path / "results.json"
-    path.write_text(json.dumps(processors.with_others(path, of("AMD"))))
+    path.write_text(json.dumps(bench.with_others(path, of("AMD"))))
     found = of("Intel", other_processors=[of("Arm")])
-    kept = processors.all_kinds(processors.with_others(path, found))
+    kept = bench.all_kinds(bench.with_others(path, found))
     assert [one["machine"]["cpu"] for one in kept] == ["Intel", "Arm", "AMD"]
 
 
 def rates(ours: float, vllm: float) -> dict:
-    """In fp32, measured in turns: vLLM's row says how many times its rate ours is."""
+    """Return rates in fp32, measured in turns; vLLM's row has our rate as a multiple of its own."""
     return {"peers": {"minivllm fp32": {"all": ours, "ours_of_it": 1.0}, "vLLM fp32": {"all": vllm, "ours_of_it": 1.3}}}
 
 

@@ -1,4 +1,4 @@
-"""The quality benchmark: the bytes that it tells are those of the matrices, however the engine keeps them."""
+"""Test the quality benchmark: it reports the bytes of the matrices, however the engine stores them."""
 
 from pathlib import Path
 
@@ -14,13 +14,8 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/quality.cpu.
 
 
 @pytest.fixture(scope="module")
-def quality(load_benchmark):
-    return load_benchmark("quality")
-
-
-@pytest.fixture(scope="module")
 def numbers() -> int:
-    """Of the matrices in the layers, as the checkpoint has them."""
+    """Count the numbers of the layers' matrices in the checkpoint."""
     tensors = load_file(EMBEDDED_MODEL / "model.safetensors")
     return sum(tensor.numel() for name, tensor in tensors.items() if "_proj." in name)
 
@@ -28,9 +23,9 @@ def numbers() -> int:
 @pytest.mark.parametrize(("way", "least", "most"), [
     ("float32", 32, 32.6), ("weights int8", 8, 8.2), ("weights int4", 4, 5), ("bfloat16, KV too", 16, 16.4),
 ])  # fmt: skip
-def test_bits_of_a_number_in_the_layers(quality, numbers, way, least, most):
-    llm = LLM(EMBEDDED_MODEL, device="cpu", **{"dtype": "float32", **quality.WAYS[way]})
-    found = quality.projection_bytes(runner_of(llm).model)
+def test_bits_of_a_number_in_the_layers(bench, numbers, way, least, most):
+    llm = LLM(EMBEDDED_MODEL, device="cpu", **{"dtype": "float32", **bench.WAYS[way]})
+    found = bench.projection_bytes(runner_of(llm).model)
     assert least <= 8 * found / numbers <= most
     recorded = read_record(RESULTS, "quality")["figures"]["ways"][way]["projection_bytes"]
     assert recorded == pytest.approx(found, rel=0.02)  # panels are padded to the width of the processor's registers

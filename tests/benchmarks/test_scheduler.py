@@ -1,4 +1,4 @@
-"""The scheduler's benchmark: the work is what it says, and what is told of it is what was measured."""
+"""Test the scheduler's benchmark: its work is what it says, and it reports what was measured."""
 
 import json
 from pathlib import Path
@@ -8,26 +8,21 @@ import pytest
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/scheduler.cpu.json"
 
 
-@pytest.fixture(scope="module")
-def benchmark(load_benchmark):
-    return load_benchmark("scheduler")
-
-
 @pytest.mark.parametrize("caching", [True, False])
-def test_all_decode_from_the_second_step_on(benchmark, caching):
-    work = benchmark.work_of(20, repeats=1, enable_prefix_caching=caching)
-    scheduler = benchmark.scheduler_for(work)
+def test_all_decode_from_the_second_step_on(bench, caching):
+    work = bench.work_of(20, repeats=1, enable_prefix_caching=caching)
+    scheduler = bench.scheduler_for(work)
     for step in range(1 + work["steps"]):
         output = scheduler.schedule()
         counts = list(output.num_scheduled_tokens.values())
         assert counts == ([len(prompt) for prompt in work["prompts"]] if step == 0 else [1] * 20)
-        scheduler.update_from_output(output, benchmark.sampled(list(output.num_scheduled_tokens)))
+        scheduler.update_from_output(output, bench.sampled(list(output.num_scheduled_tokens)))
     assert len(scheduler.running) == 20
 
 
-def test_what_is_timed_is_both_halves_of_the_step(benchmark):
-    work = benchmark.work_of(4, repeats=2, enable_prefix_caching=True)
-    found = benchmark.fastest_run(benchmark.scheduler_for(work), benchmark.sampled, work["steps"], 2)
+def test_what_is_timed_is_both_halves_of_the_step(bench):
+    work = bench.work_of(4, repeats=2, enable_prefix_caching=True)
+    found = bench.fastest_run(bench.scheduler_for(work), bench.sampled, work["steps"], 2)
     assert found["step_us"] == pytest.approx(found["schedule_us"] + found["update_us"], abs=0.2)
     assert min(found.values()) > 0
 

@@ -1,39 +1,34 @@
-"""The benchmark of servers: its requests, and the figures of their answers."""
+"""Test the benchmark of servers: its requests, and the figures of their answers."""
 
 import pytest
 
 from minivllm_lab.http_load import Answer, Ask
 
 
-@pytest.fixture(scope="module")
-def benchmark(load_benchmark):
-    return load_benchmark("serving")
-
-
-def test_requests_have_the_lengths_that_were_asked_for(benchmark):
-    asks = benchmark.random_asks(200, 96, 64, 0.5, seed=3)
+def test_requests_have_the_lengths_that_were_asked_for(bench):
+    asks = bench.random_asks(200, 96, 64, 0.5, seed=3)
     outputs = [ask.body["max_tokens"] for ask in asks]
-    inputs = [len(prompt) for prompt in benchmark.prompt_tokens(asks)]
+    inputs = [len(prompt) for prompt in bench.prompt_tokens(asks)]
     assert (min(outputs), max(outputs)) == (32, 96)
     assert 48 <= min(inputs) < 60
     assert 130 < max(inputs) <= 146
     assert len({ask.body["prompt"] for ask in asks}) == 200
-    assert asks == benchmark.random_asks(200, 96, 64, 0.5, seed=3)
+    assert asks == bench.random_asks(200, 96, 64, 0.5, seed=3)
 
 
-def test_an_open_load_has_its_rate(benchmark):
-    asks = benchmark.at_rate([Ask({"n": index}) for index in range(2000)], 50.0)
+def test_an_open_load_has_its_rate(bench):
+    asks = bench.at_rate([Ask({"n": index}) for index in range(2000)], 50.0)
     assert [ask.body["n"] for ask in asks] == list(range(2000))
     assert asks[-1].at == pytest.approx(2000 / 50.0, rel=0.1)
 
 
-def test_the_figures_by_hand(benchmark):
+def test_the_figures_by_hand(bench):
     asks = [Ask({"prompt": "import os", "max_tokens": tokens}) for tokens in (3, 2)]
     quick = Answer(due=10.0, sent=10.0, events=[10.1, 10.2, 10.5])
     slow = Answer(due=10.5, sent=10.6, events=[11.1, 12.0])
-    found = benchmark.figures_of([slow, quick], asks)
+    found = bench.figures_of([slow, quick], asks)
     assert found["duration"] == pytest.approx(2.0)
-    assert found["total_input_tokens"] == 2 * len(benchmark.prompt_tokens(asks)[0])
+    assert found["total_input_tokens"] == 2 * len(bench.prompt_tokens(asks)[0])
     assert (found["total_output_tokens"], found["output_throughput"]) == (5, pytest.approx(2.5))
     assert found["request_throughput"] == pytest.approx(1.0)
     assert found["median_ttft_ms"] == pytest.approx(350)

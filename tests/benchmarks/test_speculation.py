@@ -1,4 +1,4 @@
-"""The benchmark of speculation: its ways are settings that the engine takes, and the lesson shows what was measured."""
+"""Test the benchmark of speculation: the engine takes its settings, and the lesson shows what was measured."""
 
 from pathlib import Path
 
@@ -39,8 +39,3 @@ def test_what_is_available_is_a_setting(load_benchmark):
     assert "n-gram" in ways
     for way in ways.values():
         assert SpeculativeConfig.of(way)
-
-
-def test_docstrings_of_a_file(load_benchmark):
-    source = '"""One."""\ndef two():\n    """Two."""\nx = "three"\n'
-    assert load_benchmark("speculation").docstrings(source) == "One.\n\nTwo."

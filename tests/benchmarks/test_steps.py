@@ -3,40 +3,33 @@
 import importlib
 from pathlib import Path
 
-import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.results import read_record
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def steps(load_benchmark):
-    return load_benchmark("steps")
-
-
-def test_what_a_variant_replaces_is_there(steps):
-    for variant in (*steps.KEPT, *steps.REJECTED):
+def test_what_a_variant_replaces_is_there(bench):
+    for variant in (*bench.KEPT, *bench.REJECTED):
         assert (variant.patch is None) != (variant.environment is None)
         if variant.patch:
             module, name, value = variant.patch
             assert getattr(importlib.import_module(module), name) != value, variant.title
 
 
-def test_the_page_shows_the_ledger_that_was_measured(steps):
+def test_the_page_shows_the_ledger_that_was_measured(bench):
     found = read_record(BENCHMARKS / "results/steps.cpu.json", "steps")
     page = (BENCHMARKS / "PERFORMANCE.md").read_text()
-    assert set(found["figures"]) == {variant.title for variant in steps.LEDGER}
-    assert put_between_marks(page, "ledger", steps.ledger_text(found["figures"], found["machine"])) == page
+    assert set(found["figures"]) == {variant.title for variant in bench.LEDGER}
+    assert put_between_marks(page, "ledger", bench.ledger_text(found["figures"], found["machine"])) == page
 
 
-def test_a_variant_that_is_an_environment_is_not_measured_in_another(steps, monkeypatch):
-    for variant in steps.VARIANTS.values():
+def test_a_variant_that_is_an_environment_is_not_measured_in_another(bench, monkeypatch):
+    for variant in bench.VARIANTS.values():
         if variant.environment:
             monkeypatch.delenv(variant.environment[0], raising=False)
-            with pytest.raises(MinivllmError, match="=".join(variant.environment)):
-                steps.check_environment(variant)
+            assert_refused("=".join(variant.environment), bench.check_environment, variant)
             monkeypatch.setenv(*variant.environment)
-        steps.check_environment(variant)
+        bench.check_environment(variant)

@@ -73,7 +73,7 @@ class Metadata(KVConnectorMetadata):
 
 
 class ConnectorDouble(KVConnectorBase_V1):
-    """The scheduler's side: does what `plans` say, by request id; nothing for those not named."""
+    """The scheduler's side, which does what `plans` say by request id, and nothing for other requests."""
 
     def __init__(self, plans: dict[str, Plan], block_size: int = 4) -> None:
         super().__init__(config_double(block_size), KVConnectorRole.SCHEDULER)
@@ -128,18 +128,6 @@ class ConnectorDouble(KVConnectorBase_V1):
     def start_over(self) -> None:
         self.metadata = Metadata(sends=dict(self.sends))
 
-    def start_load_kv(self) -> None:
-        raise NotImplementedError
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        raise NotImplementedError
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any) -> None:
-        raise NotImplementedError
-
-    def wait_for_save(self) -> None:
-        raise NotImplementedError
-
 
 class RemoteWorkerDouble(WorkerDouble):
     """A worker with the connector's other side. What is computed from invalid slots is invalid, its tokens nonsense."""
@@ -174,12 +162,12 @@ class RemoteWorkerDouble(WorkerDouble):
         return done
 
     def reset(self) -> None:
-        """As a rank after a failed step."""
+        """Forget the requests and loads, as a rank does after a failed step."""
         self.requests.clear()
         self.loading.clear()
 
     def arrive(self, load: Load, output: KVConnectorOutput) -> None:
-        """Fills the blocks of a load, but for those that fail."""
+        """Fill the blocks of a load, except those that fail."""
         prefixes, running = [], hash(load.request.sampling_params)
         for token_id in load.request.all_token_ids[: load.stop]:
             running = hash((running, token_id))

@@ -1,4 +1,4 @@
-"""Steps scheduled while others are in flight: what is sent ahead, what is held back, what a late output may still do.
+"""Schedule steps while others are in flight: what is sent ahead or held back, and what a late output may do.
 
 The behaviours are those of vLLM's `tests/v1/core/test_async_scheduler.py`: stop by max_tokens, abort, preempt, prefix
 caching between prompts that arrive together, and between the turns of a conversation.
@@ -12,7 +12,7 @@ import pytest
 from conformance.workloads import random_workload
 from core.driving import CACHE_FIELDS
 from core.invariants import check_scheduler
-from core.test_random_workloads import SEEDS, Run, random_request
+from core.test_random_workloads import SEEDS, Run, configs_of, serve
 from core.worker_double import WorkerDouble
 from hypothesis import given, settings
 
@@ -25,7 +25,7 @@ from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 @dataclass
 class WorkerAhead(WorkerDouble):
-    """Knows what the scheduler does not know yet: how many drafts were rejected, and its own drafts."""
+    """Know what the scheduler does not know yet: how many drafts were rejected, and its own drafts."""
 
     drafts: dict[str, list[int]] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ class Ahead:
         return outputs
 
     def run(self) -> int:
-        """Two steps in flight, to the end; returns the number of tokens that were scheduled."""
+        """Keep two steps in flight until all have ended; return the number of scheduled tokens."""
         total = 0
         while self.scheduler.has_unfinished_requests():
             total += sum(self.schedule().values())
@@ -177,7 +177,7 @@ def test_where_steps_go_through_stages_a_request_waits_for_its_token():
 
 
 class RunAhead(Run):
-    """As `Run`, with up to `depth` steps in flight."""
+    """Keep up to `depth` steps in flight."""
 
     depth = 1
 
@@ -201,7 +201,7 @@ class RunAhead(Run):
             check_scheduler(self.scheduler)
 
     def drafts(self, request_ids: list[str]) -> dict[str, list[int]]:
-        """As many as it likes, from what the worker knows."""
+        """Draft any number of tokens from what the worker knows."""
         known, drafts = self.worker.requests, {}
         for request_id in request_ids:
             tokens = list(known[request_id].token_ids)
@@ -214,38 +214,19 @@ class RunAhead(Run):
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS)
 def test_any_workload_ends_with_the_right_tokens(seed):
-    """With two steps in flight and drafts, or three through stages; in pools that are too small."""
+    """Keep two steps in flight, with drafts, or three through stages; in pools that are too small."""
     rng = Random(seed)
     workload = random_workload(rng)
-    config = workload["config"]
     through_stages = rng.random() < 0.3
     num_drafts = 0 if through_stages else rng.choice([0, 0, 1, 3])
-    scheduler_config = SchedulerConfig(
-        max_model_len=config["max_model_len"],
-        max_num_seqs=config["max_num_seqs"],
-        max_num_batched_tokens=config["max_model_len"],
-        long_prefill_token_threshold=config["long_prefill_token_threshold"],
-        policy=config["policy"],
-        enable_chunked_prefill=config["enable_chunked_prefill"],
+    configs = configs_of(
+        workload,
+        2 * num_drafts,
+        max_num_batched_tokens=workload["config"]["max_model_len"],
         max_loras=rng.choice([0, 1, 2]),
         drafting=DraftingConfig(num_speculative_tokens=num_drafts),
         async_scheduling=not through_stages,
     )
-    cache_config = CacheConfig(
-        num_gpu_blocks=config["num_blocks"] - (-2 * num_drafts // config["block_size"]),
-        block_size=config["block_size"],
-        enable_prefix_caching=config["enable_prefix_caching"],
-    )
-    run = RunAhead(AsyncScheduler(scheduler_config, cache_config), rng)
+    run = RunAhead(AsyncScheduler(*configs), rng)
     run.depth = 3 if through_stages else 2
-    entries = workload["requests"]
-    last_arrival = max(entry["arrival_step"] for entry in entries)
-    step = 0
-    while step <= last_arrival or run.scheduler.has_unfinished_requests():
-        for entry in entries:
-            if entry["arrival_step"] == step:
-                run.add(random_request(entry, scheduler_config, rng))
-        run.step(workload["aborts"].get(str(step), []))
-        step += 1
-        assert step < 20_000, "the workload does not end"
-    run.check_end()
+    serve(run, workload)

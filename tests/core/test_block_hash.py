@@ -10,7 +10,6 @@ from minivllm.core.block_hash import (
     NONE_HASH,
     generate_block_hash_extra_keys,
     hash_block_tokens,
-    hash_new_full_blocks,
 )
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
@@ -52,11 +51,6 @@ def test_each_name_is_made_from_the_one_before() -> None:
     first = hash_block_tokens(NONE_HASH, [1, 2])
     assert chain([1, 2, 3, 4, 5], 2) == [first, hash_block_tokens(first, [3, 4])]
     assert len(first) == 32
-
-
-def test_only_full_blocks_are_named() -> None:
-    assert chain([1, 2, 3], 4) == []
-    assert len(chain([1, 2, 3, 4, 5, 6, 7], 4)) == 1
 
 
 def test_large_and_negative_tokens_do_not_meet() -> None:
@@ -106,9 +100,3 @@ def test_names_agree_between_processes() -> None:
     code = "from minivllm.core.block_hash import *; print(hash_block_tokens(NONE_HASH, [1, 2, 3], b'key').hex())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert other == hash_block_tokens(NONE_HASH, [1, 2, 3], b"key").hex()
-
-
-def test_naming_starts_after_the_names_that_are_there() -> None:
-    names = [b"kept"]
-    hash_new_full_blocks(names, [1, 2, 3, 4], 2)
-    assert names == [b"kept", hash_block_tokens(b"kept", [3, 4])]

@@ -1,4 +1,4 @@
-"""Tables, hits and publication, one by one. The scheduler's tests cover what only shows over several steps."""
+"""Test block tables, hits and publication alone; the scheduler's tests cover several steps."""
 
 import pytest
 
@@ -46,12 +46,6 @@ def test_what_does_not_fit_changes_nothing() -> None:
     assert allocate(manager, b, 4, new_computed_blocks=hits) == [3]
 
 
-def test_the_whole_sequence_must_fit_only_where_that_is_asked() -> None:
-    manager, a = make(num_gpu_blocks=4), request("a", [*range(16)])
-    assert allocate(manager, a, 4, full_sequence_must_fit=True) is None
-    assert allocate(manager, a, 4) == [1]
-
-
 def test_lookahead_slots_end_at_max_model_len() -> None:
     manager, a = make(), request("a", [*range(30)])
     assert len(allocate(manager, a, 30, num_lookahead_tokens=20) or []) == 8
@@ -65,14 +59,6 @@ def test_lookahead_slots_may_need_a_block_when_the_tokens_need_none() -> None:
     assert allocate(manager, a, 1, num_lookahead_tokens=3) == [3]
 
 
-def test_a_block_is_published_with_the_token_that_fills_it() -> None:
-    manager, a = make(), request("a", [*range(8)])
-    allocate(manager, a, 7)
-    a.num_computed_tokens = 7
-    allocate(manager, a, 1)
-    assert manager.get_computed_blocks(request("b", [*range(9)]))[1] == 8
-
-
 def test_blocks_are_published_when_scheduled_and_only_full_ones() -> None:
     manager, a = make(), request("a", [*range(10)])
     allocate(manager, a, 7)
@@ -82,29 +68,11 @@ def test_blocks_are_published_when_scheduled_and_only_full_ones() -> None:
     assert manager.get_computed_blocks(request("b", [*range(10)]))[1] == 8
 
 
-def test_a_prefix_ends_at_the_first_block_that_is_gone() -> None:
-    manager, a = make(), request("a", [*range(12)])
-    allocate(manager, a, 12)
-    manager.free(a)
-    pool = manager.block_pool
-    assert pool.get_new_blocks(7) == pool.blocks[4:11], "the blocks that were never used"
-    pool.get_new_blocks(1)
-    assert manager.get_computed_blocks(request("b", [*range(13)]))[1] == 8, "the tail of a prefix is evicted first"
-
-
 def test_a_prefix_has_no_holes() -> None:
     manager, a = make(), request("a", [*range(12)])
     allocate(manager, a, 12)
     manager.block_pool.evict_blocks([manager.block_pool.blocks[2]])
     assert manager.get_computed_blocks(request("b", [*range(13)]))[1] == 4
-
-
-def test_outputs_kept_from_before_a_preemption_are_found_too() -> None:
-    manager, a, b = make(), request("a", [*range(8)]), request("b", [*range(4)])
-    allocate(manager, a, 8)
-    for token_id in range(4, 9):
-        b.append_output_token_id(token_id)
-    assert manager.get_computed_blocks(b)[1] == 8
 
 
 @pytest.mark.parametrize(("length", "found"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
@@ -122,13 +90,6 @@ def test_the_watermark_is_a_share_of_all_blocks_for_admissions_beside_others() -
     for a.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
         assert allocate(manager, a, 24, has_scheduled_reqs=True) is None
     assert len(allocate(manager, a, 20, has_scheduled_reqs=True) or []) == 5
-
-
-def test_usage_is_the_share_of_usable_blocks() -> None:
-    manager = make()
-    assert manager.usage == 0.0
-    allocate(manager, request("a", [*range(20)]), 20)
-    assert manager.usage == pytest.approx(0.5)
 
 
 def test_a_hit_leaves_out_its_last_block_for_a_drafter_that_looks_one_token_ahead() -> None:

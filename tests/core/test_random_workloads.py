@@ -1,4 +1,4 @@
-"""Whatever the workload: the books agree, somebody always advances, everybody ends, and no token is wrong.
+"""Serve random workloads: the books agree, each step advances a request, all end, and no token is wrong.
 
 The model here is a function of the tokens before, and its keys and values are the prefixes themselves. So a request is
 answered as it would be alone, however its prompt was cut, shared, preempted or guessed ahead.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from conformance.replay import make_scheduler
+from conformance.replay import SCHEDULER_KEYS, make_scheduler
 from conformance.workloads import random_workload
 from core.invariants import check_scheduler
 from core.worker_double import WorkerDouble
@@ -27,7 +27,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 def toy_model(token_ids: list[int]) -> int:
-    """The next of four tokens, from the last three: few enough for outputs to share blocks."""
+    """Return one of four tokens, which follows from the last three: outputs then share blocks."""
     return hashlib.sha256(bytes(token & 255 for token in token_ids[-3:])).digest()[0] % 4
 
 
@@ -81,7 +81,7 @@ class Run:
             self.reasons[engine_output.request_id] = engine_output.finish_reason
 
     def drafts(self, request_ids: list[str]) -> dict[str, list[int]]:
-        """Guesses, the first ones often right."""
+        """Guess some tokens for each request, the first ones often right."""
         drafts = {}
         for request_id in request_ids:
             tokens = list(self.requests[request_id].all_token_ids)
@@ -101,7 +101,7 @@ class Run:
 
 
 def alone(request: Request, max_model_len: int) -> list[int]:
-    """What a request would be answered without any scheduling."""
+    """Return the answer of a request without any scheduling."""
     tokens = list(request.prompt_token_ids)
     while len(tokens) < max_model_len and len(tokens) - request.num_prompt_tokens < request.max_tokens:
         tokens.append(toy_model(tokens))
@@ -110,22 +110,34 @@ def alone(request: Request, max_model_len: int) -> list[int]:
     return tokens[request.num_prompt_tokens :]
 
 
-def run(scheduler: Scheduler, workload: dict[str, Any], rng: Random) -> None:
-    run = Run(scheduler, rng)
+def serve(run: Run, workload: dict[str, Any]) -> None:
+    """Add the workload's requests as they arrive, and step until all have ended."""
     entries = workload["requests"]
     last_arrival = max(entry["arrival_step"] for entry in entries)
     step = 0
-    while step <= last_arrival or scheduler.has_unfinished_requests():
+    while step <= last_arrival or run.scheduler.has_unfinished_requests():
         for entry in entries:
             if entry["arrival_step"] == step:
-                run.add(random_request(entry, scheduler.config, rng))
+                run.add(random_request(entry, run.scheduler.config, run.rng))
         aborts = workload["aborts"].get(str(step), [])
-        under_way = rng.random() < 0.5
+        under_way = run.rng.random() < 0.5
         run.abort([] if under_way else aborts)
         run.step(aborts if under_way else [])
         step += 1
         assert step < 20_000, "the workload does not end"
     run.check_end()
+
+
+def configs_of(workload: dict[str, Any], num_drafts: int = 0, **settings: Any) -> tuple[SchedulerConfig, CacheConfig]:
+    """Return a workload's configurations, with other settings and room for so many drafts."""
+    config = workload["config"]
+    shared = {key: config[key] for key in SCHEDULER_KEYS}
+    cache_config = CacheConfig(
+        num_gpu_blocks=config["num_blocks"] + -(-num_drafts // config["block_size"]),
+        block_size=config["block_size"],
+        enable_prefix_caching=config["enable_prefix_caching"],
+    )
+    return SchedulerConfig(**(shared | settings)), cache_config
 
 
 def random_request(entry: dict[str, Any], config: SchedulerConfig, rng: Random) -> Request:
@@ -145,12 +157,12 @@ def random_request(entry: dict[str, Any], config: SchedulerConfig, rng: Random) 
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=SEEDS)
 def test_workloads_in_vllms_default_setting(seed: int) -> None:
     rng = Random(seed)
     workload = random_workload(rng)
-    run(make_scheduler(workload["config"]), workload, rng)
+    serve(Run(make_scheduler(workload["config"]), rng), workload)
 
 
 @settings(max_examples=60, deadline=None)
@@ -158,25 +170,16 @@ def test_workloads_in_vllms_default_setting(seed: int) -> None:
 def test_workloads_with_drafts_adapters_watermark_and_all_else(seed: int) -> None:
     rng = Random(seed)
     workload = random_workload(rng)
-    config = workload["config"]
-    num_drafts, num_lookahead = rng.choice([0, 1, 2, 4]), rng.choice([0, 0, 3])
-    scheduler_config = SchedulerConfig(
-        max_model_len=config["max_model_len"],
-        max_num_seqs=config["max_num_seqs"],
-        max_num_batched_tokens=config["max_num_batched_tokens"] if rng.random() < 0.5 else config["max_model_len"],
-        long_prefill_token_threshold=config["long_prefill_token_threshold"],
-        policy=config["policy"],
-        enable_chunked_prefill=config["enable_chunked_prefill"],
-        scheduler_reserve_full_isl=rng.random() < 0.5,
-        watermark=rng.choice([0.0, 0.0, 0.1, 0.5]),
-        max_loras=rng.choice([0, 1, 2]),
-        drafting=DraftingConfig(num_speculative_tokens=num_drafts, num_lookahead_tokens=num_lookahead),
-        static_batching=rng.random() < 0.2,
-    )
-    most_extra = -(-(num_drafts + num_lookahead) // config["block_size"])
-    cache_config = CacheConfig(
-        num_gpu_blocks=config["num_blocks"] + most_extra,
-        block_size=config["block_size"],
-        enable_prefix_caching=config["enable_prefix_caching"],
-    )
-    run(Scheduler(scheduler_config, cache_config), workload, rng)
+    num_drafts = rng.choice([0, 1, 2, 4])
+    num_lookahead = rng.choice([0, 0, 3])
+    settings = {
+        "scheduler_reserve_full_isl": rng.random() < 0.5,
+        "watermark": rng.choice([0.0, 0.0, 0.1, 0.5]),
+        "max_loras": rng.choice([0, 1, 2]),
+        "drafting": DraftingConfig(num_speculative_tokens=num_drafts, num_lookahead_tokens=num_lookahead),
+        "static_batching": rng.random() < 0.2,
+    }
+    if rng.random() < 0.5:
+        settings["max_num_batched_tokens"] = workload["config"]["max_model_len"]
+    configs = configs_of(workload, num_drafts + num_lookahead, **settings)
+    serve(Run(Scheduler(*configs), rng), workload)

@@ -1,21 +1,11 @@
 """The request's own numbers, its end, and what it refuses."""
 
 import pytest
+from refusals import assert_refused
 
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.stop import check_stop
-from minivllm.errors import MinivllmError
-
-
-def test_lengths_follow_the_tokens() -> None:
-    request = Request("r", [1, 2, 3], max_tokens=5)
-    request.append_output_token_id(7)
-    request.spec_token_ids = [8, 9]
-    assert (request.num_prompt_tokens, request.num_output_tokens) == (3, 1)
-    assert (request.num_tokens, request.num_tokens_with_spec) == (4, 6)
-    assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [7])
-    assert list(request.all_token_ids) == [1, 2, 3, 7]
 
 
 def test_the_callers_prompt_is_not_changed() -> None:
@@ -26,13 +16,11 @@ def test_the_callers_prompt_is_not_changed() -> None:
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "words"), [([], 1, "is empty"), ([1], 0, "max_tokens of request")])
 def test_a_request_that_makes_no_sense_is_refused(prompt: list[int], max_tokens: int, words: str) -> None:
-    with pytest.raises(MinivllmError, match=words):
-        Request("r", prompt, max_tokens=max_tokens)
+    assert_refused(words, Request, "r", prompt, max_tokens=max_tokens)
 
 
 def test_adapters_are_numbered_from_one() -> None:
-    with pytest.raises(MinivllmError, match="numbered from 1"):
-        LoRARequest("adapter", 0, "/adapters/a")
+    assert_refused("numbered from 1", LoRARequest, "adapter", 0, "/adapters/a")
 
 
 @pytest.mark.parametrize("status", list(RequestStatus))

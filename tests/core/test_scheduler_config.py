@@ -1,9 +1,9 @@
 """A configuration that cannot work is refused, in words that say what would."""
 
 import pytest
+from refusals import assert_refused
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
-from minivllm.errors import MinivllmError
 
 
 @pytest.mark.parametrize(
@@ -26,22 +26,19 @@ from minivllm.errors import MinivllmError
     ],
 )
 def test_scheduler_config_refuses(arguments: dict[str, object], words: str) -> None:
-    with pytest.raises(MinivllmError, match=words):
-        SchedulerConfig(**{"max_model_len": 64, **arguments})  # type: ignore[arg-type]
+    assert_refused(words, SchedulerConfig, **{"max_model_len": 64, **arguments})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["num_speculative_tokens", "num_lookahead_tokens"])
 def test_drafting_config_refuses(name: str) -> None:
-    with pytest.raises(MinivllmError, match=f"{name} is -1; .* not negative"):
-        DraftingConfig(**{name: -1})
+    assert_refused(f"{name} is -1; .* not negative", DraftingConfig, **{name: -1})
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"), [({"block_size": 0}, "block_size is 0"), ({"num_gpu_blocks": 1}, "block 0 is the null")]
 )
 def test_cache_config_refuses(arguments: dict[str, int], words: str) -> None:
-    with pytest.raises(MinivllmError, match=words):
-        CacheConfig(**{"num_gpu_blocks": 10, **arguments})
+    assert_refused(words, CacheConfig, **{"num_gpu_blocks": 10, **arguments})
 
 
 def test_the_edges_are_allowed() -> None:

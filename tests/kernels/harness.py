@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from minivllm_lab.aot import SHARED_MEMORY, TARGETS, Compiled, compile_for
 from minivllm_lab.exercise import load
+from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
 
 HEAD_DIMS = (64, 80, 128)
-GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
+GROUPS = (1, 2, 3, 5, 7, 8)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCRIPTS = Path(__file__).resolve().parents[2] / "vllm"
 
@@ -33,12 +36,12 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, tor
 
 @functools.cache
 def script(name: str) -> Any:
-    """The lesson script of this name as a module, loaded once."""
+    """Load the lesson script of this name, once."""
     return load(SCRIPTS / f"{name}.py")
 
 
 def awkward_lengths(block: int) -> list[int]:
-    """Lengths at which kernels go wrong: none, one, around one block, and ragged ones over several blocks."""
+    """Return lengths at which kernels go wrong: none, one, around one block, and ragged over several."""
     return sorted({0, 1, block - 1, block, block + 1, 2 * block + 3, 5 * block - 2} - {-1})
 
 
@@ -98,6 +101,54 @@ def assert_compiles(
         widest = max(code.loads, default=0)
         assert load_bytes is None or widest >= load_bytes, f"{said}: loads are {dict(code.loads)}"
     return built
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Let torch and the compiled loops use `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def each_twin(module: Any, *others: str) -> Any:
+    """Make a fixture that lets `module` run each of its forms for CPUs, numba's and torch's; returns their names."""
+
+    @pytest.fixture(params=["numba", "torch", *others])
+    def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+        if request.param == "numba":
+            pytest.importorskip("numba")
+        monkeypatch.setattr(module, "has_numba", lambda: request.param == "numba")
+        return request.param
+
+    return twin
+
+
+def trace_launches(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> dict[str, KernelTrace]:
+    """Trace each launch of these kernels of `module`; no launch may race or leave its arguments.
+
+    Returns the traces by kernel, which are complete after the launches.
+    """
+    traces = {}
+
+    class Traced:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(module, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+            def launch(*arguments: Any, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> None:
+                trace = traces[self.name] = trace_kernel(self.kernel, grid, *arguments, **constants)
+                assert not trace.races, f"{self.name}: {trace.races}"
+                assert not trace.out_of_bounds, f"{self.name}: {trace.out_of_bounds}"
+
+            return launch
+
+    for name in names:
+        monkeypatch.setattr(module, name, Traced(name))
+    return traces
 
 
 # ---- attention over paged caches: data and reference -----------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kernels.harness import assert_compiles, assert_twin
+from kernels.harness import assert_compiles, assert_twin, each_twin
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm.kernels.copy_blocks import (
     CHUNK_BYTES,
     BlockRegions,
@@ -12,7 +12,7 @@ from minivllm.kernels.copy_blocks import (
     gather_blocks,
     scatter_blocks,
 )
-from minivllm.kernels.cpu.block_copy_calls import torch_copy
+from minivllm.kernels.cpu import block_copy_calls
 from minivllm.platforms.triton_utils import tl
 from minivllm_lab.aot import TARGETS
 from minivllm_lab.kernel_trace import trace_kernel
@@ -54,41 +54,47 @@ def ids(numbers, device, dtype=torch.int32):
 SHAPES = [(1, torch.float32, 16), (5, torch.bfloat16, 3), (16, torch.int8, 16), (3, torch.int8, 1), (7, torch.uint8, 5)]
 
 
-@pytest.mark.parametrize("block_major", [False, True], ids=["regions", "blocks"])
-@pytest.mark.parametrize(("block_size", "dtype", "dim"), SHAPES)
-@pytest.mark.parametrize("blocks", [[], [4], [9, 0, 4, 10]])
-def test_there_and_back(device, block_size, dtype, dim, blocks, block_major):
-    tensors = cache(block_size, dtype, dim=dim, device=device)
-    regions = BlockRegions.of(tensors)
-    chosen, capacity = ids(blocks, device), len(blocks) + 2
-    slots = list(range(1, len(blocks) + 1))[::-1]
-    staging = torch.zeros(capacity * regions.record_bytes, dtype=torch.uint8, device=device)
-    gather_blocks(regions, chosen, staging, ids(slots, device), block_major=block_major, backend="triton")
-    expected = staged_by_hand(tensors, blocks, slots, capacity, block_major)
-    assert_twin(staging, expected, scale=0)
-    twin = torch.zeros_like(expected)
-    on_cpu = BlockRegions.of([one.cpu() for one in tensors])
-    gather_blocks(on_cpu, ids(blocks, "cpu"), twin, ids(slots, "cpu"), block_major=block_major, backend="cpu")
-    assert torch.equal(twin, expected)
+each_case = pytest.mark.parametrize(
+    ("block_size", "dtype", "dim", "blocks", "block_major"),
+    [
+        (*shape, blocks, block_major)
+        for shape in SHAPES
+        for blocks in ([], [4], [9, 0, 4, 10])
+        for block_major in (False, True)
+    ],
+    ids=str,
+)
 
-    emptied = [torch.zeros_like(one) for one in tensors]
-    scatter_blocks(
-        BlockRegions.of(emptied), chosen, staging, ids(slots, device), block_major=block_major, backend="triton"
-    )
-    emptied_twin = [torch.zeros_like(one, device="cpu") for one in tensors]
-    scatter_blocks(
-        BlockRegions.of(emptied_twin),
-        ids(blocks, "cpu"),
-        twin,
-        ids(slots, "cpu"),
-        block_major=block_major,
-        backend="cpu",
-    )
-    for before, found, by_twin in zip(tensors, emptied, emptied_twin, strict=True):
-        wanted = torch.zeros_like(as_bytes(before.cpu()))
-        wanted[blocks] = as_bytes(before.cpu())[blocks]
-        assert torch.equal(as_bytes(found.cpu()), wanted)
-        assert torch.equal(as_bytes(by_twin), wanted)
+
+def check_there_and_back(tensors, blocks, block_major, backend):
+    """Gather blocks to slots in another order, and scatter them into an empty cache."""
+    regions = BlockRegions.of(tensors)
+    device = tensors[0].device
+    slots = list(range(1, len(blocks) + 1))[::-1]
+    staging = torch.zeros((len(blocks) + 2) * regions.record_bytes, dtype=torch.uint8, device=device)
+    places = (ids(blocks, device), staging, ids(slots, device))
+    gather_blocks(regions, *places, block_major=block_major, backend=backend)
+    assert_twin(staging, staged_by_hand(tensors, blocks, slots, len(blocks) + 2, block_major), scale=0)
+    emptied = [torch.zeros_like(tensor) for tensor in tensors]
+    scatter_blocks(BlockRegions.of(emptied), *places, block_major=block_major, backend=backend)
+    for before, found in zip(tensors, emptied, strict=True):
+        expected = torch.zeros_like(as_bytes(before.cpu()))
+        expected[blocks] = as_bytes(before.cpu())[blocks]
+        assert torch.equal(as_bytes(found.cpu()), expected)
+
+
+@each_case
+def test_there_and_back(device, block_size, dtype, dim, blocks, block_major):
+    check_there_and_back(cache(block_size, dtype, dim=dim, device=device), blocks, block_major, "triton")
+
+
+twin = each_twin(block_copy_calls)
+
+
+@pytest.mark.usefixtures("twin")
+@each_case
+def test_there_and_back_on_the_cpu(block_size, dtype, dim, blocks, block_major):
+    check_there_and_back(cache(block_size, dtype, dim=dim), blocks, block_major, "cpu")
 
 
 def test_without_slots_blocks_lie_in_their_order(device):
@@ -123,19 +129,6 @@ def test_regions_larger_than_a_program(device):
     assert_twin(staging, staged_by_hand([big, small], [2, 1], [0, 1], 2, False), scale=0)
 
 
-@pytest.mark.parametrize("block_major", [False, True])
-def test_torch_in_place_of_the_loops(block_major):
-    tensors = cache(4, torch.int8)
-    regions = BlockRegions.of(tensors)
-    staging = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8)
-    blocks, slots = ids([6, 2], "cpu", torch.int64), ids([2, 0], "cpu", torch.int64)
-    torch_copy(tensors, blocks, staging, slots, 3, True, block_major)
-    assert torch.equal(staging, staged_by_hand(tensors, [6, 2], [2, 0], 3, block_major))
-    emptied = [torch.zeros_like(one) for one in tensors]
-    torch_copy(emptied, blocks, staging, slots, 3, False, block_major)
-    assert all(torch.equal(as_bytes(a)[[6, 2]], as_bytes(b)[[6, 2]]) for a, b in zip(emptied, tensors, strict=True))
-
-
 @pytest.mark.interpreted
 @pytest.mark.parametrize("gather", [True, False])
 def test_every_byte_is_read_once_and_written_once(gather):
@@ -156,18 +149,6 @@ def test_every_byte_is_read_once_and_written_once(gather):
     assert trace.bytes_written == trace.bytes_written_once == staging.numel()
     assert not trace.races
     assert not trace.out_of_bounds
-
-
-@pytest.mark.interpreted
-def test_scattering_to_a_block_twice_is_a_race():
-    """The trace sees it: whose bytes stay would be open."""
-    one = random_bytes((BLOCKS, 16), torch.uint8)
-    regions = BlockRegions.of([one])
-    staging = torch.zeros(32, dtype=torch.uint8)
-    constants = {"GATHER": False, "BLOCK_MAJOR": False, "WORD": tl.int32, "WORD_BYTES": 4, "UNIT": 16, "CHUNK": 4}
-    arguments = (regions.table, ids([3, 3], "cpu"), None, staging, 2, 16)
-    trace = trace_kernel(copy_regions_kernel, (2, 1, 1), *arguments, reached={"keys": one}, **constants)
-    assert trace.races
 
 
 def compiled(gather, word, unit, targets=TARGETS):
@@ -196,19 +177,13 @@ def test_input_that_cannot_work_is_refused():
     tensors = cache(4, torch.float32)
     regions = BlockRegions.of(tensors)
     staging = torch.zeros(2 * regions.record_bytes, dtype=torch.uint8)
-    with pytest.raises(MinivllmError, match="no regions"):
-        BlockRegions.of([])
-    with pytest.raises(MinivllmError, match="same blocks"):
-        BlockRegions.of([tensors[0], tensors[1][1:]])
-    with pytest.raises(MinivllmError, match="block of a region must be contiguous"):
-        BlockRegions.of([tensors[0].transpose(1, 2)])
-    with pytest.raises(MinivllmError, match="no blocks"):
-        BlockRegions.of([tensors[0][:0]])
-    with pytest.raises(MinivllmError, match=r"3 blocks do not fit .* of 2"):
-        gather_blocks(regions, ids([1, 2, 3], "cpu"), staging)
-    with pytest.raises(MinivllmError, match=rf"n × {regions.record_bytes}"):
-        gather_blocks(regions, ids([1], "cpu"), staging[:-1])
-    with pytest.raises(MinivllmError, match="alike in length"):
-        gather_blocks(regions, ids([1], "cpu"), staging, ids([0, 1], "cpu"))
-    with pytest.raises(MinivllmError, match=r"backend.*gpu"):
-        scatter_blocks(regions, ids([1], "cpu"), staging, backend="gpu")
+    assert_refused("no regions", BlockRegions.of, [])
+    assert_refused("same blocks", BlockRegions.of, [tensors[0], tensors[1][1:]])
+    turned = tensors[0].transpose(1, 2)
+    assert_refused("block of a region must be contiguous", BlockRegions.of, [turned])
+    assert_refused("no blocks", BlockRegions.of, [tensors[0][:0]])
+    one, three = ids([1], "cpu"), ids([1, 2, 3], "cpu")
+    assert_refused(r"3 blocks do not fit .* of 2", gather_blocks, regions, three, staging)
+    assert_refused(rf"n × {regions.record_bytes}", gather_blocks, regions, one, staging[:-1])
+    assert_refused("alike in length", gather_blocks, regions, one, staging, ids([0, 1], "cpu"))
+    assert_refused(r"backend.*gpu", scatter_blocks, regions, one, staging, backend="gpu")

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from kernels.harness import DTYPES, HEAD_DIMS, assert_close, assert_compiles, assert_twin
+from kernels.harness import (
+    DTYPES,
+    HEAD_DIMS,
+    assert_close,
+    assert_compiles,
+    assert_twin,
+    each_twin,
+    on_threads,
+)
 
 from minivllm.kernels import elementwise
 from minivllm.kernels.elementwise import (
@@ -20,13 +28,13 @@ WIDTHS = (48, 256, 688)
 EPS = 1e-5
 
 
-@pytest.fixture(params=["triton", "numba", "torch"])
-def form(request, monkeypatch):
-    """Each of the three forms, as `backend` and what the CPU chooses."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(elementwise, "has_numba", lambda: request.param == "numba")
-    return "triton" if request.param == "triton" else "cpu"
+form_name = each_twin(elementwise, "triton")
+
+
+@pytest.fixture
+def form(form_name):
+    """Run each of the three forms, as `backend` and what the CPU chooses."""
+    return "triton" if form_name == "triton" else "cpu"
 
 
 def random(*shape, dtype=torch.float32, scale=1.0):
@@ -72,32 +80,24 @@ def test_rows_apart_and_positions_of_any_kind():
 
 
 def test_the_number_of_threads_stays():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     x = random(300, 256)
-    try:
+    with on_threads(1):
         add_rms_norm(x, x.clone(), random(256), EPS, backend="cpu")
         silu_and_mul(x, backend="cpu")
         rotate_heads(x.view(300, 8, 32), torch.arange(300), random(300, 32), backend="cpu")
         assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_as_many_threads_as_there_are(threads):
     """Programs are taken one by one: no token is left out, none is computed twice."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     x, residual, weight = random(333, 64), random(64, 333).T.contiguous(), random(64)
     total, expected = norm_in_float64(x, residual, weight)
-    try:
+    with on_threads(threads):
         for _ in range(20):
             again = residual.clone()
             assert_close(add_rms_norm(x, again, weight, EPS, backend="cpu"), expected)
             assert_close(again, total)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.interpreted
@@ -140,11 +140,8 @@ def test_passes_over_bf16_round_once(width, head_dim):
     """What comes out is the float64 outcome, rounded: off by no more than a unit in the last place of bf16."""
     pytest.importorskip("numba")
     numbers = {"dtype": torch.bfloat16}
-    x, residual, weight = (
-        random(33, width, **numbers),
-        random(width, 33, **numbers).T.contiguous(),
-        random(width, **numbers),
-    )
+    x, weight = random(33, width, **numbers), random(width, **numbers)
+    residual = random(width, 33, **numbers).T.contiguous()
     assert elementwise._cpu().can_run(width, x, residual, weight)
     total, expected = norm_in_float64(x, residual, weight)
     assert_rounded(add_rms_norm(x, residual, weight, EPS, backend="cpu"), expected)

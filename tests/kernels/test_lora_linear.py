@@ -5,9 +5,16 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
+from kernels.harness import (
+    DTYPES,
+    assert_close,
+    assert_compiles,
+    each_twin,
+    on_threads,
+    trace_launches,
+)
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm.kernels import lora_linear as module
 from minivllm.kernels.cpu import lora_calls
 from minivllm.kernels.lora_linear import (
@@ -21,7 +28,6 @@ from minivllm.kernels.lora_linear import (
 )
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.platforms.triton_utils import tl
-from minivllm_lab.kernel_trace import trace_kernel
 
 CPU = torch.device("cpu")
 CASES = {
@@ -36,7 +42,6 @@ CASES = {
     "not of whole lanes": ([0, 1, -1, 1], 8, 37, (21, 5)),
     "rank 1": ([0, 1, 1], 4, 32, (32,)),
 }
-TWINS = ["numba", "torch"]
 
 
 def make(case, dtype=torch.float32, device=CPU, slots=3):
@@ -93,12 +98,7 @@ def test_a_grid_that_knows_no_counts_gives_the_same(device):
         assert_close(given[0], expected)
 
 
-@pytest.fixture(params=TWINS)
-def twin(request, monkeypatch):
-    """Each form that a CPU may run."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(lora_calls, "has_numba", lambda: request.param == "numba")
+twin = each_twin(lora_calls)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -107,16 +107,6 @@ def test_the_twins_give_each_row_its_own_adapter(twin, case, dtype):
     *given, expected = make(case, dtype)
     lora_linear(*given, backend="cpu")
     assert_close(given[0], expected, scale=4)
-
-
-@pytest.mark.interpreted
-def test_the_twins_equal_the_kernels(twin):
-    for case in ("mixed, three slices", "a whole tile and one"):
-        *given, _ = make(case)
-        *others, _ = make(case)
-        lora_linear(*given, backend="triton")
-        lora_linear(*others, backend="cpu")
-        assert_twin(given[0], others[0])
 
 
 def test_rows_that_lie_apart_and_dtypes_that_differ():
@@ -141,14 +131,10 @@ def test_no_adapter_no_launch(monkeypatch):
 
 def test_several_threads_share_the_tiles():
     pytest.importorskip("numba")
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with on_threads(2):
         *given, expected = make("many rows of one slot")
         lora_linear(*given)
-        assert_close(given[0], expected)
-    finally:
-        torch.set_num_threads(before)
+    assert_close(given[0], expected)
 
 
 # ---- traced, compiled, refused ---------------------------------------------------------------------------------------
@@ -156,28 +142,12 @@ def test_several_threads_share_the_tiles():
 
 @pytest.mark.interpreted
 def test_nothing_is_written_twice_or_read_outside(monkeypatch):
-    traces = []
-
-    class Traced:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            def run(*arguments, num_warps, **constants):
-                traces.append(trace_kernel(self.kernel, grid, *arguments, **constants))
-
-            return run
-
-    monkeypatch.setattr(module, "lora_shrink_kernel", Traced(lora_shrink_kernel))
-    monkeypatch.setattr(module, "lora_expand_kernel", Traced(lora_expand_kernel))
+    traces = trace_launches(monkeypatch, module, "lora_shrink_kernel", "lora_expand_kernel")
     *given, expected = make("mixed, three slices")
     lora_linear(*given, backend="triton")
     assert_close(given[0], expected)
-    shrink, expand = traces
-    assert not shrink.races
-    assert not expand.races
-    assert not shrink.out_of_bounds
-    assert not expand.out_of_bounds
+    shrink = traces["lora_shrink_kernel"]
+    expand = traces["lora_expand_kernel"]
     ranks, slots = given[4], CASES["mixed, three slices"][0]
     sums = 4 * sum(int(ranks[piece, slot]) for slot in slots if slot >= 0 for piece in range(3))
     assert shrink.bytes_written == shrink.bytes_written_once == sums
@@ -214,11 +184,7 @@ def test_the_kernels_compile_everywhere(most_rows, max_rank):
 
 def test_input_that_cannot_work_is_refused():
     y, x, a, b, ranks, bounds, meta, _ = make("mixed, three slices")
-    with pytest.raises(MinivllmError, match="do not match"):
-        lora_linear(y, x[:, 1:], a, b, ranks, bounds, meta)
-    with pytest.raises(MinivllmError, match="do not match"):
-        lora_linear(y, x, a, b[:, 1:], ranks, bounds, meta)
-    with pytest.raises(MinivllmError, match="8 rows"):
-        lora_linear(y[:4], x[:4], a, b, ranks, bounds, meta)
-    with pytest.raises(MinivllmError, match="contiguous"):
-        lora_linear(y.T.contiguous().T, x, a, b, ranks, bounds, meta)
+    assert_refused("do not match", lora_linear, y, x[:, 1:], a, b, ranks, bounds, meta)
+    assert_refused("do not match", lora_linear, y, x, a, b[:, 1:], ranks, bounds, meta)
+    assert_refused("8 rows", lora_linear, y[:4], x[:4], a, b, ranks, bounds, meta)
+    assert_refused("contiguous", lora_linear, y.T.contiguous().T, x, a, b, ranks, bounds, meta)

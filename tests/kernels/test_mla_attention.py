@@ -9,13 +9,16 @@ from kernels.harness import (
     assert_close,
     assert_compiles,
     assert_twin,
+    each_twin,
     gather_paged,
     random_block_table,
     reference_attention,
     start_locations,
+    trace_launches,
 )
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
+from minivllm.kernels import mla_attention as module
 from minivllm.kernels.attention_arguments import MLAArguments
 from minivllm.kernels.attention_configurations import Configuration
 from minivllm.kernels.attention_launch import padded
@@ -128,10 +131,12 @@ def test_kernel_and_twin_are_alike(device, dtype):
 # ---- the forms of the twin -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("with_numba", [True, False], ids=["numba", "gather"])
+twin = each_twin(mla_calls)
+
+
+@pytest.mark.usefixtures("twin")
 @pytest.mark.parametrize(("rank", "rope"), [(48, 16), (56, 8), (40, 10)])
-def test_the_twin_is_right(monkeypatch, with_numba, rank, rope):
-    monkeypatch.setattr(mla_calls, "has_numba", lambda: with_numba)
+def test_the_twin_is_right(rank, rope):
     for lengths in (MIXED, [(1, 300), (70, 200)]):
         step = make(lengths, rank, rope)
         assert_close(step.attend("cpu"), step.expected())
@@ -165,33 +170,17 @@ def test_every_token_lands_in_its_slot_and_padding_nowhere(device, backend, slot
 @pytest.mark.interpreted
 @pytest.mark.parametrize("heads", [8, MOST_HEADS, 2 * MOST_HEADS])
 def test_a_latent_is_read_once_for_all_heads_of_a_program_as_key_and_as_value(heads, monkeypatch):
-    traces = []
-
-    class Traced:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda *args, **constants: traces.append(
-                trace_kernel(self.kernel, grid, *args, **{k: v for k, v in constants.items() if k not in LAUNCH})
-            )
-
-    monkeypatch.setattr("minivllm.kernels.mla_attention.mla_attention_kernel", Traced(mla_attention_kernel))
+    traces = trace_launches(monkeypatch, module, "mla_attention_kernel")
     step = make([(1, 70), (1, 33)], heads=heads, padding=0)
     arguments = MLAArguments(*step.arguments, step.scale, step.rank)
     launch_triton(step.out, arguments, 1, Configuration(16, 32, 4, 1))
     assert_close(step.out, step.expected())
-    (trace,) = traces
-    assert not trace.races
-    assert not trace.out_of_bounds
+    trace = traces["mla_attention_kernel"]
     keys, width = 70 + 33, 64
     assert trace.arguments["cache"].bytes_read_once == keys * width * 4
     assert trace.arguments["cache"].bytes_read == keys * width * 4 * triton.cdiv(heads, MOST_HEADS)
     assert trace.arguments["q"].bytes_read == step.arguments[0].nbytes
     assert trace.bytes_written == trace.bytes_written_once == step.out.nbytes
-
-
-LAUNCH = ("num_warps", "num_stages")
 
 
 @pytest.mark.interpreted
@@ -247,17 +236,14 @@ def test_writing_and_fp32_compile_everywhere():
 def test_input_that_cannot_work_is_refused():
     step = make([(1, 20)])
     q, cache, *tables = step.arguments
-    with pytest.raises(MinivllmError, match=r"width above kv_lora_rank = 64"):
-        mla_attention(q, cache, *tables, 1.0, kv_lora_rank=64)
-    with pytest.raises(MinivllmError, match=r"float32.*bfloat16"):
-        mla_attention(q, cache.bfloat16(), *tables, 1.0, kv_lora_rank=48)
-    with pytest.raises(MinivllmError, match="scale"):
-        mla_attention(q, cache, *tables, 0.0, kv_lora_rank=48)
-    with pytest.raises(MinivllmError, match=r"must be int32"):
-        mla_attention(q, cache, tables[0].long(), *tables[1:], 1.0, kv_lora_rank=48)
-    with pytest.raises(MinivllmError, match="row of the cache"):
-        concat_and_cache_mla(torch.zeros(2, 48), torch.zeros(2, 8), cache, torch.arange(2))
-    with pytest.raises(MinivllmError, match="3 slots for 2 tokens"):
-        concat_and_cache_mla(torch.zeros(2, 48), torch.zeros(2, 16), cache, torch.arange(3))
-    with pytest.raises(MinivllmError, match="bfloat16"):
-        concat_and_cache_mla(torch.zeros(2, 48).bfloat16(), torch.zeros(2, 16), cache, torch.arange(2))
+    rank = {"kv_lora_rank": 48}
+    too_wide = r"width above kv_lora_rank = 64"
+    assert_refused(too_wide, mla_attention, q, cache, *tables, 1.0, kv_lora_rank=64)
+    assert_refused(r"float32.*bfloat16", mla_attention, q, cache.bfloat16(), *tables, 1.0, **rank)
+    assert_refused("scale", mla_attention, q, cache, *tables, 0.0, **rank)
+    starts, *others = tables
+    assert_refused("must be int32", mla_attention, q, cache, starts.long(), *others, 1.0, **rank)
+    latent, rope, slots = torch.zeros(2, 48), torch.zeros(2, 16), torch.arange(2)
+    assert_refused("row of the cache", concat_and_cache_mla, latent, rope[:, :8], cache, slots)
+    assert_refused("3 slots for 2 tokens", concat_and_cache_mla, latent, rope, cache, torch.arange(3))
+    assert_refused("bfloat16", concat_and_cache_mla, latent.bfloat16(), rope, cache, slots)

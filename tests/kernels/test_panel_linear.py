@@ -65,11 +65,6 @@ def assert_rounded_once(found, exact):
     torch.testing.assert_close(found.double(), exact, rtol=half_a_unit + 1e-5, atol=1e-5)
 
 
-def test_a_tile_has_as_many_columns_as_the_registers_hold(tiles):
-    assert (64 if tiles.COLUMNS == 4 else 16) == tiles.PANEL
-    assert (4 if lanes.has_wide_registers() else 1) == numba_linear.COLUMNS
-
-
 @pytest.mark.parametrize(
     ("features", "wide", "pairs"),
     [

@@ -4,8 +4,9 @@ import random
 
 import pytest
 import torch
-from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
+from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin, each_twin, on_threads
 from kernels.test_unified_attention import BATCHES, UNTOUCHED, make
+from refusals import assert_refused
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.attention_configurations import configurations
@@ -42,13 +43,13 @@ def write(key, value, caches, slots, backend):
     reshape_and_cache(key, value, keys, values, slots, **scales, backend=backend)
 
 
+writing_twin = each_twin(cache_calls)
+
+
 @pytest.mark.parametrize("head_dim", [32, 80, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["numba", "torch"])
-def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype, form, monkeypatch):
-    if form == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(cache_calls, "has_numba", lambda: form == "numba")
+@pytest.mark.usefixtures("writing_twin")
+def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype):
     key, value = rows(13, head_dim, dtype)
     slots = torch.randperm(BLOCKS * BLOCK)[:13]
     slots[4] = -1
@@ -105,14 +106,11 @@ def test_what_is_no_number_is_not_read_as_one(device, form, cache_dtype, monkeyp
 def test_many_tokens_on_several_threads():
     """Programs are taken one by one: no token is left out."""
     pytest.importorskip("numba")
-    before, tokens = torch.get_num_threads(), BLOCKS * BLOCK
+    tokens = BLOCKS * BLOCK
+    caches = empty_caches(32)
     (key, value), slots = rows(tokens, 32), torch.randperm(tokens)
-    torch.set_num_threads(3)
-    try:
-        caches = empty_caches(32)
+    with on_threads(3):
         write(key, value, caches, slots, "cpu")
-    finally:
-        torch.set_num_threads(before)
     for new, cache, scales in ((key, caches[0], caches[2]), (value, caches[1], caches[3])):
         integers, wanted = quantize(new)
         assert torch.equal(cache.view(tokens, HEADS, 32)[slots], integers)
@@ -193,15 +191,10 @@ def test_the_kernel_reads_fp8(device, batch):
     assert_close(found, step.expected())
 
 
-@pytest.fixture(params=["numba", "gather"])
-def twin(request, monkeypatch):
-    """Each form that a CPU may run."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(attention_calls, "has_numba", lambda: request.param == "numba")
+twin = each_twin(attention_calls)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_twin_reads_int8(twin, seed):
     draw = random.Random(seed)
     lengths = []
@@ -258,13 +251,11 @@ def test_scales_that_do_not_fit_are_refused():
     key, value = rows(3, 32)
     keys, values, key_scales, value_scales = empty_caches(32)
     slots = torch.arange(3)
-    with pytest.raises(MinivllmError, match=r"int8.*scales"):
-        reshape_and_cache(key, value, keys, values, slots)
+    assert_refused(r"int8.*scales", reshape_and_cache, key, value, keys, values, slots)
     with pytest.raises(MinivllmError, match=r"float32.*\[9, 3, 4\]"):
         write(key, value, (keys, values, key_scales.transpose(1, 2), value_scales), slots, "cpu")
     with pytest.raises(MinivllmError, match="scales"):
         write(key, value, (keys.float(), values.float(), key_scales, value_scales), slots, "cpu")
     step = make([(1, 5)])
     arguments = quantized(step)[0]
-    with pytest.raises(MinivllmError, match=r"int8.*scales"):
-        unified_attention(*arguments, step.scale)
+    assert_refused(r"int8.*scales", unified_attention, *arguments, step.scale)

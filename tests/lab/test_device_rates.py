@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import pytest
 import torch
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab import device_rates
 from minivllm_lab.kv_cache.roofline import ridge
 from minivllm_simulate.hardware import Hardware
@@ -33,5 +32,4 @@ def test_the_fastest_dtype_sets_the_ridge():
 
 
 def test_other_devices_are_refused():
-    with pytest.raises(MinivllmError, match="meta"):
-        device_rates.measure_device(torch.device("meta"))
+    assert_refused("meta", device_rates.measure_device, torch.device("meta"))

@@ -113,16 +113,10 @@ def said(*sentences: str, disturbance: str = "") -> list[str]:
     return [f"• {sentence.strip()}" for sentence in text.split("•")[1:]]
 
 
-def test_a_quiet_machine_says_all():
-    assert said("counted", Timed("timed")) == ["• counted", "• timed"]
-
-
 def test_a_disturbed_machine_withholds_what_rests_on_timings_and_says_why():
+    assert said("counted", Timed("timed")) == ["• counted", "• timed"]
+    assert said("counted", "also counted", disturbance="threads waited") == ["• counted", "• also counted"]
     first, second = said(Timed("one"), "counted", Timed("other"), disturbance="threads waited")
     assert first == "• counted"
     assert "threads waited" in second
     assert "run again" in second
-
-
-def test_a_disturbed_machine_says_all_that_was_counted():
-    assert said("counted", "also counted", disturbance="threads waited") == ["• counted", "• also counted"]

@@ -4,6 +4,7 @@ import textwrap
 from types import ModuleType
 
 import pytest
+from refusals import assert_refused
 
 from minivllm.errors import MinivllmError
 from minivllm_lab import exercise
@@ -72,12 +73,10 @@ def test_a_bare_assert_shows_its_own_line(tmp_path):
 
 
 def test_a_file_that_cannot_be_imported_names_the_line(tmp_path):
-    with pytest.raises(MinivllmError, match=r"answer\.py.*line 2\b"):
-        module(tmp_path, "x = 1\ndef f(:")
+    assert_refused(r"answer\.py.*line 2\b", module, tmp_path, "x = 1\ndef f(:")
     with pytest.raises(MinivllmError, match=r"ZeroDivisionError: .* \(line 2: y = 1 / 0\)"):
         module(tmp_path, "x = 1\ny = 1 / 0")
-    with pytest.raises(MinivllmError, match=r"nothing\.py"):
-        load(tmp_path / "nothing.py")
+    assert_refused(r"nothing\.py", load, tmp_path / "nothing.py")
 
 
 def test_a_learners_edit_is_seen_at_once(tmp_path):
@@ -93,8 +92,7 @@ def test_dataclasses_can_be_defined(tmp_path):
 def test_numbers_are_read_in_any_form():
     assert [check.__name__ for check in checks_of("01")] == [check.__name__ for check in checks_of(1)]
     for unknown in ("77", "", "one", "../01"):
-        with pytest.raises(MinivllmError, match=r"\b01\b"):
-            checks_of(unknown)
+        assert_refused(r"\b01\b", checks_of, unknown)
 
 
 def test_check_here_prints_and_never_raises(capsys):
@@ -106,13 +104,22 @@ def test_check_here_prints_and_never_raises(capsys):
     assert "checks to go" in output
 
 
+@pytest.fixture
+def exercise_05(tmp_path, monkeypatch):
+    """Make an exercise 05 of these checks and stub, which is the only one."""
+
+    def make(checks, stub):
+        (tmp_path / "checks").mkdir()
+        (tmp_path / "checks" / "05_x.py").write_text(checks)
+        (tmp_path / "05_x.py").write_text(stub)
+        monkeypatch.setattr(exercise, "EXERCISES", tmp_path)
+
+    return make
+
+
 @pytest.mark.parametrize(("source", "code"), [("def double(x): return 2 * x", None), ("def double(x): return 0", 1)])
-def test_the_command_says_by_its_exit_code_whether_all_is_done(tmp_path, monkeypatch, capsys, source, code):
-    (tmp_path / "checks").mkdir()
-    checks = '"""c"""\ndef check_double(m):\n    """Twice."""\n    assert m.double(2) == 4\n'
-    (tmp_path / "checks" / "05_x.py").write_text(checks)
-    (tmp_path / "05_x.py").write_text(source)
-    monkeypatch.setattr(exercise, "EXERCISES", tmp_path)
+def test_the_command_says_by_its_exit_code_whether_all_is_done(exercise_05, capsys, source, code):
+    exercise_05('"""c"""\ndef check_double(m):\n    """Twice."""\n    assert m.double(2) == 4\n', source)
     arguments = exercise.parser().parse_args(["5"])
     if code is None:
         exercise.main(arguments)
@@ -160,14 +167,13 @@ PREDICT = "def predict(): return 6\n"
     ],
     ids=["a part that the engine does not take", "a stretch", "its part", "a part that fails in what it calls"],
 )
-def test_the_engine_waits_for_what_it_takes_and_for_nothing_else(tmp_path, monkeypatch, capsys, source, unready):
+def test_the_engine_waits_for_what_it_takes_and_for_nothing_else(
+    exercise_05, tmp_path, monkeypatch, capsys, source, unready
+):
+    exercise_05(CHECKS, STUB)
     mine = tmp_path / "mine.py"
     mine.write_text(source)
-    (tmp_path / "checks").mkdir()
-    (tmp_path / "checks" / "05_x.py").write_text(CHECKS)
-    (tmp_path / "05_x.py").write_text(STUB)
     ran = []
-    monkeypatch.setattr(exercise, "EXERCISES", tmp_path)
     monkeypatch.setattr(exercise, "run_plugged", lambda *given: ran.append(given) or True)
     with pytest.raises(SystemExit) as end:
         exercise.main(exercise.parser().parse_args(["5", "--file", str(mine)]))
@@ -179,13 +185,10 @@ def test_the_engine_waits_for_what_it_takes_and_for_nothing_else(tmp_path, monke
     assert said.count("of 3 checks to go") == 2
 
 
-def test_one_function_is_checked_alone(tmp_path, monkeypatch, capsys):
+def test_one_function_is_checked_alone(exercise_05, tmp_path, monkeypatch, capsys):
+    exercise_05(CHECKS.replace("m.double(3)", "6"), STUB)
     mine = tmp_path / "mine.py"
     mine.write_text(PREDICT)  # no `double`: all other checks would fail
-    (tmp_path / "checks").mkdir()
-    (tmp_path / "checks" / "05_x.py").write_text(CHECKS.replace("m.double(3)", "6"))
-    (tmp_path / "05_x.py").write_text(STUB)
-    monkeypatch.setattr(exercise, "EXERCISES", tmp_path)
     monkeypatch.setattr(exercise, "run_plugged", lambda *given: pytest.fail("the engine runs in the whole check only"))
     flags = exercise.parser()
     exercise.main(flags.parse_args(["5", "--file", str(mine), "--only", "predict"]))

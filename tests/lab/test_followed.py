@@ -3,10 +3,10 @@
 import logging
 
 import pytest
+from refusals import assert_refused
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.errors import MinivllmError
 from minivllm_lab.followed import BLOCK_SIZE, MAX_TOKENS, NAME, PROMPT, SCENES, Token, followed
 
 EVERY_SCENE = pytest.mark.parametrize("scene", SCENES)
@@ -92,12 +92,6 @@ def test_a_prefix_hit_shares_two_blocks_and_computes_one_token():
     assert run.steps[0].cached_blocks.keys() == {1, 2}, "only full blocks are named"
 
 
-def test_a_request_has_no_row_before_it_comes_and_after_it_ends():
-    run = followed("prefix hit")
-    assert run.steps[1].row("print") is None
-    assert run.steps[-1].row() is None
-
-
 def test_blanks_can_be_seen():
     assert [Token(0, piece).shown for piece in (" a", "\n   ", "\n", "    ")] == ["␣a", "⏎→", "⏎", "→"]
 
@@ -111,8 +105,7 @@ def test_it_logs_nothing_between_the_pictures_of_a_notebook(capfd):
 
 
 def test_an_unknown_scene_is_refused():
-    with pytest.raises(MinivllmError, match="alone, company, prefix hit"):
-        followed("nobody")
+    assert_refused("alone, company, prefix hit", followed, "nobody")
 
 
 def test_in_the_small_pool_it_is_preempted_and_finds_two_blocks_again():

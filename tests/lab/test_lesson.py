@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.cli import lesson_parser
 from minivllm_lab.lesson import begin, keep
 
@@ -25,8 +24,7 @@ def test_it_begins_with_its_title_and_a_seed(capsys):
 
 def test_a_device_that_is_not_there_is_no_lesson(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MinivllmError, match="no CUDA device"):
-        begin("Lesson 00", arguments("--device", "cuda"))
+    assert_refused("no CUDA device", begin, "Lesson 00", arguments("--device", "cuda"))
 
 
 def test_what_was_found_goes_where_the_command_line_says(tmp_path, capsys):

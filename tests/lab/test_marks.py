@@ -1,8 +1,8 @@
 """Pages that are partly written, and records that are read again."""
 
 import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.results import read_record, record, write_record
 
@@ -17,8 +17,7 @@ def test_only_what_is_between_the_marks_changes():
 
 @pytest.mark.parametrize("page", ["", PAGE.replace("03", "04"), PAGE + PAGE, PAGE.replace("/claims", "/claim")])
 def test_a_page_without_one_place_is_refused(page):
-    with pytest.raises(MinivllmError, match="<!-- claims:03 -->"):
-        put_between_marks(page, "claims:03", "new")
+    assert_refused("<!-- claims:03 -->", put_between_marks, page, "claims:03", "new")
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
@@ -32,5 +31,4 @@ def test_what_is_no_such_record_is_refused(tmp_path, text):
     path = tmp_path / "speed.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(MinivllmError, match="speed"):
-        read_record(path, "speed")
+    assert_refused("speed", read_record, path, "speed")

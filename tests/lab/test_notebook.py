@@ -97,14 +97,6 @@ def test_a_name_that_others_import_or_python_keeps_is_refused(shell):
     assert sys.modules["torch"] is before
 
 
-def test_a_cell_that_raises_leaves_the_module_before_it(shell):
-    run(shell, "%%exercise mine\nx = 1")
-    before = sys.modules["mine"]
-    for broken in ("x = 1 / 0", "def f(:"):
-        raised(shell, f"%%exercise mine\n{broken}")
-        assert sys.modules["mine"] is shell.user_ns["mine"] is before
-
-
 def test_an_edited_cell_replaces_the_module(shell):
     run(shell, "%%exercise mine\nx = 1\ny = 1")
     run(shell, "%%exercise mine\nx = 2")
@@ -113,20 +105,19 @@ def test_an_edited_cell_replaces_the_module(shell):
 
 def test_a_cell_that_raises_binds_nothing_and_shows_the_readers_line_only(shell):
     run(shell, "%%exercise mine\nx = 1")
+    before = sys.modules["mine"]
     shown = raised(shell, "%%exercise mine\ndef f():\n    return 1 / 0\n\nf()\nx = 2")
     assert "ZeroDivisionError" in shown
     assert "----> 3     return 1 / 0" in shown, "lines count as in the cell, its first line included"
     assert "----> 5 f()" in shown
     assert "run_cell_magic" not in shown
     assert "minivllm" not in shown
-    assert run(shell, "print(mine.x)") == "1\n"
+    assert sys.modules["mine"] is shell.user_ns["mine"] is before
 
 
 def test_an_error_in_a_later_cell_points_into_the_exercise(shell):
     run(shell, "%%exercise mine\n\ndef f():\n    return nothing")
-    shown = raised(shell, "mine.f()")
-    assert "----> 4     return nothing" in shown
-    assert "NameError" in shown
+    assert "----> 4     return nothing" in raised(shell, "mine.f()")
 
 
 def test_what_is_no_python_is_shown_with_its_line(shell):

@@ -1,8 +1,9 @@
 """What a pipeline's record says of it. That an engine's is recorded: `tests/engine/test_pipeline_parallel.py`."""
 
 import pytest
+from refusals import assert_refused
 
-from minivllm import LLM, MinivllmError
+from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
 from minivllm_lab.inside import core_of
 from minivllm_lab.pipeline import PipelineRecord, record_pipeline
@@ -23,5 +24,4 @@ def test_two_steps_in_flight_leave_only_the_ends_empty():
 
 def test_without_stages_there_is_nothing_to_record():
     core = core_of(LLM(EMBEDDED_MODEL, device="cpu", max_model_len=32, max_num_seqs=1))
-    with pytest.raises(MinivllmError, match="pipeline_parallel_size of 2 or more"):
-        record_pipeline(core, list, 2)
+    assert_refused("pipeline_parallel_size of 2 or more", record_pipeline, core, list, 2)

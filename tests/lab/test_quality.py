@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import assert_refused
 
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
@@ -17,16 +18,24 @@ from minivllm_lab.speculative_decoding.report import held_out_prompts
 SETTINGS = {"device": "cpu", "max_num_batched_tokens": 100, "max_model_len": 256}
 
 
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(EMBEDDED_MODEL, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return load_model(EMBEDDED_MODEL, torch.device("cpu"), "float32")[0]
+
+
 @torch.inference_mode()
-def test_the_loss_and_the_favourites_are_those_of_one_plain_pass():
-    llm = LLM(EMBEDDED_MODEL, **SETTINGS)
+def test_the_loss_and_the_favourites_are_those_of_one_plain_pass(llm, decoder):
     texts = held_out_tokens(llm, texts=3, tokens=90)
-    model = load_model(EMBEDDED_MODEL, torch.device("cpu"), "float32")[0]
     losses, favourites = [], []
     for tokens in texts:
         ids = torch.tensor(tokens)
-        hidden = model(ids, torch.arange(len(ids)), CausalAttention(model.config))
-        logits = model.compute_logits(hidden)[:-1]
+        hidden = decoder(ids, torch.arange(len(ids)), CausalAttention(decoder.config))
+        logits = decoder.compute_logits(hidden)[:-1]
         losses.append(torch.nn.functional.cross_entropy(logits, ids[1:]))
         favourites += logits.argmax(-1).tolist()
     reading = read(llm, texts)
@@ -34,15 +43,10 @@ def test_the_loss_and_the_favourites_are_those_of_one_plain_pass():
     assert reading.agreement(Reading(0.0, tuple(favourites))) > 0.99
 
 
-def test_one_token_is_no_text():
-    with pytest.raises(MinivllmError, match="a text of 1 token cannot be read"):
-        held_out_tokens(LLM(EMBEDDED_MODEL, **SETTINGS), texts=1, tokens=1)
-
-
-def test_a_quantized_cache_costs_little_and_a_damaged_one_much(monkeypatch):
-    full, quantized = (LLM(EMBEDDED_MODEL, **SETTINGS, kv_cache_dtype=kind) for kind in ("auto", "int8"))
-    texts = held_out_tokens(full, texts=4, tokens=128)
-    expected, near = read(full, texts), read(quantized, texts)
+def test_a_quantized_cache_costs_little_and_a_damaged_one_much(llm, monkeypatch):
+    quantized = LLM(EMBEDDED_MODEL, **SETTINGS, kv_cache_dtype="int8")
+    texts = held_out_tokens(llm, texts=4, tokens=128)
+    expected, near = read(llm, texts), read(quantized, texts)
     right = cache_calls.quantize
     monkeypatch.setattr(cache_calls, "has_numba", lambda: False)  # torch's form, which can be damaged
     monkeypatch.setattr(cache_calls, "quantize", lambda rows: (right(rows)[0], right(rows)[1] / 2))
@@ -61,17 +65,17 @@ def test_what_is_read_was_held_out():
 OF_NO_DISTRIBUTION = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "tkinter", "distutils"}
 
 
-def test_a_python_without_its_tests_has_as_many_texts(monkeypatch):
-    """As a distribution packs it. What lessons 05, 07 and 09 read, and what takes most texts."""
+def test_a_python_without_its_tests_has_as_many_texts(llm, monkeypatch):
+    """Lessons 05, 07 and 09 also find their texts in a Python as a distribution packs it."""
     monkeypatch.setattr(corpus, "SKIPPED", corpus.SKIPPED | OF_NO_DISTRIBUTION)
     files = [path for path in corpus_files() if is_held_out(path)]
     assert 0 < len(files) < 12, "else this shows nothing"
-    read_by_05 = held_out_tokens(LLM(EMBEDDED_MODEL, **SETTINGS), texts=16, tokens=512)
-    for found, length in ((read_by_05, 512), (held_out_prompts(str(EMBEDDED_MODEL), 12), 128)):
+    read_by_05 = held_out_tokens(llm, texts=16, tokens=512)
+    prompts = held_out_prompts(str(EMBEDDED_MODEL), 12)
+    for found, length in ((read_by_05, 512), (prompts, 128)):
         assert [len(one) for one in found] == [length] * len(found)
         assert len(set(map(tuple, found))) == len(found), "no passage is taken twice"
-    assert len(read_by_05) == 16
-    assert len(held_out_prompts(str(EMBEDDED_MODEL), 12)) == 12
+    assert (len(read_by_05), len(prompts)) == (16, 12)
 
 
 def test_each_passage_is_of_another_text_while_there_are_some():
@@ -83,26 +87,20 @@ def test_each_passage_is_of_another_text_while_there_are_some():
         first_passages([long, short, [0]], 4, 4)
 
 
-def test_what_cannot_be_read_is_refused():
-    with pytest.raises(MinivllmError, match="needs a tokenizer"):
-        held_out_tokens(LLM(EMBEDDED_MODEL, **SETTINGS, skip_tokenizer_init=True))
-    with pytest.raises(MinivllmError, match=r"held-out passages of 100000 tokens, not 2: .* take a Python"):
-        held_out_tokens(LLM(EMBEDDED_MODEL, **SETTINGS), texts=2, tokens=100_000)
-    with pytest.raises(MinivllmError, match="do not compare"):
-        Reading(1.0, (1, 2)).agreement(Reading(1.0, (1,)))
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return load_model(EMBEDDED_MODEL, torch.device("cpu"), "float32")[0]
+def test_what_cannot_be_read_is_refused(llm):
+    untokenized = LLM(EMBEDDED_MODEL, **SETTINGS, skip_tokenizer_init=True)
+    assert_refused("needs a tokenizer", held_out_tokens, untokenized)
+    assert_refused("a text of 1 token cannot be read", held_out_tokens, llm, texts=1, tokens=1)
+    too_long = r"held-out passages of 100000 tokens, not 2: .* take a Python"
+    assert_refused(too_long, held_out_tokens, llm, texts=2, tokens=100_000)
+    assert_refused("do not compare", Reading(1.0, (1, 2)).agreement, Reading(1.0, (1,)))
 
 
 TEXTS = [[1000 + (7 * text + place) % 90 for place in range(40)] for text in range(3)]
 
 
-def test_the_decoders_own_loss_is_the_engines(decoder):
-    engines = read(LLM(EMBEDDED_MODEL, **SETTINGS), TEXTS).loss
-    assert decoder_loss(decoder, TEXTS) == pytest.approx(engines, abs=1e-4)
+def test_the_decoders_own_loss_is_the_engines(llm, decoder):
+    assert decoder_loss(decoder, TEXTS) == pytest.approx(read(llm, TEXTS).loss, abs=1e-4)
 
 
 def test_an_outlier_alone_changes_nothing_and_rounding_does(decoder):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import assert_refused
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
@@ -102,8 +103,7 @@ def test_what_is_no_recording_is_refused_in_one_line(content: str, words: str, t
 
 
 def test_a_file_that_cannot_be_read_or_written_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(MinivllmError, match="cannot be read: No such file"):
-        read_recording(tmp_path / "missing")
+    assert_refused("cannot be read: No such file", read_recording, tmp_path / "missing")
     llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64, num_gpu_blocks_override=40)
     with pytest.raises(MinivllmError, match=r"cannot record to .*missing.*No such file"):
         record(llm, tmp_path / "missing" / "file").__enter__()

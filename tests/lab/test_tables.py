@@ -17,10 +17,6 @@ def test_numbers_are_aligned_to_the_right_and_words_to_the_left():
     assert markdown_table(COLUMNS, iter(rows), words=True).split("\n") == [head, "| --- | --- | --- |", *lines]
 
 
-def test_without_rows_only_the_head_is_left():
-    assert markdown_table(COLUMNS[:1], []) == "| engine |\n| --- |"
-
-
 def test_a_narrow_terminal_cuts_no_word(monkeypatch, capsys):
     monkeypatch.setattr(tables, "console", Console(width=28, highlight=False))
     table("Load", ["clients", "requests/s", "tokens/s"], [("1", "8.5", "545")])

@@ -63,11 +63,3 @@ async def refuses_to_end():
 def test_what_never_ends_is_told(work, says):
     with pytest.raises(AssertionError, match=says):
         run_virtual(work, "your get")
-
-
-def test_what_is_raised_is_raised_here():
-    async def work():
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        run_virtual(work, "it")

@@ -1,6 +1,6 @@
-"""What holds for every widget: it shows where it breaks, all can be read, no knob is dead, and it is drawn at once.
+"""Test every widget: it shows where it breaks, all can be read, no knob is dead, and it is drawn at once.
 
-Times are of the processor: they hold on a machine that is busy with something else.
+Times are CPU times, so that they hold on a busy machine.
 """
 
 import importlib
@@ -45,19 +45,29 @@ def spec_of(name: str) -> Spec:
 
 
 @cache
+def settled_sessions(name: str) -> list[Session]:
+    """Sweep to the end from the start of a widget and from each of its presets, once for all tests."""
+    sessions = []
+    for values in [{}, *spec_of(name).presets.values()]:
+        sessions.append(Session(spec_of(name)))
+        sessions[-1].settle(**values)
+    return sessions
+
+
+def views_of(name: str, width: int = 640) -> list[dict]:
+    """Draw each settled session at this width."""
+    return [next(session.turn({}, width)) for session in settled_sessions(name)]
+
+
 def start_view(name: str) -> dict:
-    return Session(spec_of(name)).settle()
+    return views_of(name)[0]
 
 
 def first_picture(spec: Spec, values: dict) -> str:
-    """What is drawn before anything new has been swept."""
+    """Return what is drawn before anything new has been swept."""
     view = next(Session(spec).turn(values, between=math.inf))
     assert view
     return view["svg"]
-
-
-def settings(spec: Spec) -> list[dict]:
-    return [{}, *spec.presets.values()]
 
 
 def swept_to_its_end(module, **values):
@@ -100,9 +110,8 @@ def test_the_first_view_has_a_break_a_handle_and_a_hidden_answer(name: str):
     root = ET.fromstring(start_view(name)["svg"])
     marked = {key for mark in root.iter() for key in mark.keys()}  # noqa: SIM118 (an element is no mapping)
     assert {"data-drag", "data-answer", "data-tip"} <= marked
-    views = [Session(spec_of(name)).settle(**values) for values in settings(spec_of(name))]
-    assert any("data-broken" in view["svg"] for view in views)
-    assert {view["tone"] for view in views} >= {"broken"}
+    assert any("data-broken" in view["svg"] for view in views_of(name))
+    assert "broken" in {view["tone"] for view in views_of(name)}
 
 
 @every_widget
@@ -117,10 +126,7 @@ def test_the_handle_turns_a_knob_that_lies_on_its_axis(name: str):
 @every_widget
 @pytest.mark.parametrize("width", WIDTHS)
 def test_all_that_is_drawn_can_be_read(name: str, width: int):
-    for values in settings(spec_of(name)):
-        one = Session(spec_of(name))
-        *_, view = one.turn(values, width, between=math.inf)
-        assert view
+    for view in views_of(name, width):
         assert not view["stale"], view["words"]
         assert len(view["svg"]) < MOST_BYTES
         assert not re.search(r'="[^"]*\bnan\b', view["svg"])
@@ -155,11 +161,9 @@ def test_challenges_begin_unmet_and_say_what_is_wrong(name: str):
 
 @every_widget
 def test_a_state_means_a_command_and_goes_round_as_json(name: str):
-    for values in settings(spec_of(name)):
-        one = Session(spec_of(name))
-        view = one.settle(**values)
+    for session, view in zip(settled_sessions(name), views_of(name), strict=True):
         assert re.search(r"^(# .*\n)*vllm (serve|bench) ", view["command"]), view["command"]
-        assert Session(spec_of(name)).loaded(view["saved"]) == one.values
+        assert Session(spec_of(name)).loaded(view["saved"]) == session.values
         assert json.loads(json.dumps(view)) == view
 
 
@@ -178,41 +182,33 @@ def test_what_no_knob_can_say_is_refused_in_one_line(name: str):
 @every_widget
 def test_a_move_is_drawn_at_once(name: str):
     spec = spec_of(name)
-    one, seconds = Session(spec), []
-    one.settle()
+    session, seconds = Session(spec), []
+    session.settle()
     for knob_name, knob in spec.flat().items():
         for index, value in enumerate(other_values(knob)[:3]):
-            moved = one.turn({knob_name: value})
+            moved = session.turn({knob_name: value})
             seconds.append(quiet_seconds(lambda moved=moved: next(moved)))
             if not index:  # the next move finds a run under way
                 next(moved, None)
-        one.settle(**spec.start())
+        session.settle(**spec.start())
     assert statistics.median(seconds) < 0.05
 
 
-SERVED = {
-    "chunked_prefill.runs": "COUNTED", "continuous_batching.runs": "REQUESTS", "disaggregation.state": "COUNTED",
-    "multi_lora.runs": "COUNTED", "preemption.runs": "COUNTED", "serving.runs": "COUNTED",
-}  # fmt: skip
-"""What says how many requests a widget serves; few of them import as much as many."""
 IMPORTS = f"""
 import importlib, json, sys, time
+from widgets.shell.session import Session
 for name in {NAMES}:
     start = time.process_time()
     widget = importlib.import_module("widgets." + name)
     seconds = time.process_time() - start
-    for part, constant in {SERVED}.items():
-        if part.startswith(name):
-            assert getattr(sys.modules["widgets." + part], constant) > 20
-            setattr(sys.modules["widgets." + part], constant, 20)
-    widget.show()
+    next(Session(widget.SPEC).turn({{}}))
     heavy = {{"torch", "triton", "transformers", "matplotlib", "numpy"}} & set(sys.modules)
     print(json.dumps([name, seconds, sorted(heavy)]))
 """
 
 
 def imported() -> dict[str, tuple[float, list[str]]]:
-    """Of every widget, in one process after another: the seconds that its import took, and what is loaded then."""
+    """Import the widgets one after the other; return the seconds of each, and which heavy packages are loaded."""
     run = subprocess.run([sys.executable, "-P", "-c", IMPORTS], capture_output=True, text=True)
     assert run.stderr == ""
     return {name: (seconds, heavy) for name, seconds, heavy in map(json.loads, run.stdout.splitlines())}

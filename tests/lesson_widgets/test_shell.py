@@ -8,8 +8,8 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from lesson_widgets.sizes import SPEC
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from widgets.shell.lesson_widget import LessonWidget, style
 from widgets.shell.plain import plain
 from widgets.shell.theme import DARK
@@ -67,8 +67,7 @@ def test_knobs_are_set_from_python():
     widget = LessonWidget(SPEC, size=3)
     widget.set(size=8)
     assert (widget.state.size, widget.view["busy"]) == (8, False)
-    with pytest.raises(MinivllmError, match="no knob 'width'"):
-        LessonWidget(SPEC, width=3)
+    assert_refused("no knob 'width'", LessonWidget, SPEC, width=3)
 
 
 def test_a_still_picture_stands_beside_the_live_widget(notebook):

@@ -26,15 +26,22 @@ def rendered(drawing: Drawing) -> ET.Element:
     return ET.fromstring(drawing.render())
 
 
+def plot(box: Box, x: Scale, y: Scale) -> tuple[Drawing, Axes]:
+    drawing = Drawing(400, 200, "t")
+    return drawing, Axes(drawing, box, x, y)
+
+
+def contrast(colour: str, ground: str) -> float:
+    """Return the contrast ratio of WCAG 2, of which level AA asks for 4.5, and for 3 where a mark is large."""
+    darker, lighter = sorted(luminance(each) + 0.05 for each in (colour, ground))
+    return lighter / darker
+
+
 def test_a_drawing_says_what_it_shows():
     root = rendered(Drawing(200, 100, "Memory <of> a GPU", "It is full & empty"))
     assert root.get("role") == "img"
     assert root.get("aria-label") == "Memory <of> a GPU. It is full & empty"
     assert root.get("viewBox") == "0 0 200 100"
-
-
-def test_a_drawing_has_its_size_where_every_viewer_looks():
-    root = rendered(Drawing(200, 100, "t"))
     assert (root.get("width"), root.get("height")) == ("200", "100")
     assert root.get("style") is None, "some viewers take `height: auto` for no height, and show nothing"
 
@@ -106,24 +113,21 @@ def test_ticks_of_common_ranges():
 
 
 def test_curves_are_clipped_to_their_axes():
-    drawing = Drawing(200, 200, "t")
-    axes = Axes(drawing, Box(20, 10, 100, 50), Scale(0, 1), Scale(0, 1))
+    drawing, axes = plot(Box(20, 10, 100, 50), Scale(0, 1), Scale(0, 1))
     axes.line([0, 1], [0, 9], "#111111")
     inner = rendered(drawing).find(f"{SVG}svg")
     assert (inner.get("x"), inner.get("width")) == ("16", "108")
 
 
 def test_points_carry_tips():
-    drawing = Drawing(200, 200, "t")
-    axes = Axes(drawing, Box(0, 0, 100, 100), Scale(0, 2), Scale(0, 10))
+    drawing, axes = plot(Box(0, 0, 100, 100), Scale(0, 2), Scale(0, 10))
     axes.points([2], [10], "#222222", tips=["ten"])
     dot = rendered(drawing).find(f"{SVG}circle")
     assert (dot.get("cx"), dot.get("cy"), dot.get("data-tip")) == ("100", "0", "ten")
 
 
 def test_frame_and_marks_write_their_words():
-    drawing = Drawing(400, 300, "t")
-    axes = Axes(drawing, Box(40, 30, 300, 200), Scale(0, 100), Scale(0, 10))
+    drawing, axes = plot(Box(40, 30, 300, 200), Scale(0, 100), Scale(0, 10))
     axes.frame("time, s", "requests")
     axes.mark_x(50)
     axes.mark_y(5, "half")
@@ -134,8 +138,7 @@ def test_frame_and_marks_write_their_words():
 
 @pytest.mark.parametrize("colour", SERIES)
 def test_labels_on_every_colour_of_the_palette_can_be_read(colour: str):
-    light, dark = sorted((luminance(colour), luminance(ink_on(colour))), reverse=True)
-    assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2, level AA
+    assert contrast(colour, ink_on(colour)) >= 4.5
 
 
 def test_numbers_as_people_say_them():
@@ -159,8 +162,8 @@ def test_what_the_shell_does_is_written_beside_the_marks():
 
 
 def test_a_handle_says_which_values_lie_at_which_pixels():
-    drawing = Drawing(400, 200, "t")
-    Axes(drawing, Box(50, 10, 300, 100), Scale(1, 1024, log=True), Scale(0, 1)).here(32, "block_size", "32")
+    drawing, axes = plot(Box(50, 10, 300, 100), Scale(1, 1024, log=True), Scale(0, 1))
+    axes.here(32, "block_size", "32")
     root = rendered(drawing)
     area, grip = root.find(f"{SVG}g"), root.find(f"{SVG}circle")
     assert [area.get(f"data-{name}") for name in ("drag", "low", "high", "log")] == ["block_size", "1", "1024", "1"]
@@ -172,22 +175,17 @@ def test_a_handle_says_which_values_lie_at_which_pixels():
     ("low", "high", "left", "right"), [(4, None, 170, 350), (None, 4, 50, 170), (None, None, 50, 350)]
 )
 def test_a_broken_region_reaches_from_its_edge_to_the_end_of_the_axis(low, high, left, right):
-    drawing = Drawing(400, 200, "t")
-    Axes(drawing, Box(50, 10, 300, 100), Scale(0, 10), Scale(0, 1)).broken(low, high, "the queue grows · TTFT over 1 s")
+    drawing, axes = plot(Box(50, 10, 300, 100), Scale(0, 10), Scale(0, 1))
+    axes.broken(low, high, "the queue grows · TTFT over 1 s")
     region = rendered(drawing).find(f"{SVG}g")
     assert region.get("data-broken") == "the queue grows · TTFT over 1 s"
     assert (float(region[0].get("x")), float(region[0].get("x")) + float(region[0].get("width"))) == (left, right)
 
 
-def test_no_region_is_broken_where_the_axis_ends_before_it():
-    drawing = Drawing(400, 200, "t")
-    Axes(drawing, Box(50, 10, 300, 100), Scale(0, 10), Scale(0, 1)).broken(10, None, "never")
-    assert rendered(drawing).find(f"{SVG}g") is None
-
-
 def test_words_beside_a_narrow_region_point_at_it():
-    drawing = Drawing(400, 200, "t")
-    axes = Axes(drawing, Box(50, 10, 300, 100), Scale(0, 10), Scale(0, 1))
+    drawing, axes = plot(Box(50, 10, 300, 100), Scale(0, 10), Scale(0, 1))
+    axes.broken(10, None, "never")
+    assert rendered(drawing).find(f"{SVG}g") is None, "the axis ends before the region"
     axes.broken(9.5, None, "too many")
     axes.broken(None, 0.5, "too few")
     assert [text.text for text in rendered(drawing).iter(f"{SVG}text")] == ["too many →", "← too few"]
@@ -203,21 +201,19 @@ def test_words_on_a_part_that_turns_dark_turn_light():
 def test_words_can_be_read_on_both_grounds(light: bool, ground: str):
     for colour in [*WORDS.values(), QUIET, INK]:
         shown = colour if light else DARK.get(colour, colour)
-        lighter, darker = sorted((luminance(shown) + 0.05, luminance(ground) + 0.05), reverse=True)
-        assert lighter / darker >= 4.5, shown
+        assert contrast(shown, ground) >= 4.5, shown
 
 
 @pytest.mark.parametrize("ground", [DARK[CARD], DARK[BROKEN]])
 @pytest.mark.parametrize("colour", [BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION])
 def test_a_line_is_seen_on_a_dark_page_where_it_is_broken_too(colour: str, ground: str):
     shown = DARK_LINES.get(colour, colour)
-    lighter, darker = sorted((luminance(shown) + 0.05, luminance(ground) + 0.05), reverse=True)
-    assert lighter / darker >= 3, shown
+    assert contrast(shown, ground) >= 3, shown
     assert f'[stroke="{colour}" i] {{ stroke: {shown} }}' in theme.dark_style("") or shown == colour
 
 
 def test_colours_have_their_names_in_the_theme():
-    """One written out in a widget would have no dark form, or drift apart from its twin. Black stays black."""
+    """A colour written out in a widget would have no dark form. Black stays black."""
     parts = (path for path in Path(theme.__file__).parents[1].rglob("*.py") if path.stem != "theme")
     written = {(path.name, colour) for path in parts for colour in re.findall(r'"(#[0-9A-Fa-f]{6})"', path.read_text())}
     assert {(name, colour) for name, colour in written if colour != "#000000"} == set()
@@ -234,7 +230,7 @@ def test_what_lies_on_top_is_drawn_last_and_hidden_with_its_layer():
 
 
 def words_of(drawing: Drawing, first: str) -> list[float]:
-    """The baselines of the lines that begin where the line `first` does."""
+    """Return the baselines of the lines that begin where the line `first` does."""
     texts = list(rendered(drawing).iter(f"{SVG}text"))
     head = next(part for part in texts if part.text == first)
     return [float(part.get("y", 0)) for part in texts if part.get("x") == head.get("x")]
@@ -243,8 +239,7 @@ def words_of(drawing: Drawing, first: str) -> list[float]:
 @pytest.mark.parametrize("level", [10.0, 95.0, 125.0])
 def test_words_about_what_breaks_keep_clear_of_curves_and_of_other_words(level: float):
     """They are as high as they can be: also where the curve, or the handle's words, are drawn after them."""
-    drawing = Drawing(400, 200, "t")
-    axes = Axes(drawing, Box(40, 20, 300, 160), Scale(0, 10), Scale(0, 160))
+    drawing, axes = plot(Box(40, 20, 300, 160), Scale(0, 10), Scale(0, 160))
     axes.broken(2, None, "steps are too slow for what is asked, and clients wait")
     axes.broken(6, None, "memory ends")
     y = axes.at(0, level)[1]

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,8 +112,7 @@ def test_a_dead_anchor_is_found_on_both_pages(lessons, page):
     ],
 )
 def test_a_glossary_out_of_order_is_refused(text, about):
-    with pytest.raises(MinivllmError, match=about):
-        glossary.read_glossary(text)
+    assert_refused(about, glossary.read_glossary, text)
 
 
 def test_the_glossary_is_read_whole():

@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 from minivllm_lab.frames import Frames, svg, text
 from minivllm_lab.paged_attention import opening
@@ -68,8 +68,7 @@ def test_a_lessons_opening_is_named_by_its_number():
 
 
 def test_an_unknown_figure_is_refused():
-    with pytest.raises(MinivllmError, match="no opening figure"):
-        openings.drawing("nobody")
+    assert_refused("no opening figure", openings.drawing, "nobody")
 
 
 def test_every_block_that_a_caption_of_lesson_02_names_is_drawn():

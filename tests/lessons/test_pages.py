@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 from minivllm_lab.marks import lesson_page, notes_page, pages_of
 
@@ -29,8 +29,7 @@ def test_a_lesson_has_one_page_or_two(folder):
     assert pages_of(folder, "01") == pages_of(folder, "1") == [folder / "01_a.md", folder / "notes" / "01_a.md"]
     assert pages_of(folder, "02") == [folder / "02_b.md"]
     assert notes_page(folder, "02") is None
-    with pytest.raises(MinivllmError, match="there are: 01, 02"):
-        lesson_page(folder, "7")
+    assert_refused("there are: 01, 02", lesson_page, folder, "7")
 
 
 @pytest.mark.parametrize("where", ["01_a.md", "notes/01_a.md"])
@@ -43,8 +42,7 @@ def test_claims_go_to_the_page_that_has_the_mark(folder, where):
 def test_claims_have_one_place(folder, pages):
     for page in pages:
         (folder / page).write_text(MARKS)
-    with pytest.raises(MinivllmError, match="must stand once in 01_a"):
-        claims.page_with_claims("01", folder)
+    assert_refused("must stand once in 01_a", claims.page_with_claims, "01", folder)
 
 
 def test_output_is_filled_on_both_pages_from_one_run(folder, monkeypatch):
@@ -158,8 +156,7 @@ def test_prose_that_quotes_results_is_held_to_them(quoted):
 @pytest.mark.parametrize("field", ["rows.long + fp8.share", "rows.long.share", "rows.share", "row.long + bf16.share"])
 def test_a_quotation_names_one_figure_that_is_there(quoted, field):
     """A row that is not there, two rows, no row, no list of that name."""
-    with pytest.raises(MinivllmError, match="has no figure"):
-        claims.quoted("kernels.gpu", f"{{{field}}}")
+    assert_refused("has no figure", claims.quoted, "kernels.gpu", f"{{{field}}}")
 
 
 def test_every_lesson_says_what_was_measured():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memory.startup_logs import HYBRID
+from memory.startup_logs import logs_of
 
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
@@ -55,7 +55,7 @@ def config_of(name):
     return ModelConfig.from_dict(MODELS[name]) if name in MODELS else known_model(name)
 
 
-@pytest.mark.parametrize("log", HYBRID, ids=lambda log: f"{log.model}, {log.kv_gib} GiB")
+@pytest.mark.parametrize("log", logs_of("hybrid"), ids=lambda log: f"{log.model}, {log.kv_gib} GiB")
 def test_capacity_equals_start_up_logs(log):
     kv = kv_groups(
         config_of(log.model), log.kv_dtype, log.tp, max_num_batched_tokens=log.max_num_batched_tokens,

@@ -1,10 +1,8 @@
 """The trained adapters: what the script teaches, and that each is known by its text in one batch with the others."""
 
 import ast
-import importlib.util
 import json
 import random
-import sys
 
 import pytest
 
@@ -31,20 +29,8 @@ def find(self, name, default=None):
 
 
 @pytest.fixture(scope="module")
-def script():
-    """`train_adapters.py` as a module."""
-    folder = str(EMBEDDED_MODEL.parent)
-    sys.path.insert(0, folder)
-    try:
-        spec = importlib.util.spec_from_file_location("train_adapters", EMBEDDED_MODEL.parent / "train_adapters.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules["train_adapters"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(folder)
-        sys.modules.pop("train_adapters", None)
+def script(load_script):
+    return load_script("train_adapters")
 
 
 def test_functions_lose_their_docstrings_and_comments(script):

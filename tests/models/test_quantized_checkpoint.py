@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from refusals import assert_refused
 from safetensors.torch import load_file, save_file
 
 from minivllm import LLM
@@ -45,7 +46,7 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def as_int32(stored: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unsigned integers [rows, n] packed along n into int32 [rows, n × bits / 32], number by number."""
+    """Pack unsigned integers [rows, n] along n into int32 [rows, n × bits / 32], number by number."""
     count = 32 // bits
     words = torch.zeros(len(stored), stored.shape[1] // count, dtype=torch.int64)
     for place in range(count):
@@ -112,14 +113,11 @@ def gptq_config(source: Source, **changes):
     return {**GPTQ, "bits": source.bits, "group_size": source.group_size, **changes}
 
 
-def compressed_config(source: Source, **changes):
-    config = copy.deepcopy(COMPRESSED)
-    weights = config["config_groups"]["group_0"]["weights"]
-    weights["num_bits"] = source.bits
+def compressed_config(source: Source):
+    group = {"group_size": source.group_size}
     if source.group_size == -1:
-        weights["strategy"], weights["group_size"] = "channel", None
-    weights |= changes
-    return config
+        group = {"strategy": "channel", "group_size": None}
+    return compressed_with(num_bits=source.bits, **group)
 
 
 @torch.inference_mode()
@@ -129,7 +127,7 @@ def logits(model):
 
 
 def plain_model(source: Source) -> Decoder:
-    """The ordinary model of the numbers that the checkpoint stands for."""
+    """Make an ordinary model of the numbers that the checkpoint stands for."""
     model = random_model(ModelConfig.from_dict(HF))
     slots = checkpoint_slots(model)
     assert slots.keys() == source.numbers.keys()
@@ -164,8 +162,7 @@ def test_the_engine_runs_one_and_counts_its_bytes(tmp_path):
     held = sum(p.nbytes for p in runner_of(core).model.layers.parameters() if p.ndim == 2)
     assert held == linears
     assert next(row.bytes for row in core.ledger.rows if "weights" in row.name) == runner_of(core).weight_bytes()
-    with pytest.raises(MinivllmError, match=r"gptq.*int8.*quantization"):
-        LLM(directory, **settings, quantization="int8")
+    assert_refused(r"gptq.*int8.*quantization", LLM, directory, **settings, quantization="int8")
     assert LLM(directory, **settings, load_format="dummy").generate([[1, 2, 3]])[0].outputs[0].token_ids
 
 
@@ -176,8 +173,7 @@ def test_what_tools_add_is_passed_over(tmp_path):
     model, _ = load_model(write(tmp_path, tensors, gptq_config(source)))
     assert torch.allclose(logits(model), logits(plain_model(source)), atol=2e-4)
     tensors["model.layers.0.mlp.up_proj.bias"] += 1
-    with pytest.raises(MinivllmError, match=r"up_proj\.bias"):
-        load_model(write(tmp_path, tensors, gptq_config(source)))
+    assert_refused(r"up_proj\.bias", load_model, write(tmp_path, tensors, gptq_config(source)))
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 16), (4, 64), (8, -1)])
@@ -247,8 +243,7 @@ def test_what_is_not_computed_is_refused_and_what_works_is_named(quantization_co
 def test_groups_that_do_not_fit_are_refused():
     with pytest.raises(MinivllmError, match=r"\b688\b.*\b128\b.*16, 688"):
         random_model(config_with({**GPTQ, "group_size": 128}))
-    with pytest.raises(MinivllmError, match="many"):
-        packed_format(config_with({**GPTQ, "group_size": "many"}))
+    assert_refused("many", packed_format, config_with({**GPTQ, "group_size": "many"}))
 
 
 def test_tensors_that_say_otherwise_than_the_config_are_refused(tmp_path):
@@ -278,5 +273,4 @@ def test_an_ordinary_model_is_not_touched_by_any_of_this():
     assert config.quantization_config is None
     linears = [module for module in random_model(config).modules() if isinstance(module, Linear)]
     assert all(isinstance(linear.method, UnquantizedLinearMethod) for linear in linears)
-    with pytest.raises(MinivllmError, match="already quantized"):
-        random_model(config_with(GPTQ), quantization="int4")
+    assert_refused("already quantized", random_model, config_with(GPTQ), quantization="int4")

@@ -1,8 +1,6 @@
 """The script that trains the siblings: what it builds is what ships, and only seeds that all have are compared."""
 
-import importlib.util
 import json
-import sys
 
 import pytest
 
@@ -10,17 +8,9 @@ from minivllm.config import EMBEDDED_MODEL, EMBEDDED_SIBLINGS, ModelConfig
 from minivllm.memory import kv_bytes_per_token, num_parameters
 
 
-@pytest.fixture
-def script(monkeypatch):
-    """`train_siblings.py` as a module."""
-    monkeypatch.syspath_prepend(EMBEDDED_MODEL.parent)
-    spec = importlib.util.spec_from_file_location("train_siblings", EMBEDDED_MODEL.parent / "train_siblings.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "train_siblings", module)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def script(load_script):
+    return load_script("train_siblings")
 
 
 def test_it_builds_what_ships(script):

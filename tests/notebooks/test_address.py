@@ -4,8 +4,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from refusals import assert_refused
 
-from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +75,5 @@ def test_one_command_changes_it_everywhere(root: Path):
 
 @pytest.mark.parametrize("bad", ["", "https://example.org/a", f"{HERE}/more/parts", "someone/course"])
 def test_what_is_no_address_is_refused(root: Path, bad: str):
-    with pytest.raises(MinivllmError, match=r"OWNER/NAME"):
-        address.change(root, bad)
+    assert_refused(r"OWNER/NAME", address.change, root, bad)
     assert address.address(root) == HERE

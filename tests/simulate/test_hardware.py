@@ -1,9 +1,9 @@
 """The hardware table and the measurement of this machine."""
 
 import pytest
+from refusals import assert_refused
 
 from minivllm.config.units import GIB
-from minivllm.errors import MinivllmError
 from minivllm_simulate.hardware import HARDWARE, get_hardware, measure_this_machine
 
 # (GB on the box, TB/s, dense bfloat16 TFLOP/s, operations per byte at the ridge), from the data sheets.
@@ -39,8 +39,7 @@ def test_every_entry_is_whole(gpu):
 
 
 def test_dtype_without_matrix_units():
-    with pytest.raises(MinivllmError, match="T4 has no bfloat16"):
-        get_hardware("T4").ridge("bfloat16")
+    assert_refused("T4 has no bfloat16", get_hardware("T4").ridge, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -56,8 +55,7 @@ def test_spelling_does_not_matter(spelling, name):
 
 @pytest.mark.parametrize("name", ["H900", "", "gpu", "A10"])
 def test_unknown_gpu_lists_the_known(name):
-    with pytest.raises(MinivllmError, match=r"H100.*MI300X"):
-        get_hardware(name)
+    assert_refused(r"H100.*MI300X", get_hardware, name)
 
 
 def test_this_machine_is_measured():

@@ -7,12 +7,8 @@ FIRST_ONLY = Stay(1.0, 3, first=1.5, last=1.5, tokens=1)
 WAITING = Stay(1.0, 3)
 
 
-def test_who_has_no_token_yet_has_waited_until_the_end():
+def test_who_has_no_token_yet_has_waited_until_the_end_and_time_per_token_needs_two():
     run = OpenRun([WAITING, FIRST_ONLY, ENDED], end=4.0)
-    assert [run.ttft(one) for one in run.stays] == [3.0, 0.5, 0.25]
+    assert [run.ttft(stay) for stay in run.stays] == [3.0, 0.5, 0.25]
     assert run.ttfts == [0.25, 0.5, 3.0]
-
-
-def test_time_per_token_is_that_of_those_who_have_two():
-    run = OpenRun([WAITING, FIRST_ONLY, ENDED], end=4.0)
     assert run.tpots == [0.5]

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import assert_refused
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.policy import SchedulingPolicy, running_then_waiting
@@ -41,7 +42,7 @@ def workloads(draw):
 
 
 def replayed(work, config, blocks, simulation):
-    """The real scheduler, given each request before the step at whose start it had come: tokens of every step."""
+    """Give the real scheduler each request at the step by whose start it had come; return the tokens of each step."""
     scheduler, steps, added = Scheduler(config, blocks), [], set()
     for step in simulation.steps:
         for index in sorted(range(len(work)), key=lambda i: work[i].arrival):
@@ -62,7 +63,7 @@ def replayed(work, config, blocks, simulation):
 
 
 @given(workloads())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_simulated_scheduler_decides_the_same_as_the_real_one(case):
     work, config, blocks = case
     simulation = simulate(work, config, blocks, COST)
@@ -72,19 +73,9 @@ def test_the_simulated_scheduler_decides_the_same_as_the_real_one(case):
     ]
 
 
-def test_a_preempted_request_samples_nothing_until_it_has_caught_up_with_its_outputs():
-    config = SchedulerConfig(max_model_len=40, max_num_seqs=4, max_num_batched_tokens=5)
-    blocks = CacheConfig(num_gpu_blocks=11, block_size=4, enable_prefix_caching=False)
-    work = [SimulatedRequest(12, 12)] * 3
-    simulation = simulate(work, config, blocks, COST)
-    assert simulation.num_preemptions > 0
-    expected = replayed(work, config, blocks, simulation)
-    assert [step.scheduled for step in simulation.steps] == [new for new, _ in expected]
-
-
 @given(workloads())
-@settings(max_examples=80, deadline=None)
-def test_every_token_comes_once_and_time_only_goes_forward(case):
+@settings(max_examples=50, deadline=None)
+def test_every_token_comes_once_within_the_limits_and_time_only_goes_forward(case):
     work, config, blocks = case
     simulation = simulate(work, config, blocks, COST)
     assert [len(one.token_times) for one in simulation.requests] == [one.output_tokens for one in work]
@@ -99,15 +90,8 @@ def test_every_token_comes_once_and_time_only_goes_forward(case):
     assert {time for one in simulation.requests for time in one.token_times} <= set(ends)
     assert simulation.output_tokens == sum(one.output_tokens for one in work)
     assert simulation.num_preemptions == sum(len(step.preempted) for step in simulation.steps)
-    assert all(step.seconds == pytest.approx(COST.seconds(step.shape)) for step in simulation.steps)
-
-
-@given(workloads())
-@settings(max_examples=40, deadline=None)
-def test_what_is_computed_is_scheduled_and_nothing_beyond_the_limits(case):
-    work, config, blocks = case
-    simulation = simulate(work, config, blocks, COST)
     for step in simulation.steps:
+        assert step.seconds == pytest.approx(COST.seconds(step.shape))
         assert step.shape.num_tokens == sum(step.scheduled.values()) <= config.max_num_batched_tokens
         assert step.num_running <= config.max_num_seqs
         assert 0 <= step.kv_cache_usage <= 1
@@ -144,13 +128,6 @@ def test_a_run_that_is_cut_short_keeps_what_it_has_seen():
     assert cut.num_preemptions == sum(len(step.preempted) for step in cut.steps) > 0
 
 
-def test_a_static_batch_starts_together_and_admits_nobody_before_it_is_empty():
-    config = SchedulerConfig(max_model_len=64, max_num_seqs=2, static_batching=True)
-    work = [SimulatedRequest(1, length) for length in (2, 6, 3)]
-    simulation = simulate(work, config, CacheConfig(num_gpu_blocks=20), COST)
-    assert [sorted(step.scheduled) for step in simulation.steps] == [["0", "1"]] * 2 + [["1"]] * 4 + [["2"]] * 3
-
-
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.floats(0, 1))
 def test_a_percentile_is_a_value_that_enough_do_not_exceed(values, share):
     found = percentile(values, share)
@@ -159,32 +136,34 @@ def test_a_percentile_is_a_value_that_enough_do_not_exceed(values, share):
     assert all(sum(v <= value for v in values) < share * len(values) for value in values if value < found)
 
 
+SMALL = SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=9)
+
+
 @pytest.mark.parametrize(
-    ("wrong", "about"),
+    ("work", "about"),
     [
-        (lambda: simulate([], SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=4), COST), "at least one"),
-        (
-            lambda: simulate(
-                [SimulatedRequest(8, 1)], SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=4), COST
-            ),
-            "max_model_len",
+        ([], "at least one request"),
+        ([SimulatedRequest(8, 1)], "max_model_len"),
+        ([SimulatedRequest(3, 1, prompt_token_ids=[1])], "says 3"),
+        *(
+            ([SimulatedRequest(2, 2, after=after), SimulatedRequest(2, 2, after=0)], "after")
+            for after in (0, 1, 7)  # itself, one that waits for it, none
         ),
-        (
-            lambda: simulate(
-                [SimulatedRequest(3, 1, prompt_token_ids=[1])],
-                SchedulerConfig(max_model_len=8),
-                CacheConfig(num_gpu_blocks=4),
-                COST,
-            ),
-            "says 3",
+        *(
+            (wrong, r"workload is \w+; it must be a Seq|request 0 is \w+; it must be a Simul")
+            for wrong in (None, 3, "x", [None], ["x"], [(1, 2)], {"a": 1}, object)
         ),
-        (lambda: percentile([], 0.5), "values"),
-        (lambda: percentile([1.0], 1.5), "share"),
     ],
+    ids=str,
 )
-def test_nonsense_is_refused(wrong, about):
-    with pytest.raises(MinivllmError, match=about):
-        wrong()
+def test_a_workload_that_cannot_run_is_refused(work, about):
+    assert_refused(about, simulate, work, *SMALL, COST)
+    assert_refused(about, list, simulate_in_parts(work, *SMALL, COST, steps=1))
+
+
+def test_a_percentile_of_nothing_or_beyond_all_is_refused():
+    assert_refused("values", percentile, [], 0.5)
+    assert_refused("share", percentile, [1.0], 1.5)
 
 
 @given(workloads())
@@ -221,13 +200,6 @@ def test_a_follower_comes_after_its_predecessor_and_finds_its_blocks():
     assert sum(step.prefix_queries for step in found.steps) == len(first) + len(second)
 
 
-@pytest.mark.parametrize("after", [0, 1, 7])
-def test_one_that_waits_for_what_never_ends_is_refused(after):
-    work = [SimulatedRequest(2, 2, after=after), SimulatedRequest(2, 2, after=0), SimulatedRequest(2, 2)]
-    with pytest.raises(MinivllmError, match="after"):
-        simulate(work, SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=9), COST)
-
-
 @given(workloads(), st.integers(1, 4), st.sampled_from([0.0, 0.5, 1.0]))
 @settings(max_examples=60, deadline=None)
 def test_drafts_change_the_steps_and_not_the_tokens(case, num_drafts, acceptance):
@@ -261,20 +233,17 @@ def test_without_a_cache_a_step_computes_all_that_was_computed_before():
     assert [step.scheduled["0"] for step in found.steps] == [5, 1, 1, 1]
 
 
-@pytest.mark.parametrize("arrival", [float("nan"), float("inf"), -1.0, "now", None], ids=str)
-def test_an_arrival_is_a_time(arrival):
-    with pytest.raises(MinivllmError, match=r"arrival is .*; it must be 0 seconds or more"):
-        SimulatedRequest(1, 1, arrival=arrival)
+class NoCost:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = lambda shape: seconds
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
-def test_no_step_takes_less_than_no_time(seconds):
-    class Wrong:
-        def seconds(self, shape: StepShape) -> float:
-            return seconds
-
-    with pytest.raises(MinivllmError, match="the cost model says"):
-        simulate([SimulatedRequest(1, 2)], SchedulerConfig(max_model_len=16), CacheConfig(num_gpu_blocks=9), Wrong())
+def test_no_arrival_and_no_step_is_before_time_zero(seconds):
+    for arrival in (seconds, "now", None):
+        words = r"arrival is .*; it must be 0 seconds or more"
+        assert_refused(words, SimulatedRequest, 1, 1, arrival=arrival)
+    assert_refused("the cost model says", simulate, [SimulatedRequest(1, 2)], *SMALL, NoCost(seconds))
 
 
 @given(workloads(), st.integers(1, 9))
@@ -286,36 +255,19 @@ def test_a_simulation_in_parts_is_the_same_as_one_in_one_go(case, steps):
     assert pauses == [None] * -(-len(whole.steps) // steps)
 
 
-def test_a_workload_without_requests_is_refused_in_parts_too():
-    with pytest.raises(MinivllmError, match="at least one request"):
-        next(simulate_in_parts([], SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=8), COST, steps=1))
-
-
-@pytest.mark.parametrize("value", [None, 3, "x", [None], ["x"], [(1, 2)], {"a": 1}, object])
-def test_what_is_no_workload_is_refused_in_one_line(value):
-    configs = SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=8)
-    with pytest.raises(MinivllmError, match=r"workload is \w+; it must be a Seq|request 0 is \w+; it must be a Simul"):
-        simulate(value, *configs, COST)
-    with pytest.raises(MinivllmError, match=r"must be a"):
-        next(simulate_in_parts(value, *configs, COST, steps=1))
-
-
 def test_other_arguments_of_wrong_types_are_refused_too():
-    scheduler, cache = SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=8)
-    one = [SimulatedRequest(1, 1)]
-    with pytest.raises(MinivllmError, match="scheduler_config is CacheConfig; it must be a SchedulerConfig"):
-        simulate(one, cache, scheduler, COST)
-    with pytest.raises(MinivllmError, match="max_steps is 'x'; it must be a count, or None"):
-        simulate(one, scheduler, cache, COST, "x")
-    with pytest.raises(MinivllmError, match="acceptance"):
-        simulate(one, scheduler, cache, COST, acceptance="x")
+    scheduler, cache = SMALL
+    work = [SimulatedRequest(1, 1)]
+    words = "scheduler_config is CacheConfig; it must be a SchedulerConfig"
+    assert_refused(words, simulate, work, cache, scheduler, COST)
+    assert_refused("max_steps is 'x'; it must be a count, or None", simulate, work, *SMALL, COST, "x")
+    assert_refused("acceptance", simulate, work, *SMALL, COST, acceptance="x")
     for lengths in ((0, 1), (1, 0), ("x", 1), (1.0, 1)):
-        with pytest.raises(MinivllmError, match="_tokens must be a positive whole number"):
-            SimulatedRequest(*lengths)
+        assert_refused("_tokens must be a positive whole number", SimulatedRequest, *lengths)
 
 
 @given(workloads(), st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_steps_that_need_no_decision_are_as_if_the_scheduler_had_been_asked(case, small_blocks):
     def ask(scheduler, step):
         """Fill the step as the engine does: another function is asked in every step."""

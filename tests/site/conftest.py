@@ -1,5 +1,6 @@
-"""The site, built once for all tests of a run, also where several processes share them."""
+"""Build the site once for all tests of a run, also where several processes share them."""
 
+import functools
 import shutil
 import sys
 import warnings
@@ -15,6 +16,7 @@ from e2e.browser import ColorScheme, Seen, emptied_page
 from filelock import FileLock
 from playwright.sync_api import Browser, Page
 from sphinx.deprecation import RemovedInSphinx11Warning
+from sphinx.search.en import SearchEnglish
 
 from minivllm_lab.exercise import load
 from widgets.shell.knobs import Value
@@ -34,7 +36,7 @@ VIEWS = 16
 
 
 def repository(folder: Path) -> Path:
-    """This repository, with one more widget in its first lesson."""
+    """Copy this repository, with one more widget in its first lesson."""
     for path in ROOT.iterdir():
         if path.name not in (".git", ".venv", "out", "lessons"):
             (folder / path.name).symlink_to(path)
@@ -46,9 +48,9 @@ def repository(folder: Path) -> Path:
 
 
 def left_early(spec: Spec) -> Spec:
-    """A lesson's widget whose sweep is left once it knows something.
+    """Leave a lesson's widget without presets, and stop its sweep once it knows something.
 
-    Its view has then all that a page needs; that sweeps end, and that presets are drawn, is proven without a page.
+    Its view then has all that a page needs. Other tests prove that sweeps end and that presets are drawn.
     """
 
     def sweep(**knobs: Value) -> Any:
@@ -60,7 +62,7 @@ def left_early(spec: Spec) -> Spec:
 
 
 def two_values(chosen: Mapping[str, list[Value]], start: Mapping[str, Value]) -> dict[str, list[Value]]:
-    """Of the knobs that turn, the first, from where it stands to the place beside it."""
+    """Let only the first knob turn, from where it stands to the place beside it."""
     name, values = next(iter(chosen.items()))
     at = max(values.index(start[name]), 1)
     return {name: values[at - 1 : at + 1]}
@@ -68,7 +70,7 @@ def two_values(chosen: Mapping[str, list[Value]], start: Mapping[str, Value]) ->
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The folder of the built site."""
+    """Return the folder of the built site."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if hasattr(request.config, "workerinput") else base
     with FileLock(shared / "site.lock"):
@@ -79,11 +81,15 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
             specs = {name: left_early(spec) for name, spec in site_widgets.specs().items()} | {"tiny": SPEC}
 
             def chosen(spec: Spec, start: Mapping[str, Value], *most: Any) -> dict[str, list[Value]]:
-                """All of the tiny widget's; of a lesson's what shows that it turns."""
+                """Let the tiny widget turn as a whole, and a lesson's widget by one place."""
                 turned = choose(spec, start, *most)
                 return turned if spec is SPEC else two_values(turned, start)
 
-            with mock.patch.object(site_widgets, "choose", chosen), warnings.catch_warnings():
+            with (
+                mock.patch.object(site_widgets, "choose", chosen),
+                mock.patch.object(SearchEnglish, "stem", functools.cache(SearchEnglish.stem)),
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore", RemovedInSphinx11Warning)  # of myst-parser
                 program.build(repository(tmp_path_factory.mktemp("repository")), shared / "building", specs, VIEWS)
             (shared / "building").rename(shared / "site")
@@ -98,13 +104,13 @@ class Opened:
     seen: Seen
 
     def complaints(self) -> list[str]:
-        """Errors of the page, and requests that left the machine."""
+        """Return the errors of the page, and its requests that left the machine."""
         return self.seen.errors + [url for url in self.seen.elsewhere if not url.startswith("file:")]
 
 
 @pytest.fixture
 def opened(site: Path, browser: Browser):
-    """`opened("lessons/01_kv_cache.html", width=400)` as a context manager."""
+    """Return a context manager: `opened("lessons/01_kv_cache.html", width=400)`."""
 
     @contextmanager
     def opening(name: str, width: int = 1366, theme: ColorScheme = "light") -> Iterator[Opened]:

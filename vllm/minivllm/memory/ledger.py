@@ -18,7 +18,7 @@ from minivllm.memory.kv_layers import KVGroups, kv_groups
 from minivllm.memory.parameters import rotary_table_bytes, weight_bytes
 
 # Defaults for working memory that was not measured. The estimate of activations is within 6 % of the peaks in vLLM's
-# start-up logs (tests/memory/startup_logs.py); the other figures are typical of such logs.
+# start-up logs (tests/memory/startup_logs.toml); the other figures are typical of such logs.
 SAMPLER_BYTES_PER_LOGIT = 39  # float32 copies, sorted values and 8-byte indices of [max_num_seqs, vocab] logits
 NON_TORCH_BYTES = GIB // 10
 NON_TORCH_BYTES_TP = GIB  # with NCCL's buffers
