@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from minivllm_lab.disaggregation.server_pair import free_ports
 
 START_SECONDS = 120
 STOP_SECONDS = 30
@@ -24,7 +25,7 @@ PROGRAM = Path(__file__).with_name("warm_jupyterlab.py")
 def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
     """Serve `folder`, keep everything else that Jupyter writes in `private`; gives the address."""
     private.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    [port] = free_ports(1)
     log = private / "jupyterlab.log"
     with log.open("w") as output:
         server = subprocess.Popen(
@@ -69,12 +70,6 @@ def _environment(private: Path) -> dict[str, str]:
     }
     own = {name: str(private / place) for name, place in places.items()}
     return {**os.environ, **own, "JUPYTER_CONFIG_PATH": str(CONFIG)}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait_until_it_answers(server: subprocess.Popen, address: str, log: Path) -> None:

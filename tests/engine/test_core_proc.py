@@ -42,15 +42,3 @@ def test_an_abort_frees_its_blocks_within_two_steps(tmp_path):
     (before, free_before), (after, free_after) = seen[3], seen[5]
     assert (before, after) == (2, 1)
     assert free_after > free_before
-
-
-def test_a_warm_up_leaves_nothing_behind():
-    drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64, num_gpu_blocks_override=9, speculative_config=drafts)
-    params = SamplingParams(max_tokens=8, temperature=1, seed=3, ignore_eos=True)
-    expected = llm.generate("def f", params, use_tqdm=False)[0].outputs[0].token_ids
-    llm.reset_prefix_cache()
-    executor = core_of(llm).executor
-    executor.collective_rpc("warm_up")
-    assert not executor.worker.runner.batch.row_of
-    assert llm.generate("def f", params, use_tqdm=False)[0].outputs[0].token_ids == expected

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from kv_connector.test_nixl_side_channel import free_port
+from server.serving import free_port
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import ModelConfig

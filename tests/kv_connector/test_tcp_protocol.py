@@ -87,7 +87,7 @@ def receive_all(connection):
 
 
 @given(st.binary(max_size=80))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_whatever_comes_is_a_frame_or_an_error(data):
     here, there = pair(0.2)
     here._socket.sendall(data)
@@ -98,7 +98,7 @@ def test_whatever_comes_is_a_frame_or_an_error(data):
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_damaged_byte_is_noticed(data, drawn):
     place, change = drawn.draw(st.integers(0, len(data) - 1)), drawn.draw(st.integers(1, 255))
     damaged = bytearray(data)
