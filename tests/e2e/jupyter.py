@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).with_name("warm_jupyterlab.py")
 
 @contextmanager
 def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
-    """Serve `folder`, keep everything else that Jupyter writes in `private`; gives the address."""
+    """Serve `folder` and give the address; everything else that Jupyter writes goes to `private`."""
     private.mkdir(parents=True, exist_ok=True)
     [port] = free_ports(1)
     log = private / "jupyterlab.log"
@@ -103,7 +103,7 @@ def _stop(server: subprocess.Popen, log: Path) -> None:
 
 
 def _has_stopped(server: subprocess.Popen, log: Path) -> bool:
-    """Whether it has shut its extensions and kernels down."""
+    """Return whether it has shut its extensions and kernels down."""
     try:
         return "Shutting down" in log.read_text() and not psutil.Process(server.pid).children()
     except psutil.NoSuchProcess:

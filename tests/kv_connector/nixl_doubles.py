@@ -146,7 +146,7 @@ def make_caches(config: KVConnectorConfig, fill: bool) -> dict[str, tuple[torch.
 
 
 class NixlEngine(PullEngine):
-    """Over agents of a `Network`. Of the ranks before `rank` there is only the metadata."""
+    """A NIXL engine over agents of a `Network`. Ranks before `rank` have only metadata."""
 
     def __init__(self, network: Network, engine_id: str, lease: float = 30.0, rank: int = 0, **others) -> None:
         extra = {"kv_lease_duration": lease, "handshake_timeout": 2.0, "read_timeout": PATIENCE}

@@ -15,7 +15,7 @@ TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engin
 
 
 class Clock:
-    """In place of the module `time`, or of its clocks: time passes when a test says so."""
+    """A stand-in for the module `time` or its clocks: time passes when a test says so."""
 
     now = 0.0
 

@@ -21,7 +21,7 @@ def tcp_config(engine_id: str, extra: dict | None = None, **others):
 
 
 class Engine(PullEngine):
-    """Over real sockets."""
+    """A TCP engine over real sockets."""
 
     def __init__(self, engine_id: str, extra: dict | None = None, lease: float = 30.0, **others) -> None:
         self.config = tcp_config(engine_id, {"kv_lease_duration": lease, **(extra or {})}, **others)

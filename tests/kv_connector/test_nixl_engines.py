@@ -24,7 +24,7 @@ pytestmark = pytest.mark.nixl
 
 
 def engine(name: str, role: str, **others) -> LLM:
-    """One engine with a side channel of its own."""
+    """Start an engine with a side channel of its own."""
     settings = {
         "kv_connector": "NixlConnector",
         "engine_id": name,
@@ -46,7 +46,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def started():
-    """The prefill engines of these tests: one, and another after that was killed."""
+    """Collect the prefill engines of these tests: one, and another after that was killed."""
     engines = []
     yield engines
     for llm in engines:
@@ -69,7 +69,7 @@ def d():
 
 
 def ask(llm: LLM, prompts: list[list[int]], params: list[dict | None], max_tokens: int = 16):
-    """Greedy answers, to requests with these kv_transfer_params."""
+    """Answer requests with these kv_transfer_params greedily."""
     wishes = [
         SamplingParams(
             temperature=0.0, max_tokens=max_tokens, extra_args=None if told is None else {"kv_transfer_params": told}
@@ -88,7 +88,7 @@ def tokens(outputs) -> list[list[int]]:
 
 
 def all_are_free(llm: LLM) -> bool:
-    """Whether no request holds a block, here or in another process; what is cached is forgotten then."""
+    """Return whether no request holds a block, here or in another process; if so, forget what is cached."""
     return llm.reset_prefix_cache()
 
 

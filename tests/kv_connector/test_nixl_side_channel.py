@@ -34,7 +34,7 @@ def port():
 
 
 def exchange(port: int, frames: list[bytes]) -> list[bytes]:
-    """As any client of ZMQ's REQ would."""
+    """Send frames as any client of ZMQ's REQ would; return the answer."""
     with zmq.Context() as context, context.socket(zmq.REQ) as client:
         client.linger, client.rcvtimeo = 0, 60_000
         client.connect(f"tcp://127.0.0.1:{port}")

@@ -10,8 +10,8 @@ from minivllm.kv_connector.pull_params import RemotePrefill, check_flags, digest
 ANSWER = {
     "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3, 4]],
     "remote_engine_id": "890d8357-40c6-4197-88bd-fc8b8f950f35", "remote_request_id": "cmpl-req-1-0-ac5fa5b5",
-    "remote_host": "127.0.0.1", "remote_port": 5601, "tp_size": 1, "dcp_size": 1, "pp_size": 1,
-    "remote_num_tokens": 473, "remote_blocks_expiry_time": None, "transfer_mode": "pull", "remote_prefill_cached_tokens": 0,
+    "remote_host": "127.0.0.1", "remote_port": 5601, "remote_num_tokens": 473, "remote_blocks_expiry_time": None,
+    "remote_prefill_cached_tokens": 0, "tp_size": 1, "dcp_size": 1, "pp_size": 1, "transfer_mode": "pull",
 }  # fmt: skip
 """As vLLM 0.32.0 answers it."""
 

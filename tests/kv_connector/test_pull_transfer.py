@@ -67,7 +67,7 @@ def test_a_request_that_is_aborted_before_it_reads_gives_the_blocks_back(pair):
 
 
 def check_given_back(p, d):
-    """The decode engine still has something to send, and the prefill engine's blocks are free once it has."""
+    """Let the decode engine send its release, and expect the prefill engine to free the blocks."""
     assert d.scheduler.has_pending_block_frees()
     d.step_until(lambda _: not d.scheduler.has_pending_block_frees())
     assert p.step_until(lambda output: output.finished_sending).finished_sending == {"r"}

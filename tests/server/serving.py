@@ -49,7 +49,7 @@ class Server:
         return Path(self.log.name).read_text()
 
     def processes(self) -> list[psutil.Process]:
-        """The server's process and those below it."""
+        """Return the server's process and those below it."""
         own = psutil.Process(self.process.pid)
         return [own, *own.children(recursive=True)]
 
@@ -57,12 +57,12 @@ class Server:
         return next(one for one in self.processes() if "minivllm.engine.core_entry" in one.cmdline())
 
     def folder(self) -> Path:
-        """Where its sockets are."""
+        """Return the folder of its sockets."""
         command = self.core().cmdline()
         return Path(command[command.index("minivllm.engine.core_entry") + 1])
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Sum a metric over its labels."""
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
