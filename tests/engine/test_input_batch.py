@@ -18,7 +18,7 @@ REQUESTS = st.lists(
 def check_step(
     scheduler: Scheduler, batch: InputBatch, scheduled: dict[str, int], drafts: dict[str, list[int]]
 ) -> None:
-    """Every input of the step against the plain definition, token by token."""
+    """Compare every input of the step with its plain definition, token by token."""
     inputs = batch.prepare(scheduled, drafts)
     logits_indices = []
     size = batch.block_size
