@@ -50,7 +50,7 @@ def new_scheduler(prompts: list[list[int]], drafts: int = 0, **sampling) -> Sche
 
 
 def tokens_of(runner: ModelRunner, scheduler: Scheduler) -> dict[str, list[int]]:
-    """Runs to the end, drafts included."""
+    """Run to the end, drafts included."""
     tokens: dict[str, list[int]] = {}
     for _ in range(MOST_STEPS):
         if not scheduler.has_unfinished_requests():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
@@ -25,10 +25,8 @@ from minivllm.models.linear import weight_bytes
 from minivllm.models.loader import random_model
 from minivllm.sampling_params import RequestOutputKind
 from minivllm.worker.input_batch import InputBatch
-from minivllm.worker.sample.sampler import NOTHING_NEEDED
 from minivllm.worker.spec_decode.model_proposer import check_drafter
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
-from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
 from minivllm_lab.inside import core_of, runner_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
@@ -50,7 +48,7 @@ REPETITIVE = """def first(self):
 
 
 def looked_up(tokens: list[int], most: int, least: int, wanted: int) -> list[int]:
-    """By the book: the longest suffix that occurs earlier, its first place, and what follows there."""
+    """Return what follows the first occurrence of the longest suffix that occurs earlier."""
     for length in range(most, least - 1, -1):
         suffix = tokens[-length:]
         for place in range(len(tokens) - length):
@@ -84,30 +82,8 @@ def test_a_batch_is_asked_for_in_the_order_of_its_rows():
     assert proposer.propose(batch, np.array([2, 0, 1])) == [[7, 7], [2, 1], []]
 
 
-@settings(deadline=None)  # the first call compiles
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5)),
-        min_size=1,
-    )
-)
-def test_drafts_stay_up_to_the_first_that_was_not_the_most_likely(requests):
-    drafts = [theirs for theirs, _ in requests]
-    best = [tokens[: len(theirs) + 1] for theirs, tokens in requests]
-    logits = torch.nn.functional.one_hot(torch.tensor(list(chain.from_iterable(best))), 3).float()
-    num_drafts = np.array([len(theirs) for theirs in drafts], np.int32)
-    given_drafts = StepDrafts(np.array(list(chain.from_iterable(drafts)), np.int32), num_drafts)
-    sampled = sample_with_drafts(logits, NOTHING_NEEDED, given_drafts)
-    assert len(sampled.token_ids) == len(sampled.largest) == len(logits)
-    for theirs, tokens, which in zip(drafts, best, kept_slices(sampled.token_ids, num_drafts + 1), strict=True):
-        kept = sampled.token_ids[which]
-        assert kept == tokens[: len(kept)]
-        assert kept[:-1] == theirs[: len(kept) - 1]
-        assert len(kept) == len(tokens) or kept[-1] != theirs[len(kept) - 1], "nothing is dropped that is most likely"
-
-
 def run(prompts, params, **changes):
-    """Token ids of every completion, how many forward passes there were, and the drafts' fate."""
+    """Return every completion, the number of forward passes, and the counts of drafts."""
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, **changes)
     runner, steps = runner_of(llm), []
     forward = runner.forward
@@ -140,7 +116,7 @@ def test_vllms_tokens_and_counters(config):
 
 
 def random_batch(seed):
-    """Up to six requests, some with a common beginning, some greedy, some drawn with a seed."""
+    """Draw up to six requests, some with a common prefix, some greedy, some with a seed."""
     rng = np.random.default_rng(seed)
     whole = RECORDED["requests"][seed % 8]["prompt_token_ids"]
     prompts, params = [], []
@@ -159,7 +135,7 @@ WITHOUT_CACHE = {"max_model_len": 64, "max_num_batched_tokens": 9, "attention_ba
 
 @functools.cache
 def tokens_of_batches(**changes):
-    """What an engine without a drafter answers to each of two batches; two drafters are held against the same."""
+    """Return the tokens of two batches from an engine without a drafter."""
     plain = LLM(EMBEDDED_MODEL, **SETTINGS | changes)
     return [[one.outputs[0].token_ids for one in plain.generate(*random_batch(seed))] for seed in range(2)]
 
@@ -188,7 +164,7 @@ def test_the_tokens_without_a_drafter(config, changes):
 
 
 def keys_without_cache(drafter, target, token_ids):
-    """The last layer's keys of these tokens [tokens, kv_heads, head_dim], computed in one pass.
+    """Compute the last layer's keys of these tokens in one pass: [tokens, kv_heads, head_dim].
 
     A head has no key of the last token: it is for the token after each place.
     """
@@ -354,7 +330,7 @@ def test_a_seeded_request_draws_the_same_drafts_and_tokens_in_any_company():
 
 
 def small_model(folder, layers):
-    """A random model of eight tokens, and the function from token ids to the probabilities of the next one."""
+    """Make a random model of eight tokens, and a function from token ids to the probabilities of the next one."""
     config = json.loads((EMBEDDED_DRAFT / "config.json").read_text())
     config |= {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers}
     config |= {"num_attention_heads": 1, "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None}
@@ -430,7 +406,7 @@ def test_fewer_drafts_or_none_at_times_change_no_token_of_a_greedy_request(plain
 
 
 def streamed(llm, params):
-    """The pieces of a DELTA stream put together: tokens, text, log probabilities; and the last sum of these."""
+    """Join the pieces of a DELTA stream: tokens, text, log probabilities, and the last sum of these."""
     llm.llm_engine.add_request("streamed", REPETITIVE, replace(params, output_kind=RequestOutputKind.DELTA))
     token_ids, text, logprobs, total = [], "", [], None
     while llm.llm_engine.has_unfinished_requests():
@@ -477,29 +453,3 @@ def test_the_log_tells_what_became_of_drafts_since_the_last_line(monkeypatch, ca
     assert lines[1].startswith("SpecDecoding metrics: Mean acceptance length: 2.50, Accepted throughput: ")
     assert "Accepted: 30 tokens, Drafted: 60 tokens, Per-position acceptance rate: 1.000, 0.250, 0.250, " in lines[1]
     assert lines[1].endswith("Avg Draft acceptance rate: 50.0%")
-
-
-@pytest.mark.parametrize(
-    ("speculation", "says"),
-    [
-        ({"method": "ngram"}, "num_speculative_tokens"),
-        ({"method": "draft_model", "num_speculative_tokens": 2}, "needs a model"),
-        ({"method": "ngram", "model": "some", "num_speculative_tokens": 2}, "leave model out"),
-        ({**DRAFT_MODEL, "draft_sample_method": "random"}, "greedy, probabilistic"),
-        ({"num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}, "needs a method with a model"),
-        ({"num_speculative_tokens": 2, "rejection_sample_method": "block"}, "no key 'rejection_sample_method'"),
-        ({"method": 0, "num_speculative_tokens": 2}, "unknown speculative method 0"),
-        ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": []}, "must be a list"),
-        ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(1, 2)]}, "an entry"),
-        ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(2, 3, 1)]}, "begin with 1"),
-        ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(1, 3, 2), (3, 4, 1)]}, "overlap"),
-        ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(2, 1, 2)]}, "smaller size first"),
-        ({"num_speculative_tokens": True}, "from 1 on"),
-        ({"num_speculative_tokens": 2, "lookup": 3}, "prompt_lookup_max"),
-        ({"num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "exceeds"),
-        ("ngram", "dictionary"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_loaded(speculation, says):
-    with pytest.raises(MinivllmError, match=says):
-        LLM("there is no such model", **SETTINGS, speculative_config=speculation)
