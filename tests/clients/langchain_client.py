@@ -16,18 +16,18 @@ class Verdict(BaseModel):
 
 
 def weather(city: str) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     return city
 
 
 async def at_once(chat: ChatOpenAI) -> None:
-    """Batches, and an asynchronous stream."""
+    """Try batches and an asynchronous stream."""
     assert len(await chat.abatch(["a", "b", "c"])) == 3
     assert "".join([chunk.content async for chunk in chat.astream(QUESTION)]) == ANSWER
 
 
 def main(url: str) -> None:
-    """Everything."""
+    """Try everything."""
     flags = {"model": MODEL, "base_url": url, "api_key": "x", "temperature": 0, "max_retries": 0}
     chat = ChatOpenAI(**flags, max_tokens=NUM_TOKENS)
     reply = chat.invoke(QUESTION)

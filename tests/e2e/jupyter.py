@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from minivllm_lab.disaggregation.server_pair import free_ports
+
 START_SECONDS = 120
 STOP_SECONDS = 30
 CONFIG = Path(__file__).resolve().parents[2] / ".jupyter"
@@ -22,9 +23,9 @@ PROGRAM = Path(__file__).with_name("warm_jupyterlab.py")
 
 @contextmanager
 def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
-    """Serve `folder`, keep everything else that Jupyter writes in `private`; gives the address."""
+    """Serve `folder` and give the address; everything else that Jupyter writes goes to `private`."""
     private.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    [port] = free_ports(1)
     log = private / "jupyterlab.log"
     with log.open("w") as output:
         server = subprocess.Popen(
@@ -71,12 +72,6 @@ def _environment(private: Path) -> dict[str, str]:
     return {**os.environ, **own, "JUPYTER_CONFIG_PATH": str(CONFIG)}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _wait_until_it_answers(server: subprocess.Popen, address: str, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
@@ -108,7 +103,7 @@ def _stop(server: subprocess.Popen, log: Path) -> None:
 
 
 def _has_stopped(server: subprocess.Popen, log: Path) -> bool:
-    """Whether it has shut its extensions and kernels down."""
+    """Return whether it has shut its extensions and kernels down."""
     try:
         return "Shutting down" in log.read_text() and not psutil.Process(server.pid).children()
     except psutil.NoSuchProcess:

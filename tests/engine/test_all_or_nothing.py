@@ -20,14 +20,9 @@ from minivllm_lab.inside import core_of
 
 ENGINE = str(Path(minivllm.errors.__file__).parent)
 HANDLERS = {
-    "start_over",
-    "_all_or_nothing",
-    "_start_over",
-    "_make_kv_cache_manager",
-    "abort_request",
-    "abort_requests",
+    "start_over", "_all_or_nothing", "_start_over", "_make_kv_cache_manager", "abort_request", "abort_requests",
     "_give_up",
-}
+}  # fmt: skip
 LEFT_ALONE = ("/kernels/", "/platforms/interrupts.py")
 """In `InterruptsHeld` only a signal could raise anything, and it holds them."""
 PREFIX = [*range(100, 140)]
@@ -37,14 +32,15 @@ SETTINGS = {"device": "cpu", "max_model_len": 96, "max_num_seqs": 5, "max_num_ba
 
 
 class Boom(BaseException):
-    """Like a KeyboardInterrupt: nobody catches it on the way."""
+    """An exception that, like a KeyboardInterrupt, nothing catches on the way."""
 
 
 class RaiseAtLine:
-    """Raises in the engine's own code after a given number of its lines has run. `places` has all that were passed."""
+    """Raise when the code in `folder` has run `line` lines; `places` lists the lines that ran."""
 
-    def __init__(self, line: int) -> None:
+    def __init__(self, line: int, folder: str = ENGINE) -> None:
         self.line = line
+        self.folder = folder
         self.places: list[tuple[str, int]] = []
 
     @property
@@ -64,7 +60,11 @@ class RaiseAtLine:
 
     def _call(self, frame, event, argument):
         name = frame.f_code.co_filename
-        if not name.startswith(ENGINE) or any(part in name for part in LEFT_ALONE) or frame.f_code.co_name in HANDLERS:
+        if (
+            not name.startswith(self.folder)
+            or any(part in name for part in LEFT_ALONE)
+            or frame.f_code.co_name in HANDLERS
+        ):
             return None
         return self._line
 
@@ -90,7 +90,7 @@ def expected():
 
 
 def check(llm, expected):
-    """The same tokens as ever, every block free, nothing left behind on either side of the seam."""
+    """Expect the usual tokens, every block free, and nothing left in front end or core."""
     found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     assert found == expected
     core = core_of(llm)
@@ -120,32 +120,16 @@ def test_raised_at_many_places(llm, expected):
     for line, place in enumerate(places_of_a_run(llm), start=1):
         times.setdefault(place, []).append(line)
     chance, seen = random.Random(0), set()
-    for place in sorted(times)[:: max(1, len(times) // 60)]:
+    for place in sorted(times)[:: max(1, len(times) // 45)]:
         with RaiseAtLine(chance.choice(times[place])) as raiser, pytest.raises(Boom):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         seen.add(raiser.place)
         check(llm, expected)
-    assert len(seen) > 50, "the lines were to be many different ones"
-
-
-def test_interrupted_by_a_timer(llm, expected):
-    """As "interrupt the kernel" does it."""
-    check(llm, expected)
-    interrupted, delays = 0, random.Random(1)
-    for _ in range(60):
-        timer = threading.Timer(delays.uniform(0.0, 0.04), os.kill, (os.getpid(), signal.SIGINT))
-        try:
-            timer.start()
-            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-            timer.join()
-        except KeyboardInterrupt:
-            interrupted += 1
-        check(llm, expected)
-    assert interrupted == 60
+    assert len(seen) > 40, "the lines were to be many different ones"
 
 
 class LeaningOnCtrlC:
-    """From a moment on, sends SIGINT again and again, until the block ends. It interrupts `LLM.generate` only."""
+    """Send SIGINT again and again after `delay` seconds, until the block ends. It interrupts `LLM.generate` only."""
 
     def __init__(self, delay: float) -> None:
         self.delay, self.sent, self._ended = delay, 0, threading.Event()
@@ -177,7 +161,7 @@ class LeaningOnCtrlC:
 def test_leaning_on_ctrl_c_does_not_cut_the_clean_up(llm, expected):
     check(llm, expected)
     delays, most = random.Random(2), 0
-    for _ in range(40):
+    for _ in range(15):
         with LeaningOnCtrlC(delays.uniform(0.0, 0.05)) as leaning, pytest.raises(KeyboardInterrupt):
             generate_for_ever(llm, PROMPTS, GREEDY)
         most = max(most, leaning.sent)
@@ -243,12 +227,6 @@ def test_the_others_go_on_when_a_step_fails(llm, expected):
     assert failed == dict.fromkeys("01234", "RuntimeError: out of luck"), "the five that max_num_seqs lets in"
     assert [token for output in outputs for token in output.new_token_ids] == expected[5]
     check(llm, expected)
-
-
-def resolved(params):
-    return SamplingParams(
-        **{**{name: getattr(params, name) for name in ("temperature", "max_tokens", "ignore_eos")}, "seed": 0}
-    )
 
 
 def test_a_step_without_memory_says_what_to_lower(llm, expected, monkeypatch):

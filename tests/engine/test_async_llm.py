@@ -1,4 +1,4 @@
-"""The engine for an event loop: the same answers, deltas that add up, readers that leave, a core that dies."""
+"""The engine for an event loop, its core in a process or in a thread: the same answers, readers that leave, ends."""
 
 import asyncio
 import json
@@ -8,17 +8,24 @@ import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 from patience import eventually
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_MODEL
+from minivllm.config import EMBEDDED_MODEL, Parts
+from minivllm.core.policy import SchedulingPolicy
+from minivllm.engine import async_llm
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM, RequestOutputCollector
+from minivllm.engine.async_thread_client import AsyncThreadClient
+from minivllm.engine.step_recorder import StepRecorder
+from minivllm.entrypoints.openai.stream import until_disconnected
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.sampling_params import RequestOutputKind
+from minivllm_lab.exercise import checks_of, module_from, run_checks
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
@@ -33,36 +40,51 @@ def in_a_loop(work: Coroutine):
 
 
 @contextmanager
-def engine_in_a_loop(**more):
-    """Gives a function that runs `work(engine)` in a loop. At the end the engine's processes must be gone."""
+def engine_in_a_loop(in_thread: bool = False, **settings):
+    """Give a function that runs `work(engine)` in a loop. At the end the engine's processes must be gone."""
     with ThreadPoolExecutor(1) as thread:
         runner = thread.submit(asyncio.Runner).result()
 
         def run(work):
             return thread.submit(runner.run, asyncio.wait_for(work(engine), 240)).result()
 
-        async def made():
-            return AsyncLLM(EngineArgs(**SETTINGS, **more))
+        async def make():
+            args = EngineArgs(**SETTINGS | settings)
+            return AsyncLLM(args, AsyncThreadClient(args) if in_thread else None)
 
-        engine = thread.submit(runner.run, made()).result()
-        processes = engine.engine_core.cores.processes
+        engine = thread.submit(runner.run, make()).result()
+        cores = getattr(engine.engine_core, "cores", None)
         try:
             yield run
         finally:
             thread.submit(engine.shutdown).result()
             thread.submit(runner.close).result()
-            assert all(process.poll() is not None for process in processes)
+            assert cores is None or all(process.poll() is not None for process in cores.processes)
 
 
 @pytest.fixture(scope="module")
-def on_engine():
-    """`on_engine(work)`: what `work(engine)` gives, on one engine for all these tests."""
+def on_thread():
+    """`on_thread(work)` returns what `work(engine)` does, on an engine whose core is in a thread."""
+    with engine_in_a_loop(in_thread=True) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def on_process():
     with engine_in_a_loop() as run:
         yield run
 
 
+@pytest.fixture(params=["process", "thread"])
+def on_engine(request):
+    return request.getfixturevalue(f"on_{request.param}")
+
+
 def params(kind: RequestOutputKind, **more) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": 24, "output_kind": kind} | more)
+
+
+LONG = params(RequestOutputKind.DELTA, ignore_eos=True, max_tokens=200)
 
 
 async def collected(engine: AsyncLLM, prompt: str, wanted: SamplingParams, name: str) -> list[RequestOutput]:
@@ -74,41 +96,49 @@ async def nothing_left(engine: AsyncLLM) -> None:
         if not engine.stats.num_running_reqs and not engine.stats.num_waiting_reqs and not engine.stats.kv_cache_usage:
             break
         await asyncio.sleep(0.01)
-        [_ async for _ in engine.generate("x", params(RequestOutputKind.FINAL_ONLY), f"probe-{time.monotonic()}")]
+        await collected(engine, "x", params(RequestOutputKind.FINAL_ONLY), f"probe-{time.monotonic()}")
     assert engine.get_num_unfinished_requests() == 0
     assert not engine._children
     assert not engine._collectors
 
 
+@pytest.fixture(scope="module")
+def sound():
+    offline = params(RequestOutputKind.FINAL_ONLY, n=2, seed=1, temperature=1)
+    return LLM(**SETTINGS).generate(PROMPTS, offline, use_tqdm=False)
+
+
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_the_same_answers_as_offline_side_by_side(kind: RequestOutputKind, on_engine):
+def test_the_same_answers_as_offline_side_by_side(kind: RequestOutputKind, on_engine, sound):
     async def work(engine: AsyncLLM):
         jobs = [collected(engine, prompt, params(kind, n=2, seed=1, temperature=1), prompt) for prompt in PROMPTS]
         found = await asyncio.gather(*jobs)
         await nothing_left(engine)
         return found
 
-    found = on_engine(work)
-    offline = params(RequestOutputKind.FINAL_ONLY, n=2, seed=1, temperature=1)
-    sound = LLM(**SETTINGS).generate(PROMPTS, offline, use_tqdm=False)
-    for outputs, right in zip(found, sound, strict=True):
+    for outputs, right in zip(on_engine(work), sound, strict=True):
         if kind is RequestOutputKind.DELTA:
             whole = outputs[0]
             for delta in outputs[1:]:
                 whole.add(delta)
             outputs = [whole]
-        assert sorted((one.index, one.text, one.token_ids) for one in outputs[-1].outputs) == sorted(
-            (one.index, one.text, one.token_ids) for one in right.outputs
-        )
+        assert completions_of(outputs[-1]) == completions_of(right)
 
 
-def test_a_reader_who_leaves_frees_the_blocks(on_engine):
+def completions_of(output: RequestOutput) -> list[tuple[int, str, list[int]]]:
+    return sorted((one.index, one.text, one.token_ids) for one in output.outputs)
+
+
+def test_a_reader_who_leaves_frees_the_blocks_at_once(on_engine):
+    """A reset that comes after the abort is refused while any request holds a block."""
+
     async def work(engine: AsyncLLM):
-        for round_ in range(3):
-            reading = engine.generate("def f", params(RequestOutputKind.DELTA, ignore_eos=True), f"a{round_}")
+        for number in range(3):
+            reading = engine.generate("def f", LONG, f"a{number}")
             await anext(reading)
             await reading.aclose()
-            job = asyncio.create_task(collected(engine, "x", params(RequestOutputKind.DELTA), f"b{round_}"))
+            assert await engine.reset_prefix_cache()
+            job = asyncio.create_task(collected(engine, "x", params(RequestOutputKind.DELTA), f"b{number}"))
             await asyncio.sleep(0.01)
             job.cancel()
         await asyncio.sleep(0)
@@ -119,8 +149,7 @@ def test_a_reader_who_leaves_frees_the_blocks(on_engine):
 
 def test_abort_ends_a_request_with_its_reason(on_engine):
     async def work(engine: AsyncLLM):
-        long = params(RequestOutputKind.DELTA, ignore_eos=True, max_tokens=200)
-        job = asyncio.create_task(collected(engine, "x", long, "a"))
+        job = asyncio.create_task(collected(engine, "x", LONG, "a"))
         while not engine.output_processor.states or not next(iter(engine.output_processor.states.values())).token_ids:
             await asyncio.sleep(0.005)
         await engine.abort("a")
@@ -133,7 +162,7 @@ def test_abort_ends_a_request_with_its_reason(on_engine):
     on_engine(work)
 
 
-def test_what_is_refused_is_refused_where_the_caller_is_and_the_rest_goes_on(on_engine):
+def test_what_is_refused_is_refused_where_the_caller_is_and_the_rest_goes_on(on_process):
     async def work(engine: AsyncLLM):
         with pytest.raises(MinivllmError, match="256"):
             await collected(engine, "x " * 500, params(RequestOutputKind.DELTA), "long")
@@ -142,40 +171,150 @@ def test_what_is_refused_is_refused_where_the_caller_is_and_the_rest_goes_on(on_
         with pytest.raises(MinivllmError, match="exists already"):
             await collected(engine, "y", params(RequestOutputKind.DELTA), "same")
         assert (await first)[-1].finished
-        assert await engine.reset_prefix_cache() is True
         await nothing_left(engine)
 
-    on_engine(work)
+    on_process(work)
 
 
-def test_a_change_that_no_step_tells_is_told_before_the_answer(on_engine):
+@contextmanager
+def watching(engine: AsyncLLM):
+    """Collect the snapshots of the engine's steps."""
+    lines = []
+
+    def watch(core, line):
+        lines.append(json.loads(line))
+
+    engine.step_watchers.append(watch)
+    yield lines
+    engine.step_watchers.remove(watch)
+
+
+def test_the_state_comes_at_once_then_each_step_and_at_last_a_change_without_a_step(on_engine):
+    """An abort and a reset, after which no step comes, are in it before the reset is answered."""
+
+    async def work(engine: AsyncLLM):
+        await engine.reset_prefix_cache()
+        with watching(engine) as lines:
+            await engine.start_step_events()
+            assert [(line["step"], line["running"]) for line in lines] == [(0, [])]
+            reading = engine.generate(PROMPTS[1] * 4, LONG, "watched")
+            await anext(reading)
+            await reading.aclose()
+            assert await engine.reset_prefix_cache()
+            last = lines[-1]
+            await engine.stop_step_events()
+        return lines, last
+
+    lines, last = on_engine(work)
+    assert any(line["running"] for line in lines)
+    assert any(line["cached"] for line in lines)
+    assert {after["step"] - before["step"] for before, after in pairwise(lines)} <= {0, 1}, "a step is missing"
+    assert (last["running"], last["cached"]) == ([], [])
+
+
+# With the core in a thread, where its parts can be a caller's and be watched
+
+
+def test_every_output_of_a_large_step_reaches_its_reader(on_thread, monkeypatch):
+    monkeypatch.setattr(async_llm, "OUTPUTS_AT_ONCE", 4)
+
     async def work(engine):
-        lines = []
+        wanted = params(RequestOutputKind.DELTA, max_tokens=3, ignore_eos=True)
+        answers = await asyncio.gather(*(collected(engine, "x", wanted, str(number)) for number in range(9)))
+        return [sum(len(output.outputs[0].token_ids) for output in outputs) for outputs in answers]
 
-        def watch(core, line):
-            lines.append(json.loads(line))
+    assert on_thread(work) == [3] * 9
 
-        engine.step_watchers.append(watch)
+
+def test_a_policy_of_the_callers_schedules_and_the_cores_end_ends_its_readers():
+    policy = SchedulingPolicy(victim=lambda running, *_: running[-1])
+
+    async def work(engine):
+        assert isinstance(engine.engine_core, AsyncThreadClient)
+        assert engine.engine_core.engine_core.scheduler.policy is policy
+        assert await collected(engine, "x", params(RequestOutputKind.FINAL_ONLY), "a")
+        engine.engine_core.shutdown()
+        with pytest.raises(EngineDeadError):
+            await collected(engine, "x", LONG, "b")
+
+    with engine_in_a_loop(parts=Parts(policy=policy)) as on_an_engine_of_its_own:
+        on_an_engine_of_its_own(work)
+
+
+def test_a_recorder_that_fails_costs_no_request_its_answer(on_thread, monkeypatch):
+    async def work(engine):
         await engine.start_step_events()
-        await collected(engine, PROMPTS[1], params(RequestOutputKind.FINAL_ONLY), "watched")
-        cached = lines[-1]["cached"]
-        assert await engine.reset_prefix_cache()
-        last = lines[-1]
-        await engine.stop_step_events()
-        engine.step_watchers.remove(watch)
-        return cached, last["cached"]
+        monkeypatch.setattr(StepRecorder, "snapshot", lambda *_: 1 / 0)
+        outputs = await collected(engine, "x", params(RequestOutputKind.FINAL_ONLY, max_tokens=3, ignore_eos=True), "a")
+        assert engine.engine_core.engine_core.step_recorder is None
+        return outputs[0].outputs[0].token_ids
 
-    cached, afterwards = on_engine(work)
-    assert cached
-    assert afterwards == []
+    assert len(on_thread(work)) == 3
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_fails_is_shown_though_no_request_is_left(ahead):
+    async def work(engine):
+        with watching(engine) as lines:
+            await engine.start_step_events()
+            reading = engine.generate("def f", LONG, "a")
+            await anext(reading)
+            executor = engine.engine_core.engine_core.executor
+            execute = executor.execute_model
+
+            def fails_once(*_, **__):
+                executor.execute_model = execute
+                raise ZeroDivisionError
+
+            executor.execute_model = fails_once
+            *_, last = [output async for output in reading]
+        assert last.finished
+        assert (lines[-1]["running"], lines[-1]["num_waiting"]) == ([], 0)
+
+    with engine_in_a_loop(in_thread=True, async_scheduling=ahead) as on_an_engine_of_its_own:
+        on_an_engine_of_its_own(work)
+
+
+def test_a_call_that_is_cancelled_before_its_answer_breaks_nothing(on_thread):
+    async def work(engine):
+        wrong = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context["exception"]))
+        await engine.reset_prefix_cache()
+        call = asyncio.create_task(engine.reset_prefix_cache())
+        await asyncio.sleep(0)
+        call.cancel()
+        await engine.reset_prefix_cache()
+        return wrong
+
+    assert on_thread(work) == []
+
+
+def test_a_failing_utility_raises_where_it_is_called(on_thread, monkeypatch):
+    async def work(engine):
+        monkeypatch.setattr(engine.engine_core.engine_core, "reset_prefix_cache", lambda: 1 / 0)
+        with pytest.raises(RuntimeError, match="reset_prefix_cache failed in the engine's core: ZeroDivisionError"):
+            await engine.reset_prefix_cache()
+
+    on_thread(work)
+
+
+def test_the_servers_own_form_passes_the_exercises_checks(tmp_path):
+    """What the exercise asks of a learner where a client leaves holds of the server too."""
+    own = module_from("", tmp_path / "own.py")
+    own.until_disconnected = until_disconnected
+    names = ("the works result is returned", "a client that leaves ends the work", "who cancels is told")
+    checks = [check for check in checks_of("06") if check.__name__[6:].replace("_", " ") in names]
+    assert [(result.name, result.problem) for result in run_checks(own, checks)] == [(name, None) for name in names]
+
+
+# Ends
 
 
 def test_a_killed_core_is_told_to_all_readers_at_once():
     async def work(engine: AsyncLLM):
-        long = params(RequestOutputKind.DELTA, ignore_eos=True, max_tokens=200)
         core = engine.engine_core.process.pid
         os.kill(core, signal.SIGSTOP)  # however long this process is held up, none of them ends before the core
-        jobs = [asyncio.create_task(collected(engine, "x", long, f"{index}")) for index in range(5)]
+        jobs = [asyncio.create_task(collected(engine, "x", LONG, str(index))) for index in range(5)]
         while len(engine.output_processor.states) < 5:
             await asyncio.sleep(0.005)
         os.kill(core, signal.SIGKILL)
@@ -186,7 +325,7 @@ def test_a_killed_core_is_told_to_all_readers_at_once():
         with pytest.raises(EngineDeadError):
             await engine.check_health()
         with pytest.raises(EngineDeadError):
-            await collected(engine, "x", long, "late")
+            await collected(engine, "x", LONG, "late")
 
     with engine_in_a_loop() as on_an_engine_of_its_own:
         on_an_engine_of_its_own(work)
@@ -194,9 +333,8 @@ def test_a_killed_core_is_told_to_all_readers_at_once():
 
 def test_with_a_core_the_others_end_though_nobody_shuts_the_engine_down():
     async def work(engine: AsyncLLM):
-        long = params(RequestOutputKind.DELTA, ignore_eos=True, max_tokens=200)
         dead, other = engine.engine_core.cores.processes
-        streams = [engine.generate("x", long, f"{rank}", data_parallel_rank=rank) for rank in (0, 1)]
+        streams = [engine.generate("x", LONG, str(rank), data_parallel_rank=rank) for rank in (0, 1)]
         for stream in streams:
             await anext(stream)
         os.kill(dead.pid, signal.SIGKILL)

@@ -14,9 +14,6 @@ from patience import PATIENCE, eventually
 
 from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
-from minivllm.core.stats import SchedulerStats
-from minivllm.engine.socket_messages import decode, encode
 from minivllm.errors import EngineDeadError
 from minivllm_lab.inside import core_of
 
@@ -74,48 +71,18 @@ def test_the_same_answers_with_drafts_int8_cache_chunks_and_priority():
     apart.shutdown()
 
 
-def test_two_ranks_below_the_core_give_the_tokens_of_one():
-    apart = LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=2, multiprocess=True)
-    here = LLM(EMBEDDED_MODEL, **SETTINGS)
-    ours, theirs = (
-        [[completion.token_ids for completion in output.outputs] for output in answers(llm)] for llm in (here, apart)
-    )
-    assert ours == theirs
-    assert here.llm_engine.stats == apart.llm_engine.stats
-    apart.shutdown()
-
-
-def test_refusals_are_made_where_the_caller_is(apart):
-    for prompt, params, said in (
-        ([1] * 200, PARAMS[0], "prompt 0: the request has a prompt of 200 tokens"),
-        ([9999], PARAMS[0], "token id 9999"),
-        ([1], "greedy", "sampling_params are str"),
-    ):
-        with pytest.raises(MinivllmError, match=said):
-            apart.generate([prompt], params)
-    assert not apart.llm_engine.has_unfinished_requests()
-
-
 def test_looking_inside_is_refused(apart):
     with pytest.raises(MinivllmError, match="in another process"):
         core_of(apart)
 
 
-def test_interrupted_and_asked_again(apart):
-    """Ctrl-C reaches the core too, which is none of its business; the next call gets its own answers."""
-    [expected] = apart.generate(PROMPTS[:1], PARAMS[0])
-    for delay in (0.0, 0.01, 0.03, 0.05, 0.1):
-        with pytest.raises(KeyboardInterrupt):
-            generate_and_interrupt(apart, delay)
-        os.kill(apart.llm_engine.engine_core.process.pid, signal.SIGINT)
-        assert apart.generate(PROMPTS[:1], PARAMS[0])[0].outputs == expected.outputs
-
-
 def test_leaning_on_ctrl_c_leaves_no_message_half_sent_or_half_read(apart):
+    """It reaches the core too, which ignores it; the next call gets its own answers."""
     [expected] = apart.generate(PROMPTS[:1], PARAMS[0])
-    for index in range(20):
-        with LeaningOnCtrlC(0.003 * index), pytest.raises(KeyboardInterrupt):
+    for index in range(10):
+        with LeaningOnCtrlC(0.006 * index), pytest.raises(KeyboardInterrupt):
             generate_for_ever(apart, PROMPTS, PARAMS[0])
+        os.kill(apart.llm_engine.engine_core.process.pid, signal.SIGINT)
         assert apart.generate(PROMPTS[:1], PARAMS[0])[0].outputs == expected.outputs
         assert not apart.llm_engine._children
 
@@ -167,25 +134,6 @@ def test_nothing_is_left_when_the_front_end_is_killed(tmp_path):
     assert eventually(lambda: not list(tmp_path.glob("minivllm-*")))
 
 
-def test_messages_come_back_as_they_were():
-    request = EngineCoreRequest("a", [1, 2], PARAMS[2].child(1), (0, 5), 1.5, priority=2, cache_salt="salt")
-    assert decode(encode(request), EngineCoreRequest) == request
-    outputs = EngineCoreOutputs([EngineCoreOutput("a", [3], finish_reason="stop", stop_reason=5, error="no")])
-    assert decode(encode(outputs), EngineCoreOutputs) == outputs
-    ready = core_of(LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64)).ready
-    assert decode(encode(ready), EngineCoreReady) == ready
-    assert isinstance(ready.scheduler_stats, SchedulerStats)
-    with pytest.raises(TypeError, match="cannot cross"):
-        encode(object())
-
-
-def generate_and_interrupt(llm: LLM, delay: float) -> None:
-    timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    llm.generate(PROMPTS * 4, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
-    timer.join()
-
-
 def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True) if process.is_running()}
 
@@ -195,8 +143,8 @@ def test_nothing_is_dropped_while_the_core_is_held_up(apart):
     core = apart.llm_engine.engine_core.process
     os.kill(core.pid, signal.SIGSTOP)
     threading.Timer(2.0, os.kill, (core.pid, signal.SIGCONT)).start()
-    outputs = apart.generate([[1 + index % 99] for index in range(3000)], SamplingParams(temperature=0.0, max_tokens=1))
-    assert [output.prompt_token_ids[0] for output in outputs] == [1 + index % 99 for index in range(3000)]
+    outputs = apart.generate([[1 + index % 99] for index in range(1200)], SamplingParams(temperature=0.0, max_tokens=1))
+    assert [output.prompt_token_ids[0] for output in outputs] == [1 + index % 99 for index in range(1200)]
 
 
 def test_a_killed_core_is_told_at_once(apart):

@@ -17,23 +17,10 @@ from minivllm.sampling_params import SamplingParams
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 BYTES_AND_WORDS = st.one_of(st.integers(0, 4095), st.integers(1, 256))  # the first are the 256 bytes
-TEXTS = st.text(alphabet="ab é€😀\n", max_size=12)
-
-
-def metaspace_tokenizer() -> Tokenizer:
-    """As in SentencePiece: a space is part of the word, bytes are spelled <0x..>, a text's first space is dropped."""
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    for piece in ("▁Hello", "▁world", "!", "lo", "▁"):
-        vocab[piece] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
 
 
 def feed(tokenizer, prompt, chunks, **params):
-    """Text after each update, the text at the end, and the stop string if one was found."""
+    """Return the text after each update, the text at the end, and the stop string or None."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, SamplingParams(max_tokens=None, **params))
     shown = []
     for chunk in chunks:
@@ -54,21 +41,12 @@ def chunked(ids, sizes):
 
 
 @given(st.lists(BYTES_AND_WORDS, max_size=60), st.lists(st.integers(0, 5), max_size=20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_text_is_that_of_all_tokens_and_only_grows(ids, sizes):
     shown, text, _ = feed(TOKENIZER, [], chunked(ids, sizes))
     assert text == TOKENIZER.decode(ids, skip_special_tokens=True)
     for earlier, later in zip(shown, [*shown[1:], text], strict=True):
         assert later.startswith(earlier)
-
-
-@given(TEXTS)
-@settings(max_examples=100, deadline=None)
-def test_no_broken_character_is_ever_shown(text):
-    ids = [BYTE_IDS[byte] for byte in text.encode()]
-    shown, whole, _ = feed(TOKENIZER, [], [[token] for token in ids])
-    assert whole == text
-    assert not any(BROKEN in part for part in shown)
 
 
 BYTE_IDS = {BYTE_OF[piece]: token for piece, token in TOKENIZER.get_vocab().items() if len(piece) == 1}
@@ -126,7 +104,7 @@ families = pytest.mark.parametrize("tokenizer", FAMILIES.values(), ids=FAMILIES)
 
 @families
 @given(prompt=DENSE, answer=DENSE, cut=st.integers(0, 30), sizes=SIZES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_text_is_what_decoding_all_at_once_gives(tokenizer, prompt, answer, cut, sizes):
     """Also where the prompt ends inside a character, and however many tokens a step brings."""
     ids = tokenizer.encode(prompt).ids + tokenizer.encode(answer).ids
@@ -150,7 +128,7 @@ def num_complete(tokenizer: Tokenizer, ids: list[int], cut: int) -> int:
 @given(ids=st.data(), sizes=SIZES)
 @settings(max_examples=60, deadline=None)
 def test_any_tokens_give_one_text_in_any_steps(tokenizer, ids, sizes):
-    """Also tokens that are no UTF-8 together."""
+    """Even where they are no UTF-8 together."""
     tokens = ids.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40))
     cut = ids.draw(st.integers(0, len(tokens)))
     texts = [feed(tokenizer, tokens[:cut], chunks)[1] for chunks in (chunked(tokens[cut:], sizes), [tokens[cut:]])]
@@ -211,32 +189,6 @@ def test_the_table_lives_as_long_as_its_tokenizer():
     assert table() is None
 
 
-def test_every_byte_has_a_token():
-    assert sorted(BYTE_IDS) == list(range(256))
-
-
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_a_character_of_many_tokens_in_sentencepiece(size):
-    tokenizer = metaspace_tokenizer()
-    hello, world, bang = (tokenizer.token_to_id(piece) for piece in ("▁Hello", "▁world", "!"))
-    ids = [hello, *"€😀".encode(), world, bang, *"é".encode(), world]
-    shown, text, _ = feed(tokenizer, [], chunked(ids, [size] * 20))
-    assert text == "Hello€😀 world!é world"
-    assert not any(BROKEN in part for part in shown)
-
-
-def test_the_space_after_a_prompt_is_kept():
-    tokenizer = metaspace_tokenizer()
-    hello, world = tokenizer.token_to_id("▁Hello"), tokenizer.token_to_id("▁world")
-    assert feed(tokenizer, [hello], [[world]])[1] == " world"
-    assert feed(tokenizer, [], [[world]])[1] == "world"
-
-
-def test_a_character_begun_in_the_prompt_is_shown_by_the_output_that_ends_it():
-    first, second = (BYTE_IDS[byte] for byte in "é".encode())
-    assert feed(TOKENIZER, [first], [[second]])[1] == "é"
-
-
 def test_special_tokens_are_left_out_unless_wanted():
     special = TOKENIZER.token_to_id("<|endoftext|>")
     ids = [*TOKENIZER.encode("a").ids, special, *TOKENIZER.encode("b").ids]
@@ -248,9 +200,9 @@ STOPS = st.lists(st.text(alphabet="ab€", min_size=1, max_size=4), min_size=1, 
 
 
 @given(st.text(alphabet="ab€", max_size=30), STOPS, st.lists(st.integers(0, 6), max_size=30), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_stop_strings_do_not_depend_on_how_the_text_comes(text, stops, sizes, include):
-    """As if it came character by character: the first stop string that is complete ends the text."""
+    """The first stop string that is complete ends the text, as if it came character by character."""
     expected_text, expected_stop = text, None
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
@@ -265,7 +217,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_comes(text, stops, sizes, in
 
 
 @given(st.text(alphabet="ab€", max_size=30), STOPS, st.lists(st.integers(0, 6), max_size=30), st.integers(0, 9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_token_that_completes_a_stop_string_is_the_last_one_taken_in(text, stops, sizes, min_tokens):
     """However many tokens a step brings: those behind it are as if they had never been generated."""
     ids = [BYTE_IDS[byte] for byte in text.encode()]
@@ -292,14 +244,6 @@ def test_stop_strings_in_the_first_min_tokens_do_not_count():
     ids = [BYTE_IDS[ord(character)] for character in "ababab"]
     for chunks in ([ids], [[token] for token in ids]):
         assert feed(TOKENIZER, [], chunks, stop="b", min_tokens=3)[1:] == ("aba", "b")
-
-
-def test_a_stop_token_leaves_no_text():
-    ids = TOKENIZER.encode("ab").ids
-    for include, text in ((False, ""), (True, "ab")):
-        detokenizer = IncrementalDetokenizer(TOKENIZER, [], SamplingParams(include_stop_str_in_output=include))
-        detokenizer.update(ids[-1:], stopped_by_token=True)
-        assert detokenizer.text == (text[-len(TOKENIZER.decode(ids[-1:])) :] if text else "")
 
 
 def test_the_first_stop_string_to_be_complete():

@@ -1,6 +1,5 @@
 """The persistent batch says, after any sequence of steps, what the scheduler's own books say."""
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +18,7 @@ REQUESTS = st.lists(
 def check_step(
     scheduler: Scheduler, batch: InputBatch, scheduled: dict[str, int], drafts: dict[str, list[int]]
 ) -> None:
-    """Every input of the step against the plain definition, token by token."""
+    """Compare every input of the step with its plain definition, token by token."""
     inputs = batch.prepare(scheduled, drafts)
     logits_indices = []
     size = batch.block_size
@@ -99,23 +98,3 @@ def test_inputs_are_what_the_scheduler_decided(requests, block_size, budget, max
     assert not batch.row_of
     assert not batch.block_table.any()
     assert sorted(batch._free_rows) == list(range(max_num_seqs))
-
-
-def test_sampling_parameters_follow_their_row():
-    batch = InputBatch(4, 32, 4)
-    scheduler = Scheduler(
-        SchedulerConfig(max_model_len=32, max_num_seqs=4), CacheConfig(num_gpu_blocks=30, block_size=4)
-    )
-    of_each = [
-        SamplingParams(temperature=0.5, seed=-2),
-        SamplingParams(temperature=0.0),
-        SamplingParams(top_k=3, seed=9),
-    ]
-    for index, params in enumerate(of_each):
-        scheduler.add_request(Request(str(index), [1, 2], max_tokens=5, sampling_params=params))
-    batch.update(scheduler.schedule())
-    rows = np.array([batch.row_of["2"], batch.row_of["0"]])
-    metadata = batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens[rows], batch.num_tokens[rows])
-    assert metadata.temperature.tolist() == [1.0, 0.5]
-    assert metadata.top_k.tolist() == [3, 0]
-    assert metadata.seeds.tolist() == [9, 2**64 - 2]

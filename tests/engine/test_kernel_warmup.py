@@ -13,7 +13,6 @@ from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm_lab.inside import core_of
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
-LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
 DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_MODEL), "num_speculative_tokens": 3}
 LIMITS = [(2048, 256, 4096), (2048, 4, 200), (16, 4, 200), (1, 1, 2), (8192, 2, 131072), (300, 300, 20)]
 
@@ -61,7 +60,6 @@ def test_all_sizes_of_steps_are_met_and_contexts_as_long_as_they_get():
         {"quantization": "int8"},
         {"speculative_config": NGRAM},
         {"speculative_config": NGRAM, "async_scheduling": True},
-        {"speculative_config": LOOKUP},
         {"speculative_config": DRAFT_MODEL},
         {"enable_lora": True},
     ],

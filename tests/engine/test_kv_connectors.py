@@ -1,6 +1,5 @@
 """Engines that share keys and values answer as one that computes all of them."""
 
-import json
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -8,22 +7,19 @@ from typing import Any, cast
 
 import pytest
 import torch
+from engine.mixed_requests import greedy_answers, random_prompts
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.core.remote_kv import LOAD_FAILED
-from minivllm.errors import MinivllmError
 from minivllm.worker.kv_connector_runner import ActiveKVConnector
+from minivllm_lab.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
 SMALL: dict[str, Any] = {
-    "model": EMBEDDED_MODEL,
-    "device": "cpu",
-    "max_model_len": 128,
-    "block_size": 8,
-    "num_gpu_blocks_override": 128,
-}
+    "model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 128, "block_size": 8, "num_gpu_blocks_override": 128,
+}  # fmt: skip
 
 
 def transfer(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -32,21 +28,15 @@ def transfer(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def prompts(seed: int, count: int = 8) -> list[dict[str, list[int]]]:
-    """Random token ids; many begin alike."""
-    rng = Random(seed)
-    heads = [[rng.randrange(500) for _ in range(rng.randint(8, 50))] for _ in range(3)]
-    tails = [[rng.randrange(500) for _ in range(rng.randint(1, 30))] for _ in range(count)]
-    return [{"prompt_token_ids": rng.choice(heads) + tail} for tail in tails]
+    return random_prompts(seed, count, heads=(8, 50), tails=(1, 30))
 
 
 def answers(llm: LLM, asked: list[Any]) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    return [list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)]
+    return greedy_answers(llm, asked, max_tokens=8)
 
 
 def external_hits(llm: LLM) -> int:
-    stats = llm.llm_engine.engine_core.engine_core.scheduler.make_stats()
-    return stats.connector_prefix_cache_stats.hits
+    return core_of(llm).scheduler.make_stats().connector_prefix_cache_stats.hits
 
 
 @pytest.mark.parametrize(
@@ -120,35 +110,6 @@ def test_ranks_save_and_load_their_parts(tmp_path: Path) -> None:
         finally:
             llm.shutdown()
     assert hits > 50
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kv_connector": "Nothing"}, "there is no kv_connector"),
-        ({"kv_connector": "ExampleConnector"}, "needs a folder"),
-        ({"kv_role": "kv_both"}, "lacks kv_connector"),
-        ({"kv_connector": "ExampleConnector", "kv_role": "both"}, "unknown kv_role"),
-        ({"kv_connector": "ExampleConnector", "color": 1}, "no key 'color'"),
-        ({"kv_connector": "ExampleConnector", "engine_id": "\ud800"}, "half of a character"),
-        ({"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"x": "\ud800"}}, "half of a character"),
-        (
-            {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": "a\0"}},
-            "null byte",
-        ),
-        ("ExampleConnector", "must be a dictionary"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: Any, message: str) -> None:
-    with pytest.raises(MinivllmError, match=message) as refused:
-        LLM(**SMALL, kv_transfer_config=settings)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("other", [{"pipeline_parallel_size": 2}, {"data_parallel_size": 2}, {"use_kv_cache": False}])
-def test_what_does_not_go_with_a_connector_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
-    with pytest.raises(MinivllmError, match=next(iter(other))):
-        LLM(**SMALL | other, kv_transfer_config=json.loads(json.dumps(transfer(tmp_path))))
 
 
 def test_on_a_gpu_a_step_waits_for_the_forward_pass_before_it_and_not_for_copies(monkeypatch) -> None:

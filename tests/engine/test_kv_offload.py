@@ -1,49 +1,37 @@
 """A tier below the pool changes no token, whatever the settings, though most requests are preempted."""
 
+import functools
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 from engine.golden_adapters import ADAPTERS
+from engine.mixed_requests import greedy_answers, random_prompts
 
-from minivllm import LLM, LoRARequest, SamplingParams
+from minivllm import LLM, LoRARequest
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.config.units import GIB
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.errors import MinivllmError
 from minivllm_lab.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
 SMALL: dict[str, Any] = {
-    "model": EMBEDDED_MODEL,
-    "device": "cpu",
-    "max_model_len": 96,
-    "block_size": 8,
-    "num_gpu_blocks_override": 15,
+    "model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 96, "block_size": 8, "num_gpu_blocks_override": 15,
     "max_num_batched_tokens": 40,
-}
+}  # fmt: skip
 DRAFTS = {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 SECOND_TIER = 0.01
 
 
-def asked(seed: int = 0, count: int = 7) -> list[dict[str, list[int]]]:
-    """Random token ids; many begin alike."""
-    rng = Random(seed)
-    heads = [[rng.randrange(500) for _ in range(rng.randint(30, 60))] for _ in range(3)]
-    tails = [[rng.randrange(500) for _ in range(rng.randint(1, 12))] for _ in range(count)]
-    return [{"prompt_token_ids": rng.choice(heads) + tail} for tail in tails]
+ASKED = random_prompts(0, 7, heads=(30, 60), tails=(1, 12))
 
 
-def answers(llm: LLM, prompts: list[Any] | None = None, lora_request: LoRARequest | None = None) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    outputs = llm.generate(prompts or asked(), params, lora_request=lora_request, use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in outputs]
+def answers(llm: LLM, **options: Any) -> list[list[int]]:
+    return greedy_answers(llm, ASKED, max_tokens=20, **options)
 
 
 def with_tier(size: float = SECOND_TIER, **extra: Any) -> dict[str, Any]:
@@ -51,36 +39,28 @@ def with_tier(size: float = SECOND_TIER, **extra: Any) -> dict[str, Any]:
 
 
 def lookups(llm: LLM) -> tuple[int, int]:
-    """Tokens that were found in the tier, and preemptions."""
+    """Return how many tokens were found in the tier, and how many preemptions there were."""
     stats = core_of(llm).scheduler.make_stats()
     found = stats.connector_prefix_cache_stats
     return found.hits + found.preempted_hits, stats.num_preemptions
 
 
 def check_nothing_is_held(llm: LLM) -> None:
-    """Once the copies are done that a thread makes behind the last answer."""
+    """Wait for the copies that a thread makes after the last answer, and find every block free."""
     core = core_of(llm)
     while core.has_unfinished_requests():
         core.step()
-    scheduler = core.scheduler
-    pool, side = scheduler.kv_cache_manager.block_pool, scheduler.remote.connector
+    pool, side = core.scheduler.kv_cache_manager.block_pool, core.scheduler.remote.connector
     assert pool.get_num_free_blocks() == pool.num_usable_blocks
     assert side.manager.num_pinned_blocks == 0
     assert (side.tier_state()["loading"], side.tier_state()["storing"]) == (0, 0)
 
 
-@pytest.fixture(scope="module")
-def expected() -> Callable[..., list[list[int]]]:
-    """The tokens of an engine with blocks for everybody, for each dtype of its cache."""
-    known: dict[str, list[list[int]]] = {}
-
-    def of(kv_cache_dtype: str = "auto") -> list[list[int]]:
-        if kv_cache_dtype not in known:
-            plain = SMALL | {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 512}
-            known[kv_cache_dtype] = answers(LLM(**plain, kv_cache_dtype=kv_cache_dtype))
-        return known[kv_cache_dtype]
-
-    return of
+@functools.cache
+def expected(kv_cache_dtype: str = "auto") -> list[list[int]]:
+    """Return the tokens of an engine with enough blocks for all."""
+    plain = SMALL | {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 512}
+    return answers(LLM(**plain, kv_cache_dtype=kv_cache_dtype))
 
 
 @pytest.mark.parametrize(
@@ -91,35 +71,25 @@ def expected() -> Callable[..., list[list[int]]]:
         ({"speculative_config": DRAFTS}, {"offload_prompt_only": False}),
         ({"speculative_config": NGRAM, "async_scheduling": True}, {"num_cpu_blocks": 30}),
         ({"async_scheduling": True, "scheduler_reserve_full_isl": False}, {"offload_prompt_only": False}),
+        ({"tensor_parallel_size": 2}, {}),
+        ({"pipeline_parallel_size": 2}, {}),
     ],
-    ids=["eager", "lazy, int8, priority", "draft model", "n-grams ahead, small", "ahead"],
+    ids=["eager", "lazy, int8, priority", "draft model", "n-grams ahead, small", "ahead", "TP", "PP"],
 )
-def test_the_same_tokens_with_a_tier(
-    expected: Callable[..., Any], settings: dict[str, Any], extra: dict[str, Any]
-) -> None:
+def test_the_same_tokens_with_a_tier(settings: dict[str, Any], extra: dict[str, Any]) -> None:
     llm = LLM(**SMALL | settings, **with_tier(**extra))
-    for _ in range(2):
-        assert answers(llm) == expected(settings.get("kv_cache_dtype", "auto"))
-        check_nothing_is_held(llm)
-    found, preempted = lookups(llm)
-    assert found > 64
-    assert preempted > 3
-    llm.shutdown()
-
-
-@pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["TP", "PP"])
-def test_ranks_have_their_parts_of_the_tier(expected: Callable[..., Any], settings: dict[str, Any]) -> None:
-    llm = LLM(**SMALL | settings, **with_tier())
     try:
-        assert [answers(llm), answers(llm)] == [expected(), expected()]
-        assert lookups(llm)[0] > 64
-        check_nothing_is_held(llm)
+        for _ in range(2):
+            assert answers(llm) == expected(settings.get("kv_cache_dtype", "auto"))
+            check_nothing_is_held(llm)
+        found, preempted = lookups(llm)
+        assert found > 64
+        assert preempted > 3
     finally:
         llm.shutdown()
 
 
-def test_a_core_in_another_process_counts_and_tells(expected: Callable[..., Any]) -> None:
-    """vLLM's names in the metrics."""
+def test_a_core_in_another_process_counts_by_vllms_names() -> None:
     llm = LLM(**SMALL, **with_tier(), multiprocess=True, disable_log_stats=False)
     try:
         assert [answers(llm), answers(llm)] == [expected(), expected()]
@@ -157,7 +127,7 @@ def test_files_of_an_adapter_that_was_written_anew_are_not_found(tmp_path: Path)
     assert other == answers(plain, lora_request=adapter)
 
 
-def test_a_failed_step_empties_the_tier_and_costs_nobody_a_token(expected: Callable[..., Any]) -> None:
+def test_a_failed_step_empties_the_tier_and_costs_nobody_a_token() -> None:
     llm = LLM(**SMALL, **with_tier())
     assert answers(llm) == expected()
     core = core_of(llm)
@@ -180,22 +150,6 @@ def test_the_tier_is_in_the_report_of_memory(caplog: pytest.LogCaptureFixture) -
     assert any(re.match(r"Memory: 0\.2\d+ GiB KV cache in host memory \([\d,]+ blocks\)", line) for line in said)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kv_offloading_backend": "lmcache"}, "kv_offloading_backend 'lmcache' is not served: \"native\""),
-        ({"kv_offloading_size": 0}, "must be a number of GiB above 0"),
-        ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "leave enable_prefix_caching on"),
-        ({"kv_offloading_size": 1.0, "use_kv_cache": False}, "leave it True"),
-        ({"kv_transfer_config": {"kv_connector_extra_config": {}}}, "lacks kv_connector"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(MinivllmError, match=re.escape(message)) as raised:
-        EngineArgs(**settings)
-    assert "\n" not in str(raised.value)
-
-
 def test_options_stand_where_vllm_has_them() -> None:
     explicit = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}
     assert EngineArgs(kv_transfer_config=explicit).host_tier_bytes == 2**20
@@ -205,5 +159,3 @@ def test_options_stand_where_vllm_has_them() -> None:
     assert joined.kv_transfer is not None
     assert joined.kv_transfer.kv_connector_extra_config == {"cpu_bytes_to_use": GIB // 2, "lazy_offload": True}
     assert EngineArgs(kv_offloading_size=0.5, pipeline_parallel_size=2, data_parallel_size=2).kv_transfer is not None
-    with pytest.raises(MinivllmError, match="an engine has one connector"):
-        EngineArgs(kv_offloading_size=0.5, kv_transfer_config={"kv_connector": "TCPConnector"})

@@ -4,27 +4,25 @@ import dataclasses
 
 import pytest
 import torch
-from kv_connector.test_nixl_side_channel import free_port
+from engine.mixed_requests import greedy_answers
+from engine.test_equivalence import SHAPE, assert_most_likely
+from server.serving import free_port
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.kernels.mla_attention import mla_attention
 from minivllm.memory import kv_bytes_per_token
-from minivllm.models.latent_attention import UpProjection, plain_attention, plain_form_is_cheaper
+from minivllm.models.latent_attention import plain_attention, plain_form_is_cheaper
 from minivllm.models.loader import random_model
 from minivllm.worker import latent_attention
-from minivllm.worker.latent_attention import StepForms
-from minivllm.worker.paged_attention import AttentionMetadata
 from minivllm_lab.inside import core_of, runner_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
 SHAPE = {
-    "vocab_size": 151, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 128, "initializer_range": 0.3, "tie_word_embeddings": False, "eos_token_id": 3,
-    "dtype": "float32", "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 12, "first_k_dense_replace": 2,
+    **{name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}, "kv_lora_rank": 24,
+    "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 2,
 }  # fmt: skip
 VARIANTS = {
     "plain queries": {},
@@ -47,7 +45,7 @@ DEEPSEEK_V2_LITE = ModelConfig(
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Random models as transformers makes and stores them, and their folders."""
+    """Make random models with transformers, and store them in folders."""
     transformers = pytest.importorskip("transformers")
     stored = {}
     for seed, (name, changes) in enumerate(VARIANTS.items()):
@@ -66,7 +64,7 @@ def folder(checkpoints):
 
 
 def tokens_of(llm: LLM) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    return greedy_answers(llm, PROMPTS, max_tokens=16)
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +86,14 @@ def test_the_tokens_of_transformers(checkpoints, monkeypatch, variant):
 
     monkeypatch.setattr(latent_attention, "plain_attention", watched)
     for prompt, tokens in zip(PROMPTS, tokens_of(LLM(folder, **SETTINGS, max_num_batched_tokens=24)), strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-        chosen = logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
-        assert (chosen >= logits.amax(-1) - 1e-3).all()
+        assert_most_likely(model, prompt, tokens)
     assert {(24, 24), (24, 48)} <= sizes, "the plain form, at a prompt's beginning and with what was cached before"
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"block_size": 1, "enable_prefix_caching": False},
-        {"block_size": 8, "max_num_batched_tokens": 9},
+        {"block_size": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 9},
         {"block_size": 4, "num_gpu_blocks_override": 26, "max_model_len": 66, "max_num_batched_tokens": 24},
         {"async_scheduling": True, "block_size": 5},
         {"use_kv_cache": False},
@@ -144,7 +138,7 @@ def test_the_same_tokens_through_a_connector(tmp_path, folder, expected):
     for hits in (0, 60):
         llm = LLM(folder, **SETTINGS, block_size=8, kv_transfer_config=transfer)
         assert tokens_of(llm) == expected
-        stats = llm.llm_engine.engine_core.engine_core.scheduler.make_stats()
+        stats = core_of(llm).scheduler.make_stats()
         assert stats.connector_prefix_cache_stats.hits >= hits
 
 
@@ -153,7 +147,7 @@ def test_the_same_tokens_through_a_tier_in_host_memory(folder, expected):
     options = {"kv_connector_extra_config": {"offload_prompt_only": False}}
     llm = LLM(folder, **SETTINGS, **tight, kv_offloading_size=0.001, kv_transfer_config=options)
     assert [tokens_of(llm), tokens_of(llm)] == [expected, expected]
-    stats = llm.llm_engine.engine_core.engine_core.scheduler.make_stats().connector_prefix_cache_stats
+    stats = core_of(llm).scheduler.make_stats().connector_prefix_cache_stats
     assert stats.hits > 0, "how many more depends on when the copying thread was done"
 
 
@@ -202,23 +196,8 @@ def test_the_triton_kernel_in_the_engine(monkeypatch, folder, expected):
 # ---- the two forms ---------------------------------------------------------------------------------------------------
 
 
-def test_both_forms_give_the_same():
-    config = dataclasses.replace(DEEPSEEK_V2_LITE, kv_lora_rank=40, qk_nope_head_dim=24, v_head_dim=20)
-    torch.manual_seed(0)
-    up = UpProjection(config)
-    torch.nn.init.normal_(up.weight, std=0.2)
-    tokens, keys, rope = 5, 37, 64
-    q_nope, q_rope = torch.randn(tokens, 16, 24), torch.randn(tokens, 16, rope)
-    rows = torch.randn(keys, 40 + rope)
-    plain = plain_attention(q_nope, q_rope, rows[:, :40], rows[:, 40:], up, 0.1)
-    tables = torch.tensor([0, tokens]), torch.tensor([keys]), torch.tensor([[0]])
-    queries = torch.cat((up.absorb(q_nope), q_rope), dim=-1)
-    attended = mla_attention(queries, rows[None], *(table.int() for table in tables), 0.1, kv_lora_rank=40)
-    torch.testing.assert_close(up.expand_values(attended), plain, atol=1e-4, rtol=1e-4)
-
-
 def multiplications(new: int, keys: int, config: ModelConfig) -> tuple[int, int]:
-    """Multiply-adds of one head in both forms, counted one matrix product at a time: (plain, absorbed)."""
+    """Count one head's multiply-adds in the plain and in the absorbed form, matmul by matmul."""
     nope, value, rope, rank = config.qk_nope_head_dim, config.v_head_dim, config.rotary_dim, config.kv_lora_rank
     pairs = sum(keys - new + place + 1 for place in range(new))
     plain = keys * rank * nope + keys * rank * value + pairs * (nope + rope) + pairs * value
@@ -227,36 +206,10 @@ def multiplications(new: int, keys: int, config: ModelConfig) -> tuple[int, int]
 
 
 def test_the_rule_counts_operations():
-    for new, keys in [
-        (1, 1),
-        (1, 2),
-        (1, 5000),
-        (3, 3),
-        (100, 4000),
-        (171, 4000),
-        (180, 4000),
-        (170, 100_000),
-        (64, 64),
-    ]:
+    sizes = [(1, 1), (1, 2), (1, 5000), (3, 3), (64, 64), (100, 4000), (171, 4000), (180, 4000), (170, 100_000)]
+    for new, keys in sizes:
         plain, absorbed = multiplications(new, keys, DEEPSEEK_V2_LITE)
         assert plain_form_is_cheaper(new, keys, DEEPSEEK_V2_LITE) == (plain < absorbed), (new, keys)
-
-
-def test_a_mixed_step_is_divided_by_form():
-    config = dataclasses.replace(
-        DEEPSEEK_V2_LITE, kv_lora_rank=24, qk_nope_head_dim=16, v_head_dim=12, qk_rope_head_dim=8
-    )
-    starts = torch.tensor([0, 1, 31, 33, 34], dtype=torch.int32)
-    seq_lens = torch.tensor([20, 30, 42, 9], dtype=torch.int32)
-    table = torch.arange(24, dtype=torch.int32).view(4, 6)
-    forms = StepForms.of(AttentionMetadata(starts, seq_lens, table, torch.arange(34), 42, 30), config, 8)
-    assert [(request.tokens, request.seq_len) for request in forms.plain] == [(slice(1, 31), 30)]
-    assert forms.plain[0].block_ids.tolist() == [6, 7, 8, 9]
-    assert forms.absorbed_tokens.tolist() == [0, 31, 32, 33]
-    assert forms.absorbed.query_start_loc.tolist() == [0, 1, 3, 4]
-    assert forms.absorbed.seq_lens.tolist() == [20, 42, 9]
-    decodes = AttentionMetadata(torch.arange(5, dtype=torch.int32), seq_lens, table, torch.arange(4), 42, 1)
-    assert StepForms.of(decodes, config, 8) == StepForms(decodes, decodes, None, ())
 
 
 # ---- bytes, and what is refused --------------------------------------------------------------------------------------
@@ -273,6 +226,7 @@ def test_the_cache_takes_the_bytes_that_the_calculator_gives(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"enable_lora": True}, "enable_lora does not go with latent attention"),
         ({"kv_cache_dtype": "int8"}, r"keeps latents \(MLA\): leave it out"),
         ({"quantization": "int8"}, r"leave quantization out, or give the ordinary"),
         ({"attention_backend": "naive"}, r"no attention_backend 'naive': leave it out"),
@@ -284,6 +238,9 @@ def test_what_does_not_combine_is_refused_in_one_line(folder, settings, message)
     assert "\n" not in str(refused.value)
 
 
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "n_routed_experts": None}
+
+
 def config_with(**changes) -> ModelConfig:
     return ModelConfig.from_dict({**SHAPE, "model_type": "deepseek_v2", "n_routed_experts": 4, **changes})
 
@@ -292,13 +249,9 @@ def config_with(**changes) -> ModelConfig:
     ("changes", "message"),
     [
         ({"first_k_dense_replace": 1}, "experts from layer 1 on"),
-        ({"first_k_dense_replace": 0}, "experts from layer 0 on"),
         ({"attention_bias": True}, "biases"),
         ({"qk_rope_head_dim": 3}, "rotates 3 numbers of a head; .* must be an even count"),
-        (
-            {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "n_routed_experts": None},
-            "outside DeepSeek-V2",
-        ),
+        (LLAMA, "outside DeepSeek-V2"),
         ({"kv_lora_rank": None}, "or lacks it there"),
     ],
 )

@@ -13,7 +13,7 @@ PINNED = LoRARequest("pinned", 1, "adapters/pinned")
 
 @pytest.fixture
 def core():
-    """A registry, its scheduler, and what the ranks were told; one request uses the pinned adapter and waits."""
+    """Make a registry, its scheduler and a list of calls to the ranks; a waiting request uses the pinned adapter."""
     told = []
 
     def collective_rpc(method, *arguments):

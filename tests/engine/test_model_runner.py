@@ -1,17 +1,17 @@
 """The runner's step by itself: what it hands through the model, what it refuses, and how it recovers from anything."""
 
-import dataclasses
-import sys
+import math
+from pathlib import Path
 
 import pytest
 import torch
+from engine.test_all_or_nothing import Boom, RaiseAtLine
 
 from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import NonFiniteLogitsError
-from minivllm.models.forward_context import ForwardContext
 from minivllm.models.loader import random_model
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker import model_runner
@@ -23,6 +23,7 @@ CONFIG = ModelConfig.from_dict({
     "dtype": "float32",
 })  # fmt: skip
 MOST_STEPS = 40
+WORKER = str(Path(model_runner.__file__).parent)
 
 
 def new_runner(drafts: int = 0) -> ModelRunner:
@@ -49,7 +50,7 @@ def new_scheduler(prompts: list[list[int]], drafts: int = 0, **sampling) -> Sche
 
 
 def tokens_of(runner: ModelRunner, scheduler: Scheduler) -> dict[str, list[int]]:
-    """Runs to the end, drafts included."""
+    """Run to the end, drafts included."""
     tokens: dict[str, list[int]] = {}
     for _ in range(MOST_STEPS):
         if not scheduler.has_unfinished_requests():
@@ -66,33 +67,6 @@ def tokens_of(runner: ModelRunner, scheduler: Scheduler) -> dict[str, list[int]]
 
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [3, 4, 3, 4, 3], [20, 21, 22]]
-
-
-def test_every_step_has_a_context_of_its_own_that_nobody_changes():
-    runner, contexts = new_runner(), []
-    runner.model.register_forward_pre_hook(lambda model, inputs: contexts.append(inputs[2]))
-    tokens_of(runner, new_scheduler(PROMPTS))
-    assert len(contexts) > 8
-    assert len({id(context) for context in contexts}) == len(contexts)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        contexts[0].attention = None
-    [metadata] = contexts[0].attention.args
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        metadata.max_seq_len = 1
-
-
-def test_two_steps_contexts_do_not_mix():
-    """A step that was prepared first may run last: nothing between them is shared but the cache."""
-    runner, ids = new_runner(), torch.arange(6)
-    seen = []
-
-    def attention(name):
-        return lambda layer, q, k, v: seen.append((name, layer)) or torch.zeros_like(q)
-
-    contexts = [ForwardContext(attention(name)) for name in "ab"]
-    for context in reversed(contexts):
-        runner.model(ids, ids, context)
-    assert seen == [("b", 0), ("b", 1), ("a", 0), ("a", 1)]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -124,58 +98,20 @@ def set_one_logit(runner, value, monkeypatch):
     monkeypatch.setattr(runner.model, "compute_logits", with_one)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_one_logit_of_a_row_is_enough(value, monkeypatch):
+@pytest.mark.parametrize(
+    ("value", "is_refused"), [(math.nan, True), (math.inf, True), (-math.inf, False), (1e30, False)]
+)
+def test_one_logit_of_a_row_that_is_nan_or_infinite_is_refused(value, is_refused, monkeypatch):
+    """Minus infinity only excludes its token, and a large logit wins."""
     runner = new_runner()
     set_one_logit(runner, value, monkeypatch)
-    with pytest.raises(NonFiniteLogitsError, match="for 1 requests"):
-        tokens_of(runner, new_scheduler([[5, 6]], logit_bias={8: 90.0}))
-
-
-def test_minus_infinity_only_excludes_its_token(monkeypatch):
-    runner = new_runner()
-    set_one_logit(runner, -float("inf"), monkeypatch)
-    (tokens,) = tokens_of(runner, new_scheduler([[5, 6]])).values()
-    assert 7 not in tokens
-
-
-def test_large_logits_are_not_refused(monkeypatch):
-    runner = new_runner()
-    compute = runner.model.compute_logits
-    monkeypatch.setattr(runner.model, "compute_logits", lambda hidden: 1e30 * compute(hidden))
-    assert len(tokens_of(runner, new_scheduler([[5, 6]]))["request 0"]) == 9
-
-
-class Interrupt(Exception):
-    """Comes at any line."""
-
-
-def lines_of(action) -> int:
-    """How many lines of the worker an action runs."""
-    return interrupted(action, None)
-
-
-def interrupted(action, at: int | None) -> int:
-    """Runs an action, and raises `Interrupt` before line number `at` that it runs of the worker's files."""
-    folder, count = model_runner.__file__.rsplit("/", 1)[0], 0
-
-    def trace(frame, event, _):
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(folder):
-            return None
-        if event == "line":
-            count += 1
-            if count == at:
-                raise Interrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
-    return count
+    scheduler = new_scheduler([[5, 6]], logit_bias={8: 90.0})
+    if is_refused:
+        with pytest.raises(NonFiniteLogitsError, match="for 1 requests"):
+            tokens_of(runner, scheduler)
+    else:
+        (tokens,) = tokens_of(runner, scheduler).values()
+        assert (7 in tokens) == (value > 0)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"prompt_logprobs": 1, "logprobs": 1}], ids=str)
@@ -183,12 +119,13 @@ def test_after_a_reset_a_step_that_failed_at_any_line_is_forgotten(sampling):
     drafts = 2
     expected = tokens_of(new_runner(drafts), new_scheduler(PROMPTS, drafts, **sampling))
     runner = new_runner(drafts)
-    lines = lines_of(lambda: tokens_of(runner, new_scheduler(PROMPTS, drafts, **sampling)))
-    assert lines > 1000
+    with RaiseAtLine(-1, WORKER) as never:
+        tokens_of(runner, new_scheduler(PROMPTS, drafts, **sampling))
+    assert never.count > 1000
     runner.reset()
-    for at in range(1, lines, lines // 30):
-        with pytest.raises(Interrupt):
-            interrupted(lambda: tokens_of(runner, new_scheduler(PROMPTS, drafts, **sampling)), at)
+    for at in range(1, never.count, never.count // 20):
+        with RaiseAtLine(at, WORKER), pytest.raises(Boom):
+            tokens_of(runner, new_scheduler(PROMPTS, drafts, **sampling))
         runner.reset()
         assert tokens_of(runner, new_scheduler(PROMPTS, drafts, **sampling)) == expected, f"line {at}"
         runner.reset()

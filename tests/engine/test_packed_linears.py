@@ -1,15 +1,11 @@
 """A decoder whose weights lie in panels computes what it did, and keeps none of them twice."""
 
 import torch
-import torch.nn.functional as F
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.models.attention import CausalAttention
 from minivllm.models.linear import (
-    UNQUANTIZED,
-    GatedLinear,
     Linear,
-    LoadableLinearMethod,
     PanelLinearMethod,
     process_weights_after_loading,
     weight_bytes,
@@ -37,26 +33,3 @@ def test_a_packed_model_computes_what_it_did_and_gives_its_plain_weights_up():
     torch.testing.assert_close(hidden[1], hidden[0], rtol=1e-4, atol=1e-4)
     logits = [model.compute_logits(state) for model, state in zip((plain, packed), hidden, strict=True)]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
-
-
-class Doubled(LoadableLinearMethod):
-    """Around another method, as an adapter stands: twice what that one computes."""
-
-    def __init__(self, base: LoadableLinearMethod):
-        self.base = base
-
-    def create_weights(self, linear: Linear, in_features: int, out_features: int, input_parts: int) -> None:
-        self.base.create_weights(linear, in_features, out_features, input_parts)
-
-    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        return 2 * self.base.apply(linear, x)
-
-
-def test_a_method_may_stand_around_another_and_the_activation_follows_it():
-    linear, x = GatedLinear(8, 12, True, Doubled(UNQUANTIZED)), torch.randn(3, 8)
-    torch.nn.init.normal_(linear.weight)
-    torch.nn.init.normal_(linear.bias)
-    gate, up = (2 * F.linear(x, linear.weight, linear.bias)).chunk(2, dim=-1)
-    torch.testing.assert_close(linear(x), F.silu(gate) * up)
-    process_weights_after_loading(linear)
-    torch.testing.assert_close(linear(x), F.silu(gate) * up, msg="its own method was not asked for panels")

@@ -49,21 +49,6 @@ def test_every_part_is_used_and_the_tokens_stay():
     assert type(scheduler.kv_cache_manager.block_pool) is OwnPool, "also after a failed step"
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"multiprocess": True},
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"distributed_executor_backend": "mp"},
-    ],
-)
-def test_parts_stay_in_this_process(other):
-    with pytest.raises(MinivllmError, match=r"parts \(block_pool\) cannot go to another process"):
-        LLM(EMBEDDED_MODEL, parts=Parts(policy=SchedulingPolicy(block_pool=OwnPool)), **ARGUMENTS, **other)
-    EngineArgs(parts=Parts(stop_strings=list), **other)  # the front end's do stay
-
-
 def test_rules_that_know_no_connector_do_not_go_with_one():
     transfer = {"kv_connector": "TCPConnector", "kv_role": "kv_both"}
     EngineArgs(kv_transfer_config=transfer, parts=Parts(policy=SchedulingPolicy(victim=min)))
@@ -79,5 +64,3 @@ def test_what_is_no_part_is_refused():
         SchedulingPolicy(victim=3)  # type: ignore[arg-type]
     with pytest.raises(MinivllmError, match="the part policy is 3; it must be SchedulingPolicy"):
         LLM(EMBEDDED_MODEL, parts=Parts(policy=3), **ARGUMENTS)  # type: ignore[arg-type]
-    with pytest.raises(MinivllmError, match="it must be Parts"):
-        LLM(EMBEDDED_MODEL, parts={}, **ARGUMENTS)

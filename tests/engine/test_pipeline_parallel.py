@@ -3,17 +3,14 @@
 One engine of two stages serves most of these; what the scheduler decides is changed by giving it another scheduler.
 """
 
-from dataclasses import replace
-
 import pytest
 from engine.golden_adapters import ADAPTERS, EXPECTED, PROMPT
-from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES
+from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES, completions_of, reschedule
 from executor.failing_worker import failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
 
-from minivllm import LLM, LoRARequest, MinivllmError, SamplingParams
-from minivllm.config import EMBEDDED_MODEL, Parts
-from minivllm.core.policy import SchedulingPolicy
+from minivllm import LLM, LoRARequest, SamplingParams
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import WorkerFailedError
 from minivllm.inputs import TokensPrompt
 from minivllm.memory import kv_bytes_per_token
@@ -28,7 +25,7 @@ SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96, "
 
 @pytest.fixture(scope="module")
 def llm():
-    """Two stages of one rank each."""
+    """Start two stages of one rank each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minivllm.executor.multiproc_executor.worker_of_rank", failing_worker_of_rank)
         adapters = {"enable_lora": True, "max_loras": 2}
@@ -37,33 +34,17 @@ def llm():
     llm.shutdown()
 
 
-def reschedule(llm, budget, num_blocks=None):
-    """Another scheduler for the same ranks."""
-    core = core_of(llm)
-    while core.has_unfinished_requests():
-        core.step()
-    core.executor.collective_rpc("reset")
-    config, cache = core.scheduler.config, core.scheduler.cache_config
-    cache = replace(cache, num_gpu_blocks=num_blocks or core.ledger.num_blocks)
-    core.scheduler = type(core.scheduler)(replace(config, max_num_batched_tokens=budget), cache)
-
-
-def tokens_of(llm):
-    outputs = llm.generate(PROMPTS, WISHES, use_tqdm=False)
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
-
-
 @pytest.fixture(scope="module")
 def expected():
     """The tokens of one rank."""
-    return tokens_of(LLM(EMBEDDED_MODEL, **SETTINGS))
+    return completions_of(LLM(EMBEDDED_MODEL, **SETTINGS))
 
 
 @pytest.mark.parametrize(("budget", "num_blocks"), [(2048, None), (24, None), (24, 11)])
 def test_the_tokens_of_one_rank(llm, expected, budget, num_blocks):
     reschedule(llm, budget, num_blocks)
-    assert tokens_of(llm) == expected
-    assert tokens_of(llm) == expected, "with what the first run left in the prefix cache"
+    assert completions_of(llm) == expected
+    assert completions_of(llm) == expected, "with what the first run left in the prefix cache"
     assert (llm.llm_engine.stats.num_preemptions > 0) == bool(num_blocks)
 
 
@@ -87,7 +68,7 @@ def test_an_exception_on_any_stage_ends_the_step_and_not_the_engine(llm, expecte
     core.executor.collective_rpc("fail_in", place, [rank])
     with pytest.raises(WorkerFailedError, match=rf"^rank {rank} of 2: KeyError"):
         llm.generate(PROMPTS, WISHES, use_tqdm=False)
-    assert tokens_of(llm) == expected
+    assert completions_of(llm) == expected
     assert pids_of(core.executor.ranks) == pids
     assert not have_ended(pids, 0.0)
 
@@ -127,7 +108,7 @@ def test_the_bubble_can_be_seen(llm):
 def test_two_ranks_in_each_of_two_stages(expected):
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2, max_num_batched_tokens=24)
     try:
-        assert tokens_of(llm) == expected
+        assert completions_of(llm) == expected
         assert core_of(llm).executor.ranks.size == 4
     finally:
         llm.shutdown()
@@ -139,27 +120,3 @@ def test_layers_by_stage():
         bounds = [get_pp_indices(layers, rank, stages) for rank in range(stages)]
         assert [end - start for start, end in bounds] == sizes
         assert [start for start, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (
-            {"pipeline_parallel_size": 99},
-            r"pipeline_parallel_size is 99, but .* has \d+ layers, .* at most \d+$",
-        ),
-        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0; it must be a whole number of at least 1"),
-        ({"speculative_config": {"num_speculative_tokens": 2}}, "speculative_config does not go with"),
-        ({"async_scheduling": True}, "async_scheduling does not go with pipeline_parallel_size 2"),
-        ({"distributed_executor_backend": "uni"}, r'tensor_parallel_size x pipeline_parallel_size is 2: use "mp"$'),
-        pytest.param(
-            {"parts": Parts(policy=SchedulingPolicy(victim=min))},
-            r"parts \(victim\) cannot go to another process",
-            id="parts",
-        ),
-    ],
-    ids=str,
-)
-def test_what_cannot_be(settings, said):
-    with pytest.raises(MinivllmError, match=said):
-        LLM(EMBEDDED_MODEL, **SETTINGS, **{"pipeline_parallel_size": 2, **settings})

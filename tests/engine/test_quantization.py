@@ -1,26 +1,27 @@
-"""`quantization`: bytes are counted exactly, tokens do not depend on scheduling, what cannot be is refused."""
+"""`quantization` and `kv_cache_dtype`: bytes are counted exactly, and tokens do not depend on scheduling."""
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 import torch
+from engine.mixed_requests import PROMPTS, SHARED, greedy_answers
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import default_group_size, dequantize_weight
+from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
 from minivllm.models.linear import Linear, UnquantizedLinearMethod, weight_bytes
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.quantized import QuantizedLinearMethod
+from minivllm.worker.kv_cache import allocate_kv_caches
 from minivllm_lab.inside import core_of, runner_of
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96}
-SHARED = [(7 * position + 5) % 900 for position in range(40)]
-PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], SHARED[3:35]]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 CONFIG = ModelConfig.from_pretrained(EMBEDDED_MODEL)
 
 
@@ -29,11 +30,11 @@ def engine(**changes) -> LLM:
 
 
 def tokens(llm: LLM) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    return greedy_answers(llm, PROMPTS, max_tokens=12)
 
 
 def shapes() -> list[tuple[int, int]]:
-    """[out, in] of the four linears of a layer."""
+    """Return [out, in] of the four linears of a layer."""
     heads, width = CONFIG.num_attention_heads * CONFIG.head_dim, CONFIG.intermediate_size
     both = 2 * CONFIG.num_key_value_heads * CONFIG.head_dim
     return [(heads + both, CONFIG.hidden_size), (CONFIG.hidden_size, heads), (2 * width, CONFIG.hidden_size),
@@ -41,7 +42,7 @@ def shapes() -> list[tuple[int, int]]:
 
 
 def bytes_of_linears(quantization: str) -> int:
-    """From the definition of each kind alone."""
+    """Count the bytes from the definition of the format."""
     layer = 0
     for rows, width in shapes():
         if quantization == "int8":
@@ -100,10 +101,34 @@ def test_a_quantized_model_computes_with_the_numbers_that_its_integers_stand_for
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-@pytest.fixture(scope="module", params=["int8", "int4"])
-def expected(request):
-    """Every request alone, in one step, without a prefix cache."""
-    return request.param, tokens(engine(quantization=request.param, max_num_seqs=1, enable_prefix_caching=False))
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_count_of_a_cache_is_what_is_allocated(kv_cache_dtype, dtype):
+    block_size = 3
+    caches = allocate_kv_caches(CONFIG, 5, block_size, torch.device("cpu"), dtype, kv_cache_dtype)
+    allocated = sum(tensor.nbytes for cache in caches for tensor in cache if tensor is not None)
+    name = str(dtype).removeprefix("torch.") if kv_cache_dtype == "auto" else kv_cache_dtype
+    assert allocated == 5 * block_size * kv_bytes_per_token(CONFIG, name)
+
+
+def test_the_engines_ledger_counts_the_scales_too():
+    core = core_of(engine(kv_cache_dtype="int8", max_num_seqs=4))
+    config, ledger = core.model_config, core.ledger
+    a_token = config.num_hidden_layers * 2 * config.num_key_value_heads * (config.head_dim + 4)
+    assert ledger.bytes_per_token == a_token
+    allocated = sum(tensor.nbytes for cache in runner_of(core).attention.kv_caches for tensor in cache)
+    assert allocated == ledger.num_blocks * 16 * a_token == ledger.kv_bytes
+    assert core_of(engine(kv_cache_dtype="auto")).ledger.bytes_per_token == a_token * 4 * 32 // 36
+
+
+@pytest.fixture(
+    scope="module",
+    params=[{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}],
+    ids=lambda param: " ".join(*param.items()),
+)
+def quantized(request):
+    """Compute each request alone, prefilled in one step, without a prefix cache."""
+    return request.param, tokens(engine(**request.param, max_num_seqs=1, enable_prefix_caching=False))
 
 
 @pytest.mark.parametrize(
@@ -111,32 +136,43 @@ def expected(request):
     [
         {},
         {"max_num_batched_tokens": 7, "max_num_seqs": 5, "block_size": 8},
-        {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 13, "block_size": 8, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 13, "block_size": 8},
+        {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 97, "block_size": 1, "enable_prefix_caching": False},
     ],
     ids=str,
 )
-def test_the_same_tokens_however_they_are_scheduled(expected, changes):
-    quantization, wanted = expected
-    assert tokens(engine(quantization=quantization, **changes)) == wanted
+def test_the_same_tokens_however_they_are_scheduled(quantized, changes):
+    settings, expected = quantized
+    llm = engine(**settings, **changes)
+    assert tokens(llm) == expected
+    assert ("num_gpu_blocks_override" in changes) == (llm.llm_engine.stats.num_preemptions > 0)
+    if not changes:
+        assert llm.generate(PROMPTS[:1], SamplingParams(max_tokens=1))[0].num_cached_tokens == 32
+        assert tokens(llm) == expected, "with the prefixes of the first call"
 
 
-def test_every_lever_of_bytes_at_once(expected):
-    """Quantized weights, a quantized cache, random weights: it runs, and the cache changes little."""
-    quantization, wanted = expected
-    llm = engine(quantization=quantization, kv_cache_dtype="int8")
-    found = tokens(llm)
-    pairs = [
-        (one, other) for row, same in zip(found, wanted, strict=True) for one, other in zip(row, same, strict=True)
+def test_every_lever_of_bytes_at_once(quantized):
+    """With quantized weights a quantized cache changes little, and random weights run."""
+    settings, expected = quantized
+    both = {"quantization": "int8", "kv_cache_dtype": "int8_per_token_head"} | settings
+    same = np.array(tokens(engine(**both))) == np.array(expected)
+    assert same.mean() > 0.6
+    assert all(len(one) == 12 for one in tokens(engine(**both, load_format="dummy")))
+
+
+def test_the_quantized_cache_is_what_is_read():
+    """Its log probabilities are near those of the full cache, and not the same."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = [
+        [entry[token].logprob for token, entry in zip(SHARED[1:], output.prompt_logprobs[1:], strict=True)]
+        for output in (engine(kv_cache_dtype=kind).generate([SHARED], params)[0] for kind in ("auto", "int8"))
     ]
-    assert sum(one == other for one, other in pairs) > 0.6 * len(pairs)
-    assert all(len(one) == 12 for one in tokens(engine(quantization=quantization, load_format="dummy")))
+    apart = max(abs(full - quantized) for full, quantized in zip(*found, strict=True))
+    assert 1e-5 < apart < 0.5
+    assert math.fsum(found[0]) == pytest.approx(math.fsum(found[1]), abs=0.5)
 
 
-def test_unknown_ones_are_refused():
-    with pytest.raises(MinivllmError, match="unknown quantization 'int3'; known are int8, int4"):
-        EngineArgs(model="m", quantization="int3")
-    with pytest.raises(MinivllmError, match="unknown quantization 'int3'; known are int8, int4"):
-        load_model(EMBEDDED_MODEL, quantization="int3")
+def test_groups_that_ranks_would_cut_are_refused():
     with pytest.raises(MinivllmError, match=r"rows of 688 weights in groups of 16 .* over 2 ranks: .* pieces of 8"):
         load_model(EMBEDDED_MODEL, group=GroupCoordinator(0, 2), quantization="int4")
 
@@ -164,8 +200,14 @@ def test_ranks_have_the_scales_of_whole_rows(quantization, width, sizes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_gpu(quantization, dtype):
-    llm = engine(device="cuda", quantization=quantization, dtype=dtype, num_gpu_blocks_override=64)
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}],
+    ids=lambda settings: " ".join(*settings.items()),
+)
+def test_on_a_gpu(settings, dtype):
+    if settings.get("kv_cache_dtype") == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.xfail("this GPU has no fp8")
+    llm = engine(device="cuda", **settings, dtype=dtype, num_gpu_blocks_override=64)
     assert all(len(one) == 12 for one in tokens(llm))

@@ -4,21 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from minivllm import LLM, EngineArgs
+from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.core_process_manager import died
 from minivllm.errors import MinivllmError
 from minivllm.executor import ray_actors
-
-
-def test_an_unknown_backend_is_refused():
-    with pytest.raises(MinivllmError, match=r"^unknown data_parallel_backend 'gloo'; known are mp, ray$"):
-        EngineArgs(data_parallel_backend="gloo")
-
-
-def test_ranks_of_a_core_are_not_placed_apart():
-    with pytest.raises(MinivllmError, match=r'leave out distributed_executor_backend "ray"$'):
-        EngineArgs(data_parallel_backend="ray", distributed_executor_backend="ray")
 
 
 def test_without_ray_it_is_one_line(monkeypatch):

@@ -29,9 +29,7 @@ DRAFT = TARGET + torch.randn(TARGET.shape, generator=GENERATOR)
 SETTINGS = [
     {},
     {"temperature": 0.5},
-    {"temperature": 2.0},
     {"top_p": 0.8},
-    {"temperature": 1.5, "top_p": 0.6},
     {"temperature": 0.7, "top_k": 3},
     {"temperature": 1.5, "top_k": 5, "top_p": 0.9},
 ]
@@ -39,7 +37,7 @@ SETTINGS = [
 
 @dataclass
 class Outcome:
-    """What came of many requests, and of which tables."""
+    """The tokens of many requests, and the tables that they were drawn from."""
 
     tokens: np.ndarray  # [requests, 3], -1 behind the last
     drafts: np.ndarray  # [requests, 2]
@@ -48,7 +46,7 @@ class Outcome:
     drawn: bool
 
     def fits(self) -> list[Fit]:
-        """For the first token, the second, and the one after both drafts: what followed each token that was there."""
+        """Fit the first token, the second, and the one after both drafts, each by the token before it."""
         before, fits = np.zeros(len(self.tokens), int), []
         for place in range(3):
             there = self.tokens[:, place] >= 0
@@ -58,7 +56,7 @@ class Outcome:
         return fits
 
     def acceptance_off(self) -> list[float]:
-        """For each draft: by how many standard deviations too many were accepted."""
+        """Return, for each draft, by how many standard deviations too many were accepted."""
         rates = np.minimum(self.p, self.q).sum(-1) if self.drawn else (self.p * self.q).sum(-1)  # [1 + vocab]
         before, off, reached = np.zeros(len(self.tokens), int), [], np.ones(len(self.tokens), bool)
         for place in range(2):
@@ -72,7 +70,7 @@ class Outcome:
 def speculate(
     drawn, temperature=1.0, top_k=0, top_p=1.0, reject=rejection_sample, keys=draft_keys, bonus=None
 ) -> Outcome:
-    """Drafts and verifies once for each request. Drafts are drawn from DRAFT, of which `reject` hears if `drawn`.
+    """Draft and verify once for each request. Drafts are drawn from DRAFT, which `reject` gets if `drawn`.
 
     `bonus`: the table for the token after both drafts, by default the target's.
     """

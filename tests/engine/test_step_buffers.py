@@ -14,7 +14,7 @@ SIZE, COLUMNS = 8, 5
 
 @st.composite
 def steps(draw, tokens_each: int) -> StepInputs:
-    """A step of at most so many tokens for each request: any ids, positions, slots and tables."""
+    """Draw a step of at most `tokens_each` tokens a request, with any ids, positions, slots and tables."""
     counts = draw(st.lists(st.integers(1, tokens_each), min_size=1, max_size=SIZE))
     columns, tokens, requests = draw(st.integers(1, COLUMNS)), sum(counts), len(counts)
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -54,17 +54,3 @@ def test_the_last_step_is_in_place_and_padding_behind_it(tokens_each, data):
         assert buffers.query_start_loc.tolist() == [*step.query_start_loc, *[tokens] * (SIZE - requests)]
         assert buffers.block_table[:requests, : step.block_table.shape[1]].tolist() == step.block_table.tolist()
     assert addresses == addresses_of(buffers)
-
-
-@pytest.mark.parametrize("tokens_each", [1, 4])
-@given(data=st.data(), requests=st.integers(1, SIZE))
-def test_metadata_of_some_requests_are_views(tokens_each, data, requests):
-    buffers = StepBuffers(SIZE, COLUMNS, torch.device("cpu"), tokens_each)
-    metadata = buffers.metadata(requests, 77)
-    buffers.load(data.draw(steps(tokens_each)))
-    assert (metadata.max_seq_len, metadata.max_query_len) == (77, tokens_each)
-    assert metadata.query_start_loc.tolist() == buffers.query_start_loc[: requests + 1].tolist()
-    assert metadata.seq_lens.tolist() == buffers.seq_lens[:requests].tolist()
-    assert metadata.slot_mapping.tolist() == buffers.slot_mapping[: requests * tokens_each].tolist()
-    assert metadata.block_table.shape == (requests, COLUMNS)
-    assert metadata.block_table.data_ptr() == buffers.block_table.data_ptr()

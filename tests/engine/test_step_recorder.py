@@ -15,7 +15,7 @@ from minivllm.engine.step_recorder import WAITING_SHOWN, StepRecorder
 
 
 class WatchedRun(Run):
-    """A random workload of which each step is described and compared; or the same without a recorder."""
+    """A random workload whose snapshots are compared with the scheduler, or the same without a recorder."""
 
     def __init__(self, scheduler: Scheduler, rng: Random, watch: bool) -> None:
         super().__init__(scheduler, rng)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES
+from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES, completions_of, reschedule
 from executor.failing_worker import PLACES, failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
 from warm_processes import WarmSubprocess
@@ -20,7 +20,6 @@ from warm_processes import WarmSubprocess
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig
 from minivllm.core.async_scheduler import AsyncScheduler
-from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
 from minivllm.executor.multiproc_executor import check_devices
@@ -39,7 +38,7 @@ WISHES = [
 
 
 class OneWarm(WarmSubprocess):
-    """The first rank is forked, the second a fresh interpreter: their sets of strings have other orders."""
+    """Fork the first rank and start the second as a fresh interpreter, whose sets of strings have another order."""
 
     num_started = 0
 
@@ -51,7 +50,7 @@ class OneWarm(WarmSubprocess):
 
 @pytest.fixture(scope="module")
 def engines(template):
-    """One rank, and two."""
+    """Start an engine of one rank and one of two."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minivllm.executor.multiproc_executor.worker_of_rank", failing_worker_of_rank)
         if template is not None:
@@ -61,15 +60,6 @@ def engines(template):
     llms[1].shutdown()
 
 
-def reschedule(llm: LLM, caching: bool, budget: int, num_blocks: int | None = None) -> None:
-    """Another scheduler for the same ranks."""
-    core = core_of(llm)
-    core.step()  # tells the ranks who finished last
-    config, cache = core.scheduler.config, core.scheduler.cache_config
-    cache = replace(cache, enable_prefix_caching=caching, num_gpu_blocks=num_blocks or core.ledger.num_blocks)
-    core.scheduler = Scheduler(replace(config, max_num_batched_tokens=budget), cache)
-
-
 @pytest.fixture(scope="module")
 def expected(engines):
     """The tokens of one rank."""
@@ -77,8 +67,7 @@ def expected(engines):
 
 
 def tokens_of(llm: LLM) -> list[list[list[int]]]:
-    outputs = llm.generate(PROMPTS, WISHES)
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+    return completions_of(llm, PROMPTS, WISHES)
 
 
 @pytest.mark.parametrize(
@@ -88,22 +77,17 @@ def tokens_of(llm: LLM) -> list[list[list[int]]]:
 def test_the_tokens_of_one_process(engines, caching, budget, num_blocks):
     found = []
     for llm in engines:
-        reschedule(llm, caching, budget, num_blocks)
+        reschedule(llm, budget, num_blocks, caching)
         found.append(tokens_of(llm))
         if num_blocks:
             assert llm.llm_engine.stats.num_preemptions > 0, "this pool was to be too small"
     assert found[0] == found[1]
-
-
-def test_speculation_is_on(engines):
-    reschedule(engines[1], True, 2048)
-    tokens_of(engines[1])
     assert engines[1].llm_engine.stats.spec_decoding_stats.num_drafts > 0
 
 
 def test_bytes_reduced_are_what_the_formula_says(engines):
     core = core_of(engines[1])
-    reschedule(engines[1], True, 33)
+    reschedule(engines[1], 33)
     config, before = core.model_config, core.executor.collective_rpc("bytes_reduced")
     wanted, execute = 0, core.executor.execute_model
 
@@ -144,12 +128,6 @@ def test_the_runner_is_elsewhere(engines):
         _ = runner_of(engines[1])
 
 
-@pytest.mark.parametrize(("size", "message"), [(3, "use one of 1, 2, 4, 8$"), (0, "at least 1"), ("2", "at least 1")])
-def test_sizes_that_cannot_be_are_refused_at_once(size, message):
-    with pytest.raises(MinivllmError, match=message):
-        LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=size)
-
-
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     args = EngineArgs(model=EMBEDDED_MODEL, tensor_parallel_size=2, max_num_seqs=2, max_num_batched_tokens=32)
@@ -160,10 +138,10 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 
 
 def few_tokens_of(llm: LLM) -> list[list[list[int]]]:
-    """Those of some requests: the greedy, the drawn ones with two answers, and those that fit a grammar."""
+    """Return the tokens of a greedy request, of one with two answers, and of one that fits a grammar."""
     few = [0, 2, len(PROMPTS) - 1]
-    outputs = llm.generate([PROMPTS[index] for index in few], [replace(WISHES[index], max_tokens=6) for index in few])
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+    params = [replace(WISHES[index], max_tokens=6) for index in few]
+    return completions_of(llm, [PROMPTS[index] for index in few], params)
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +151,8 @@ def few_expected(engines):
 
 @pytest.fixture
 def breakable(engines, few_expected):
-    """The engine of two ranks, and a few of the tokens of a run in which none fails."""
-    reschedule(engines[1], True, 2048)
+    """Give the engine of two ranks, and a few tokens of a run in which none fails."""
+    reschedule(engines[1], 2048)
     return engines[1], few_expected
 
 

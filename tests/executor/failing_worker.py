@@ -11,7 +11,7 @@ PLACES = ("before", "in the layers", "sampling", "after")
 
 
 class FailingWorker(Worker):
-    """Fails once in each step that `fail_in` has announced."""
+    """A worker that fails once in each step that `fail_in` has announced."""
 
     place = ""
 
@@ -37,7 +37,7 @@ class FailingWorker(Worker):
             raise self.error("told to fail")
 
     def _break(self, name: str, number: int) -> None:
-        """The call of this number raises in place of joining the others."""
+        """Let the call of this number raise instead of joining the others."""
         place, left, method = self.place, number, getattr(self.group, name)
 
         def breaks(*arguments: Any) -> Any:

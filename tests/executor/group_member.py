@@ -23,7 +23,7 @@ class Member:
         self.group.leave()
 
     def add_up(self, leaver: int) -> str:
-        """The sum over the stage, while one rank leaves."""
+        """Sum over the stage, while one rank leaves."""
         if self.rank == leaver:
             self.group.leave()
             return "left"

@@ -1,8 +1,7 @@
-"""What lives in the processes of `test_rank_processes.py` and `test_executors.py`: no model, but every way to end."""
+"""Objects for the rank processes of `test_rank_processes.py` and `test_executors.py`: no model, every way to end."""
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from minivllm.errors import LostPeerError, MinivllmError
 
 
 class RankDouble:
-    """Does as it is told."""
+    """An object that does as it is told."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -31,19 +30,19 @@ class RankDouble:
         return self.rank, self.calls, *arguments
 
     def fail(self, rank: int) -> None:
-        """The rank raises; the others notice it, and say so first."""
+        """Raise on the rank; the others notice it, and say so first."""
         if self.rank == rank:
             time.sleep(0.2)
             raise KeyError("a bug")
         raise LostPeerError("somebody is gone")
 
     def fail_alone(self, rank: int) -> None:
-        """The rank raises; the others come through."""
+        """Raise on the rank; the others succeed."""
         if self.rank == rank:
             raise KeyError("a bug")
 
     def fail_and_be_missed(self, rank: int) -> None:
-        """The rank raises; the others wait for it without end."""
+        """Raise on the rank; the others wait for it without end."""
         if self.rank == rank:
             raise KeyError("a bug")
         time.sleep(1000)
@@ -61,14 +60,14 @@ class RankDouble:
         time.sleep(1000)
 
     def be_killed_and_missed(self, rank: int, words: str) -> None:
-        """The other ranks have said what they noticed before the one that began is found to be gone."""
+        """Let the other ranks report what they noticed before the death of this one is noticed."""
         if self.rank == rank:
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         raise LostPeerError(words)
 
     def lose_a_peer(self, rank: int, words: str) -> None:
-        """The rank notices something; the others come through."""
+        """Lose a peer on the rank; the others succeed."""
         if self.rank == rank:
             raise LostPeerError(words)
 
@@ -82,7 +81,7 @@ class RankDouble:
         time.sleep(seconds)
 
     def wait_for(self, path: str, seconds: float) -> bool:
-        """Until this file is there."""
+        """Wait until this file is there."""
         until = time.monotonic() + seconds
         while not (found := Path(path).exists()) and time.monotonic() < until:
             time.sleep(0.01)
@@ -116,22 +115,3 @@ class Ending:
     def shutdown(self) -> None:
         time.sleep(self.seconds)
         self.note.touch()
-
-
-def main(ranks_stuck: bool, leave: bool) -> None:
-    """A parent: prints its ranks' process ids, then leaves in order or waits to be killed."""
-    from minivllm.executor.rank_processes import RankProcesses
-
-    ranks = RankProcesses(double, (), 2)
-    print(*(process.pid for process in ranks.processes), flush=True)
-    if ranks_stuck:
-        ranks.call("sleep", 1000)
-    sys.stdin.read(1)
-    assert leave
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from executor.rank_double import main as importable_main
-
-    importable_main(*(word == "yes" for word in sys.argv[1:]))

@@ -1,15 +1,22 @@
-"""Agents that move bytes within this process, and what a connector is made of in tests."""
+"""Agents that move bytes within this process, and engines over them that are only the two sides of a connector."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 import torch
+from kv_connector.pull_doubles import PullEngine
+from patience import PATIENCE
+from server.serving import free_port
 
 from minivllm.config.kv_transfer import KVTransferConfig
 from minivllm.core.kv_connector import KVConnectorConfig
 from minivllm.kv_connector.nixl.agent import Region, State, TransferTimes
+from minivllm.kv_connector.nixl.scheduler import NixlConnectorScheduler
+from minivllm.kv_connector.nixl.worker import NixlConnectorWorker
 
 CONFIG = KVConnectorConfig(
     kv_transfer_config=KVTransferConfig(kv_connector="NixlConnector", engine_id="an engine"),
@@ -33,7 +40,7 @@ def config_of(engine_id: str = "an engine", role: str = "kv_both", extra: dict |
 
 @dataclass
 class Network:
-    """Which agents there are, and what befalls their transfers."""
+    """The agents that there are, and how their transfers go."""
 
     agents: dict[str, "AgentDouble"] = field(default_factory=dict)
     polls_of_a_read: int = 0
@@ -53,7 +60,6 @@ class AgentDouble:
         self.inbox: list[bytes] = []
         self.prepared: list[str | None] = []
         self.reads: list[ReadDouble] = []
-        self.is_closed = False
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)  # which keeps them alive
@@ -95,7 +101,7 @@ class AgentDouble:
         return inbox
 
     def close(self) -> None:
-        self.is_closed = True
+        self.network.agents.pop(self.name, None)
 
 
 class ReadDouble:
@@ -128,13 +134,55 @@ class ReadDouble:
 
 
 def make_caches(config: KVConnectorConfig, fill: bool) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Keys and values of each layer; numbers that are found nowhere twice, or zeros."""
+    """Make each layer's keys and values: a different number in every place, or zeros."""
     shape = (config.num_gpu_blocks, config.block_size, config.num_kv_heads, config.head_dim)
     size = int(np.prod(shape))
-    make = [torch.zeros(shape), torch.zeros(shape)]
     caches = {}
     for layer in range(config.num_layers):
         start = 2 * layer * size + 1
         make = [torch.arange(start + part * size, start + (part + 1) * size).float().view(shape) for part in (0, 1)]
         caches[f"layer {layer}"] = tuple(make) if fill else (torch.zeros(shape), torch.zeros(shape))
     return caches
+
+
+class NixlEngine(PullEngine):
+    """A NIXL engine over agents of a `Network`. Ranks before `rank` have only metadata."""
+
+    def __init__(self, network: Network, engine_id: str, lease: float = 30.0, rank: int = 0, **others) -> None:
+        extra = {"kv_lease_duration": lease, "handshake_timeout": 2.0, "read_timeout": PATIENCE}
+        self.config = config = config_of(engine_id, extra=extra, **others)
+        self.network = network
+        self.caches = make_caches(config, fill=engine_id == "P")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+            patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+            self.scheduler = NixlConnectorScheduler(config)
+        metadata = {}
+        for number in range(rank + 1):
+            self.worker = NixlConnectorWorker(replace(config, tensor_parallel_rank=number), make_agent=network.agent)
+            self.worker.register_kv_caches(self.caches)
+            metadata[number] = self.worker.get_handshake_metadata()
+        self.scheduler.set_xfer_handshake_metadata(metadata)
+
+    @property
+    def agent(self):
+        return self.worker._agent
+
+    def close(self) -> None:
+        agent = self.agent
+        super().close()
+        assert agent is None or agent.name not in self.network.agents
+
+
+@contextmanager
+def nixl_engines(network: Network) -> Iterator:
+    """Give a function that makes engines, and close them."""
+    made = []
+
+    def make(*arguments, **named) -> NixlEngine:
+        made.append(NixlEngine(network, *arguments, **named))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()

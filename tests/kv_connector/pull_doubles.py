@@ -1,6 +1,7 @@
 """Engines that are only the two sides of a connector whose decoder pulls, and steps without tokens."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engin
 
 
 class Clock:
-    """In place of the module `time`, or of its clocks: time passes when a test says so."""
+    """A stand-in for the module `time` or its clocks: time passes when a test says so."""
 
     now = 0.0
 
@@ -28,8 +29,12 @@ class Block:
     block_hash: str | None = None
 
 
+def blocks_of(*block_ids: int) -> list[Block]:
+    return [Block(block_id) for block_id in block_ids]
+
+
 class PullEngine:
-    """`engine_id` "P": its cache is full of numbers that are found nowhere twice; else of zeros."""
+    """An engine whose cache, if it is called "P", has a different number in every place; else zeros."""
 
     config: KVConnectorConfig
     caches: dict[str, Any]
@@ -46,7 +51,7 @@ class PullEngine:
         return output
 
     def begin(self) -> None:
-        """The scheduler's side decides, the worker's side begins."""
+        """Let the scheduler's side decide and the worker's side begin."""
         self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
         self.worker.start_load_kv()
 
@@ -59,11 +64,11 @@ class PullEngine:
         raise AssertionError("it never came")
 
     def prefill(self, name: str, num_tokens: int, block_ids: list[int]) -> dict:
-        """A request computed here; returns what its client is told."""
+        """Compute a request here; return the `kv_transfer_params` that its client gets."""
         request = Request(name, range(num_tokens), max_tokens=1, kv_transfer_params=dict(TO_DECODE))
         self.scheduler.on_new_request(request)
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-        self.scheduler.update_state_after_alloc(request, [Block(block_id) for block_id in block_ids], 0)
+        self.scheduler.update_state_after_alloc(request, blocks_of(*block_ids), 0)
         self.step()
         request.num_computed_tokens = num_tokens
         request.append_output_token_id(7)
@@ -73,14 +78,34 @@ class PullEngine:
         assert params is not None
         return params
 
+    def take(self, name: str, num_tokens: int, params: dict) -> Request:
+        """Add a request that another engine has computed."""
+        request = Request(name, range(num_tokens), max_tokens=4, kv_transfer_params=params)
+        self.scheduler.on_new_request(request)
+        return request
+
+    def abort(self, request: Request, block_ids: Sequence[int] = ()) -> None:
+        request.status = RequestStatus.FINISHED_ABORTED
+        assert self.scheduler.request_finished(request, list(block_ids)) == (False, None)
+
     def admit(self, request: Request, blocks: list[Block]) -> int:
-        """Gives the request its blocks; returns how many tokens are on their way."""
+        """Give the request its blocks; return how many tokens are to be read."""
         cached = sum(self.config.block_size for block in blocks if block.block_hash)
         num_external, is_async = self.scheduler.get_num_new_matched_tokens(request, cached)
         assert num_external is not None
         assert is_async == (num_external > 0)
         self.scheduler.update_state_after_alloc(request, blocks, num_external)
         return num_external
+
+    def load(self, name: str, num_tokens: int, params: dict, *block_ids: int) -> KVConnectorOutput:
+        """Take a request and step until its blocks were read, or could not be."""
+        assert self.admit(self.take(name, num_tokens, params), blocks_of(*block_ids)) == num_tokens
+        return self.step_until(lambda output: output.finished_recving)
+
+    def fail_a_step(self) -> None:
+        """Lose what the ranks were to be told, and start over."""
+        self.worker.reset()
+        self.scheduler.start_over()
 
     def rows(self, block_ids: list[int]) -> list[torch.Tensor]:
         return [tensor[block_ids] for layer in self.caches.values() for tensor in layer]

@@ -1,12 +1,14 @@
 """Engines that are only the two sides of a TCP connector."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kv_connector.nixl_doubles import config_of, make_caches
-from kv_connector.pull_doubles import Block, PullEngine
+from kv_connector.pull_doubles import PullEngine
 from patience import PATIENCE
 
-from minivllm.core.request import Request
 from minivllm.kv_connector.tcp.scheduler import TCPConnectorScheduler
 from minivllm.kv_connector.tcp.worker import TCPConnectorWorker
 
@@ -19,10 +21,10 @@ def tcp_config(engine_id: str, extra: dict | None = None, **others):
 
 
 class Engine(PullEngine):
-    """Over real sockets."""
+    """A TCP engine over real sockets."""
 
-    def __init__(self, engine_id: str, extra: dict | None = None, **others) -> None:
-        self.config = tcp_config(engine_id, extra, **others)
+    def __init__(self, engine_id: str, extra: dict | None = None, lease: float = 30.0, **others) -> None:
+        self.config = tcp_config(engine_id, {"kv_lease_duration": lease, **(extra or {})}, **others)
         self.caches = make_caches(self.config, fill=engine_id == "P")
         self.scheduler = TCPConnectorScheduler(self.config)
         self.worker = TCPConnectorWorker(self.config)
@@ -30,13 +32,22 @@ class Engine(PullEngine):
         self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
 
     def prefill(self, name: str, num_tokens: int, block_ids: list[int]) -> dict:
-        """As `PullEngine`'s; the request has left the batch when this returns."""
+        """As `PullEngine`'s, and step once more, so that the request has left the batch."""
         params = super().prefill(name, num_tokens, block_ids)
         self.step()
         return params
 
-    def take(self, name: str, num_tokens: int, params: dict, blocks: list[Block]) -> tuple[Request, int]:
-        """A request that another engine has computed gets these blocks; returns the tokens on their way too."""
-        request = Request(name, range(num_tokens), max_tokens=4, kv_transfer_params=params)
-        self.scheduler.on_new_request(request)
-        return request, self.admit(request, blocks)
+
+@contextmanager
+def tcp_engines() -> Iterator:
+    """Give a function that makes engines, and close them: no thread is left."""
+    made, threads = [], threading.active_count()
+
+    def make(*arguments, **named) -> Engine:
+        made.append(Engine(*arguments, **named))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+    assert threading.active_count() <= threads

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from kv_connector.pull_doubles import TO_DECODE
-from kv_connector.test_nixl_side_channel import free_port
-from patience import PATIENCE
+from patience import eventually
+from server.serving import free_port
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
+from minivllm_lab.inside import core_of
 
 VLLM = json.loads((Path(__file__).parent / "data" / "pd_nixl.json").read_text())
 """What two servers of vLLM 0.32.0 with its NixlConnector answered for the same model."""
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.nixl
 
 
 def engine(name: str, role: str, **others) -> LLM:
-    """One engine with a side channel of its own."""
+    """Start an engine with a side channel of its own."""
     settings = {
         "kv_connector": "NixlConnector",
         "engine_id": name,
@@ -45,7 +46,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def started():
-    """The prefill engines of these tests: one, and another after that was killed."""
+    """Collect the prefill engines of these tests: one, and another after that was killed."""
     engines = []
     yield engines
     for llm in engines:
@@ -68,7 +69,7 @@ def d():
 
 
 def ask(llm: LLM, prompts: list[list[int]], params: list[dict | None], max_tokens: int = 16):
-    """Greedy answers, to requests with these kv_transfer_params."""
+    """Answer requests with these kv_transfer_params greedily."""
     wishes = [
         SamplingParams(
             temperature=0.0, max_tokens=max_tokens, extra_args=None if told is None else {"kv_transfer_params": told}
@@ -86,20 +87,9 @@ def tokens(outputs) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in outputs]
 
 
-def core_of(llm: LLM):
-    return llm.llm_engine.engine_core.engine_core
-
-
 def all_are_free(llm: LLM) -> bool:
-    """Whether no request holds a block, here or in another process; what is cached is forgotten then."""
+    """Return whether no request holds a block, here or in another process; if so, forget what is cached."""
     return llm.reset_prefix_cache()
-
-
-def wait_until(is_so, seconds: float = PATIENCE) -> None:
-    began = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - began < seconds
-        time.sleep(0.02)
 
 
 def test_vllms_prompt_and_vllms_tokens(p, d):
@@ -108,10 +98,9 @@ def test_vllms_prompt_and_vllms_tokens(p, d):
     theirs = VLLM["P"]["kv_transfer_params"]
     assert set(params) - set(theirs) == {"remote_registration_generation", "remote_prompt_digest"}
     assert set(theirs) <= set(params)
-    assert params["remote_num_tokens"] == theirs["remote_num_tokens"] == 473
-    same = ("do_remote_prefill", "do_remote_decode", "tp_size", "dcp_size", "pp_size", "transfer_mode")
-    assert {key: params[key] for key in (*same, "remote_blocks_expiry_time", "remote_prefill_cached_tokens")} == {
-        key: theirs[key] for key in (*same, "remote_blocks_expiry_time", "remote_prefill_cached_tokens")
+    own = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+    assert {key: params[key] for key in theirs if key not in own} == {
+        key: value for key, value in theirs.items() if key not in own
     }
     (answer,) = ask(d, [prompt], [params])
     assert tokens([answer]) == [VLLM["D"]["token_ids"]]
@@ -120,17 +109,12 @@ def test_vllms_prompt_and_vllms_tokens(p, d):
 
 def test_random_prompts_with_shared_beginnings(p, d, plain):
     draw = random.Random(0)
-    shared = [draw.randrange(900) for _ in range(100)]
-    prompts = [
-        [
-            *shared[: draw.choice((0, 0, 16, 40, 100))],
-            *(draw.randrange(900) for _ in range(draw.choice((1, 15, 16, 17, 90)))),
-        ]
-        for _ in range(24)
-    ]
+    numbers = [draw.randrange(900) for _ in range(4000)]
+    lengths = [(draw.choice((0, 0, 16, 40, 100)), draw.choice((1, 15, 16, 17, 90))) for _ in range(24)]
+    prompts = [numbers[:shared] + numbers[100 * at : 100 * at + own] for at, (shared, own) in enumerate(lengths, 2)]
     answers = ask(d, prompts, prefilled(p, prompts))
     assert tokens(answers) == tokens(ask(plain, prompts, [None] * len(prompts)))
-    wait_until(lambda: all_are_free(p), LEASE - 1)  # told, not expired
+    assert eventually(lambda: all_are_free(p), LEASE - 1)  # told, not expired
 
 
 @pytest.mark.parametrize("known", ["all", "half", "none"])
@@ -144,7 +128,7 @@ def test_what_the_decoder_has_is_not_read_again(p, d, plain, known):
     assert tokens(answers) == tokens(ask(plain, [prompt], [None]))
     read = core_of(d).scheduler.make_stats().connector_prefix_cache_stats.hits - before
     assert read == {"all": 16, "half": 48, "none": 80}[known]
-    wait_until(lambda: all_are_free(p), LEASE - 1)
+    assert eventually(lambda: all_are_free(p), LEASE - 1)
 
 
 def test_a_prompt_of_less_than_a_block(p, d):
@@ -165,7 +149,7 @@ def test_a_decoder_with_other_blocks(p, plain):
     assert tokens(ask(d, prompts, prefilled(p, prompts))) == tokens(ask(plain, prompts, [None] * 2))
     counted = [one for one in counted if one]
     assert sum(sum(one["nixl_bytes_transferred"]) for one in counted) == (30 + 3) * 16 * 2048
-    wait_until(lambda: all_are_free(p), LEASE - 1)
+    assert eventually(lambda: all_are_free(p), LEASE - 1)
     core_of(d).shutdown()
 
 
@@ -181,7 +165,7 @@ def test_nobody_comes_and_the_lease_gives_the_blocks_back(p):
     began = time.monotonic()
     prefilled(p, [prompt])
     assert not all_are_free(p)
-    wait_until(lambda: all_are_free(p))
+    assert eventually(lambda: all_are_free(p))
     assert time.monotonic() - began > LEASE
 
 

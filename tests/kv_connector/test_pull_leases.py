@@ -1,17 +1,10 @@
 """Leases on a clock of their own."""
 
 import pytest
+from kv_connector.pull_doubles import Clock
 
 from minivllm.kv_connector.nixl.worker import consumed_message, heartbeat_message, take_notifications
 from minivllm.kv_connector.pull_leases import REMEMBERED, Leases
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -21,7 +14,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def leases(clock) -> Leases:
-    leases = Leases(30.0, clock)
+    leases = Leases(30.0, clock.monotonic)
     leases.grant({"a": [1, 2], "b": [3]})
     return leases
 

@@ -8,21 +8,11 @@ from minivllm.errors import MinivllmError
 from minivllm.kv_connector.pull_params import RemotePrefill, check_flags, digest
 
 ANSWER = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_block_ids": [[1, 2, 3, 4]],
-    "remote_engine_id": "890d8357-40c6-4197-88bd-fc8b8f950f35",
-    "remote_request_id": "cmpl-req-1-0-ac5fa5b5",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5601,
-    "tp_size": 1,
-    "dcp_size": 1,
-    "pp_size": 1,
-    "remote_num_tokens": 473,
-    "remote_blocks_expiry_time": None,
-    "transfer_mode": "pull",
-    "remote_prefill_cached_tokens": 0,
-}
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3, 4]],
+    "remote_engine_id": "890d8357-40c6-4197-88bd-fc8b8f950f35", "remote_request_id": "cmpl-req-1-0-ac5fa5b5",
+    "remote_host": "127.0.0.1", "remote_port": 5601, "remote_num_tokens": 473, "remote_blocks_expiry_time": None,
+    "remote_prefill_cached_tokens": 0, "tp_size": 1, "dcp_size": 1, "pp_size": 1, "transfer_mode": "pull",
+}  # fmt: skip
 """As vLLM 0.32.0 answers it."""
 
 
@@ -32,39 +22,23 @@ def test_an_answer_of_vllm_is_read():
     )
 
 
-@pytest.mark.parametrize(
-    "key", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids"]
-)
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        "",
-        [],
-        -1,
-        True,
-        1.5,
-        {"a": 1},
-        [["1"]],
-        [[True]],
-        [[-1]],
-        [[1], [2]],
-        [[7, 8, 7]],
-        70000,
-        [[1 << 40]],
-        "\ud800",
-    ],
-)
-def test_a_value_that_is_none_is_refused_by_name(key, value):
-    with pytest.raises(MinivllmError, match=key):
-        RemotePrefill.of(ANSWER | {key: value}, 1)
-    with pytest.raises(MinivllmError, match=key):
-        RemotePrefill.of({name: given for name, given in ANSWER.items() if name != key}, 1)
+NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
+NONE_OF_THEM = [
+    None, "", [], -1, True, 1.5, {"a": 1}, [["1"]], [[True]], [[-1]], [[1], [2]], [[7, 8, 7]], 70000, [[1 << 40]],
+    "\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", NEEDED)
+def test_a_value_that_is_missing_or_none_is_refused_by_name(key):
+    missing = {name: value for name, value in ANSWER.items() if name != key}
+    for answer in (missing, *(ANSWER | {key: value} for value in NONE_OF_THEM)):
+        with pytest.raises(MinivllmError, match=key):
+            RemotePrefill.of(answer, 1)
 
 
 def test_what_may_be_missing_may():
-    few = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
-    assert RemotePrefill.of({key: ANSWER[key] for key in few}, 4).num_tokens is None
+    assert RemotePrefill.of({key: ANSWER[key] for key in NEEDED}, 4).num_tokens is None
     assert RemotePrefill.of(ANSWER | {"remote_block_ids": [7, 8]}, 1).block_ids == (7, 8)
 
 
@@ -106,11 +80,8 @@ def test_a_digest_is_of_the_tokens_and_not_of_the_machine():
 def test_flags():
     assert check_flags({}) == (False, False)
     assert check_flags({"do_remote_decode": True, "do_remote_prefill": None}) == (False, True)
-    for wrong in (
-        {"do_remote_prefill": 1},
-        {"do_remote_decode": "yes"},
-        {"do_remote_prefill": True, "do_remote_decode": True},
-    ):
+    both = {"do_remote_prefill": True, "do_remote_decode": True}
+    for wrong in ({"do_remote_prefill": 1}, {"do_remote_decode": "yes"}, both):
         with pytest.raises(MinivllmError, match="do_remote"):
             check_flags(wrong)
 

@@ -22,20 +22,14 @@ METHODS = {
     name: found for path in VLLM.values() if isinstance(path, dict) for name, found in path.items() if "." in name
 }
 ENGINE_ARGS = VLLM["vllm/engine/arg_utils.py"]["EngineArgs"]
-OWN = {
-    "device",
-    "multiprocess",
-    "parts",
-    "static_batching",
-    "use_kv_cache",
-}
+OWN = {"device", "multiprocess", "parts", "static_batching", "use_kv_cache"}
 """Arguments of the engine that vLLM lacks."""
 BY_KEYWORDS = "SamplingParams.from_optional"
 """It hands keywords on, so that its parameters are those of a dataclass."""
 
 
 def defaults(arguments: dict) -> dict:
-    """The defaults that are literals, but for the model."""
+    """Return the defaults that are literals, but for the model."""
     return {name: value["default"] for name, value in arguments.items() if "default" in value and name != "model"}
 
 
@@ -75,10 +69,9 @@ def test_none_of_the_optional_parameters_means_the_default():
     assert SamplingParams.from_optional(logit_bias={"5": 1.0}).logit_bias == {5: 1.0}
 
 
-@pytest.mark.parametrize(("path", "names"), [("vllm/outputs.py", ("CompletionOutput", "RequestOutput"))])
-def test_outputs_have_vllms_fields(path, names):
-    for name in names:
-        assert all(hasattr(getattr(minivllm, name), field) for field in VLLM[path][name])
+def test_outputs_have_vllms_fields():
+    for name in ("CompletionOutput", "RequestOutput"):
+        assert all(hasattr(getattr(minivllm, name), field) for field in VLLM["vllm/outputs.py"][name])
     completion = minivllm.CompletionOutput(0, "a", [1], None, None)
     output = minivllm.RequestOutput("0", "p", [0], None, [completion], True)
     assert "request_id='0', prompt='p', prompt_token_ids=[0], prompt_logprobs=None, outputs=[Comp" in repr(output)

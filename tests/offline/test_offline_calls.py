@@ -58,12 +58,8 @@ def test_a_conversation_is_its_prompt_by_the_template_without_special_tokens_add
 def test_a_template_sees_tools_and_keywords_and_may_leave_the_last_message_open(idle):
     template = "{{ bos_token }}{{ tools[0].name }} {{ mood }} {% for m in messages %}{{ m.content }}!{% endfor %}"
     tools, kwargs = [{"name": "look"}], {"mood": "glad"}
-    options = {
-        "chat_template": template,
-        "tools": tools,
-        "chat_template_kwargs": kwargs,
-        "add_generation_prompt": False,
-    }
+    options = {"chat_template": template, "tools": tools, "chat_template_kwargs": kwargs}
+    options["add_generation_prompt"] = False
     [output] = idle.chat([{"role": "user", "content": "a"}], GREEDY, **options)
     assert output.prompt == "<|endoftext|>look glad a!"
     [output] = idle.chat([{"role": "user", "content": "a"}], GREEDY, **options, continue_final_message=True)

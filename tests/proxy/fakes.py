@@ -28,7 +28,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class Got:
-    """A request as a server has got it; headers by their names in lower case."""
+    """A request that a server has received; headers by their names in lower case."""
 
     path: str
     headers: dict[str, str]
@@ -60,7 +60,7 @@ async def stream(request: web.Request) -> web.StreamResponse:
 
 
 async def breaks_off(request: web.Request) -> web.StreamResponse:
-    """Two pieces of a stream, then the connection is gone, in the middle of an event."""
+    """Send two pieces of a stream and hang up in the middle of an event."""
     reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await reply.prepare(request)
     for event in EVENTS[:2]:
@@ -76,7 +76,7 @@ async def never(request: web.Request) -> web.StreamResponse:
 
 
 async def begins(request: web.Request) -> web.StreamResponse:
-    """One event, and then nothing more."""
+    """Send one event and then nothing more."""
     reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await reply.prepare(request)
     await reply.write(EVENTS[0])
@@ -94,7 +94,7 @@ def hang_up(request: web.Request) -> None:
 
 
 async def completes(request: web.Request) -> web.StreamResponse:
-    """What a decode server does."""
+    """Answer as a decode server does."""
     return await (stream if (await request.json()).get("stream") else whole)(request)
 
 
@@ -110,6 +110,7 @@ class Fake:
     num_left: int = 0
     health: int = 200
     health_delay: float = 0.0
+    runs: bool = True
     port: int = field(default_factory=free_port)
 
     @property
@@ -156,7 +157,7 @@ class Setting:
             return reply.status, await reply.read()
 
     def upstream(self, server: "Fake") -> Upstream:
-        """How the proxy knows this server."""
+        """Return this server as the proxy knows it."""
         return next(one for one in self.proxy.servers if one.url == server.url)
 
     def metric(self, name: str, **labels: str) -> float:
@@ -165,15 +166,15 @@ class Setting:
 
 @asynccontextmanager
 async def setting(
-    prefill: list[Fake] | None = None, decode: list[Fake] | None = None, absent: tuple[Fake, ...] = (), **settings: Any
+    prefill: list[Fake] | None = None, decode: list[Fake] | None = None, **settings: Any
 ) -> AsyncIterator[Setting]:
-    """A proxy before these servers; those that are `absent` do not run."""
+    """Start a proxy before these servers."""
     prefill, decode = prefill or [Fake(prefills)], decode or [Fake(completes)]
     settings = {"health_interval": 60.0, **settings}
     args = ProxyArgs(prefill=[one.url for one in prefill], decode=[one.url for one in decode], port=0, **settings)
     async with AsyncExitStack() as stack:
         for one in (*prefill, *decode):
-            if one not in absent:
+            if one.runs:
                 stack.push_async_callback((await one.start()).cleanup)
         proxy = Proxy(args)
         await proxy.start()

@@ -1,6 +1,7 @@
 """The proxy before servers that only record: what each is sent, what the client gets, and what if one fails."""
 
 import asyncio
+import inspect
 import json
 import signal
 import subprocess
@@ -40,13 +41,24 @@ BODY = {"model": "tiny-python", "prompt": "def add(a, b):", "temperature": 0, "m
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 9}
 
 
-def with_setting(test: Callable[[Setting], Awaitable[None]], **given: Any) -> None:
-    async def run() -> None:
-        async with setting(**given) as there, asyncio.timeout(20):
-            await test(there)
+def proxied(servers: Callable[..., dict[str, Any]] = lambda **_: {}) -> Callable[[Callable[..., Any]], Any]:
+    """Run a test in a loop, as `test(there, ...)`, with what `servers(...)` says; both get the test's arguments."""
 
-    with ThreadPoolExecutor(1) as thread:  # a browser's test may have left its event loop in this one
-        thread.submit(asyncio.run, run()).result()
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        async def run(arguments: dict[str, Any]) -> None:
+            async with setting(**servers(**arguments)) as there, asyncio.timeout(20):
+                await test(there, **arguments)
+
+        def in_a_loop(**arguments: Any) -> None:
+            with ThreadPoolExecutor(1) as thread:  # a browser's test may have left its event loop in this one
+                thread.submit(asyncio.run, run(arguments)).result()
+
+        in_a_loop.__name__, in_a_loop.__doc__ = test.__name__, test.__doc__
+        parameters = list(inspect.signature(test).parameters.values())[1:]
+        in_a_loop.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return in_a_loop
+
+    return decorate
 
 
 def test_the_bodies_are_those_that_vllm_was_sent():
@@ -55,34 +67,30 @@ def test_the_bodies_are_those_that_vllm_was_sent():
     assert decode_body(asked, GOLDEN["P"]["kv_transfer_params"]) == to_decode
 
 
-def test_both_servers_are_sent_the_same_id_and_key_and_the_client_gets_the_decode_servers_bytes():
-    async def test(there: Setting) -> None:
-        headers = {"X-Request-Id": "req-1", "Authorization": "Bearer secret", "X-Other": "1"}
-        assert await there.post(BODY, **headers) == (200, WHOLE)
-        (to_prefill,), (to_decode,) = there.prefill[0].got, there.decode[0].got
-        assert to_prefill.body == BODY | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASK_TO_KEEP}
-        assert to_decode.body == BODY | {"kv_transfer_params": PARAMS}
-        for got in (to_prefill, to_decode):
-            assert got.path == "/v1/completions"
-            assert {"x-request-id": "req-1", "authorization": "Bearer secret"}.items() <= got.headers.items()
-            assert got.headers["content-type"] == "application/json"
-            assert "x-other" not in got.headers
-
-    with_setting(test)
+@proxied()
+async def test_both_servers_are_sent_the_same_id_and_key_and_the_client_gets_the_decode_servers_bytes(there: Setting):
+    headers = {"X-Request-Id": "req-1", "Authorization": "Bearer secret", "X-Other": "1"}
+    assert await there.post(BODY, **headers) == (200, WHOLE)
+    (to_prefill,), (to_decode,) = there.prefill[0].got, there.decode[0].got
+    assert to_prefill.body == BODY | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASK_TO_KEEP}
+    assert to_decode.body == BODY | {"kv_transfer_params": PARAMS}
+    for got in (to_prefill, to_decode):
+        assert got.path == "/v1/completions"
+        assert {"x-request-id": "req-1", "authorization": "Bearer secret"}.items() <= got.headers.items()
+        assert got.headers["content-type"] == "application/json"
+        assert "x-other" not in got.headers
 
 
-def test_without_an_id_both_get_the_same_new_one_and_no_key():
-    async def test(there: Setting) -> None:
-        for _ in range(2):
-            await there.post(CHAT, "/v1/chat/completions")
-        ids = [[got.headers["x-request-id"] for got in one.got] for one in (*there.prefill, *there.decode)]
-        assert ids[0] == ids[1]
-        assert len(set(ids[0])) == 2
-        assert {got.path for got in there.decode[0].got} == {"/v1/chat/completions"}
-        assert all("authorization" not in got.headers for got in there.prefill[0].got)
-        assert there.prefill[0].got[0].body["max_completion_tokens"] == 1
-
-    with_setting(test)
+@proxied()
+async def test_without_an_id_both_get_the_same_new_one_and_no_key(there: Setting):
+    for _ in range(2):
+        await there.post(CHAT, "/v1/chat/completions")
+    ids = [[got.headers["x-request-id"] for got in one.got] for one in (*there.prefill, *there.decode)]
+    assert ids[0] == ids[1]
+    assert len(set(ids[0])) == 2
+    assert {got.path for got in there.decode[0].got} == {"/v1/chat/completions"}
+    assert all("authorization" not in got.headers for got in there.prefill[0].got)
+    assert there.prefill[0].got[0].body["max_completion_tokens"] == 1
 
 
 @pytest.mark.parametrize(
@@ -100,15 +108,15 @@ def test_without_an_id_both_get_the_same_new_one_and_no_key():
         ({"prompt": ["one"]}, {"prompt": ["one"]}),
     ],
 )
-def test_what_the_prefill_server_is_asked_for(further: dict[str, Any], to_prefill: dict[str, Any]):
-    async def test(there: Setting) -> None:
-        status, _ = await there.post(BODY | further)
-        assert status == 200
-        wanted = BODY | to_prefill | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASK_TO_KEEP}
-        assert there.prefill[0].got[0].body == wanted
-        assert there.decode[0].got[0].body == BODY | further | {"kv_transfer_params": PARAMS}
-
-    with_setting(test)
+@proxied()
+async def test_what_the_prefill_server_is_asked_for(
+    there: Setting, further: dict[str, Any], to_prefill: dict[str, Any]
+):
+    status, _ = await there.post(BODY | further)
+    assert status == 200
+    wanted = BODY | to_prefill | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASK_TO_KEEP}
+    assert there.prefill[0].got[0].body == wanted
+    assert there.decode[0].got[0].body == BODY | further | {"kv_transfer_params": PARAMS}
 
 
 @pytest.mark.parametrize(
@@ -120,36 +128,30 @@ def test_what_the_prefill_server_is_asked_for(further: dict[str, Any], to_prefil
         ({"echo": True, "logprobs": 0}, "prompt_logprobs"),
     ],
 )
-def test_what_cannot_be_kept_the_decode_server_computes_alone(further: dict[str, Any], way: str):
-    async def test(there: Setting) -> None:
-        assert await there.post(BODY | further) == (200, WHOLE)
-        assert there.prefill[0].got == []
-        assert there.decode[0].got[0].body == BODY | further
-        assert there.metric("ways_total", way=way) == 1
-
-    with_setting(test)
+@proxied()
+async def test_what_cannot_be_kept_the_decode_server_computes_alone(there: Setting, further: dict[str, Any], way: str):
+    assert await there.post(BODY | further) == (200, WHOLE)
+    assert there.prefill[0].got == []
+    assert there.decode[0].got[0].body == BODY | further
+    assert there.metric("ways_total", way=way) == 1
 
 
-def test_a_prefill_server_that_keeps_nothing_leaves_it_to_the_decode_server():
-    async def test(there: Setting) -> None:
-        assert await there.post(BODY) == (200, WHOLE)
-        assert there.decode[0].got[0].body == BODY
-        assert there.metric("ways_total", way="not_kept") == 1
-
-    with_setting(test, prefill=[Fake(json_reply({"kv_transfer_params": None}))])
+@proxied(lambda: {"prefill": [Fake(json_reply({"kv_transfer_params": None}))]})
+async def test_a_prefill_server_that_keeps_nothing_leaves_it_to_the_decode_server(there: Setting):
+    assert await there.post(BODY) == (200, WHOLE)
+    assert there.decode[0].got[0].body == BODY
+    assert there.metric("ways_total", way="not_kept") == 1
 
 
-def test_a_stream_comes_byte_for_byte_and_at_once():
-    async def test(there: Setting) -> None:
-        pieces, whole = [], BODY | {"stream": True}
-        async with there.client.post(there.url + "/v1/completions", json=whole) as reply:
-            assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-            async for piece in reply.content.iter_any():
-                pieces.append(piece)
-        assert b"".join(pieces) == b"".join(EVENTS)
-        assert len(pieces) > 1
-
-    with_setting(test)
+@proxied()
+async def test_a_stream_comes_byte_for_byte_and_at_once(there: Setting):
+    pieces, whole = [], BODY | {"stream": True}
+    async with there.client.post(there.url + "/v1/completions", json=whole) as reply:
+        assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        async for piece in reply.content.iter_any():
+            pieces.append(piece)
+    assert b"".join(pieces) == b"".join(EVENTS)
+    assert len(pieces) > 1
 
 
 @pytest.mark.parametrize(
@@ -161,16 +163,14 @@ def test_a_stream_comes_byte_for_byte_and_at_once():
         (b'{"prompt": "a", "kv_transfer_params": {"remote_host": "10.0.0.1"}}', "kv_transfer_params"),
     ],
 )
-def test_nonsense_is_a_400_and_goes_to_nobody(content: bytes, words: str):
-    async def test(there: Setting) -> None:
-        headers = {"Content-Type": "application/json"}
-        async with there.client.post(there.url + "/v1/completions", data=content, headers=headers) as reply:
-            error = (await reply.json())["error"]
-            assert (reply.status, error["code"], error["type"]) == (400, 400, "BadRequestError")
-            assert words in error["message"]
-        assert there.prefill[0].got == there.decode[0].got == []
-
-    with_setting(test)
+@proxied()
+async def test_nonsense_is_a_400_and_goes_to_nobody(there: Setting, content: bytes, words: str):
+    headers = {"Content-Type": "application/json"}
+    async with there.client.post(there.url + "/v1/completions", data=content, headers=headers) as reply:
+        error = (await reply.json())["error"]
+        assert (reply.status, error["code"], error["type"]) == (400, 400, "BadRequestError")
+        assert words in error["message"]
+    assert there.prefill[0].got == there.decode[0].got == []
 
 
 # Failures, phase by phase
@@ -183,210 +183,174 @@ def error_of(content: bytes) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
-def test_what_the_prefill_server_refuses_is_the_reply(status: int):
-    refusal = {"error": {"message": "no", "type": "BadRequestError", "param": "n", "code": status}}
-
-    async def test(there: Setting) -> None:
-        found, content = await there.post(BODY)
-        assert (found, json.loads(content)) == (status, refusal)
-        assert [len(one.got) for one in there.prefill] == [1, 0]
-        assert there.decode[0].got == []
-
-    with_setting(test, prefill=[Fake(json_reply(refusal, status)), Fake(prefills)])
+@proxied(lambda status: {"prefill": [Fake(json_reply({"error": "its"}, status)), Fake(prefills)]})
+async def test_what_the_prefill_server_refuses_is_the_reply(there: Setting, status: int):
+    assert await there.post(BODY) == (status, b'{"error": "its"}')
+    assert [len(one.got) for one in there.prefill] == [1, 0]
+    assert there.decode[0].got == []
 
 
 @pytest.mark.parametrize("first", [dies, json_reply({}, 500), json_reply({}, 503)])
-def test_another_prefill_server_is_asked_where_one_fails(first):
-    async def test(there: Setting) -> None:
-        assert await there.post(BODY) == (200, WHOLE)
-        assert [len(one.got) for one in there.prefill] == [1, 1]
-
-    with_setting(test, prefill=[Fake(first), Fake(prefills)])
+@proxied(lambda first: {"prefill": [Fake(first), Fake(prefills)]})
+async def test_another_prefill_server_is_asked_where_one_fails(there: Setting, first):
+    assert await there.post(BODY) == (200, WHOLE)
+    assert [len(one.got) for one in there.prefill] == [1, 1]
 
 
-def test_the_last_prefill_servers_error_is_the_reply_where_all_fail():
-    async def test(there: Setting) -> None:
-        assert await there.post(BODY) == (503, b'{"of": 2}')
-
-    with_setting(test, prefill=[Fake(json_reply({"of": 1}, 500)), Fake(json_reply({"of": 2}, 503))])
+@proxied(lambda: {"prefill": [Fake(json_reply({"of": 1}, 500)), Fake(json_reply({"of": 2}, 503))]})
+async def test_the_last_prefill_servers_error_is_the_reply_where_all_fail(there: Setting):
+    assert await there.post(BODY) == (503, b'{"of": 2}')
 
 
-def test_without_a_prefill_server_the_reply_is_a_503_in_openais_form():
-    gone = Fake(prefills)
-
-    async def test(there: Setting) -> None:
-        for _ in range(2):
-            status, content = await there.post(BODY)
-            assert (status, error_of(content)) == (503, (503, "ServiceUnavailableError"))
-        async with there.client.get(there.url + "/health") as reply:
-            assert reply.status == 503
-        assert there.decode[0].got == []
-
-    with_setting(test, prefill=[gone], absent=(gone,))
+@proxied(lambda: {"prefill": [Fake(prefills, runs=False)]})
+async def test_without_a_prefill_server_the_reply_is_a_503_in_openais_form(there: Setting):
+    for _ in range(2):
+        status, content = await there.post(BODY)
+        assert (status, error_of(content)) == (503, (503, "ServiceUnavailableError"))
+    async with there.client.get(there.url + "/health") as reply:
+        assert reply.status == 503
+    assert there.decode[0].got == []
 
 
 @pytest.mark.parametrize("answer", [json_reply([1]), json_reply({"kv_transfer_params": [1]})])
-def test_a_prefill_server_that_answers_nonsense_is_a_502(answer):
-    async def test(there: Setting) -> None:
-        status, content = await there.post(BODY)
-        assert (status, error_of(content)) == (502, (502, "BadGatewayError"))
-
-    with_setting(test, prefill=[Fake(answer)])
+@proxied(lambda answer: {"prefill": [Fake(answer)]})
+async def test_a_prefill_server_that_answers_nonsense_is_a_502(there: Setting, answer):
+    status, content = await there.post(BODY)
+    assert (status, error_of(content)) == (502, (502, "BadGatewayError"))
 
 
-def test_another_decode_server_is_asked_where_one_is_gone_or_full():
-    gone, full = Fake(completes), Fake(json_reply({}, 503))
-
-    async def test(there: Setting) -> None:
-        for one in there.proxy.servers:
-            one.trouble = None  # as if it had died a moment ago
-        assert await there.post(BODY) == (200, WHOLE)
-        assert [len(one.got) for one in there.decode] == [0, 1, 1]
-        assert len(there.prefill[0].got) == 1  # what it keeps was fetched by nobody, so it is asked once
-        assert there.decode[2].got[0].body["kv_transfer_params"] == PARAMS
-
-    with_setting(test, decode=[gone, full, Fake(completes)], absent=(gone,))
+@proxied(lambda: {"decode": [Fake(completes, runs=False), Fake(json_reply({}, 503)), Fake(completes)]})
+async def test_another_decode_server_is_asked_where_one_is_gone_or_full(there: Setting):
+    for one in there.proxy.servers:
+        one.trouble = None  # as if it had died a moment ago
+    assert await there.post(BODY) == (200, WHOLE)
+    assert [len(one.got) for one in there.decode] == [0, 1, 1]
+    assert len(there.prefill[0].got) == 1  # what it keeps was fetched by nobody, so it is asked once
+    assert there.decode[2].got[0].body["kv_transfer_params"] == PARAMS
 
 
-def test_a_decode_server_that_dies_with_the_request_is_a_502_and_no_other_is_asked():
-    async def test(there: Setting) -> None:
-        status, content = await there.post(BODY)
-        assert (status, error_of(content)) == (502, (502, "BadGatewayError"))
-        assert [len(one.got) for one in there.decode] == [1, 0]
-        assert await there.post(BODY) == (200, WHOLE)  # and until it is seen to be healthy, the other one is asked
-        assert [len(one.got) for one in there.decode] == [1, 1]
-
-    with_setting(test, decode=[Fake(dies), Fake(completes)])
+@proxied(lambda: {"decode": [Fake(dies), Fake(completes)]})
+async def test_a_decode_server_that_dies_with_the_request_is_a_502_and_no_other_is_asked(there: Setting):
+    status, content = await there.post(BODY)
+    assert (status, error_of(content)) == (502, (502, "BadGatewayError"))
+    assert [len(one.got) for one in there.decode] == [1, 0]
+    assert await there.post(BODY) == (200, WHOLE)  # and until it is seen to be healthy, the other one is asked
+    assert [len(one.got) for one in there.decode] == [1, 1]
 
 
 @pytest.mark.parametrize("status", [400, 500])
-def test_what_the_decode_server_answers_is_the_reply(status: int):
-    async def test(there: Setting) -> None:
-        assert await there.post(BODY | {"stream": True}) == (status, b'{"error": "its"}')
-
-    with_setting(test, decode=[Fake(json_reply({"error": "its"}, status))])
+@proxied(lambda status: {"decode": [Fake(json_reply({"error": "its"}, status))]})
+async def test_what_the_decode_server_answers_is_the_reply(there: Setting, status: int):
+    assert await there.post(BODY | {"stream": True}) == (status, b'{"error": "its"}')
 
 
-def test_a_stream_that_breaks_off_ends_with_an_error_and_done():
-    async def test(there: Setting) -> None:
-        status, content = await there.post(BODY | {"stream": True})
-        *_, broken, error, done, rest = content.split(b"\n\n")
-        assert status == 200
-        assert content.startswith(EVENTS[0])
-        assert broken == EVENTS[1]
-        assert error_of(error.removeprefix(b"data: ")) == (502, "BadGatewayError")
-        assert (done, rest) == (b"data: [DONE]", b"")
-
-    with_setting(test, decode=[Fake(breaks_off)])
+@proxied(lambda: {"decode": [Fake(breaks_off)]})
+async def test_a_stream_that_breaks_off_ends_with_an_error_and_done(there: Setting):
+    status, content = await there.post(BODY | {"stream": True})
+    *_, broken, error, done, rest = content.split(b"\n\n")
+    assert status == 200
+    assert content.startswith(EVENTS[0])
+    assert broken == EVENTS[1]
+    assert error_of(error.removeprefix(b"data: ")) == (502, "BadGatewayError")
+    assert (done, rest) == (b"data: [DONE]", b"")
 
 
 # Clients that leave
 
 
-@pytest.mark.parametrize("stage", ["prefill", "decode", "stream"])
-def test_a_client_that_leaves_ends_its_request_on_the_server(stage: str):
-    waits = Fake(begins if stage == "stream" else never)
-    given = {"prefill": [waits]} if stage == "prefill" else {"decode": [waits]}
+@pytest.mark.parametrize(("stage", "waits"), [("prefill", never), ("decode", never), ("decode", begins)])
+@proxied(lambda stage, waits: {stage: [Fake(waits)]})
+async def test_a_client_that_leaves_ends_its_request_on_the_server(there: Setting, stage: str, waits):
+    [server] = getattr(there, stage)
 
-    async def test(there: Setting) -> None:
-        async def ask() -> None:
-            async with there.client.post(there.url + "/v1/completions", json=BODY | {"stream": True}) as reply:
-                assert await reply.content.readany() == EVENTS[0]
-                began.set()
-                await reply.read()
+    async def ask() -> None:
+        async with there.client.post(there.url + "/v1/completions", json=BODY | {"stream": True}) as reply:
+            assert await reply.content.readany() == EVENTS[0]
+            began.set()
+            await reply.read()
 
-        began, asking = asyncio.Event(), None
-        asking = asyncio.create_task(ask())
-        await (began.wait() if stage == "stream" else eventually(lambda: bool(waits.got)))
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        await eventually(lambda: waits.num_left == 1)
-        assert all(there.upstream(one).trouble is None for one in (*there.prefill, *there.decode))
-
-    with_setting(test, **given)
+    began, asking = asyncio.Event(), asyncio.create_task(ask())
+    await (began.wait() if waits is begins else eventually(lambda: bool(server.got)))
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await eventually(lambda: server.num_left == 1)
+    assert all(there.upstream(one).trouble is None for one in (*there.prefill, *there.decode))
 
 
 # Health, limits, the end
 
 
-def test_a_server_is_not_asked_until_it_is_healthy_again():
-    second = Fake(prefills, health=503)
-
-    async def test(there: Setting) -> None:
-        for _ in range(3):
-            await there.post(BODY)
-        assert [len(one.got) for one in there.prefill] == [3, 0]
-        second.health = 200
-        await eventually(lambda: there.upstream(second).trouble is None)
-        for _ in range(4):
-            await there.post(BODY)
-        assert [len(one.got) for one in there.prefill] == [5, 2]
-
-    with_setting(test, prefill=[Fake(prefills), second], health_interval=0.05)
+@proxied(lambda: {"prefill": [Fake(prefills), Fake(prefills, health=503)], "health_interval": 0.05})
+async def test_a_server_is_not_asked_until_it_is_healthy_again(there: Setting):
+    _, second = there.prefill
+    for _ in range(3):
+        await there.post(BODY)
+    assert [len(one.got) for one in there.prefill] == [3, 0]
+    second.health = 200
+    await eventually(lambda: there.upstream(second).trouble is None)
+    for _ in range(4):
+        await there.post(BODY)
+    assert [len(one.got) for one in there.prefill] == [5, 2]
 
 
-def test_a_server_that_is_late_with_its_health_is_asked_on_for_a_while(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minivllm.entrypoints.proxy.proxy.SECONDS_TO_SAY_HEALTHY", 0.4)
-    late = Fake(prefills, health_delay=PATIENCE)
-
-    async def test(there: Setting) -> None:
-        upstream = there.upstream(late)
-        assert (upstream.num_late, upstream.trouble) == (1, None)
-        await upstream.look()
-        assert (await there.post(BODY))[0] == 200, "it may only be busy"
-        await upstream.look()
-        assert upstream.trouble is not None, "busy for too long"
-        late.health_delay = 0
-        await upstream.look()
-        assert (upstream.num_late, upstream.trouble) == (0, None)
-
-    with_setting(test, prefill=[late])
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a server have a moment to say that it is healthy."""
+    monkeypatch.setattr("minivllm.entrypoints.proxy.proxy.SECONDS_TO_SAY_HEALTHY", 0.25)
 
 
+@pytest.mark.usefixtures("impatient")
+@proxied(lambda: {"prefill": [Fake(prefills, health_delay=PATIENCE)]})
+async def test_a_server_that_is_late_with_its_health_is_asked_on_for_a_while(there: Setting):
+    [late] = there.prefill
+    upstream = there.upstream(late)
+    assert (upstream.num_late, upstream.trouble) == (1, None)
+    await upstream.look()
+    assert (await there.post(BODY))[0] == 200, "it may only be busy"
+    await upstream.look()
+    assert upstream.trouble is not None, "busy for too long"
+    late.health_delay = 0
+    await upstream.look()
+    assert (upstream.num_late, upstream.trouble) == (0, None)
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_waits_for_a_server_that_has_fallen_silent_is_told(monkeypatch: pytest.MonkeyPatch, stream: bool):
-    monkeypatch.setattr("minivllm.entrypoints.proxy.proxy.SECONDS_TO_SAY_HEALTHY", 0.1)
-    hangs = Fake(begins if stream else never)
-
-    async def test(there: Setting) -> None:
-        upstream = there.upstream(hangs)
-        asking = asyncio.create_task(there.post(BODY | {"stream": stream}))
-        await eventually(lambda: bool(hangs.got))
-        await asyncio.sleep(0.05)
-        hangs.health_delay = PATIENCE
-        for _ in range(3):
-            assert not asking.done()
-            await upstream.look()
-        status, content = await asking
-        assert status == (200 if stream else 502)
-        assert b"BadGatewayError" in content
-        assert content.endswith(b"data: [DONE]\n\n") == stream
-
-    with_setting(test, decode=[hangs])
+@proxied(lambda stream: {"decode": [Fake(begins if stream else never)]})
+async def test_whoever_waits_for_a_server_that_has_fallen_silent_is_told(there: Setting, stream: bool):
+    [hangs] = there.decode
+    upstream = there.upstream(hangs)
+    asking = asyncio.create_task(there.post(BODY | {"stream": stream}))
+    await eventually(lambda: bool(hangs.got))
+    await asyncio.sleep(0.05)
+    hangs.health_delay = PATIENCE
+    for _ in range(3):
+        assert not asking.done()
+        await upstream.look()
+    status, content = await asking
+    assert status == (200 if stream else 502)
+    assert b"BadGatewayError" in content
+    assert content.endswith(b"data: [DONE]\n\n") == stream
 
 
-def test_models_are_a_servers():
-    async def test(there: Setting) -> None:
-        async with there.client.get(there.url + "/v1/models") as reply:
-            assert (await reply.json())["data"][0]["id"] == there.decode[0].url
-
-    with_setting(test)
+@proxied()
+async def test_models_are_a_servers(there: Setting):
+    async with there.client.get(there.url + "/v1/models") as reply:
+        assert (await reply.json())["data"][0]["id"] == there.decode[0].url
 
 
-def test_at_the_end_every_client_is_answered():
-    async def test(there: Setting) -> None:
-        streamed = asyncio.create_task(there.post(BODY | {"stream": True}))
-        await eventually(lambda: bool(there.decode[0].got))
-        there.prefill[0].answer = never
-        whole = asyncio.create_task(there.post(BODY))
-        await eventually(lambda: len(there.prefill[0].got) == 2)
-        there.proxy.end_requests()
-        assert error_of((await whole)[1]) == (503, "ServiceUnavailableError")
-        *_, error, done, _ = (await streamed)[1].split(b"\n\n")
-        assert error_of(error.removeprefix(b"data: ")) == (503, "ServiceUnavailableError")
-        assert done == b"data: [DONE]"
-
-    with_setting(test, decode=[Fake(begins)])
+@proxied(lambda: {"decode": [Fake(begins)]})
+async def test_at_the_end_every_client_is_answered(there: Setting):
+    streamed = asyncio.create_task(there.post(BODY | {"stream": True}))
+    await eventually(lambda: bool(there.decode[0].got))
+    there.prefill[0].answer = never
+    whole = asyncio.create_task(there.post(BODY))
+    await eventually(lambda: len(there.prefill[0].got) == 2)
+    there.proxy.end_requests()
+    assert error_of((await whole)[1]) == (503, "ServiceUnavailableError")
+    *_, error, done, _ = (await streamed)[1].split(b"\n\n")
+    assert error_of(error.removeprefix(b"data: ")) == (503, "ServiceUnavailableError")
+    assert done == b"data: [DONE]"
 
 
 def test_the_process_ends_at_a_signal_and_loads_no_torch():

@@ -104,13 +104,10 @@ def test_a_stream(pair: Pair):
     assert texts[0] == texts[1]
 
 
-def test_a_chat(pair: Pair):
+def test_chats_ids_models_and_refusals_pass_through(pair: Pair):
     said = [client.post("/v1/chat/completions", json=CHAT).json() for client in (pair.client, pair.prefill.client)]
     assert said[0]["choices"][0]["message"] == said[1]["choices"][0]["message"]
     assert said[0]["usage"] == said[1]["usage"]
-
-
-def test_ids_models_and_refusals_pass_through(pair: Pair):
     reply = pair.client.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "mine"})
     assert reply.json()["id"] == "cmpl-mine"
     assert pair.client.get("/v1/models").json()["data"][0]["id"] == "tiny-python"
@@ -155,7 +152,7 @@ def test_prompts_came_over_the_wire_and_are_counted(pair: Pair):
 
 
 def metrics_of(client: httpx.Client) -> dict[str, float]:
-    """Values by name and labels."""
+    """Return values by name and labels."""
     lines = client.get("/metrics").text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in pairs}

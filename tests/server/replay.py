@@ -1,4 +1,4 @@
-"""Compares a server's answers with recorded ones.
+"""Compare a server's answers with recorded ones.
 
 What may differ: ids, times, fingerprints, permissions, paths; a null field may be absent; log probabilities by 0.002;
 several tokens of a stream may come in one event; the wording of errors, but not their status, type, code and param.
@@ -35,7 +35,7 @@ LABELS = {"model_name", "engine", "finished_reason", "le"}
 
 
 def differences(entry: dict[str, Any], status: int, kind: str, body: str) -> list[str]:
-    """Where an answer differs from the recorded one; empty if it does not."""
+    """Say where an answer differs from the recorded one; empty if it does not."""
     if status != entry["status"]:
         return [f"status {status} instead of {entry['status']}: {body[:200]}"]
     if kind.split(";")[0] != entry["content_type"].split(";")[0]:
@@ -74,7 +74,7 @@ def _values(wanted: Any, found: Any, free: bool, path: str = "") -> Iterator[str
 
 
 def _folded(body: str) -> dict[str, Any]:
-    """A stream as what counts of it: the order of its kinds of events, and each choice with its deltas joined."""
+    """Reduce a stream to the order of its kinds of events and each choice with its deltas joined."""
     order: list[str] = []
     choices: dict[int, dict[str, Any]] = {}
     usage, ids = None, set()
@@ -118,9 +118,7 @@ def _metrics(wanted: str, found: str) -> Iterator[str]:
     for name in (f"vllm:{name}" for name in FAMILIES):
         if _kind(found, name) != _kind(wanted, name):
             yield f"{name}: {_kind(found, name)} instead of {_kind(wanted, name)}"
-        elif missing := _labels(wanted, name) & {"model_name", "engine", "finished_reason", "le"} - _labels(
-            found, name
-        ):
+        elif missing := _labels(wanted, name) & LABELS - _labels(found, name):
             yield f"{name}: no labels {sorted(missing)}"
 
 

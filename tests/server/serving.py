@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import httpx
 import psutil
+
+from minivllm_lab.disaggregation.server_pair import free_ports
 
 MODEL = Path(__file__).parents[2] / "vllm" / "models" / "tiny-python"
 CHAT_TEMPLATE = Path(__file__).parent / "data" / "chat.jinja"
@@ -48,7 +49,7 @@ class Server:
         return Path(self.log.name).read_text()
 
     def processes(self) -> list[psutil.Process]:
-        """The server's process and those below it."""
+        """Return the server's process and those below it."""
         own = psutil.Process(self.process.pid)
         return [own, *own.children(recursive=True)]
 
@@ -56,12 +57,12 @@ class Server:
         return next(one for one in self.processes() if "minivllm.engine.core_main" in one.cmdline())
 
     def folder(self) -> Path:
-        """Where its sockets are."""
+        """Return the folder of its sockets."""
         command = self.core().cmdline()
         return Path(command[command.index("minivllm.engine.core_main") + 1])
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Sum a metric over its labels."""
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
@@ -87,6 +88,4 @@ def running(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[Serve
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports(1)[0]

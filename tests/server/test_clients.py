@@ -23,7 +23,7 @@ def request_bytes(body: bytes, path: str = "/v1/completions", *further: str) -> 
 
 
 def raw_request(server: Server, body: bytes, path: str = "/v1/completions", *further: str) -> socket.socket:
-    """A connection on which this request was sent, and nothing was read."""
+    """Open a connection and send this request, without reading anything."""
     connection = socket.create_connection(("127.0.0.1", server.port), 20)
     connection.sendall(request_bytes(body, path, *further))
     return connection
@@ -34,16 +34,20 @@ def is_idle(server: Server) -> bool:
     return not any(server.metric(name) for name in names)
 
 
+def number_aborted(server: Server) -> float:
+    lines = server.client.get("/metrics").text.splitlines()
+    [line] = [line for line in lines if "request_success_total" in line and 'finished_reason="abort"' in line]
+    return float(line.rsplit(" ", 1)[1])
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(base: Server, stream: bool):
-    aborted = base.metric('vllm:request_success_total{engine="0",finished_reason="abort"')
+    aborted = number_aborted(base)
     connection = raw_request(base, json.dumps(LONG | {"stream": stream}).encode())
     assert eventually(lambda: base.metric("vllm:num_requests_running") == 1)
     connection.close()
     assert eventually(lambda: is_idle(base))
-    text = base.client.get("/metrics").text
-    now = next(line for line in text.splitlines() if 'finished_reason="abort"' in line and "_total" in line)
-    assert float(now.rsplit(" ", 1)[1]) >= aborted + 1
+    assert number_aborted(base) >= aborted + 1
     assert base.client.get("/load").json() == {"server_load": 0}
 
 
@@ -61,7 +65,7 @@ def test_a_client_that_reads_slowly_holds_up_nobody_and_loses_nothing(base: Serv
 
 
 def test_a_crowd_of_which_a_third_leaves(base: Server):
-    """500 at once: half of them stream, and a third vanishes, before or after anything has come."""
+    """Half of them stream, and a third leaves before or after anything has come."""
     chance = random.Random(7)
 
     async def visit(index: int, leaves: bool, seconds: float) -> bytes | None:
@@ -80,24 +84,24 @@ def test_a_crowd_of_which_a_third_leaves(base: Server):
             writer.close()
 
     async def all_of_them() -> list[bytes | None]:
-        visitors = [(index, chance.random() < 1 / 3, chance.uniform(0, 1.0)) for index in range(500)]
+        visitors = [(index, chance.random() < 1 / 3, chance.uniform(0, 1.0)) for index in range(240)]
         return await asyncio.gather(*(visit(*visitor) for visitor in visitors))
 
     answers = [answer for answer in asyncio.run(all_of_them()) if answer is not None]
-    assert 300 < len(answers) < 370
+    assert 140 < len(answers) < 180
     assert all(answer.startswith(b"HTTP/1.1 200 OK") for answer in answers)
     streams = [answer for answer in answers if b"text/event-stream" in answer]
-    assert len(streams) > 100
+    assert len(streams) > 50
     assert all(b"data: [DONE]" in stream for stream in streams)
     assert eventually(lambda: is_idle(base))
 
 
+JSON = {"Content-Type": "application/json"}
 DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 NONSENSE = {
     "empty": b"",
     "not JSON": b"{",
     "a list": b"[]",
-    "null": b"null",
     "not UTF-8": b'{"prompt": "\xff\xfe"}',
     "half a character": b'{"prompt": "\\ud800", "max_tokens": 1}',
     "deep": DEEP,
@@ -119,7 +123,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize("name", NONSENSE)
 def test_nonsense_is_a_400(base: Server, name: str):
-    reply = base.client.post("/v1/completions", content=NONSENSE[name], headers={"Content-Type": "application/json"})
+    reply = base.client.post("/v1/completions", content=NONSENSE[name], headers=JSON)
     assert reply.status_code == 400, reply.text[:300]
     assert reply.json()["error"]["code"] == 400
     assert len(reply.content) < 20_000
@@ -127,8 +131,7 @@ def test_nonsense_is_a_400(base: Server, name: str):
 
 
 def test_a_name_that_is_no_text_is_quoted_readably(base: Server):
-    body = b'{"prompt": "a", "model": "\\ud800"}'
-    reply = base.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    reply = base.client.post("/v1/completions", content=b'{"prompt": "a", "model": "\\ud800"}', headers=JSON)
     assert reply.status_code == 404
     assert "ud800" in reply.json()["error"]["message"]
 
@@ -150,8 +153,7 @@ def test_a_huge_body_is_refused_before_it_is_read(base: Server):
         for _ in range(40):
             yield b" " * 2**20
 
-    headers = {"Content-Type": "application/json"}
-    assert base.client.post("/v1/completions", content=pieces(), headers=headers).status_code == 413
+    assert base.client.post("/v1/completions", content=pieces(), headers=JSON).status_code == 413
 
 
 def test_a_thousand_headers(base: Server):
@@ -162,21 +164,21 @@ def test_a_thousand_headers(base: Server):
 
 def test_many_wait_and_all_are_answered(base: Server):
     """More prompts than the engine computes at once, in one request."""
-    body = {"prompt": [[index % 4000 + 1] for index in range(2000)], "max_tokens": 1, "temperature": 0}
+    body = {"prompt": [[index % 4000 + 1] for index in range(600)], "max_tokens": 1, "temperature": 0}
     reply = base.client.post("/v1/completions", json=body).json()
-    assert [choice["index"] for choice in reply["choices"]] == list(range(2000))
+    assert [choice["index"] for choice in reply["choices"]] == list(range(600))
 
 
-def test_ten_thousand_wait_and_leave(base: Server):
+def test_thousands_wait_and_leave(base: Server):
     """The server answers others meanwhile, and has forgotten them at once when they are gone."""
     body = json.dumps(LONG | {"prompt": [[index + 1] for index in range(1000)], "stream": True}).encode()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total")
     before = sum(map(base.metric, names))  # on a slow machine the first have ended when the last are there
     with contextlib.ExitStack() as leaving:
-        for _ in range(10):
+        for _ in range(4):
             leaving.enter_context(raw_request(base, body))
-        assert reaches(lambda: sum(map(base.metric, names)), before + 10_000)
-        assert base.metric("vllm:num_requests_waiting") > 5000
+        assert reaches(lambda: sum(map(base.metric, names)), before + 4000)
+        assert base.metric("vllm:num_requests_waiting") > 1000
         assert base.client.get("/health").status_code == 200
         assert base.client.post("/tokenize", json={"prompt": "a"}).status_code == 200
     assert eventually(lambda: is_idle(base))
@@ -187,13 +189,18 @@ def test_choices_of_n_are_numbered_by_prompt_and_seeded_one_by_one(base: Server)
     body = {"prompt": [PROMPT, "import os\n"], "n": 3, "seed": 5, "max_tokens": 6, "temperature": 1.0}
     whole = base.client.post("/v1/completions", json=body).json()["choices"]
     assert [choice["index"] for choice in whole] == list(range(6))
+    texts = [choice["text"] for choice in whole]
+    assert len(set(texts)) > 2
     streamed = [""] * 6
-    with base.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as reply:
-        for line in reply.iter_lines():
-            for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
-                streamed[choice["index"]] += choice["text"]
-    assert streamed == [choice["text"] for choice in whole]
-    assert len(set(streamed)) > 2
+    for choice in streamed_choices(base, "completions", body):
+        streamed[choice["index"]] += choice["text"]
+    assert streamed == texts
+
+
+def streamed_choices(server: Server, path: str, body: dict) -> list[dict]:
+    lines = server.client.post(f"/v1/{path}", json=body | {"stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return [choice for event in events for choice in event["choices"]]
 
 
 def test_truncation_keeps_the_end_unless_told_otherwise(base: Server):
@@ -254,33 +261,21 @@ def test_answers_of_a_chat_are_numbered_and_seeded_one_by_one(chat: Server):
     whole = chat.client.post("/v1/chat/completions", json=body).json()["choices"]
     assert [choice["index"] for choice in whole] == [0, 1, 2]
     streamed, ends = [""] * 3, []
-    with chat.client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as reply:
-        for line in reply.iter_lines():
-            for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
-                streamed[choice["index"]] += choice["delta"].get("content") or ""
-                ends += [choice["index"]] if choice["finish_reason"] else []
+    for choice in streamed_choices(chat, "chat/completions", body):
+        streamed[choice["index"]] += choice["delta"].get("content") or ""
+        ends += [choice["index"]] if choice["finish_reason"] else []
     assert streamed == [choice["message"]["content"] for choice in whole]
     assert sorted(ends) == [0, 1, 2]
     assert len(set(streamed)) > 1
 
 
 @pytest.mark.parametrize(
-    ("path", "more", "param"),
-    [
-        ("completions", {"logprobs": 21}, "logprobs"),
-        ("completions", {"logprobs": -1}, "logprobs"),
-        ("completions", {"prompt_logprobs": 21}, "prompt_logprobs"),
-        ("completions", {"n": 16385, "temperature": 1}, None),
-        ("completions", {"n": 0}, None),
-        ("completions", {"prompt": ["a"] * 16385}, None),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "logprobs"),
-        ("chat/completions", {"n": 16385, "temperature": 1}, None),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
+    ("more", "param"),
+    [({"logprobs": 21}, "logprobs"), ({"prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt": ["a"] * 16385}, None)],
+    ids=["logprobs", "prompt_logprobs", "prompts"],
 )
-def test_what_a_request_may_ask_for_is_bounded(chat: Server, path: str, more: dict, param: str | None):
-    body = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
-    reply = chat.client.post(f"/v1/{path}", json=body | {"max_tokens": 1} | more)
+def test_what_a_request_may_ask_for_is_bounded(base: Server, more: dict, param: str | None):
+    reply = base.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1} | more)
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError"), reply.text[:200]
     assert reply.json()["error"]["param"] == param
 
@@ -290,13 +285,13 @@ PARTS = ("image_url", "video_url", "audio_url", "input_audio", "file")
 
 
 @pytest.mark.parametrize("kind", PARTS)
-@pytest.mark.parametrize("url", URLS, ids=lambda url: url.partition(":")[0])
-def test_a_request_reaches_neither_files_nor_addresses(chat: Server, kind: str, url: str):
-    part = {"type": kind, kind: {"url": url, "data": url, "file_data": url}}
-    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}], "max_tokens": 1}
-    reply = chat.client.post("/v1/chat/completions", json=body)
-    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")
-    assert "only texts are served" in reply.json()["error"]["message"]
+def test_a_request_reaches_neither_files_nor_addresses(chat: Server, kind: str):
+    for url in URLS:
+        part = {"type": kind, kind: {"url": url, "data": url, "file_data": url}}
+        body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}], "max_tokens": 1}
+        reply = chat.client.post("/v1/chat/completions", json=body)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")
+        assert "only texts are served" in reply.json()["error"]["message"]
 
 
 def test_a_request_brings_no_template(chat: Server):

@@ -129,18 +129,6 @@ def test_auto_needs_its_flags(base: Server):
     assert "--enable-auto-tool-choice and --tool-call-parser" in reply.json()["error"]["message"]
 
 
-def test_a_schema_that_is_none_is_refused(base: Server):
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
-    reply = base.client.post("/v1/completions", json={"prompt": "a", "response_format": form})
-    assert reply.status_code == 400
-    assert "Invalid type: nothing" in reply.json()["error"]["message"]
-    deep = {"$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(9000)}, "$ref": "#/$defs/a0"}
-    form["json_schema"]["schema"] = deep
-    reply = base.client.post("/v1/completions", json={"prompt": "a", "response_format": form})
-    assert reply.status_code == 400
-    assert "at most 262,144 are served" in reply.json()["error"]["message"]
-
-
 TOO_WIDE = {"grammar": "start: " + " | ".join(f'"w{number}"' for number in range(3000))}
 """Valid, and too large for the parser as soon as a token is accepted."""
 

@@ -34,7 +34,8 @@ def pair_of_cores(folder, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Server]:
-    with pair_of_cores(tmp_path_factory.mktemp("sockets"), "--xray") as server:
+    adapters = ("--enable-lora", "--lora-modules", f"a={ADAPTERS}/a", "--runtime-lora-path", str(ADAPTERS))
+    with pair_of_cores(tmp_path_factory.mktemp("sockets"), "--xray", *adapters) as server:
         yield server
 
 
@@ -43,7 +44,7 @@ def processes_of(server: Server, kind: str) -> list[psutil.Process]:
 
 
 def words_of(process: psutil.Process) -> list[str]:
-    """Its command line; none where it has just ended, and nobody has heard of that yet."""
+    """Return its command line; nothing if it has just ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.cmdline()
     return []
@@ -54,7 +55,7 @@ def core_1(server: Server) -> psutil.Process:
 
 
 def by_engine(server: Server, name: str, label: str = "") -> dict[str, float]:
-    """A metric's values by core, summed over the rows that have the label."""
+    """Return a metric's values by core, summed over the rows that have the label."""
     rows = rf'^{name}\{{(?=.*{label}).*engine="(\d)".*\}} (\S+)$'
     found: Counter[str] = Counter()
     for engine, value in re.findall(rows, server.client.get("/metrics").text, re.MULTILINE):
@@ -92,13 +93,14 @@ def test_a_page_sees_each_step_of_its_core(pair: Server, core: int):
             httpx.post(f"{pair.url}/v1/completions", json=body, headers=headers, timeout=60)
         while lines[-1]["step"] < 6 or lines[-1]["running"]:
             lines.append(next(events))
+    assert pair.client.get("/xray/events?core=2").status_code == 400, "there are two"
     assert lines[-1]["step"] <= 8, "the other core's steps are not among them"
     assert {later["step"] - earlier["step"] for earlier, later in pairwise(lines)} <= {0, 1}, "a step is missing"
 
 
 def test_a_reset_reaches_all_caches(pair: Server):
     def hits() -> dict[str, float]:
-        """What each core finds of a prompt, which is sent to both."""
+        """Send a prompt to both cores; return how many tokens each finds in its cache."""
         asked, found = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
         queries, before = by_engine(pair, asked), by_engine(pair, found)
         for rank in before:
@@ -116,21 +118,19 @@ def test_a_reset_reaches_all_caches(pair: Server):
     assert {post(pair, SHORT, wrong).status_code for wrong in ("2", "-1", "all", "9" * 5000)} == {400}
 
 
-def test_both_cores_have_the_adapters_of_the_start_and_those_that_come_and_go(tmp_path):
+def test_both_cores_have_the_adapters_of_the_start_and_those_that_come_and_go(pair: Server):
     wanted = {
         "tiny-python": [289, 465, 309, 199, 199, 516, 415, 1071],
         "a": [289, 199, 199, 516, 309, 8, 66, 12],
         "c": [309, 199, 199, 3, 3, 3, 3, 3],
     }  # what PEFT and vLLM compute with them
-    names = ("--lora-modules", f"a={ADAPTERS}/a", "--runtime-lora-path", str(ADAPTERS))
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
-    with pair_of_cores(tmp_path, "--enable-lora", *names) as server:
-        assert server.client.post(LOAD, json={"lora_name": "c", "lora_path": f"{ADAPTERS}/c"}).status_code == 200
-        for rank in ("0", "1"):
-            for name, tokens in wanted.items():
-                assert post(server, body | {"model": name}, rank).json()["choices"][0]["token_ids"] == tokens
-        assert server.client.post(UNLOAD, json={"lora_name": "c"}).status_code == 200
-        assert {post(server, body | {"model": "c"}, rank).status_code for rank in ("0", "1")} == {404}
+    assert pair.client.post(LOAD, json={"lora_name": "c", "lora_path": f"{ADAPTERS}/c"}).status_code == 200
+    for rank in ("0", "1"):
+        for name, tokens in wanted.items():
+            assert post(pair, body | {"model": name}, rank).json()["choices"][0]["token_ids"] == tokens
+    assert pair.client.post(UNLOAD, json={"lora_name": "c"}).status_code == 200
+    assert {post(pair, body | {"model": "c"}, rank).status_code for rank in ("0", "1")} == {404}
 
 
 def post(server: Server, body: dict, rank: str) -> httpx.Response:
@@ -139,7 +139,7 @@ def post(server: Server, body: dict, rank: str) -> httpx.Response:
 
 def killed(server: Server, process: psutil.Process) -> None:
     """Kill a process of core 1 while each core computes a stream: both end with an error, and so does the server."""
-    processes, answers = server.processes(), list[httpx.Response]()
+    processes, folder, answers = server.processes(), server.folder(), list[httpx.Response]()
     threads = [
         threading.Thread(target=lambda rank=rank: answers.append(post(server, LONG | {"stream": True}, rank)))
         for rank in ("0", "1")
@@ -155,8 +155,10 @@ def killed(server: Server, process: psutil.Process) -> None:
         assert answer.status_code == 200
         assert '"code":500' in answer.text
         assert answer.text.endswith("data: [DONE]\n\n")
+    assert server.client.get("/health").status_code == 503
     assert server.process.wait(60) == 1
     assert not psutil.wait_procs(processes, 10)[1]
+    assert not folder.exists()
     assert "Traceback" not in server.said()
 
 

@@ -23,7 +23,7 @@ LONG = 40_000
 
 @pytest.fixture(scope="module")
 def serving() -> OpenAIServingTokenization:
-    """Tokenization needs no engine, only what one knows."""
+    """Make the serving class without an engine: tokenization needs only what one knows."""
     tokenizer, limits = load_tokenizer(EMBEDDED_MODEL), RequestLimits(512, 16, 100)
     processor = InputProcessor(SimpleNamespace(vocab_size=4096), tokenizer, limits, (0,), 0)
     engine = SimpleNamespace(
@@ -37,7 +37,7 @@ def serving() -> OpenAIServingTokenization:
 
 
 def answer_and_turns(work: Coroutine):
-    """What the work returns, and how often somebody else had a turn of the loop meanwhile."""
+    """Return the work's result, and how often another task had a turn of the loop meanwhile."""
 
     async def both():
         working, turns = asyncio.create_task(work), 0

@@ -1,7 +1,5 @@
 """`kv_transfer_params` between client and engine: taken where there is a connector, told to one request, returned."""
 
-import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +10,7 @@ from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreRequest
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParentRequest, child_requests
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
-from minivllm.entrypoints.openai.serving_completion import CompletionAnswer, OpenAIServingCompletion
-from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
 from minivllm.errors import MinivllmError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
@@ -29,9 +26,7 @@ def test_a_server_without_a_connector_takes_none(base: Server, params: Any):
     assert (reply.status_code, reply.json()["kv_transfer_params"]) == (200, None)
 
 
-@pytest.mark.parametrize(
-    ("params", "words"), [(ASKED, "--kv-transfer-config"), ([1], "dict"), ("a", "dict"), (1, "dict")]
-)
+@pytest.mark.parametrize(("params", "words"), [(ASKED, "--kv-transfer-config"), ([1], "dict"), ("a", "dict")])
 def test_and_refuses_all_else(base: Server, params: Any, words: str):
     reply = base.client.post("/v1/completions", json={"prompt": "a", "kv_transfer_params": params})
     error = reply.json()["error"]
@@ -41,7 +36,7 @@ def test_and_refuses_all_else(base: Server, params: Any, words: str):
 
 
 def serving(has_connector: bool = True) -> OpenAIServingCompletion:
-    """Its checks only, without an engine behind it."""
+    """Make the serving class for its checks only, without an engine behind it."""
     found = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
     found.engine = SimpleNamespace(engine_args=SimpleNamespace(kv_transfer_config={} if has_connector else None))  # type: ignore[assignment]
     found.models = SimpleNamespace(check=lambda name: None, name_in_reply=lambda name: "tiny")  # type: ignore[assignment]
@@ -98,45 +93,3 @@ def test_and_its_answer_is_the_requests(kind: RequestOutputKind, order: tuple[in
         output = EngineCoreOutput(children[index].request_id, [5], finish_reason="length", kv_transfer_params=answer)
         last, _ = processor.process_outputs([output])
     assert [(one.finished, one.kv_transfer_params) for one in last] == [(True, TOLD)]
-
-
-class Engine:
-    """Notes the ids that it is given."""
-
-    def __init__(self) -> None:
-        self.request_ids: list[str] = []
-
-    async def add_request(self, request_id: str, *_: Any, **__: Any) -> Any:
-        self.request_ids.append(request_id)
-        return SimpleNamespace(request_id=request_id)
-
-    def abort_now(self, request_ids: Any) -> None: ...
-
-
-def test_the_engines_ids_are_the_clients_with_the_prompts_index_and_never_twice_the_same():
-    found = serving()
-    engine = found.engine = Engine()  # type: ignore[assignment]
-    found._numbers = iter(range(100))  # type: ignore[assignment]
-    request = CompletionRequest(prompt=["a", "b"])
-    prompts, params = [SimpleNamespace(token_ids=[1])] * 2, [SamplingParams()] * 2
-    for _ in range(2):
-        request_id = found.request_id(request, {"x-request-id": "req-1"})
-        asyncio.run(found.start(request, request_id, prompts, params, {}))  # type: ignore[arg-type]
-    assert [one.rpartition("-")[0] for one in engine.request_ids] == ["cmpl-req-1-0", "cmpl-req-1-1"] * 2
-    assert len(set(engine.request_ids)) == 4
-
-
-class Outputs:
-    """The engine's outputs of two prompts."""
-
-    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        for index, told in ((1, None), (0, TOLD)):
-            yield index, RequestOutput("a", None, [1], None, [], True, kv_transfer_params=told)
-
-
-def test_a_whole_reply_has_what_the_first_prompts_request_was_told():
-    found = serving()
-    found.fingerprint, found.settings = "f", FrontendArgs()
-    prompts = [SimpleNamespace(token_ids=[1]), SimpleNamespace(token_ids=[2])]
-    answer = CompletionAnswer(found, CompletionRequest(prompt=["a", "b"]), "cmpl-a", prompts)  # type: ignore[arg-type]
-    assert asyncio.run(answer.whole(Outputs())).kv_transfer_params == TOLD  # type: ignore[arg-type]

@@ -7,20 +7,19 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from e2e.xray_run import Alive
 from server.serving import Server
 
-from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.step_recorder import FORMAT
 from minivllm.entrypoints.xray.page import page
-from minivllm.entrypoints.xray.routes import MOST_UNSENT, StepFeed, add_xray
+from minivllm.entrypoints.xray.routes import MOST_UNSENT, StepFeed
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 SECRET = "def zebra_crossing(umbrella):"
 
 
 def lines_of(server: Server) -> Iterator[dict]:
-    """The lines as they come."""
+    """Give the events as they come."""
     with server.client.stream("GET", "/xray/events") as stream:
         assert stream.status_code == 200
         for line in stream.iter_lines():
@@ -65,40 +64,24 @@ def test_a_request_is_seen_by_its_id_and_lengths_and_not_by_its_text(chat: Serve
     assert "zebra" not in text
 
 
-class Engine:
-    """A stand-in for the part of an engine that a feed uses."""
-
-    def __init__(self) -> None:
-        self.errored = False
-        self.engine_args = EngineArgs(data_parallel_size=2, multiprocess=True)
-        self.step_watchers: list = []
-        self.watching = 0
-
-    async def start_step_events(self) -> None:
-        self.watching += 1
-
-    async def stop_step_events(self) -> None:
-        self.watching = 0
-
-
 def test_steps_are_described_only_while_a_page_is_open() -> None:
-    engine: Any = Engine()
+    engine: Any = Alive(2)
     feed = StepFeed(engine, "m")
 
     async def run() -> None:
         pages = [feed.events(core) for core in (0, 1)]
         waits = [await begin(page) for page in pages]
-        assert engine.watching == 2
+        assert engine.pages == 2
         feed.put(1, '{"step":1}')
         assert await waits[1] == 'data: {"step":1}\n\n'
         assert not waits[0].done(), "it shows the other core"
         engine.errored = True
         assert await waits[0] == ": ping\n\n"
         assert [event async for event in pages[0]] == [], "the stream ends with the engine"
-        assert engine.watching == 2
+        assert engine.pages == 2
         await pages[1].aclose()
         await asyncio.sleep(0)
-        assert engine.watching == 0
+        assert engine.pages == 0
 
     asyncio.run(run())
 
@@ -112,7 +95,7 @@ async def begin(page: AsyncGenerator[str, None]) -> asyncio.Task[str]:
 
 
 def test_a_page_that_reads_slowly_gets_the_last_steps() -> None:
-    engine: Any = Engine()
+    engine: Any = Alive(2)
     feed = StepFeed(engine, "m")
 
     async def run() -> list[str]:
@@ -125,22 +108,6 @@ def test_a_page_that_reads_slowly_gets_the_last_steps() -> None:
         return got
 
     assert asyncio.run(run())[-1] == f"data: {MOST_UNSENT + 49}\n\n"
-
-
-def test_there_is_no_page_of_a_core_that_there_is_not() -> None:
-    engine: Any = Engine()
-    app = FastAPI()
-    add_xray(app, StepFeed(engine, "m"), 2)
-
-    async def get(query: str) -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-            return await client.get(f"/xray/events{query}")
-
-    engine.errored = True
-    for query, core in (("", 0), ("?core=1", 1)):
-        line = json.loads(asyncio.run(get(query)).text.removeprefix("data: "))
-        assert (line["core"], line["cores"]) == (core, 2)
-    assert asyncio.run(get("?core=2")).status_code == 422
 
 
 def test_the_page_holds_its_script_as_its_policy_says() -> None:
