@@ -19,14 +19,13 @@ from typing import TypeVar
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm_simulate.cost_model import Cost, StepShape
-from minivllm_simulate.offline import Stretch, Stretches
-from minivllm_simulate.virtual_clock import Acceptance, SimulatedRequest, to_request
+from minivllm_simulate.cost_model import Cost
+from minivllm_simulate.event_loop import EventLoop, with_pauses
+from minivllm_simulate.simulated_engine import SimulatedEngine, Stretch
+from minivllm_simulate.virtual_clock import SimulatedRequest, to_request
 from minivllm_simulate.workloads import RequestLengths
 
 Result = TypeVar("Result")
-PAUSE = 1_500
-"""Requests times stretches between two pauses: a few milliseconds of work."""
 
 
 @dataclass
@@ -133,87 +132,89 @@ def finished(run: Generator[None, None, Result]) -> Result:
             return end.value
 
 
-class OpenEngine(Stretches):
+class OpenEngine(SimulatedEngine):
     """An engine under an open load: stretches that end at the next arrival."""
 
     def __init__(self, load: OpenLoad, scheduler: Scheduler, cost: Cost) -> None:
-        start = load.there_at_start(scheduler.config.max_num_batched_tokens)
-        super().__init__(start, scheduler, Acceptance(0.0), StepShape.of)
-        self.load, self.cost = load, cost
-        self.now, self.step_seconds, self.timed = 0.0, 1.0, False
+        super().__init__(scheduler)
+        self.load = load
+        self.cost = cost
+        self.loop = EventLoop()
+        self.step_seconds = 1.0
+        self.timed = False
         self.come = 0
         counted = zip(load.arrivals[: load.counted], load.lengths, strict=False)
-        self.result = OpenRun([Stay(at, one.output_tokens) for at, one in counted])
+        self.result = OpenRun([Stay(at, lengths.output_tokens) for at, lengths in counted])
         self.unended = load.counted
+        for at in load.arrivals:
+            self.loop.at(at, self._arrive)
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return self.loop.now
 
     def serve(self) -> Generator[None, None, OpenRun]:
         """Run until the last counted request has ended, or nobody else comes (see `OpenLoad.to_the_end`)."""
-        work = 0
-        for request in self.requests:
-            self.scheduler.add_request(request)
-        unseen = {request.request_id for request in self.requests}
-        while unseen:  # no time passes until all who are there at the start have their caches
-            work += self._work()
-            unseen -= {one.request_id for one in self.outputs}
-            if work > PAUSE:
-                work = 0
-                yield
+        unseen: set[str] = set()
+        for index, spec in enumerate(self.load.there_at_start(self.scheduler.config.max_num_batched_tokens)):
+            self.add(to_request(index, spec, 0.0))
+            unseen.add(str(index))
+
+        def fill() -> int:
+            self.stretch()
+            unseen.difference_update(output.request_id for output in self.outputs)
+            return len(self.scheduler.running)
+
+        yield from with_pauses(fill, lambda: unseen)  # no time passes until these have their caches
         self.timed = True
-        while self.unended and (self.load.to_the_end or self.come < len(self.load.arrivals)):
-            work += self._step()
-            if work > PAUSE:
-                work = 0
-                yield
-        self.result.end, self.result.come, self.result.queue = self.now, self.come, len(self.scheduler.waiting)
+        yield from with_pauses(self._step, self._goes_on)
+        self.result.end = self.now
+        self.result.come = self.come
+        self.result.queue = len(self.scheduler.waiting)
         return self.result
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """No more steps than begin before the next arrival."""
+        """Return no more steps than begin before the next arrival."""
         steps = super().steps_alike(running)
         if steps == 1 or not self.timed:
             return steps
         # The first token of a request would seem to come late.
         if any(request.num_tokens == request.num_prompt_tokens for request in running):
             return 1
-        if self.come == len(self.load.arrivals):
-            return steps
-        gap = self.load.arrivals[self.come] - self.now
-        return max(1, min(steps, math.ceil(gap / self.step_seconds)))
+        gap = self.loop.next_time - self.now
+        return max(1, min(steps, math.ceil(gap / self.step_seconds))) if gap < math.inf else steps
 
     def seconds_of(self, stretch: Stretch) -> float:
-        """Seconds of the stretch that was just taken."""
+        """Return the seconds of the stretch that was just taken."""
         return stretch.seconds(self.cost)
 
     def request(self, index: int, spec: SimulatedRequest) -> Request:
-        """Arrival `index`, as the scheduler gets it."""
+        """Make the scheduler's request of arrival `index`."""
         return to_request(self.load.at_start + index, spec, spec.arrival)
 
-    def _work(self) -> int:
-        self.stretch()
-        return len(self.scheduler.running)
+    def _goes_on(self) -> bool:
+        return bool(self.unended) and (self.load.to_the_end or self.come < len(self.load.arrivals))
 
     def _step(self) -> int:
-        if not self.scheduler.has_unfinished_requests():
-            self.now = max(self.now, self.load.arrivals[self.come])
-        self._let_in()
+        loop = self.loop
+        loop.advance(loop.now if self.scheduler.has_unfinished_requests() else loop.next_time)
         inside = len(self.scheduler.requests)
         stretch = self.stretch()
         seconds = self.seconds_of(stretch)
         self.step_seconds = seconds / stretch.steps
-        self.now += seconds
+        loop.now += seconds
         self.result.request_seconds += inside * seconds
-        for one in self.outputs:
-            self._note(int(one.request_id) - self.load.at_start, len(one.new_token_ids), bool(one.finish_reason))
+        for output in self.outputs:
+            index = int(output.request_id) - self.load.at_start
+            self._note(index, len(output.new_token_ids), bool(output.finish_reason))
         return 8 + len(self.outputs)
 
-    def _let_in(self) -> None:
-        arrivals, load = self.load.arrivals, self.load
-        while self.come < len(arrivals) and arrivals[self.come] <= self.now:
-            at, one = arrivals[self.come], load.lengths[self.come]
-            spec = SimulatedRequest(one.prompt_tokens, one.output_tokens, at)
-            self.scheduler.add_request(self.request(self.come, spec))
-            self.come += 1
-            self.settled = False
+    def _arrive(self) -> None:
+        lengths, at = self.load.lengths[self.come], self.load.arrivals[self.come]
+        spec = SimulatedRequest(lengths.prompt_tokens, lengths.output_tokens, at)
+        self.add(self.request(self.come, spec))
+        self.come += 1
 
     def _note(self, index: int, tokens: int, ended: bool) -> None:
         self.result.tokens += tokens
