@@ -1,7 +1,7 @@
-"""A load that is swept: runs that can be left and taken up again, what they found, and where a system breaks.
+"""A swept load: runs that can be interrupted and resumed, their results, and where a system breaks.
 
-The widgets of several lessons stand on it. A run is a generator that pauses every few milliseconds of work, so that
-a page on which somebody drags the load stays alive.
+The widgets of several lessons use it. A run is a generator that pauses every few milliseconds of work, so that a page
+stays responsive while its reader drags the load.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from minivllm.errors import MinivllmError
 Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
 Span = tuple[float | None, float | None]
-"""From where to where along an axis; None: from or to its end."""
+"""A range of an axis; None: from or to its end."""
 
 
 class Runs(Generic[Key, Found]):
-    """Runs by their key. What is done is kept in `found`; a run that was left goes on where it paused."""
+    """Runs by their key. `found` has the results; an interrupted run goes on where it paused."""
 
     def __init__(self, start: Callable[[Key], Generator[None, None, Found]]) -> None:
-        """`start(key)` is a run from its beginning: it pauses with `yield`, and returns what it has found."""
+        """`start(key)` begins a run: it pauses with `yield`, and returns its result."""
         self._start = start
         self._under_way: dict[Key, Generator[None, None, Found]] = {}
         self.found: dict[Key, Found] = {}
 
     def run(self, key: Key) -> Iterator[None]:
-        """Do a run, with pauses of the caller's; nothing if it is done. One that fails begins again the next time."""
-        while key not in self.found:  # somebody else may end it during a pause
+        """Do a run, unless it is done, and pause where it does. A failed run begins again the next time."""
+        while key not in self.found:  # another caller may end it during a pause
             under_way = self._under_way.get(key) or self._under_way.setdefault(key, self._start(key))
             try:
                 next(under_way)
@@ -46,7 +46,7 @@ class Runs(Generic[Key, Found]):
 
 
 def within(ordered: Sequence[float], share: float) -> float:
-    """The least of `ordered` values, from the smallest, that this share of them does not exceed.
+    """Return the least of `ordered` values that this share of them does not exceed.
 
     Raises:
         MinivllmError: there are no values.
@@ -57,12 +57,12 @@ def within(ordered: Sequence[float], share: float) -> float:
 
 
 def share_within(ordered: Sequence[float], limit: float) -> float:
-    """Share of `ordered` values, from the smallest, that are at most `limit`."""
+    """Return the share of `ordered` values that are at most `limit`."""
     return bisect_right(ordered, limit) / len(ordered)
 
 
 def crossing(loads: Sequence[float], values: Sequence[float], limit: float, *, log: bool = False) -> float:
-    """The load from which on `values` stay above `limit`; inf if they do not.
+    """Return the load from which on `values` stay above `limit`; inf if they do not.
 
     It lies on the line between two loads, along the logarithm of the values (and of the loads, with `log`). Where all
     values are above, it is the first load. A higher limit never gives a lower load.
@@ -77,7 +77,7 @@ def crossing(loads: Sequence[float], values: Sequence[float], limit: float, *, l
 
 
 def spans(xs: Sequence[float], ratios: Sequence[float]) -> list[Span]:
-    """Where a curve lies above 1. Between two values it is a line, along the logarithms of both.
+    """Return where a curve lies above 1. Between two values it is a line, along the logarithms of both.
 
     Returns:
         Pairs of ends; None where it is above 1 at the first or at the last value.

@@ -18,7 +18,7 @@ from minivllm_simulate.virtual_clock import SimulatedRequest, to_request
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """What the scheduler decided, in counts."""
+    """The scheduler's decisions, in counts."""
 
     stretches: tuple[Stretch, ...]
     prefix_hits: int
@@ -27,7 +27,7 @@ class OfflineRun:
 
     @property
     def num_steps(self) -> int:
-        """Steps until the last token."""
+        """Number of steps until the last token."""
         return sum(stretch.steps for stretch in self.stretches)
 
     @property
@@ -41,11 +41,11 @@ class OfflineRun:
         return sum(stretch.num_tokens for stretch in self.stretches)
 
     def shapes(self) -> Iterator[StepShape]:
-        """The shape of every step."""
+        """Yield the shape of every step."""
         return (shape for stretch in self.stretches for shape in stretch.shapes())
 
     def seconds(self, cost: Cost) -> float:
-        """All steps together."""
+        """Return the seconds of all steps."""
         return sum(stretch.seconds(cost) for stretch in self.stretches)
 
 

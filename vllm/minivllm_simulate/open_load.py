@@ -1,11 +1,11 @@
-"""An open load on one engine: requests come at their times, and the engine's scheduler decides. *Modelled*.
+"""An open load on one engine: requests arrive at their times, and the real scheduler decides. *Modelled*.
 
-As `virtual_clock.simulate`, but many similar steps at a time (see `offline`): while a batch only decodes and nobody
-comes, its steps are one stretch. And it begins in the middle of things, with as many requests as are there on average,
-each somewhere in its answer; else most of a short run would be spent on an engine that fills up.
+Unlike `virtual_clock.simulate`, it takes many similar steps at a time: while a batch only decodes and no request
+arrives, its steps are one stretch. It begins with as many requests as are there on average, each somewhere in its
+answer; otherwise most of a short run would be spent on an engine that fills up.
 
-The first `counted` arrivals are those that are looked at. Those after them only keep the load up, until the last
-counted one has ended. An engine that cannot keep up would never end them: it is left when nobody else comes.
+The first `counted` arrivals are measured. Those after them only keep the load up until the last counted one has ended.
+An engine that cannot keep up would never end them, so its run stops when no further request arrives.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Stay:
-    """A counted request, as its client sees it. Times in seconds since the start."""
+    """A counted request as its client sees it. Times are in seconds since the start."""
 
     arrival: float
     output_tokens: int
@@ -49,40 +49,40 @@ class Stay:
 
 @dataclass
 class OpenRun:
-    """What became of the counted requests."""
+    """The counted requests, and the run as a whole."""
 
     stays: list[Stay]
     end: float = 0.0
-    """When the run was left."""
+    """When the run stopped."""
     come: int = 0
-    """Requests that had come by then."""
+    """Requests that had arrived by then."""
     queue: int = 0
-    """Those who waited then."""
+    """Requests that waited then."""
     tokens: int = 0
-    """Output tokens of all requests, those who were there at the start included."""
+    """Output tokens of all requests, including those that were there at the start."""
     request_seconds: float = 0.0
-    """Requests inside, integrated over time: divided by `end`, how many are there on average."""
+    """Requests inside, integrated over time; divided by `end`, their mean number."""
 
-    def ttft(self, one: Stay) -> float:
-        """Seconds to its first token; what it has waited, if it has none yet."""
-        return min(one.first, self.end) - one.arrival
+    def ttft(self, stay: Stay) -> float:
+        """Return the seconds to its first token, or how long it has waited if it has none yet."""
+        return min(stay.first, self.end) - stay.arrival
 
     @property
     def ttfts(self) -> list[float]:
-        """Seconds to first token, from the shortest; of one that has none yet, what it has waited."""
+        """Seconds to first token, sorted; a request that has none yet counts with its wait."""
         return sorted(map(self.ttft, self.stays))
 
     @property
     def tpots(self) -> list[float]:
-        """Seconds per output token after the first, from the shortest."""
-        return sorted(tpot for one in self.stays if (tpot := one.tpot) is not None)
+        """Seconds per output token after the first, sorted."""
+        return sorted(tpot for stay in self.stays if (tpot := stay.tpot) is not None)
 
 
 @dataclass(frozen=True)
 class OpenLoad:
-    """Requests that come one after another, and how many are there at the start.
+    """Requests that arrive one after another, and how many are there at the start.
 
-    `lengths` and `arrivals` are as long as each other: the counted ones, and those who keep the load up.
+    `lengths` and `arrivals` have equal lengths: the counted requests, then those that keep the load up.
     """
 
     lengths: Sequence[RequestLengths]
@@ -91,31 +91,30 @@ class OpenLoad:
     at_start: int
     seed: int = 0
     to_the_end: bool = False
-    """Serve the counted ones until their last token, also when nobody else comes; else a queue is left as it is."""
+    """Serve the counted requests to their last token, even when no further request arrives."""
 
     def there_at_start(self, budget: int) -> list[SimulatedRequest]:
-        """Requests somewhere in their answers. What they have so far counts as their prompt.
+        """Return requests somewhere in their answers. The tokens that they have so far count as their prompt.
 
-        Their prompts are computed before the clock starts, `budget` tokens a step, and those that are first go on
-        meanwhile: so many tokens more they get, and so many less they have so far.
+        Their prompts are computed before the clock starts, `budget` tokens a step, and the first of them decode
+        meanwhile: so they get that many tokens more, and have that many fewer so far.
         """
-        draw, found, before = random.Random(f"start-{self.seed}"), [], 0
+        draw, requests, before = random.Random(f"start-{self.seed}"), [], 0
         drawn = [self.lengths[index % len(self.lengths)] for index in range(self.at_start)]
-        far = [int(draw.random() * one.output_tokens) for one in drawn]
-        steps = sum(one.prompt_tokens + done for one, done in zip(drawn, far, strict=True)) // budget
-        for one, done in zip(drawn, far, strict=True):
-            meanwhile = steps - before // budget
-            prompt, left = one.prompt_tokens + done, one.output_tokens - done
-            shift = min(meanwhile, prompt - 1)
-            found.append(SimulatedRequest(prompt - shift, left + shift))
+        progress = [int(draw.random() * lengths.output_tokens) for lengths in drawn]
+        steps = sum(lengths.prompt_tokens + done for lengths, done in zip(drawn, progress, strict=True)) // budget
+        for lengths, done in zip(drawn, progress, strict=True):
+            prompt, left = lengths.prompt_tokens + done, lengths.output_tokens - done
+            shift = min(steps - before // budget, prompt - 1)
+            requests.append(SimulatedRequest(prompt - shift, left + shift))
             before += prompt
-        return found
+        return requests
 
 
 def run_open(
     load: OpenLoad, scheduler_config: SchedulerConfig, cache_config: CacheConfig, cost: Cost
 ) -> Generator[None, None, OpenRun]:
-    """Serve a load, with a pause every few milliseconds of work; the run is what the generator returns.
+    """Serve a load, with a pause every few milliseconds of work; the generator returns the run.
 
     Raises:
         MinivllmError: the scheduler refuses a request.
@@ -124,7 +123,7 @@ def run_open(
 
 
 def finished(run: Generator[None, None, Result]) -> Result:
-    """What a run returns, without its pauses."""
+    """Run to the end without pauses, and return the result."""
     while True:
         try:
             next(run)
@@ -155,7 +154,7 @@ class OpenEngine(SimulatedEngine):
         return self.loop.now
 
     def serve(self) -> Generator[None, None, OpenRun]:
-        """Run until the last counted request has ended, or nobody else comes (see `OpenLoad.to_the_end`)."""
+        """Run until the last counted request has ended, or no further one arrives (see `OpenLoad.to_the_end`)."""
         unseen: set[str] = set()
         for index, spec in enumerate(self.load.there_at_start(self.scheduler.config.max_num_batched_tokens)):
             self.add(to_request(index, spec, 0.0))

@@ -40,10 +40,10 @@ def decoding_shapes(shape_of: ShapeOf, contexts: Sequence[int]) -> Callable[[int
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive steps that differ only in every context growing by one token per step.
+    """Consecutive steps that differ only in that every context grows by one token a step.
 
     A step's counts are then polynomials of at most degree two, determined by the shapes of the first three steps.
-    Where there are fewer, the last of them stands for those that are missing.
+    Where there are fewer, the last one stands for the missing ones.
     """
 
     steps: int
@@ -53,16 +53,16 @@ class Stretch:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all its steps together."""
+        """New tokens of all steps together."""
         one, two, three = (shape.num_tokens for shape in (self.first, self.second, self.third))
         return self.steps * one + comb(self.steps, 2) * (two - one) + comb(self.steps, 3) * (three - 2 * two + one)
 
     def shapes(self) -> Iterator[StepShape]:
-        """The shape of every step."""
+        """Yield the shape of every step."""
         return (self.at(index) for index in range(self.steps))
 
     def at(self, index: int) -> StepShape:
-        """The shape of one step."""
+        """Return the shape of one step."""
         one, two, three = self.first, self.second, self.third
         bends = index * (index - 1) // 2
         tokens, more_tokens = one.num_tokens, two.num_tokens - one.num_tokens
@@ -76,12 +76,12 @@ class Stretch:
         )
 
     def seconds(self, cost: Cost) -> float:
-        """All its steps together, within 0.01 % for a cost that has no jumps."""
+        """Return the seconds of all steps, within 0.01 % for a cost that has no jumps."""
         last = self.steps - 1
         return self._seconds(cost, 0, last, cost.seconds(self.first), cost.seconds(self.at(last)))
 
     def _seconds(self, cost: Cost, first: int, last: int, at_first: float, at_last: float) -> float:
-        """Seconds of steps `first` to `last`. Costs are convex: if the middle lies on the chord, so does every step."""
+        """Add up steps `first` to `last`. Costs are convex: if the middle lies on the chord, so does every step."""
         steps = last - first + 1
         if steps <= 2:
             return at_first + at_last if steps == 2 else at_first
@@ -108,7 +108,7 @@ class Acceptance:
         self._random = random.Random(0).random
 
     def draw(self, num_drafts: int) -> int:
-        """Number of drafts accepted before the first rejection."""
+        """Draw the number of drafts that are accepted before the first rejection."""
         for position in range(num_drafts):
             if self._random() >= self.chance:
                 return position

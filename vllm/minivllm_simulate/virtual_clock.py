@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.config.checks import is_count, is_number, positive_count, require
@@ -86,10 +86,10 @@ class StepRecord(NamedTuple):
     shape: StepShape
     scheduled: dict[str, int]
     """Tokens by request id, in the scheduler's order."""
-    preempted: tuple[str, ...]
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+    preempted: tuple[str, ...] = ()
     prefix_queries: int = 0
     """Prompt tokens that this step's admissions looked up in the prefix cache; returns after a preemption apart."""
     prefix_hits: int = 0
@@ -244,8 +244,6 @@ class _Simulator(SimulatedEngine):
         self.timelines = [RequestTimeline(request.arrival) for request in workload]
         self.steps: list[StepRecord] = []
         self.max_steps = math.inf
-        self.ahead: list[tuple[StepShape, float]] = []
-        """Shapes and seconds of the coming steps that need no decision."""
         self.prefix_stats = scheduler.kv_cache_manager.prefix_cache_stats
         self.followers: dict[int | None, list[int]] = {None: []}
         for index, request in enumerate(workload):
@@ -267,18 +265,27 @@ class _Simulator(SimulatedEngine):
         return Simulation(self.timelines, self.steps)
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """Return how many coming steps are alike and take no block, so that each has a record of its own."""
+        """Record the coming steps that need no decision and take no block, and return how many there are."""
         # A policy that fills the steps in its own way is asked in every step.
         if self.scheduler.policy.schedule is not running_then_waiting:
             return 1
         super().steps_alike(running)
-        if self.foreseen > 0:
-            manager = self.scheduler.kv_cache_manager
-            held, size = manager.req_to_blocks, manager.block_size
-            places = min(len(held[each.request_id]) * size - each.num_computed_tokens for each in running)
-            self._look_ahead(running, min(self.foreseen, places - 1, self.max_steps - len(self.steps)))
-        self.foreseen = len(self.ahead)
+        if self.foreseen:
+            self.foreseen = self._record_foreseen(running)
         return max(1, self.foreseen)
+
+    def _record_foreseen(self, running: Sequence[Request]) -> int:
+        """Record foreseen steps that begin before the next request arrives, as far as each block has places."""
+        manager, contexts = self.scheduler.kv_cache_manager, [request.num_computed_tokens for request in running]
+        held = [len(manager.req_to_blocks[request.request_id]) * manager.block_size for request in running]
+        places = min(room - context for room, context in zip(held, contexts, strict=True))
+        most = min(self.foreseen, places - 1, self.max_steps - len(self.steps))
+        shape_at, scheduled = decoding_shapes(self.shape_of, contexts), {request.request_id: 1 for request in running}
+        steps = 0
+        while steps < most and self.loop.now < self.loop.next_time:
+            self._record(shape_at(steps), scheduled)
+            steps += 1
+        return steps
 
     def on_scheduled(self, output: SchedulerOutput, shape: StepShape) -> None:
         """Record a step that the scheduler has decided."""
@@ -288,64 +295,32 @@ class _Simulator(SimulatedEngine):
             self.timelines[int(new.req_id)].num_cached_tokens = self.scheduler.requests[new.req_id].num_cached_tokens
         before = self.prefix_stats
         self.prefix_stats = self.scheduler.kv_cache_manager.prefix_cache_stats
-        self._record(
-            shape,
-            self._seconds(shape),
-            dict(output.num_scheduled_tokens),
-            tuple(sorted(output.preempted_req_ids)),
-            self.prefix_stats.queries - before.queries,
-            self.prefix_stats.hits - before.hits,
-        )
+        prefix = self.prefix_stats.queries - before.queries, self.prefix_stats.hits - before.hits
+        self._record(shape, dict(output.num_scheduled_tokens), tuple(sorted(output.preempted_req_ids)), *prefix)
 
     def _take_steps(self) -> None:
         """Let requests arrive, take the steps that are alike, and note when each token came."""
         loop = self.loop
         loop.advance(loop.now if self.scheduler.has_unfinished_requests() else loop.next_time)
-        self.ahead = []
         first = len(self.steps)
         self.stretch()
-        if self.ahead:
-            scheduled = {output.request_id: 1 for output in self.outputs}
-            for shape, seconds in self.ahead:
-                self._record(shape, seconds, scheduled)
         times = [step.start + step.seconds for step in self.steps[first:]]
         for output in self.outputs:
             index = int(output.request_id)
-            self.timelines[index].token_times += times if self.ahead else times * len(output.new_token_ids)
+            # Either several steps with a token each, or one step with several accepted drafts.
+            self.timelines[index].token_times += times * (len(output.new_token_ids) // len(times))
             if output.finish_reason:
                 self._release_followers(index, loop.now)
 
-    def _look_ahead(self, running: Sequence[Request], most: float) -> None:
-        """Fill `ahead` with at most so many steps, all of which begin before the next request arrives."""
-        shape_at = decoding_shapes(self.shape_of, [request.num_computed_tokens for request in running])
-        now = self.loop.now
-        while len(self.ahead) < most and now < self.loop.next_time:
-            shape = shape_at(len(self.ahead))
-            seconds = self._seconds(shape)
-            self.ahead.append((shape, seconds))
-            now += seconds
-
-    def _record(
-        self,
-        shape: StepShape,
-        seconds: float,
-        scheduled: dict[str, int],
-        preempted: tuple[str, ...] = (),
-        prefix_queries: int = 0,
-        prefix_hits: int = 0,
-    ) -> None:
+    def _record(self, shape: StepShape, scheduled: dict[str, int], *decided: Any) -> None:
         """Add a step to the records, and let its time pass."""
-        queues = len(self.scheduler.running), len(self.scheduler.waiting)
-        usage = self.scheduler.kv_cache_manager.usage
-        prefix = prefix_queries, prefix_hits
-        self.steps.append(StepRecord(self.loop.now, seconds, shape, scheduled, preempted, *queues, usage, *prefix))
-        self.loop.now += seconds
-
-    def _seconds(self, shape: StepShape) -> float:
         seconds = self.cost.seconds(shape)
         if not 0 <= seconds < math.inf:
             raise MinivllmError(f"the cost model says {seconds} seconds for {shape}; a step takes 0 or more")
-        return seconds
+        scheduler = self.scheduler
+        queues = len(scheduler.running), len(scheduler.waiting), scheduler.kv_cache_manager.usage
+        self.steps.append(StepRecord(self.loop.now, seconds, shape, scheduled, *queues, *decided))
+        self.loop.now += seconds
 
     def _release_followers(self, ended: int | None, now: float) -> None:
         """Let the requests arrive that wait for this one to end; None: those that wait for no other."""
@@ -359,7 +334,7 @@ class _Simulator(SimulatedEngine):
 
 
 def to_request(index: int, spec: SimulatedRequest, arrival: float) -> Request:
-    """The scheduler's request for the `index`-th of a workload, arriving at `arrival` seconds; its id is the index.
+    """Make the scheduler's request for the `index`-th of a workload, arriving at `arrival` seconds.
 
     Raises:
         MinivllmError: there are not as many token ids as `prompt_tokens` says.
