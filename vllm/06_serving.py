@@ -330,7 +330,7 @@ def main(arguments: Namespace) -> None:
             found["load"] = report.measure_load(real, arguments)
     found["mask"] = prove(partial(report.verify_mask, apply_grammar_bitmask_kernel), device)
     found["ways"] = report.measure_ways(arguments)
-    report.close(found, control.disturbance())
+    report.close(found, arguments, control.disturbance())
     lesson.keep(__file__, found, arguments, report.draw, disturbance=control.record())
 
 

@@ -44,8 +44,6 @@ NUM_LEAVING, TOKENS_OF_LEAVING = 6, 200
 GPUS, GPU, MODEL = 4, "H100", "Llama-3.1-8B"
 TTFT_SLO, TPOT_SLOS = 0.5, {"tight": 0.0075, "loose": 0.010}
 """Seconds, of the modelled deployments."""
-KNEES = 1, 241
-"""Requests a second, between which their knees are sought."""
 LATENCIES = {
     "TTFT p50, ms": "{ttft_p50_ms:.1f}",
     "ITL p50": "{itl_p50_ms:.1f}",
@@ -56,7 +54,7 @@ LATENCIES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """The amount of work that the lesson measures."""
+    """The amount of work that the lesson measures; `knees`: the rates between which modelled knees are sought."""
 
     output_tokens: int = 64
     traced: int = 7
@@ -64,11 +62,12 @@ class Sizes:
     rounds_of_clients: int = 6
     closed: Sequence[int] = (1, 16, 64, 96)
     simulated: int = 60
+    knees: tuple[int, int] = (1, 241)
     bisections: int = 4
 
 
 FULL = Sizes()
-QUICK = Sizes(16, 3, 0.6, 1, (1, 4), 4, 1)
+QUICK = Sizes(16, 1, 0.6, 1, (1, 4), 4, (1, 25), 1)
 
 
 def sizes(arguments: argparse.Namespace) -> Sizes:
@@ -152,7 +151,8 @@ def measure_places(ports: Mapping[str, int], arguments: argparse.Namespace) -> d
     count, found = size.rounds_of_clients * clients, {}
     asks = [Ask(to_lesson(token_ids, size.output_tokens)) for token_ids in prompts(count + 1, arguments.seed)]
     for place, port in track(ports.items(), "loading"):
-        load(port, asks[:1], clients=1)
+        if not arguments.quick:
+            load(port, asks[:1], clients=1)  # to warm up
         found[place] = summary(load(port, asks[1:], clients=clients), size.output_tokens)
     columns = {"the core runs in": "{name}", "tokens a second": "{tokens_per_second:,.0f}", **LATENCIES}
     record_table(f"{count} requests of {size.output_tokens} tokens from {clients} clients", found, columns)
@@ -420,7 +420,7 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
         served = cache(partial(serve, deployment, counted=size.simulated, seed=arguments.seed))
 
         def knee(tpot: float, served: Callable = served) -> float:
-            return find_knee(lambda rate: served(rate).attainment(TTFT_SLO, tpot), *KNEES, size.bisections)
+            return find_knee(lambda rate: served(rate).attainment(TTFT_SLO, tpot), *size.knees, size.bisections)
 
         found[way] = {
             "sent_64": bytes_sent(way, GPUS, 64, model.hidden_size, model.num_hidden_layers),
@@ -430,12 +430,16 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
         }
     scaling = [check.error for check in published_checks() if "GPUs against one" in check.what]
     errors = ", ".join(f"{error:+.0%}" for error in scaling)
+    shown = {
+        way: {**each, "megabytes": each["sent_64"] / 1e6, **shown_knees(each, size)} for way, each in found.items()
+    }
+    off = (size.knees[1] - size.knees[0]) / 2**size.bisections
     record_table(
         f"{MODEL} on {GPUS} {GPU}, modelled",
-        {way: {**record, "megabytes": record["sent_64"] / 1e6, **shown_knees(record)} for way, record in found.items()},
+        shown,
         columns,
-        f"knees in requests a second, too low by {(KNEES[1] - KNEES[0]) / 2**size.bisections:g} at most (ShareGPT's "
-        f"lengths, TTFT ≤ {TTFT_SLO:g} s). Against published scaling on 2, 4 and 8 A100 the model's TP is off by "
+        f"knees in requests a second, too low by {off:g} at most (ShareGPT's lengths, "
+        f"TTFT ≤ {TTFT_SLO:g} s). Against published scaling on 2, 4 and 8 A100 the model's TP is off by "
         f"{errors}; for PP we know no figure to hold it against.",
     )
     bubbles = {str(batches): bubble(GPUS, batches) for batches in (1, 2, 4, 16)}
@@ -444,19 +448,19 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
     return {"ways": found, "bubble": bubbles, "scaling_off": scaling}
 
 
-def shown_knees(record: Mapping[str, Any]) -> dict[str, str]:
+def shown_knees(record: Mapping[str, Any], size: Sizes) -> dict[str, str]:
     """Put modelled knees in words, also where even the highest rate met the service level."""
-    return {name: f"{'≥ ' if rate == KNEES[1] else ''}{rate:.0f}" for name, rate in record["knees"].items()}
+    return {name: f"{'≥ ' if rate == size.knees[1] else ''}{rate:.0f}" for name, rate in record["knees"].items()}
 
 
 # ---- the whole lesson ------------------------------------------------------------------------------------------------
 
 
-def close(found: dict, disturbance: str) -> None:
+def close(found: dict, arguments: argparse.Namespace, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     slow, left, load_found = found["slow"], found["left"], found["load"]
     knee = _where(load_found["knee"], load_found["least"], load_found["most"])
-    knees = {way: shown_knees(record) for way, record in found["ways"]["ways"].items()}
+    knees = {way: shown_knees(record, sizes(arguments)) for way, record in found["ways"]["ways"].items()}
     closing(
         f"A client that did not read for {slow['unread_seconds']:g} s stopped the naive server's others for "
         f"{slow['servers']['naive']['longest_gap_ms'] / 1e3:.1f} s, and clients that left had it compute "
