@@ -1,8 +1,8 @@
 """Lesson 07. Speculative decoding: how can a guess be exact, and when does it pay?
 
-Builds three ways to guess the next tokens (look them up, ask a small model, or iterate on noise), the rule that keeps
-or replaces a guess without changing what comes out, and the kernel that applies it to a batch. You learn why verifying
-a few tokens costs about as much as computing one, how many tokens a guess buys, and from which batch on it loses.
+Builds three ways to guess the next tokens (look them up, ask a small model, or iterate on noise), the rule that accepts
+or replaces a guess without changing the distribution, and the kernel that applies it to a batch. You learn why it costs
+about as much to verify a few tokens as to compute one, how many tokens a guess buys, and from which batch on it loses.
 
     uv run python vllm/07_speculative_decoding.py                      # under a minute on a laptop, no GPU needed
     uv run python vllm/07_speculative_decoding.py --drafts 5 --quick
@@ -26,14 +26,13 @@ from minivllm_lab.lesson import begin, keep
 from minivllm_lab.proof import prove
 from minivllm_lab.speculative_decoding import report
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
-from minivllm_lab.tables import heading
 
-# %% 1. The pain: a pass reads all weights, and gives each request one token
+# %% 1. The pain: a pass reads all weights and yields one token for each request
 
 
 @dataclass
 class Generation:
-    """Tokens after the prompt, the target's passes behind them, and the drafts' fate."""
+    """The tokens after the prompt, the target's passes that they took, and how many drafts were accepted."""
 
     tokens: list[int]
     passes: int
@@ -41,21 +40,21 @@ class Generation:
 
 
 def decode(target: CachedModel, prompt: list[int], max_tokens: int) -> Generation:
-    """Greedy, without guesses: a pass for each token."""
+    """Decode greedily without guesses: a pass for each token."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(int(target.forward(tokens[target.length :])[-1].argmax()))
     return Generation(tokens[len(prompt) :], max_tokens)
 
 
-# %% 2. The idea: guess a few tokens, verify all of them in one pass, keep what may stand
+# %% 2. The idea: guess a few tokens, verify all of them in one pass, keep those that the rule accepts
 
 
 # region: ngram
 def propose_ngram(token_ids: Sequence[int], min_n: int, max_n: int, k: int) -> list[int]:
-    """What followed the last tokens where they first stood: at most k drafts, perhaps none.
+    """Return at most k drafts, perhaps none: what followed the last tokens where they first occurred.
 
-    Of the last min_n to max_n tokens, as many as also stand earlier.
+    Look for as many of the last max_n tokens as occur earlier, and for no fewer than min_n.
     """
     for n in range(min(max_n, len(token_ids) - 1), min_n - 1, -1):
         suffix = token_ids[-n:]
@@ -66,14 +65,12 @@ def propose_ngram(token_ids: Sequence[int], min_n: int, max_n: int, k: int) -> l
 
 
 # endregion
-
-
 # region: rejection
 def accept(p: np.ndarray, q: np.ndarray, drafts: Sequence[int], uniforms: np.ndarray) -> int:
-    """How many drafts stand: x with probability min(1, p(x) / q(x)), up to the first that does not.
+    """Count the accepted drafts: accept x with probability min(1, p(x) / q(x)), up to the first rejection.
 
-    p [drafts + 1, vocab] is what the target says in each place, q [drafts, vocab] what the drafts were drawn from;
-    uniforms [drafts] are from 0 up to, not including, 1. −1 is no draft.
+    p [drafts + 1, vocab] is the target's distribution at each position, q [drafts, vocab] what the drafts were drawn
+    from; uniforms [drafts] are from 0 up to, not including, 1. −1 is no draft.
     """
     for i, x in enumerate(drafts):
         if x < 0 or uniforms[i] * q[i, x] >= p[i, x]:
@@ -82,7 +79,7 @@ def accept(p: np.ndarray, q: np.ndarray, drafts: Sequence[int], uniforms: np.nda
 
 
 def recovered(p: np.ndarray, q: np.ndarray | float, noise: np.ndarray) -> int:
-    """A draw from max(p − q, 0), normalised, by a race: token x arrives at noise(x) / weight(x), the first one wins.
+    """Draw from max(p − q, 0), normalised, by a race: token x arrives at noise(x) / weight(x), and the first wins.
 
     All are [vocab]; noise is drawn from the exponential distribution.
     """
@@ -90,9 +87,9 @@ def recovered(p: np.ndarray, q: np.ndarray | float, noise: np.ndarray) -> int:
 
 
 def verify(p: np.ndarray, q: np.ndarray, drafts: Sequence[int], uniforms: np.ndarray, noise: np.ndarray) -> list[int]:
-    """The tokens of one step: the drafts that stand, and one of the target's own. noise [drafts + 1, vocab]."""
+    """Return a step's tokens: the accepted drafts, and one of the target's own. noise [drafts + 1, vocab]."""
     n = accept(p, q, drafts, uniforms)
-    rejected = q[n] if n < len(drafts) else 0  # if all stand, nothing is taken from p: a bonus
+    rejected = q[n] if n < len(drafts) else 0  # all accepted: nothing is taken from p, a bonus
     return [*drafts[:n], recovered(p[n], rejected, noise[n])]
 
 
@@ -100,26 +97,25 @@ def verify(p: np.ndarray, q: np.ndarray, drafts: Sequence[int], uniforms: np.nda
 
 
 def distribution(logits: Tensor, temperature: float) -> np.ndarray:
-    """Probabilities [..., vocab] that one draws from; at temperature 0 all of it is on the likeliest token."""
+    """Return probabilities [..., vocab] to draw from; at temperature 0 all of it is on the likeliest token."""
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float().cpu().numpy()
     return (logits / temperature).softmax(-1).cpu().numpy()
 
 
 def noise_like(p: np.ndarray) -> np.ndarray:
-    """Exponential noise for each number of p."""
+    """Draw exponential noise for each number of p."""
     return torch.empty(p.shape).exponential_().numpy()
 
 
-# region: proposers
 class Ngram:
-    """Drafts by looking them up. It is certain of each: q is 1 at the draft."""
+    """Looks drafts up. It is certain of each: q is 1 at the draft."""
 
     def __init__(self, vocab_size: int, min_n: int = 1, max_n: int = 3) -> None:
         self.vocab_size, self.min_n, self.max_n = vocab_size, min_n, max_n
 
     def __call__(self, token_ids: list[int], k: int) -> tuple[list[int], np.ndarray]:
-        """At most k drafts, and what they were drawn from: q [drafts, vocab]."""
+        """Return at most k drafts, and what they were drawn from: q [drafts, vocab]."""
         drafts = propose_ngram(token_ids, self.min_n, self.max_n, k)
         q = np.zeros((len(drafts), self.vocab_size), np.float32)
         q[range(len(drafts)), drafts] = 1.0
@@ -127,14 +123,14 @@ class Ngram:
 
 
 class DraftModel:
-    """Drafts by a small model of the same vocabulary, one after another, with a KV cache of its own."""
+    """Drafts with a small model of the same vocabulary, token by token, with a KV cache of its own."""
 
     def __init__(self, model: CachedModel, temperature: float = 0.0) -> None:
         self.model, self.temperature = model, temperature
 
     def __call__(self, token_ids: list[int], k: int) -> tuple[list[int], np.ndarray]:
-        """k drafts, and what they were drawn from: q [k, vocab]."""
-        self.model.length = min(self.model.length, len(token_ids) - 1)  # forget the drafts that did not stand
+        """Return k drafts, and what they were drawn from: q [k, vocab]."""
+        self.model.length = min(self.model.length, len(token_ids) - 1)  # forget rejected drafts
         known, q = list(token_ids), []
         for _ in range(k):
             q.append(distribution(self.model.forward(known[self.model.length :])[-1], self.temperature))
@@ -142,14 +138,10 @@ class DraftModel:
         return known[len(token_ids) :], np.stack(q)
 
 
-# endregion
-
-
-# region: generate
 def generate(
     target: CachedModel, propose: Callable, prompt: list[int], max_tokens: int, k: int, temperature: float = 0.0
 ) -> Generation:
-    """One pass of the target for each guess: over the tokens that it has not seen yet, and the drafts behind them."""
+    """Run one pass of the target for each guess: over the tokens it has not seen yet, and the drafts after them."""
     tokens, stats, before = list(prompt), SpecDecodingStats(), target.passes
     while len(tokens) < len(prompt) + max_tokens:
         drafts, q = propose(tokens, k) if target.length else ([], np.empty(0))
@@ -157,19 +149,16 @@ def generate(
         p = distribution(logits, temperature)
         new = verify(p, q, drafts, torch.rand(len(drafts)).numpy(), noise_like(p))
         tokens += new
-        target.length = len(tokens) - 1  # what rejected drafts left behind it is written over
+        target.length = len(tokens) - 1  # what rejected drafts left in the cache is overwritten
         if drafts:
             stats.observe_draft(len(drafts), len(new) - 1)
     return Generation(tokens[len(prompt) :][:max_tokens], target.passes - before, stats)
 
 
-# endregion
-
-
 def jacobi(target: CachedModel, prompt: list[int], max_tokens: int, width: int) -> Generation:
-    """Lookahead decoding's root: guess anything, put into each place what the target says there, and pass again.
+    """Decode greedily from any guess: put the target's prediction into each position, and pass again.
 
-    Greedy. The guesses after the first that was right are drawn from a text that is wrong, and yet a few come true.
+    Lookahead decoding is built on it. Guesses after the first wrong one follow a wrong text, and yet a few come true.
     """
     tokens, guess, before, stats = list(prompt), [0] * width, target.passes, SpecDecodingStats()
     while len(tokens) < len(prompt) + max_tokens:
@@ -182,13 +171,13 @@ def jacobi(target: CachedModel, prompt: list[int], max_tokens: int, width: int) 
     return Generation(tokens[len(prompt) :][:max_tokens], target.passes - before, stats)
 
 
-# %% 3. The kernel: one program a request; the host never learns how many drafts stood
+# %% 3. The kernel: one program a request; the host never learns how many drafts were accepted
 
 
 # region: kernel
 @triton.jit
 def greedy_kernel(output, drafts, target, num_drafts, BLOCK: tl.constexpr):
-    """One greedy request: output int32 [num_drafts + 1] gets the drafts that stand, a token more, then −1. Grid: (1,).
+    """Verify one greedy request: output int32 [num_drafts + 1] gets accepted drafts, a token, then −1. Grid: (1,).
 
     drafts int32 [num_drafts], −1 for none; target int32 [num_drafts + 1], the likeliest tokens; BLOCK > num_drafts.
     """
@@ -201,7 +190,7 @@ def greedy_kernel(output, drafts, target, num_drafts, BLOCK: tl.constexpr):
 
 @triton.jit
 def ragged_kernel(output, drafts, target, draft_start, width, BLOCK: tl.constexpr):
-    """Many of them, output int32 [requests, width]. Grid: (requests,). Request i has the drafts from draft_start[i] to
+    """Verify many: output int32 [requests, width]. Grid: (requests,). Request i has the drafts from draft_start[i] to
     draft_start[i + 1], int32 [requests + 1], and one target more than drafts, as has each before it."""
     request, place = tl.program_id(0), tl.arange(0, BLOCK)
     start = tl.load(draft_start + request)
@@ -216,9 +205,9 @@ def ragged_kernel(output, drafts, target, draft_start, width, BLOCK: tl.constexp
 def rejection_kernel(
     output, drafts, instead, p, q, uniforms, draft_start, width, vocab_size, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """`verify` for many requests. Grid: (requests,). As `ragged_kernel`, with chance.
+    """Apply `verify` to many requests. Grid: (requests,). Rows lie as in `ragged_kernel`.
 
-    instead int32 [drafts + requests]: the token that follows where no more drafts stand, recovered or a bonus; p
+    instead int32 [drafts + requests]: the token that follows the accepted drafts, recovered or a bonus; p
     float32 [drafts + requests, vocab_size], q [drafts, vocab_size], uniforms [drafts]. Reads 16 bytes a draft and 12 a
     request; writes 4 * width bytes a request. Of a row of p or q it reads one number.
     """
@@ -237,15 +226,12 @@ def rejection_kernel(
 
 
 # endregion
-
-
-# region: race
 @triton.jit
 def recover_kernel(instead, p, q, noise, q_row, vocab_size, BLOCK: tl.constexpr):
-    """`recovered` for every row of p: instead int32 [rows]. Grid: (rows,).
+    """Run the race of `recovered` for every row of p: instead int32 [rows]. Grid: (rows,).
 
-    p, noise float32 [rows, vocab_size]; q_row int32 [rows] is the row of q to take away, −1 for none. Reads 12 *
-    vocab_size bytes a row, 8 for a bonus; the whole of a step's rows, though one a request will be used.
+    p, noise float32 [rows, vocab_size]; q_row int32 [rows] is the row of q to subtract, −1 for none. Reads 12 *
+    vocab_size bytes a row, 8 for a bonus: all rows of a step, though each request will use one.
     """
     row = tl.program_id(0).to(tl.int64)
     rejected = tl.load(q_row + row).to(tl.int64)
@@ -264,13 +250,10 @@ def recover_kernel(instead, p, q, noise, q_row, vocab_size, BLOCK: tl.constexpr)
     tl.store(instead + row, winner)
 
 
-# endregion
-
-
 def rejection_launch(
     p: Tensor, q: Tensor, drafts: Tensor, draft_start: Tensor, uniforms: Tensor, noise: Tensor, block: int = 1024
 ) -> Tensor:
-    """`verify` for many requests, in two launches: int32 [requests, most drafts + 1], −1 behind the last token."""
+    """Apply `verify` to many requests, in two launches: int32 [requests, most drafts + 1], −1 after the last token."""
     counts = draft_start.diff().tolist()
     rows = [row for i, n in enumerate(counts) for row in [*range(int(draft_start[i]), int(draft_start[i]) + n), -1]]
     q_row, instead = torch.tensor(rows, dtype=torch.int32, device=p.device), drafts.new_empty(len(p))
@@ -287,18 +270,18 @@ def rejection_launch(
 
 
 def too_kind(p: np.ndarray, q: np.ndarray, drafts: list[int], uniforms: np.ndarray, noise: np.ndarray) -> list[int]:
-    """Biased: accepts where u < p / q + 0.05."""
+    """Accept where u < p / q + 0.05, which is biased."""
     return verify(p, q, drafts, uniforms - 0.05, noise)
 
 
 def from_p(p: np.ndarray, q: np.ndarray, drafts: list[int], uniforms: np.ndarray, noise: np.ndarray) -> list[int]:
-    """Biased: in the place of a rejected draft it draws from p, and not from what p has more than q."""
+    """Replace a rejected draft by a draw from p, not from what p has more than q, which is biased."""
     n = accept(p, q, drafts, uniforms)
     return [*drafts[:n], recovered(p[n], 0, noise[n])]
 
 
 def typical(p: np.ndarray, q: np.ndarray, drafts: list[int], _uniforms: np.ndarray, noise: np.ndarray) -> list[int]:
-    """Medusa's typical acceptance: a draft stands if it is likely enough, for how sure the target is. Not exact."""
+    """Accept a draft that is likely enough for how sure the target is: Medusa's typical acceptance. Not exact."""
     for n, x in enumerate(drafts):
         entropy = -(p[n] * np.log(p[n])).sum()
         if p[n, x] <= min(0.09, 0.3 * np.exp(-entropy)):
@@ -311,18 +294,15 @@ RULES = {"the rule": verify, "a little too kind": too_kind, "recovers from p": f
 # %% 5. What it buys: tokens for each pass, and what a pass with drafts costs
 
 
-# region: formula
 def expected_tokens(alpha: float, k: int) -> float:
-    """Tokens of a step if each of k drafts is accepted with probability alpha: (1 − alpha^(k + 1)) / (1 − alpha)."""
+    """Return the tokens of a step whose k drafts are each accepted with probability alpha: a geometric sum."""
     return sum(alpha**i for i in range(k + 1))
 
 
 def speed_up(alpha: float, k: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Times as fast as without drafts. Costs in steps of the target: of one draft, and of a pass over k drafts."""
+    """Return how many times as fast drafts make it. Costs, in steps of the target: a draft, a pass over k drafts."""
     return expected_tokens(alpha, k) / (verify_cost + k * draft_cost)
 
-
-# endregion
 
 # %% The talk, in order
 
@@ -332,29 +312,23 @@ def main(arguments: Namespace) -> None:
     device, control, k = begin("Lesson 07. Speculative decoding", arguments), Control(), arguments.drafts
     target, draft = report.load_models(arguments.model, arguments.draft_model, device)
     prompts = report.held_out_prompts(arguments.model, 2 if arguments.quick else 12)
-    heading("1. What a step with drafts costs")
+
+    def guessing(make_proposer: Callable[[], Callable]) -> Callable[..., Generation]:
+        return lambda model, prompt, max_tokens: generate(model, make_proposer(), prompt, max_tokens, k)
+
+    methods = {
+        "no drafts": decode,
+        "n-gram": guessing(lambda: Ngram(target.config.vocab_size)),
+        "draft model": guessing(lambda: DraftModel(CachedModel(draft, report.MAX_MODEL_LEN))),
+        "Jacobi": partial(jacobi, width=k),
+    }
     with control.watch():
         found: dict = {"steps": report.measure_steps(arguments, device)}
-    heading("2. Guess, verify, keep")
-    found["family"] = report.count_family(
-        {
-            "no drafts": decode,
-            "n-gram": lambda one, prompt, n: generate(one, Ngram(target.config.vocab_size), prompt, n, k),
-            "draft model": lambda one, prompt, n: generate(
-                one, DraftModel(CachedModel(draft, report.MAX_MODEL_LEN)), prompt, n, k
-            ),
-            "Jacobi": lambda one, prompt, n: jacobi(one, prompt, n, k),
-        },
-        target, prompts, expected_tokens, arguments,
-    )  # fmt: skip
-    heading("3. The kernel")
+    found["family"] = report.count_family(methods, target, prompts, expected_tokens, arguments)
     found["kernel"] = prove(partial(report.verify_kernel, rejection_launch, verify), device)
-    heading("4. Exact, or nearly")
     found["exact"] = report.try_rules(RULES, 2_000 if arguments.quick else 20_000, arguments.seed)
-    heading("5. When it pays")
     with control.watch():
         found["batches"] = report.measure_batches(arguments, device, partial(speed_up, draft_cost=0.0), (target, draft))
-    heading("6. Break it")
     found["temperature"] = report.measure_temperature(target, draft, prompts, distribution)
     report.close(found, control.disturbance())
     keep(__file__, found, arguments, report.draw, disturbance=control.record())

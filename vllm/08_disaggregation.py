@@ -1,8 +1,8 @@
 """Lesson 08. Prefill/decode disaggregation: when do two pools of machines beat one?
 
-Measures what a long prompt does to everybody else's answers. Then builds what takes it elsewhere: a connector that says
-which tokens come from another engine, blocks that are held until they are read, a sender, a receiver, and the kernel
-that gathers scattered blocks. You learn which links hide the transfer, and how many prefillers a decoder wants.
+Measures what a long prompt does to all other answers. Then builds what moves it elsewhere: a connector that knows which
+tokens come from another engine, blocks that are held until they are read, a sender, a receiver, and the kernel that
+gathers scattered blocks. You learn which links hide the transfer, and how many prefillers a decoder needs.
 
     uv run python vllm/08_disaggregation.py                      # under a minute on a laptop, no GPU needed
     uv run python vllm/08_disaggregation.py --prompt 1000 --quick
@@ -11,11 +11,9 @@ that gathers scattered blocks. You learn which links hide the transfer, and how 
 import json
 import math
 import socket
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,33 +22,21 @@ from torch import Tensor
 
 from minivllm.core.request import Request, RequestStatus
 from minivllm.platforms.triton_utils import tl, triton
+from minivllm_lab import cli, lesson
 from minivllm_lab.block_tables import BlockTables
-from minivllm_lab.cli import run
 from minivllm_lab.disaggregation import report
-from minivllm_lab.disaggregation.transfer_worker import Listening, Worker, until_finished
+from minivllm_lab.disaggregation.transfer_worker import Listening, Read, Worker, as_blocks, send_data, until_finished
 from minivllm_lab.disturbance import Control
-from minivllm_lab.lesson import begin, keep
 from minivllm_lab.paged_model import PagedModel
 from minivllm_lab.proof import prove
-from minivllm_lab.tables import heading
 
-# %% 1. The pain needs no code of ours: the engine's own steps, chats that run, and a long prompt that comes
-# %% 2. The idea: one engine computes the prompt, another one the answer. Which tokens come from where?
-
-
-@dataclass
-class Read:
-    """Copy a peer's `remote_block_ids` into our `block_ids`, then tell it; of no blocks: only tell it."""
-
-    request_id: str
-    params: dict[str, Any]
-    block_ids: list[int] = field(default_factory=list)
-    remote_block_ids: list[int] = field(default_factory=list)
+# %% 1. The pain needs no code of ours: the engine's own steps, running chats, and a long prompt that arrives
+# %% 2. The idea: one engine computes the prompt, another the answer. Which tokens come from where?
 
 
 # region: connector
 class ConnectorScheduler:
-    """The scheduler's side of a connector: it decides which blocks move, and moves none."""
+    """The scheduler's side of a connector: it decides which blocks move, and moves none itself."""
 
     def __init__(self, block_size: int, address: dict[str, Any], lease: float = 30.0, clock=time.monotonic) -> None:
         self.block_size, self.address, self.lease, self.clock = block_size, address, lease, clock
@@ -59,7 +45,7 @@ class ConnectorScheduler:
         self.pinned: dict[str, float] = {}
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens behind the computed ones can come from elsewhere (None: ask later); do others go on?"""
+        """Return how many further tokens a peer has (None: ask later), and whether they load asynchronously."""
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return 0, False
@@ -70,7 +56,7 @@ class ConnectorScheduler:
         return max(num_tokens, 0), num_tokens > 0
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """The request has its blocks: note what is to be read into which of them."""
+        """Note what to read into which blocks, now that the request has them."""
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return
@@ -83,14 +69,14 @@ class ConnectorScheduler:
         self.reads.append(Read(request.request_id, params, block_ids[first : len(remote)], remote[first:]))
 
     def build_connector_meta(self) -> list[Read]:
-        """What the worker is to read from now on."""
+        """Return the reads that the worker is to begin."""
         reads, self.reads = self.reads, []
         return reads
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether its blocks must be held although it has ended, and what whoever reads them has to know."""
+        """Return whether to hold an ended request's blocks, and what their reader has to know."""
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_prefill"):  # it ends before anything was read: nobody will
+        if params.get("do_remote_prefill"):  # it ends before anything was read: nothing will be
             self.reads.append(Read(request.request_id, params))
         if not params.get("do_remote_decode") or request.status.finish_reason not in ("stop", "length"):
             return False, None
@@ -100,14 +86,14 @@ class ConnectorScheduler:
         return True, {"do_remote_prefill": True, "remote_block_ids": block_ids[:num_blocks], **told, **self.address}
 
     def update_connector_output(self, finished_sending: Iterable[str], finished_recving: Iterable[str]) -> None:
-        """The worker has moved the blocks of these requests."""
+        """Forget the requests whose blocks the worker has moved."""
         for name in finished_sending:
             self.pinned.pop(name, None)
         for name in finished_recving:
             self.in_flight.pop(name, None)
 
     def expired(self) -> list[str]:
-        """Requests whose blocks nobody has read in time. Each is named once."""
+        """Return, once each, the requests whose blocks were not read in time."""
         late = [name for name, until in self.pinned.items() if until <= self.clock()]
         self.update_connector_output(late, ())
         return late
@@ -117,13 +103,11 @@ class ConnectorScheduler:
 
 # %% 3. Blocks on the move: gather them, send them, scatter them
 
-PIECE = 1 << 16
-
 
 # region: kernels
 @triton.jit
 def gather_block_kernel(staging, cache, block_id, numbers, BLOCK: tl.constexpr):
-    """One block of one tensor: cache [blocks, numbers] -> staging [numbers]. Grid: (ceil(numbers / BLOCK),)."""
+    """Copy a block of one tensor: cache [blocks, numbers] -> staging [numbers]. Grid: (ceil(numbers / BLOCK),)."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = cache + tl.cast(block_id, tl.int64) * numbers + place
     tl.store(staging + place, tl.load(source, mask=place < numbers), mask=place < numbers)
@@ -131,7 +115,7 @@ def gather_block_kernel(staging, cache, block_id, numbers, BLOCK: tl.constexpr):
 
 @triton.jit
 def gather_kernel(staging, cache, block_ids, num_blocks, numbers, BLOCK: tl.constexpr):
-    """Many blocks of all layers in one launch. Grid: (blocks wanted, tensors, ceil(numbers / BLOCK)).
+    """Copy blocks of all layers in one launch. Grid: (blocks wanted, tensors, ceil(numbers / BLOCK)).
 
     staging [blocks wanted, tensors, numbers]; cache [tensors, num_blocks, numbers]; block_ids int32 [blocks wanted].
     Reads and writes each number that moves once, and 4 bytes of block_ids a program.
@@ -146,7 +130,7 @@ def gather_kernel(staging, cache, block_ids, num_blocks, numbers, BLOCK: tl.cons
 
 @triton.jit
 def scatter_kernel(cache, staging, block_ids, num_blocks, numbers, BLOCK: tl.constexpr):
-    """The way back, with the same grid. Where block_ids has -1, nothing is read or written."""
+    """Copy back, with the same grid. Where block_ids has -1, nothing is read or written."""
     wanted, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(block_ids + wanted).to(tl.int64)
@@ -159,99 +143,77 @@ def scatter_kernel(cache, staging, block_ids, num_blocks, numbers, BLOCK: tl.con
 # endregion
 
 
-def launch(kernel: Any, cache: Tensor, staging: Tensor, block_ids: Tensor, block: int = 1024) -> Tensor:
-    """Gather or scatter: cache [tensors, blocks, ...], staging [blocks wanted, tensors, ...]; returns the target."""
+def launch(kernel: Any, cache: Tensor, staging: Tensor, block_ids: Any, block: int = 1024) -> Tensor:
+    """Gather or scatter: cache [tensors, blocks, ...], staging [blocks wanted, tensors, ...]; return the target."""
     numbers, ends = cache[0, 0].numel(), (staging, cache) if kernel is gather_kernel else (cache, staging)
     if len(block_ids):
         grid = len(block_ids), len(cache), triton.cdiv(numbers, block)
-        kernel[grid](*ends, block_ids, cache.shape[1], numbers, BLOCK=block)
+        ids = torch.as_tensor(block_ids, dtype=torch.int32, device=cache.device)
+        kernel[grid](*ends, ids, cache.shape[1], numbers, BLOCK=block)
     return ends[0]
 
 
 def gather(cache: Tensor, block_ids: list[int]) -> Tensor:
-    """Blocks that lie anywhere, in one piece: [blocks wanted, tensors, block_size, kv_heads, head_dim]."""
+    """Copy scattered blocks into one piece: [blocks wanted, tensors, block_size, kv_heads, head_dim]."""
     if not cache.is_cuda:
         return cache[:, block_ids].transpose(0, 1).contiguous()
-    staging = cache.new_empty(len(block_ids), len(cache), *cache.shape[2:])
-    return launch(gather_kernel, cache, staging, torch.tensor(block_ids, dtype=torch.int32, device=cache.device))
+    return launch(gather_kernel, cache, cache.new_empty(len(block_ids), len(cache), *cache.shape[2:]), block_ids)
 
 
 def scatter(cache: Tensor, staging: Tensor, block_ids: list[int]) -> None:
-    """What `gather` made, into these blocks of another cache."""
-    if not cache.is_cuda:
+    """Copy what `gather` returned into these blocks of another cache."""
+    if cache.is_cuda:
+        launch(scatter_kernel, cache, staging, block_ids)
+    else:
         cache[:, block_ids] = staging.transpose(0, 1)
-        return
-    launch(scatter_kernel, cache, staging, torch.tensor(block_ids, dtype=torch.int32, device=cache.device))
 
 
-# region: worker
 class Sender(Worker):
-    """The prefiller's worker: hands out blocks to whoever asks, and hears when they have arrived."""
+    """The prefiller's worker: sends blocks to a peer that asks, and learns when they have arrived."""
 
     def __init__(self, cache: Tensor, bytes_per_second: float = math.inf) -> None:
         super().__init__()
         self.cache, self.bytes_per_second, self.listening = cache, bytes_per_second, Listening(self.serve)
-        self.address = {"remote_host": self.listening.host, "remote_port": self.listening.port}
 
     def serve(self, connection: socket.socket) -> None:
-        """One line that says what is wanted, the blocks, and a line when they are there."""
+        """Read a line that asks for blocks, send them, and read a line that confirms them."""
         with connection.makefile("rb") as incoming:
-            asked = json.loads(incoming.readline())
-            if asked["block_ids"]:
-                data = gather(self.cache, asked["block_ids"]).cpu().flatten().view(torch.uint8).numpy().data
-                connection.sendall(len(data).to_bytes(8, "big"))
-                for start in range(0, len(data), PIECE):
-                    time.sleep(PIECE / self.bytes_per_second)
-                    connection.sendall(data[start : start + PIECE])
+            body = json.loads(incoming.readline())
+            if body["block_ids"]:
+                send_data(connection, gather(self.cache, body["block_ids"]), self.bytes_per_second)
             if incoming.readline() == b"done\n":
-                self.sent.put(asked["request_id"])
+                self.sent.put(body["request_id"])
 
 
 class Receiver(Worker):
-    """The decoder's worker: reads in threads, while the engine goes on."""
+    """The decoder's worker: reads in threads while the engine goes on."""
 
     def __init__(self, cache: Tensor) -> None:
         super().__init__()
         self.cache, self.num_bytes = cache, 0
 
-    def start_load(self, reads: list[Read]) -> None:
-        """Begin to read, and return at once."""
-        for one in reads:
-            threading.Thread(target=self.read, args=(one,), daemon=True).start()
-
-    def read(self, one: Read) -> None:
-        """Ask for the blocks, and say when they are here."""
+    def read(self, read: Read) -> None:
+        """Ask for the blocks, write them into the cache if all of them arrive, and confirm them."""
         try:
-            place = one.params["remote_host"], one.params["remote_port"]
-            with socket.create_connection(place) as connection, connection.makefile("rb") as incoming:
-                asked = {"request_id": one.params["remote_request_id"], "block_ids": one.remote_block_ids}
-                connection.sendall(json.dumps(asked).encode() + b"\n")
-                if one.block_ids:
-                    self.receive(incoming, one.block_ids)
+            host, port = read.params["remote_host"], read.params["remote_port"]
+            with socket.create_connection((host, port)) as connection, connection.makefile("rb") as incoming:
+                body = {"request_id": read.params["remote_request_id"], "block_ids": read.remote_block_ids}
+                connection.sendall(json.dumps(body).encode() + b"\n")
+                if read.block_ids:
+                    data = bytearray(incoming.read(int.from_bytes(incoming.read(8), "big")))
+                    scatter(self.cache, as_blocks(data, self.cache, read.block_ids), read.block_ids)
+                    self.num_bytes += len(data)
                 connection.sendall(b"done\n")
-            self.received.put(one.request_id)
+            self.received.put(read.request_id)
         except OSError:
-            self.failed.put(one.request_id)
-
-    def receive(self, incoming: Any, block_ids: list[int]) -> None:
-        """All or nothing: what does not arrive in full length is not written into the cache."""
-        data = bytearray(incoming.read(int.from_bytes(incoming.read(8), "big")))
-        if len(data) != self.cache[:, block_ids].nbytes:
-            raise ConnectionError("the blocks did not arrive whole")
-        shape = len(block_ids), len(self.cache), *self.cache.shape[2:]
-        scatter(self.cache, torch.frombuffer(data, dtype=self.cache.dtype).view(shape).to(self.cache.device), block_ids)
-        self.num_bytes += len(data)
+            self.failed.put(read.request_id)
 
 
-# endregion
+# %% 4. An engine with one more state
 
 
-# %% 4. An engine with one state more
-
-
-# region: engine
 class Engine:
-    """Lesson 04's loop for a few requests, prompts in one piece, and with WAITING_FOR_REMOTE_KVS."""
+    """Lesson 04's loop for a few requests and whole prompts, with the state WAITING_FOR_REMOTE_KVS."""
 
     def __init__(self, model: PagedModel, connector: ConnectorScheduler, worker: Worker) -> None:
         self.model, self.connector, self.worker = model, connector, worker
@@ -261,23 +223,23 @@ class Engine:
         self.params: dict[str, dict[str, Any] | None] = {}
 
     def add(self, name: str, token_ids: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Request:
-        """A new request waits."""
+        """Enqueue a request."""
         request = Request(name, token_ids, max_tokens=max_tokens, kv_transfer_params=params)
         request.enable_block_hashes(self.model.block_size)
         self.waiting.append(request)
         return request
 
     def step(self) -> None:
-        """Take in what has moved, admit, begin to read, and compute a token for everybody who runs."""
+        """Take in what has moved, admit, begin to read, and compute a token for each running request."""
         self.take_in(*self.worker.get_finished())
-        for request in [one for one in self.waiting if one.status is RequestStatus.WAITING]:
+        for request in [each for each in self.waiting if each.status is RequestStatus.WAITING]:
             self.admit(request)
         self.worker.start_load(self.connector.build_connector_meta())
         for request in list(self.running):
             self.compute(request)
 
     def admit(self, request: Request) -> None:
-        """Give a waiting request its blocks. It then runs, or waits for what is on its way into them."""
+        """Give a waiting request its blocks. It then runs, or waits for what is being loaded into them."""
         hits = self.blocks.find(request)
         num_local = len(hits) * self.model.block_size
         num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
@@ -291,26 +253,26 @@ class Engine:
             self.start(request)
 
     def start(self, request: Request) -> None:
-        """From `waiting` to `running`. The last known token is computed in any case: what follows it is needed."""
+        """Move a request to `running`. Its last known token is always computed: that yields the next one."""
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         request.status = RequestStatus.RUNNING
         self.waiting.remove(request)
         self.running.append(request)
 
     def take_in(self, sent: set[str], received: set[str], failed: set[str]) -> None:
-        """What has been sent is freed; what has been received is published; what has failed is computed here."""
-        arrived, alive = received | failed, {one.request_id for one in (*self.waiting, *self.running)}
+        """Free what has been sent, publish what has been received, and compute here what has failed."""
+        arrived, alive = received | failed, {each.request_id for each in (*self.waiting, *self.running)}
         self.connector.update_connector_output(sent, arrived)
         for name in [*sent, *(arrived - alive), *self.connector.expired()]:
             self.blocks.free(name)
-        for request in [one for one in self.waiting if one.request_id in arrived]:
+        for request in [each for each in self.waiting if each.request_id in arrived]:
             if request.request_id in failed:
                 request.num_computed_tokens = request.num_cached_tokens
             self.blocks.publish(request)
             self.start(request)
 
     def compute(self, request: Request) -> None:
-        """All tokens that are known and not computed, and the token after them."""
+        """Compute all known tokens that are not computed yet, and sample the next one."""
         new, start = request.all_token_ids[request.num_computed_tokens :], request.num_computed_tokens
         logits = self.model.forward(new, start, self.blocks.ids(request))
         request.num_computed_tokens = request.num_tokens
@@ -320,7 +282,7 @@ class Engine:
             self.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
-        """It ends. Its blocks stay if somebody is going to read them, or is still writing into them."""
+        """End a request. Its blocks stay while a peer may read them, or a transfer still writes into them."""
         is_loading, request.status = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS, status
         (self.running if request in self.running else self.waiting).remove(request)
         is_held, self.params[request.request_id] = self.connector.request_finished(request, self.blocks.ids(request))
@@ -328,21 +290,17 @@ class Engine:
             self.blocks.free(request.request_id)
 
 
-# endregion
-
-
 def through_both(prefiller: Engine, decoder: Engine, name: str, token_ids: list[int], max_tokens: int) -> Request:
-    """The proxy: the prompt to one engine, for one token; then the same prompt, and what it has told, to the other."""
+    """Do a proxy's work: send the prompt to one engine for one token, then with its answer to the other."""
     until_finished(prefiller, prefiller.add(name, token_ids, 1, {"do_remote_decode": True}))
     return until_finished(decoder, decoder.add(name, token_ids, max_tokens, prefiller.params[name]))
 
 
-# %% 5. What the way costs, and how many of each
+# %% 5. What the transfer costs, and how many of each
 
 
-# region: formulas
 def added_seconds(prefill: float, transfer: float, layers: int) -> float:
-    """What the transfer adds to a first token, if each layer is sent as soon as it is computed; all in seconds.
+    """Return what a transfer adds to a first token if each layer is sent as soon as it is computed; all in seconds.
 
     One layer is computed, then the slower of the two sets the pace, and the last layer is sent.
     """
@@ -350,49 +308,41 @@ def added_seconds(prefill: float, transfer: float, layers: int) -> float:
 
 
 def goodput_per_gpu(prefill_rate: float, decode_rate: float, prefillers: int, decoders: int) -> float:
-    """Requests a second that both pools bear, for each GPU; rates are those of one GPU of a pool."""
+    """Return the requests a second per GPU that both pools sustain, from the rates of one GPU of each."""
     return min(prefillers * prefill_rate, decoders * decode_rate) / (prefillers + decoders)
 
-
-# endregion
 
 # %% The talk, in order
 
 
 def two_engines(arguments: Namespace, lease: float = 30.0, bytes_per_second: float = math.inf) -> tuple[Engine, Engine]:
-    """A prefiller and a decoder of the same model, each with blocks of its own."""
+    """Make a prefiller and a decoder of the same model, each with blocks of its own."""
     here, there = report.paged_model(arguments), report.paged_model(arguments)
     sender, receiver = Sender(here.cache, bytes_per_second), Receiver(there.cache)
-    connectors = [ConnectorScheduler(here.block_size, address, lease) for address in (sender.address, {})]
+    connectors = [ConnectorScheduler(here.block_size, address, lease) for address in (sender.listening.address, {})]
     return Engine(here, connectors[0], sender), Engine(there, connectors[1], receiver)
 
 
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
-    device, control = begin("Lesson 08. Prefill/decode disaggregation", arguments), Control()
+    device, control = lesson.begin("Lesson 08. Prefill/decode disaggregation", arguments), Control()
     report.load(arguments, device)
-    make = partial(two_engines, arguments)
-    heading("1. A long prompt among running chats")
+    make, found = partial(two_engines, arguments), {}
     with control.watch():
-        found: dict = {"interference": report.measure_interference(arguments)}
+        found["interference"] = report.measure_interference(arguments)
         found["servers"] = report.measure_two_servers(arguments)
-    heading("2. The prompt here, the answer there")
     found["tokens"] = report.compare_tokens(make, through_both, arguments)
-    heading("3. The kernel")
     found["kernel"] = prove(partial(report.verify_kernels, launch, gather_kernel, scatter_kernel), device)
-    heading("4. Which links hide the transfer")
     found["links"] = report.show_links(added_seconds)
-    heading("5. How many of each")
     found["ratio"] = report.show_ratios(goodput_per_gpu, arguments)
-    heading("6. Break it")
     with control.watch():
         found["slow"] = report.measure_slow_links(make, through_both, arguments)
-    found["dies"] = report.break_peers(make, through_both, arguments)
+    found["dies"] = report.break_peers(make, arguments)
     report.close(found, control.disturbance())
-    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+    lesson.keep(__file__, found, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)
 
 if __name__ == "__main__":
-    run(main, parser())
+    cli.run(main, parser())

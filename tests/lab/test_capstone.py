@@ -13,7 +13,7 @@ from minivllm_lab.capstone import (
     serve_all,
     serve_pair,
 )
-from minivllm_lab.disaggregation.asking_connector import CAME
+from minivllm_lab.disaggregation.learner_connector import CAME
 from minivllm_lab.exercise import load
 from minivllm_lab.over_http import Answer, Load
 

@@ -15,7 +15,8 @@ from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.layouts import Layout, PlacedModel
 from minivllm_simulate.open_load import OpenLoad, OpenRun, run_open
-from minivllm_simulate.virtual_clock import GENERATED, SimulatedRequest, percentile, simulate, to_request
+from minivllm_simulate.simulated_engine import GENERATED
+from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate, to_request
 from minivllm_simulate.workloads import RequestLengths, gamma_arrivals, poisson_arrivals
 
 MODEL, LARGE, H100 = known_model("Llama-3.1-8B"), known_model("Meta-Llama-3-70B"), get_hardware("H100")

@@ -16,7 +16,8 @@ from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
 from minivllm_lab.continuous_batching.slots import seat
 from minivllm_simulate.cost_model import FittedCost, StepShape
-from minivllm_simulate.virtual_clock import GENERATED, SimulatedRequest, percentile, simulate, simulate_in_parts
+from minivllm_simulate.simulated_engine import GENERATED
+from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate, simulate_in_parts
 
 COST = FittedCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=0.0)
 

@@ -23,7 +23,7 @@ from typing import Any
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.core.policy import SchedulingPolicy
 from minivllm_lab.cli import Parser, run
-from minivllm_lab.disaggregation.asking_connector import serve_through_both
+from minivllm_lab.disaggregation.learner_connector import serve_through_both
 from minivllm_lab.exercise import checks_of, exercise_path, load, plug_of, run_checks, unready_parts
 from minivllm_lab.over_http import Client, Load, serve_load
 from minivllm_lab.plugged import Served

@@ -1,7 +1,9 @@
 """Tables on the terminal, all in one style, and in Markdown."""
 
+import string
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -77,3 +79,34 @@ def _bullet(sentence: str) -> None:
     """Print one sentence, wrapped at words to 80 columns or the terminal's width, whichever is less."""
     lines = textwrap.wrap(sentence, min(console.width, MOST_COLUMNS), initial_indent="  • ", subsequent_indent="    ")
     console.print("\n".join(lines), markup=False)
+
+
+class _Cells(string.Formatter):
+    """Fills a cell's template: the format `ms` shows seconds as milliseconds, a missing value leaves the cell empty."""
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return kwargs.get(str(key), "")
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value == "":
+            return ""
+        return ms(value) if format_spec == "ms" else super().format_field(value, format_spec)
+
+
+def record_table(
+    title: str,
+    records: Mapping[Any, Mapping[str, Any]],
+    columns: Mapping[str, str],
+    caption: str | None = None,
+) -> None:
+    """Print a row for each record.
+
+    `columns` maps each column's title to a template such as "{itl_p50_ms:.1f}": its fields are the record's keys, and
+    `name` is the record's own. The format `ms` shows seconds as milliseconds; a missing value leaves the cell empty.
+    """
+    cells = _Cells()
+    rows = [
+        [cells.vformat(template, (), {"name": name, **record}) for template in columns.values()]
+        for name, record in records.items()
+    ]
+    table(title, list(columns), rows, caption)

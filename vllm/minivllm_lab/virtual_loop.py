@@ -1,10 +1,10 @@
-"""An event loop without a clock, for coroutines that somebody else wrote: it never waits, and says why one never ends.
+"""An event loop on virtual time, for a learner's coroutines: it never waits, and says why one never ends.
 
     run_virtual(lambda: check(), "your get")
 
-Time is virtual: where nothing is ready, the clock jumps to the next timer. So a second costs nothing, every run is the
-same, and a task that nobody will ever wake is seen at once. The loop runs in a thread of its own, since JupyterLab's
-own loop runs in the main one, and so that a call that blocks can be left behind.
+Where nothing is ready, the clock jumps to the next timer. So a second costs nothing, every run is the same, and a task
+that will never be woken is noticed at once. The loop runs in a thread of its own, since JupyterLab's own loop runs in
+the main one, and so that a blocking call can be abandoned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minivllm_lab.bounded import bounded
 
 Result = TypeVar("Result")
 CPU_SECONDS, SECONDS = 0.5, 20.0
-"""What a run may take of the processor, and of the clock on the wall, which a blocking call takes."""
+"""Limits of a run: of CPU time, and of wall-clock time, which a blocking call takes."""
 MOST_TURNS = 20_000
 BLOCKS = "{} blocks the event loop, and nobody else is served meanwhile: wait with `await`"
 
@@ -69,7 +69,7 @@ def run_virtual(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> 
     """Return the result of `work()` in a virtual loop. What it raises is raised here.
 
     Raises:
-        AssertionError: it never ends: it waits for what nobody will do, or turns without end, or blocks the loop.
+        AssertionError: it never ends: it waits for an event that never comes, turns without end, or blocks the loop.
     """
     ended: list[Result | BaseException] = []
 
@@ -94,7 +94,7 @@ def run_virtual(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> 
 
 def _run(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> Result:
     loop = VirtualLoop(whose)
-    loop.set_exception_handler(lambda *_: None)  # what a lost task would still say is no news
+    loop.set_exception_handler(lambda *_: None)  # errors of abandoned tasks are no news
     try:
         return loop.run_until_complete(work())
     finally:

@@ -1,7 +1,7 @@
-"""A load that is swept: runs that can be left and taken up again, what they found, and where a system breaks.
+"""A swept load: runs that can be interrupted and resumed, their results, and where a system breaks.
 
-The widgets of several lessons stand on it. A run is a generator that pauses every few milliseconds of work, so that
-a page on which somebody drags the load stays alive.
+The widgets of several lessons use it. A run is a generator that pauses every few milliseconds of work, so that a page
+stays responsive while its reader drags the load.
 """
 
 from __future__ import annotations
@@ -17,25 +17,21 @@ from minivllm.errors import MinivllmError
 Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
 Span = tuple[float | None, float | None]
-"""From where to where along an axis; None: from or to its end."""
+"""A range of an axis; None: from or to its end."""
 
 
 class Runs(Generic[Key, Found]):
-    """Runs by their key. Finished ones are kept in `found`; an interrupted one resumes where it
-    paused.
-    """
+    """Runs by their key. `found` has the results; an interrupted run goes on where it paused."""
 
     def __init__(self, start: Callable[[Key], Generator[None, None, Found]]) -> None:
-        """Take `start(key)`, a generator that pauses with `yield` and returns its result."""
+        """`start(key)` begins a run: it pauses with `yield`, and returns its result."""
         self._start = start
         self._under_way: dict[Key, Generator[None, None, Found]] = {}
         self.found: dict[Key, Found] = {}
 
     def run(self, key: Key) -> Iterator[None]:
-        """Finish a run, pausing where it pauses; do nothing if it is finished. A failed run starts
-        again the next time.
-        """
-        while key not in self.found:  # somebody else may end it during a pause
+        """Do a run, unless it is done, and pause where it does. A failed run begins again the next time."""
+        while key not in self.found:  # another caller may end it during a pause
             under_way = self._under_way.get(key) or self._under_way.setdefault(key, self._start(key))
             try:
                 next(under_way)
@@ -50,8 +46,7 @@ class Runs(Generic[Key, Found]):
 
 
 def within(ordered: Sequence[float], share: float) -> float:
-    """Return the least of `ordered` values, from the smallest, that this share of them does not
-    exceed.
+    """Return the least of `ordered` values that this share of them does not exceed.
 
     Raises:
         MinivllmError: there are no values.
@@ -62,7 +57,7 @@ def within(ordered: Sequence[float], share: float) -> float:
 
 
 def share_within(ordered: Sequence[float], limit: float) -> float:
-    """Return share of `ordered` values, from the smallest, that are at most `limit`."""
+    """Return the share of `ordered` values that are at most `limit`."""
     return bisect_right(ordered, limit) / len(ordered)
 
 
@@ -82,8 +77,7 @@ def crossing(loads: Sequence[float], values: Sequence[float], limit: float, *, l
 
 
 def spans(xs: Sequence[float], ratios: Sequence[float]) -> list[Span]:
-    """Return where a curve lies above 1. Between two values it is a line, along the logarithms of
-    both.
+    """Return where a curve lies above 1. Between two values it is a line, along the logarithms of both.
 
     Returns:
         Pairs of ends; None where it is above 1 at the first or at the last value.

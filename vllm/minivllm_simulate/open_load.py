@@ -1,11 +1,11 @@
-"""An open load on one engine: requests come at their times, and the engine's scheduler decides. *Modelled*.
+"""An open load on one engine: requests arrive at their times, and the real scheduler decides. *Modelled*.
 
-As `virtual_clock.simulate`, but many similar steps at a time (see `offline`): while a batch only decodes and nobody
-comes, its steps are one stretch. And it begins in the middle of things, with as many requests as are there on average,
-each somewhere in its answer; else most of a short run would be spent on an engine that fills up.
+Unlike `virtual_clock.simulate`, it takes many similar steps at a time: while a batch only decodes and no request
+arrives, its steps are one stretch. It begins with as many requests as are there on average, each somewhere in its
+answer; otherwise most of a short run would be spent on an engine that fills up.
 
-The first `counted` arrivals are those that are looked at. Those after them only keep the load up, until the last
-counted one has ended. An engine that cannot keep up would never end them: it is left when nobody else comes.
+The first `counted` arrivals are measured. Those after them only keep the load up until the last counted one has ended.
+An engine that cannot keep up would never end them, so its run stops when no further request arrives.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from typing import TypeVar
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm_simulate.cost_model import Cost, StepShape
-from minivllm_simulate.offline import Stretch, Stretches
-from minivllm_simulate.virtual_clock import Acceptance, SimulatedRequest, to_request
+from minivllm_simulate.cost_model import Cost
+from minivllm_simulate.event_loop import EventLoop, with_pauses
+from minivllm_simulate.simulated_engine import SimulatedEngine, Stretch
+from minivllm_simulate.virtual_clock import SimulatedRequest, to_request
 from minivllm_simulate.workloads import RequestLengths
 
 Result = TypeVar("Result")
-PAUSE = 1_500
-"""Requests times stretches between two pauses: a few milliseconds of work."""
 
 
 @dataclass
 class Stay:
-    """A counted request, as its client sees it. Times in seconds since the start."""
+    """A counted request as its client sees it. Times are in seconds since the start."""
 
     arrival: float
     output_tokens: int
@@ -50,40 +49,40 @@ class Stay:
 
 @dataclass
 class OpenRun:
-    """What became of the counted requests."""
+    """The counted requests, and the run as a whole."""
 
     stays: list[Stay]
     end: float = 0.0
-    """When the run was left."""
+    """When the run stopped."""
     come: int = 0
-    """Requests that had come by then."""
+    """Requests that had arrived by then."""
     queue: int = 0
-    """Those who waited then."""
+    """Requests that waited then."""
     tokens: int = 0
-    """Output tokens of all requests, those who were there at the start included."""
+    """Output tokens of all requests, including those that were there at the start."""
     request_seconds: float = 0.0
-    """Requests inside, integrated over time: divided by `end`, how many are there on average."""
+    """Requests inside, integrated over time; divided by `end`, their mean number."""
 
-    def ttft(self, one: Stay) -> float:
-        """Seconds to its first token; what it has waited, if it has none yet."""
-        return min(one.first, self.end) - one.arrival
+    def ttft(self, stay: Stay) -> float:
+        """Return the seconds to its first token, or how long it has waited if it has none yet."""
+        return min(stay.first, self.end) - stay.arrival
 
     @property
     def ttfts(self) -> list[float]:
-        """Seconds to first token, from the shortest; of one that has none yet, what it has waited."""
+        """Seconds to first token, sorted; a request that has none yet counts with its wait."""
         return sorted(map(self.ttft, self.stays))
 
     @property
     def tpots(self) -> list[float]:
-        """Seconds per output token after the first, from the shortest."""
-        return sorted(tpot for one in self.stays if (tpot := one.tpot) is not None)
+        """Seconds per output token after the first, sorted."""
+        return sorted(tpot for stay in self.stays if (tpot := stay.tpot) is not None)
 
 
 @dataclass(frozen=True)
 class OpenLoad:
-    """Requests that come one after another, and how many are there at the start.
+    """Requests that arrive one after another, and how many are there at the start.
 
-    `lengths` and `arrivals` are as long as each other: the counted ones, and those who keep the load up.
+    `lengths` and `arrivals` have equal lengths: the counted requests, then those that keep the load up.
     """
 
     lengths: Sequence[RequestLengths]
@@ -92,31 +91,30 @@ class OpenLoad:
     at_start: int
     seed: int = 0
     to_the_end: bool = False
-    """Serve the counted ones until their last token, also when nobody else comes; else a queue is left as it is."""
+    """Serve the counted requests to their last token, even when no further request arrives."""
 
     def there_at_start(self, budget: int) -> list[SimulatedRequest]:
-        """Requests somewhere in their answers. What they have so far counts as their prompt.
+        """Return requests somewhere in their answers. The tokens that they have so far count as their prompt.
 
-        Their prompts are computed before the clock starts, `budget` tokens a step, and those that are first go on
-        meanwhile: so many tokens more they get, and so many less they have so far.
+        Their prompts are computed before the clock starts, `budget` tokens a step, and the first of them decode
+        meanwhile: so they get that many tokens more, and have that many fewer so far.
         """
-        draw, found, before = random.Random(f"start-{self.seed}"), [], 0
+        draw, requests, before = random.Random(f"start-{self.seed}"), [], 0
         drawn = [self.lengths[index % len(self.lengths)] for index in range(self.at_start)]
-        far = [int(draw.random() * one.output_tokens) for one in drawn]
-        steps = sum(one.prompt_tokens + done for one, done in zip(drawn, far, strict=True)) // budget
-        for one, done in zip(drawn, far, strict=True):
-            meanwhile = steps - before // budget
-            prompt, left = one.prompt_tokens + done, one.output_tokens - done
-            shift = min(meanwhile, prompt - 1)
-            found.append(SimulatedRequest(prompt - shift, left + shift))
+        progress = [int(draw.random() * lengths.output_tokens) for lengths in drawn]
+        steps = sum(lengths.prompt_tokens + done for lengths, done in zip(drawn, progress, strict=True)) // budget
+        for lengths, done in zip(drawn, progress, strict=True):
+            prompt, left = lengths.prompt_tokens + done, lengths.output_tokens - done
+            shift = min(steps - before // budget, prompt - 1)
+            requests.append(SimulatedRequest(prompt - shift, left + shift))
             before += prompt
-        return found
+        return requests
 
 
 def run_open(
     load: OpenLoad, scheduler_config: SchedulerConfig, cache_config: CacheConfig, cost: Cost
 ) -> Generator[None, None, OpenRun]:
-    """Serve a load, with a pause every few milliseconds of work; the run is what the generator returns.
+    """Serve a load, with a pause every few milliseconds of work; the generator returns the run.
 
     Raises:
         MinivllmError: the scheduler refuses a request.
@@ -125,7 +123,7 @@ def run_open(
 
 
 def finished(run: Generator[None, None, Result]) -> Result:
-    """What a run returns, without its pauses."""
+    """Run to the end without pauses, and return the result."""
     while True:
         try:
             next(run)
@@ -133,87 +131,89 @@ def finished(run: Generator[None, None, Result]) -> Result:
             return end.value
 
 
-class OpenEngine(Stretches):
+class OpenEngine(SimulatedEngine):
     """An engine under an open load: stretches that end at the next arrival."""
 
     def __init__(self, load: OpenLoad, scheduler: Scheduler, cost: Cost) -> None:
-        start = load.there_at_start(scheduler.config.max_num_batched_tokens)
-        super().__init__(start, scheduler, Acceptance(0.0), StepShape.of)
-        self.load, self.cost = load, cost
-        self.now, self.step_seconds, self.timed = 0.0, 1.0, False
+        super().__init__(scheduler)
+        self.load = load
+        self.cost = cost
+        self.loop = EventLoop()
+        self.step_seconds = 1.0
+        self.timed = False
         self.come = 0
         counted = zip(load.arrivals[: load.counted], load.lengths, strict=False)
-        self.result = OpenRun([Stay(at, one.output_tokens) for at, one in counted])
+        self.result = OpenRun([Stay(at, lengths.output_tokens) for at, lengths in counted])
         self.unended = load.counted
+        for at in load.arrivals:
+            self.loop.at(at, self._arrive)
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return self.loop.now
 
     def serve(self) -> Generator[None, None, OpenRun]:
-        """Run until the last counted request has ended, or nobody else comes (see `OpenLoad.to_the_end`)."""
-        work = 0
-        for request in self.requests:
-            self.scheduler.add_request(request)
-        unseen = {request.request_id for request in self.requests}
-        while unseen:  # no time passes until all who are there at the start have their caches
-            work += self._work()
-            unseen -= {one.request_id for one in self.outputs}
-            if work > PAUSE:
-                work = 0
-                yield
+        """Run until the last counted request has ended, or no further one arrives (see `OpenLoad.to_the_end`)."""
+        unseen: set[str] = set()
+        for index, spec in enumerate(self.load.there_at_start(self.scheduler.config.max_num_batched_tokens)):
+            self.add(to_request(index, spec, 0.0))
+            unseen.add(str(index))
+
+        def fill() -> int:
+            self.stretch()
+            unseen.difference_update(output.request_id for output in self.outputs)
+            return len(self.scheduler.running)
+
+        yield from with_pauses(fill, lambda: unseen)  # no time passes until these have their caches
         self.timed = True
-        while self.unended and (self.load.to_the_end or self.come < len(self.load.arrivals)):
-            work += self._step()
-            if work > PAUSE:
-                work = 0
-                yield
-        self.result.end, self.result.come, self.result.queue = self.now, self.come, len(self.scheduler.waiting)
+        yield from with_pauses(self._step, self._goes_on)
+        self.result.end = self.now
+        self.result.come = self.come
+        self.result.queue = len(self.scheduler.waiting)
         return self.result
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """No more steps than begin before the next arrival."""
+        """Return no more steps than begin before the next arrival."""
         steps = super().steps_alike(running)
         if steps == 1 or not self.timed:
             return steps
         # The first token of a request would seem to come late.
         if any(request.num_tokens == request.num_prompt_tokens for request in running):
             return 1
-        if self.come == len(self.load.arrivals):
-            return steps
-        gap = self.load.arrivals[self.come] - self.now
-        return max(1, min(steps, math.ceil(gap / self.step_seconds)))
+        gap = self.loop.next_time - self.now
+        return max(1, min(steps, math.ceil(gap / self.step_seconds))) if gap < math.inf else steps
 
     def seconds_of(self, stretch: Stretch) -> float:
-        """Seconds of the stretch that was just taken."""
+        """Return the seconds of the stretch that was just taken."""
         return stretch.seconds(self.cost)
 
     def request(self, index: int, spec: SimulatedRequest) -> Request:
-        """Arrival `index`, as the scheduler gets it."""
+        """Make the scheduler's request of arrival `index`."""
         return to_request(self.load.at_start + index, spec, spec.arrival)
 
-    def _work(self) -> int:
-        self.stretch()
-        return len(self.scheduler.running)
+    def _goes_on(self) -> bool:
+        return bool(self.unended) and (self.load.to_the_end or self.come < len(self.load.arrivals))
 
     def _step(self) -> int:
-        if not self.scheduler.has_unfinished_requests():
-            self.now = max(self.now, self.load.arrivals[self.come])
-        self._let_in()
+        loop = self.loop
+        loop.advance(loop.now if self.scheduler.has_unfinished_requests() else loop.next_time)
         inside = len(self.scheduler.requests)
         stretch = self.stretch()
         seconds = self.seconds_of(stretch)
         self.step_seconds = seconds / stretch.steps
-        self.now += seconds
+        loop.now += seconds
         self.result.request_seconds += inside * seconds
-        for one in self.outputs:
-            self._note(int(one.request_id) - self.load.at_start, len(one.new_token_ids), bool(one.finish_reason))
+        for output in self.outputs:
+            index = int(output.request_id) - self.load.at_start
+            self._note(index, len(output.new_token_ids), bool(output.finish_reason))
         return 8 + len(self.outputs)
 
-    def _let_in(self) -> None:
-        arrivals, load = self.load.arrivals, self.load
-        while self.come < len(arrivals) and arrivals[self.come] <= self.now:
-            at, one = arrivals[self.come], load.lengths[self.come]
-            spec = SimulatedRequest(one.prompt_tokens, one.output_tokens, at)
-            self.scheduler.add_request(self.request(self.come, spec))
-            self.come += 1
-            self.settled = False
+    def _arrive(self) -> None:
+        lengths, at = self.load.lengths[self.come], self.load.arrivals[self.come]
+        spec = SimulatedRequest(lengths.prompt_tokens, lengths.output_tokens, at)
+        self.add(self.request(self.come, spec))
+        self.come += 1
 
     def _note(self, index: int, tokens: int, ended: bool) -> None:
         self.result.tokens += tokens

@@ -26,8 +26,8 @@ from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Link, get_link
 from minivllm_simulate.layouts import Cost, Layout, PlacedModel, Steady
 from minivllm_simulate.load_sweep import Runs, within
-from minivllm_simulate.offline import Stretch
 from minivllm_simulate.open_load import OpenEngine, OpenLoad
+from minivllm_simulate.simulated_engine import Stretch
 from minivllm_simulate.virtual_clock import SimulatedRequest
 from minivllm_simulate.workloads import RequestLengths, gamma_arrivals
 from widgets.shell.swept import patient

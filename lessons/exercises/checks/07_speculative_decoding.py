@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from minivllm.config import Parts, SpeculativeConfig
-from minivllm_lab.speculative_decoding.asking_proposer import proposer_that_asks
-from minivllm_lab.speculative_decoding.asking_rejection import rejection_that_asks
+from minivllm_lab.speculative_decoding.learner_policy import proposer_of, rejection_of
 from minivllm_lab.inside import core_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
@@ -594,8 +593,8 @@ def plug(module) -> Plugged:
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     return Plugged(
         parts=Parts(
-            draft_proposer=proposer_that_asks(module.propose_ngram),
-            rejection_sample=rejection_that_asks(module.verify),
+            draft_proposer=proposer_of(module.propose_ngram),
+            rejection_sample=rejection_of(module.verify),
         ),
         engine_args={"speculative_config": drafts},
         prompts=PROMPTS,

@@ -6,7 +6,7 @@ import torch
 
 from minivllm.config import Parts
 from minivllm.core.request import Request, RequestStatus
-from minivllm_lab.disaggregation.asking_connector import connector_that_asks, serve_through_both
+from minivllm_lab.disaggregation.learner_connector import learner_connector, serve_through_both
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import Plugged
 
@@ -571,6 +571,6 @@ PROMPTS = (
 
 def plug(module) -> Plugged:
     """Two engines, each with the learner's connector beside its scheduler: one computes prompts, one answers."""
-    parts = Parts(kv_connector=connector_that_asks(module.ConnectorScheduler))
+    parts = Parts(kv_connector=learner_connector(module.ConnectorScheduler))
     what = "One engine with no connector (ours), and two"
     return Plugged(parts=parts, prompts=PROMPTS, serve=serve_through_both, what=what)

@@ -8,7 +8,8 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
 from minivllm_lab.optimization_catalog.sharing import SHARING, sessions, sharing
 from minivllm_simulate.cost_model import FittedCost
-from minivllm_simulate.virtual_clock import GENERATED, simulate
+from minivllm_simulate.simulated_engine import GENERATED
+from minivllm_simulate.virtual_clock import simulate
 
 COST = FittedCost(per_step=6e-3, per_request=0.0, per_token=1e-5, per_pair=0.0)
 CONFIG = SchedulerConfig(max_model_len=4096, max_num_batched_tokens=8192)

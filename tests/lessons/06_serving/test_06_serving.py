@@ -94,12 +94,12 @@ def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
         assert report.held(core.core) == 0, "a stop string ends the request in the core too"
         leaving = report.RawClient(port, {"prompt": PROMPT, "max_tokens": 200})
         leaving.read_events(2)
-        leaving.close()
+        leaving.socket.close()
         end = time.monotonic() + PATIENCE
         while report.held(core.core) and time.monotonic() < end:
             time.sleep(0.005)
         assert report.held(core.core) == 0
-        assert server.readers == {}
+        assert server.streams.readers == {}
         assert server.unread < 5, "it went on computing"
 
 
@@ -129,7 +129,7 @@ def test_no_client_waits_for_a_core_that_has_failed():
         client = report.RawClient(port, {"prompt": PROMPT, "max_tokens": 24})
         client.socket.settimeout(PATIENCE)
         assert client.read_events() == 0
-        client.close()
+        client.socket.close()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_no_client_waits_for_a_core_that_has_failed():
 )
 def test_a_service_level_that_no_rate_or_every_rate_meets_is_said(slo_ttft, knee, where, monkeypatch, capsys):
     """The knee is none of the rates that were tried, and the load beyond capacity is offered in any case."""
-    times = [0.1, *(0.2 for _ in range(report.OUTPUT_TOKENS - 1))]
+    times = [0.1, *(0.2 for _ in range(report.QUICK.output_tokens - 1))]
     answers = [Answer(0.0, 0.0, events=times)] * 8
     monkeypatch.setattr(
         report, "_closed", lambda real, arguments: {"1": {"requests_per_second": 8.0, "latency_mean_ms": 50.0}}
@@ -155,7 +155,7 @@ def texts_of(port, body):
     answer = b""
     while part := client.socket.recv(1 << 16):
         answer += part
-    client.close()
+    client.socket.close()
     return "".join(report.json.loads(event)["text"] for event in answer.decode().split("data: ")[1:])
 
 
@@ -192,393 +192,232 @@ def test_bits_are_where_they_should_be():
 
 # ---- the exercise ----------------------------------------------------------------------------------------------------
 
-MUTANTS = {
-    # the collector
-    "keeps only the last delta": ("RequestOutputCollector.put", "join(self.unread, output)", "self.unread = output"),
-    "drops what comes while something is unread": ("RequestOutputCollector.put", "join(self.unread, output)", "pass"),
-    "joins the other way round": (
-        "RequestOutputCollector.put",
-        "join(self.unread, output)",
-        "join(output, self.unread)\nself.unread = output",
-    ),
-    "does not wake the reader": ("RequestOutputCollector.put", "self.there.set()", ""),
-    "wakes the reader only at the end": (
-        "RequestOutputCollector.put",
-        "self.there.set()",
-        "if not isinstance(output, Exception) and output.finished: self.there.set()",
-    ),
-    "forgets that something is read": (
-        "RequestOutputCollector.get",
-        "output, self.unread = self.unread, None",
-        "output = self.unread",
-    ),
-    "does not clear the event": ("RequestOutputCollector.get", "if self.error is None: ...", ""),
-    "clears before it waits: a lost wake-up": (
-        "RequestOutputCollector.get",
-        "await self.there.wait()",
-        "self.there.clear()\nawait self.there.wait()",
-    ),
-    "clears after a turn of the loop": (
-        "RequestOutputCollector.get",
-        "if self.error is None: ...",
-        "await asyncio.sleep(0)\nif self.error is None: self.there.clear()",
-    ),
-    "takes before it waits": (
-        "RequestOutputCollector.get",
-        "await self.there.wait()\noutput, self.unread = self.unread, None",
-        "output, self.unread = self.unread, None\nawait self.there.wait()\noutput = output or self.unread",
-    ),
-    "asks again and again": (
-        "RequestOutputCollector.get",
-        "await self.there.wait()",
-        "while self.unread is None and self.error is None: await asyncio.sleep(0)",
-    ),
-    "asks a hundred times a second": (
-        "RequestOutputCollector.get",
-        "await self.there.wait()",
-        "while self.unread is None and self.error is None: await asyncio.sleep(0.01)",
-    ),
-    "looks once a second": (
-        "RequestOutputCollector.get",
-        "await self.there.wait()",
-        "while self.unread is None and self.error is None: await asyncio.sleep(1)",
-    ),
-    "spins without await": (
-        "RequestOutputCollector.get",
-        "await self.there.wait()",
-        "while self.unread is None and self.error is None: pass",
-    ),
-    "returns None where nothing has come": ("RequestOutputCollector.get", "await self.there.wait()", ""),
-    "holds what a cancelled reader was given": (
-        "RequestOutputCollector.get",
-        "await self.there.wait()\noutput, self.unread = self.unread, None",
-        "output = None\n"
-        "while output is None and self.error is None:\n"
-        "    output, self.unread = self.unread, None\n"
-        "    self.there.clear()\n"
-        "    await asyncio.sleep(0) if output else await self.there.wait()",
-    ),
-    "swallows the cancelling of a reader": (
-        "RequestOutputCollector.get",
-        "await self.there.wait()",
-        "try: await self.there.wait()\nexcept asyncio.CancelledError: pass",
-    ),
-    "returns the error": ("RequestOutputCollector.get", "raise self.error", "return self.error"),
-    "an error overtakes the data": (
-        "RequestOutputCollector.put",
-        "self.error = output",
-        "self.error, self.unread = output, None",
-    ),
-    "data after an error": ("RequestOutputCollector.put", "if self.error is not None: ...", ""),
-    "tells the error once": (
-        "RequestOutputCollector.get",
-        "raise self.error",
-        "error, self.error = self.error, None\nraise error",
-    ),
-    "keeps what it has joined": (
-        "RequestOutputCollector.put",
-        "join(self.unread, output)",
-        "join(self.unread, output)\nself.joined = [*getattr(self, 'joined', []), output]",
-    ),
-    "one event for all requests": (
-        "RequestOutputCollector.__init__",
-        "self.there = asyncio.Event()",
-        "type(self).there = asyncio.Event()",
-    ),
-    "knows one kind of error": (
-        "RequestOutputCollector.put",
-        "isinstance(output, Exception)",
-        "isinstance(output, ConnectionError)",
-    ),
-    "another error than was put": (
-        "RequestOutputCollector.get",
-        "raise self.error",
-        "raise type(self.error)('the engine has died')",
-    ),
-    "two completions at the most": (
-        "join",
-        "unread.outputs.append(completion)",
-        "if len(unread.outputs) < 2: unread.outputs.append(completion)",
-    ),
-    "each token once": (
-        "join",
-        "earlier.token_ids += completion.token_ids",
-        "earlier.token_ids += [one for one in completion.token_ids if one not in earlier.token_ids]",
-    ),
-    "the last 64 letters": (
-        "join",
-        "earlier.text += completion.text",
-        "earlier.text = (earlier.text + completion.text)[-64:]",
-    ),
-    "loses the text": ("join", "earlier.text += completion.text", ""),
-    "loses the tokens": ("join", "earlier.token_ids += completion.token_ids", ""),
-    "loses the log probabilities": ("join", "if completion.logprobs is not None: ...", ""),
-    "makes log probabilities that nobody asked for": (
-        "join",
-        "if completion.logprobs is not None: ...",
-        "earlier.logprobs = (earlier.logprobs or []) + (completion.logprobs or [])",
-    ),
-    "loses how it ended": (
-        "join",
-        "earlier.finish_reason, earlier.stop_reason = completion.finish_reason, completion.stop_reason",
-        "",
-    ),
-    "loses what stopped it": (
-        "join",
-        "earlier.finish_reason, earlier.stop_reason = completion.finish_reason, completion.stop_reason",
-        "earlier.finish_reason = completion.finish_reason",
-    ),
-    "loses `finished`": ("join", "unread.finished = new.finished", ""),
-    "finished with the first completion": (
-        "join",
-        "unread.finished = new.finished",
-        "unread.finished = any(one.finish_reason for one in unread.outputs)",
-    ),
-    "at most four stop strings": (
-        "StopStrings.__init__",
-        "self.stop, self.held = stop, ''",
-        "self.stop, self.held = stop[:4], ''",
-    ),
-    "drops carriage returns": (
-        "StopStrings.push",
-        "self.held + text_delta",
-        "self.held + text_delta.replace('\\r', '')",
-    ),
-    "looks at 4,096 characters of a piece": (
-        "StopStrings.push",
-        "self.held + text_delta",
-        "(self.held + text_delta)[:4096]",
-    ),
-    "joins by place": (
-        "join",
-        "known = ...",
-        "known = {one.index: mine for one, mine in zip(new.outputs, unread.outputs)}",
-    ),
-    "lists completions one after the other": ("join", "known = ...", "known = {}"),
-    "drops a completion that is new": ("join", "unread.outputs.append(completion)", "pass"),
-    # stop strings
-    "looks at each piece alone": ("StopStrings.push", "self.held + text_delta", "text_delta"),
-    "holds nothing back": ("StopStrings.push", "max(..., default=0)", "0"),
-    "always holds the longest less one": (
-        "StopStrings.push",
-        "max(..., default=0)",
-        "min(len(text), max((len(one) - 1 for one in self.stop), default=0))",
-    ),
-    "holds one character": ("StopStrings.push", "max(..., default=0)", "min(1, max(..., default=0))"),
-    "holds back for the first string only": (
-        "StopStrings.push",
-        "(overlap(text, one) for one in self.stop)",
-        "(overlap(text, one) for one in self.stop[:1])",
-    ),
-    "holds the least of them": (
-        "StopStrings.push",
-        "max((overlap(text, one) for one in self.stop), default=0)",
-        "min((overlap(text, one) for one in self.stop), default=0)",
-    ),
-    "forgets what it holds": ("StopStrings.push", "self.held = text[...:]", "self.held = ''"),
-    "sends what it holds": ("StopStrings.push", "return text[: len(text) - kept], None", "return text, None"),
-    "sends the stop string too": ("StopStrings.push", "text[: end - len(stopped)]", "text[:end]"),
-    "sends nothing of the last piece": (
-        "StopStrings.push",
-        "return text[: end - len(stopped)], stopped",
-        "return '', stopped",
-    ),
-    "the first of the list wins": ("StopStrings.push", "min(found)", "min(found, key=lambda one: one[1])"),
-    "the first to begin wins": (
-        "StopStrings.push",
-        "min(found)",
-        "min(found, key=lambda one: (one[0] - len(one[2]), one[1]))",
-    ),
-    "the last listed of two that end at once": (
-        "StopStrings.push",
-        "min(found)",
-        "min(found, key=lambda one: (one[0], -one[1]))",
-    ),
-    "the last one in the text": ("StopStrings.push", "text.find(one)", "text.rfind(one)"),
-    "stop strings are patterns": (
-        "StopStrings.push",
-        "found = ...",
-        "import re\n"
-        "found = [(re.search(one, text).end(), i, one) for i, one in enumerate(self.stop) if re.search(one, text)]",
-    ),
-    "capitals do not count": (
-        "StopStrings.push",
-        "found = ...",
-        "low = text.lower()\n"
-        "found = [(low.find(s.lower()) + len(s), i, s) for i, s in enumerate(self.stop) if s.lower() in low]",
-    ),
-    "without blanks around them": (
-        "StopStrings.__init__",
-        "self.stop, self.held = stop, ''",
-        "self.stop, self.held = [one.strip() or one for one in stop], ''",
-    ),
-    "three stop strings at the most": (
-        "StopStrings.__init__",
-        "self.stop, self.held = stop, ''",
-        "self.stop, self.held = stop[:3], ''",
-    ),
-    "holds eight characters at the most": (
-        "StopStrings.push",
-        "max(..., default=0)",
-        "min(8, max(..., default=0))",
-    ),
-    "forgets the end": ("StopStrings.flush", "return held", "return ''"),
-    "gives the end twice": ("StopStrings.flush", "held, self.held = self.held, ''", "held = self.held"),
-    "holds a false start for ever": ("overlap", "text.endswith(stop[:size])", "stop[:size] in text"),
-    "the shortest end that may begin one": (
-        "overlap",
-        "range(min(len(text), len(stop) - 1), 0, -1)",
-        "range(1, min(len(text), len(stop) - 1) + 1)",
-    ),
-    # clients that leave
-    "goes on for a client that has left": (
-        "until_disconnected",
-        "asyncio.FIRST_COMPLETED",
-        "asyncio.ALL_COMPLETED",
-    ),
-    "watches nobody": (
-        "until_disconnected",
-        "await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)",
-        "await asyncio.wait({working})",
-    ),
-    "does not cancel the work": ("until_disconnected", "working.cancel()\nleaving.cancel()", "leaving.cancel()"),
-    "leaves the watcher running": (
+MISTAKES = {
+    ("RequestOutputCollector.put", "join(self.unread, output)"): {
+        "keeps only the last delta": "self.unread = output",
+        "drops what comes while something is unread": "pass",
+        "joins the other way round": "join(output, self.unread)\nself.unread = output",
+        "keeps what it has joined": "join(self.unread, output)\nself.joined = [*getattr(self, 'joined', []), output]",
+    },
+    ("RequestOutputCollector.put", "self.there.set()"): {
+        "does not wake the reader": "",
+        "wakes the reader only at the end": (
+            "if not isinstance(output, Exception) and output.finished: self.there.set()"
+        ),
+    },
+    ("RequestOutputCollector.get", "output, self.unread = self.unread, None"): {
+        "forgets that something is read": "output = self.unread"
+    },
+    ("RequestOutputCollector.get", "if self.error is None: ..."): {
+        "does not clear the event": "",
+        "clears after a turn of the loop": "await asyncio.sleep(0)\nif self.error is None: self.there.clear()",
+    },
+    ("RequestOutputCollector.get", "await self.there.wait()"): {
+        "clears before it waits: a lost wake-up": "self.there.clear()\nawait self.there.wait()",
+        "asks again and again": "while self.unread is None and self.error is None: await asyncio.sleep(0)",
+        "asks a hundred times a second": (
+            "while self.unread is None and self.error is None: await asyncio.sleep(0.01)"
+        ),
+        "looks once a second": "while self.unread is None and self.error is None: await asyncio.sleep(1)",
+        "spins without await": "while self.unread is None and self.error is None: pass",
+        "returns None where nothing has come": "",
+        "swallows the cancelling of a reader": "try: await self.there.wait()\nexcept asyncio.CancelledError: pass",
+    },
+    ("RequestOutputCollector.get", "await self.there.wait()\noutput, self.unread = self.unread, None"): {
+        "takes before it waits": (
+            "output, self.unread = self.unread, None\nawait self.there.wait()\noutput = output or self.unread"
+        ),
+        "holds what a cancelled reader was given": (
+            "output = None\n"
+            "while output is None and self.error is None:\n"
+            "    output, self.unread = self.unread, None\n"
+            "    self.there.clear()\n"
+            "    await asyncio.sleep(0) if output else await self.there.wait()"
+        ),
+    },
+    ("RequestOutputCollector.get", "raise self.error"): {
+        "returns the error": "return self.error",
+        "tells the error once": "error, self.error = self.error, None\nraise error",
+        "another error than was put": "raise type(self.error)('the engine has died')",
+    },
+    ("RequestOutputCollector.put", "self.error = output"): {
+        "an error overtakes the data": "self.error, self.unread = output, None"
+    },
+    ("RequestOutputCollector.put", "if self.error is not None: ..."): {"data after an error": ""},
+    ("RequestOutputCollector.__init__", "self.there = asyncio.Event()"): {
+        "one event for all requests": "type(self).there = asyncio.Event()"
+    },
+    ("RequestOutputCollector.put", "isinstance(output, Exception)"): {
+        "knows one kind of error": "isinstance(output, ConnectionError)"
+    },
+    ("join", "unread.outputs.append(completion)"): {
+        "two completions at the most": "if len(unread.outputs) < 2: unread.outputs.append(completion)",
+        "drops a completion that is new": "pass",
+    },
+    ("join", "earlier.token_ids += completion.token_ids"): {
+        "each token once": (
+            "earlier.token_ids += [one for one in completion.token_ids if one not in earlier.token_ids]"
+        ),
+        "loses the tokens": "",
+    },
+    ("join", "earlier.text += completion.text"): {
+        "the last 64 letters": "earlier.text = (earlier.text + completion.text)[-64:]",
+        "loses the text": "",
+    },
+    ("join", "if completion.logprobs is not None: ..."): {
+        "loses the log probabilities": "",
+        "makes log probabilities that nobody asked for": (
+            "earlier.logprobs = (earlier.logprobs or []) + (completion.logprobs or [])"
+        ),
+    },
+    ("join", "earlier.finish_reason, earlier.stop_reason = completion.finish_reason, completion.stop_reason"): {
+        "loses how it ended": "",
+        "loses what stopped it": "earlier.finish_reason = completion.finish_reason",
+    },
+    ("join", "unread.finished = new.finished"): {
+        "loses `finished`": "",
+        "finished with the first completion": "unread.finished = any(one.finish_reason for one in unread.outputs)",
+    },
+    ("StopStrings.__init__", "self.stop, self.held = stop, ''"): {
+        "at most four stop strings": "self.stop, self.held = stop[:4], ''",
+        "without blanks around them": "self.stop, self.held = [one.strip() or one for one in stop], ''",
+        "three stop strings at the most": "self.stop, self.held = stop[:3], ''",
+    },
+    ("StopStrings.push", "self.held + text_delta"): {
+        "drops carriage returns": "self.held + text_delta.replace('\\r', '')",
+        "looks at 4,096 characters of a piece": "(self.held + text_delta)[:4096]",
+        "looks at each piece alone": "text_delta",
+    },
+    ("join", "known = ..."): {
+        "joins by place": "known = {one.index: mine for one, mine in zip(new.outputs, unread.outputs)}",
+        "lists completions one after the other": "known = {}",
+    },
+    ("StopStrings.push", "max(..., default=0)"): {
+        "holds nothing back": "0",
+        "always holds the longest less one": "min(len(text), max((len(one) - 1 for one in self.stop), default=0))",
+        "holds one character": "min(1, max(..., default=0))",
+        "holds eight characters at the most": "min(8, max(..., default=0))",
+    },
+    ("StopStrings.push", "(overlap(text, one) for one in self.stop)"): {
+        "holds back for the first string only": "(overlap(text, one) for one in self.stop[:1])"
+    },
+    ("StopStrings.push", "max((overlap(text, one) for one in self.stop), default=0)"): {
+        "holds the least of them": "min((overlap(text, one) for one in self.stop), default=0)"
+    },
+    ("StopStrings.push", "self.held = text[...:]"): {"forgets what it holds": "self.held = ''"},
+    ("StopStrings.push", "return text[: len(text) - kept], None"): {"sends what it holds": "return text, None"},
+    ("StopStrings.push", "text[: end - len(stopped)]"): {"sends the stop string too": "text[:end]"},
+    ("StopStrings.push", "return text[: end - len(stopped)], stopped"): {
+        "sends nothing of the last piece": "return '', stopped"
+    },
+    ("StopStrings.push", "min(found)"): {
+        "the first of the list wins": "min(found, key=lambda one: one[1])",
+        "the first to begin wins": "min(found, key=lambda one: (one[0] - len(one[2]), one[1]))",
+        "the last listed of two that end at once": "min(found, key=lambda one: (one[0], -one[1]))",
+    },
+    ("StopStrings.push", "text.find(one)"): {"the last one in the text": "text.rfind(one)"},
+    ("StopStrings.push", "found = ..."): {
+        "stop strings are patterns": (
+            "import re\n"
+            "found = [(re.search(one, text).end(), i, one) for i, one in enumerate(self.stop) if re.search(one, text)]"
+        ),
+        "capitals do not count": (
+            "low = text.lower()\n"
+            "found = [(low.find(s.lower()) + len(s), i, s) for i, s in enumerate(self.stop) if s.lower() in low]"
+        ),
+    },
+    ("StopStrings.flush", "return held"): {"forgets the end": "return ''"},
+    ("StopStrings.flush", "held, self.held = self.held, ''"): {"gives the end twice": "held = self.held"},
+    ("overlap", "text.endswith(stop[:size])"): {"holds a false start for ever": "stop[:size] in text"},
+    ("overlap", "range(min(len(text), len(stop) - 1), 0, -1)"): {
+        "the shortest end that may begin one": "range(1, min(len(text), len(stop) - 1) + 1)"
+    },
+    ("until_disconnected", "asyncio.FIRST_COMPLETED"): {"goes on for a client that has left": "asyncio.ALL_COMPLETED"},
+    ("until_disconnected", "await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)"): {
+        "watches nobody": "await asyncio.wait({working})",
+        "swallows its own cancelling": (
+            "try: await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)\n"
+            "except asyncio.CancelledError: pass"
+        ),
+        "looks ten times a second": "while not (working.done() or leaving.done()): await asyncio.sleep(0.1)",
+    },
+    ("until_disconnected", "working.cancel()\nleaving.cancel()"): {
+        "does not cancel the work": "leaving.cancel()",
+        "cancels a second time": "working.cancel()\nleaving.cancel()\nawait asyncio.sleep(0)\nworking.cancel()",
+    },
+    (
         "until_disconnected",
         "working.cancel()\nleaving.cancel()\nawait asyncio.gather(working, leaving, return_exceptions=True)",
-        "working.cancel()\nawait asyncio.gather(working, return_exceptions=True)",
-    ),
-    "does not wait for the abort": (
-        "until_disconnected",
-        "await asyncio.gather(working, leaving, return_exceptions=True)",
-        "await asyncio.sleep(0)",
-    ),
-    "waits a second for the abort": (
-        "until_disconnected",
-        "await asyncio.gather(working, leaving, return_exceptions=True)",
-        "await asyncio.sleep(1)",
-    ),
-    "does not wait for the watcher": (
-        "until_disconnected",
-        "await asyncio.gather(working, leaving, return_exceptions=True)",
-        "await asyncio.gather(working, return_exceptions=True)",
-    ),
-    "cancels a second time": (
-        "until_disconnected",
-        "working.cancel()\nleaving.cancel()",
-        "working.cancel()\nleaving.cancel()\nawait asyncio.sleep(0)\nworking.cancel()",
-    ),
-    "swallows its own cancelling": (
-        "until_disconnected",
-        "await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)",
-        "try: await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)\n"
-        "except asyncio.CancelledError: pass",
-    ),
-    "looks ten times a second": (
-        "until_disconnected",
-        "await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)",
-        "while not (working.done() or leaving.done()): await asyncio.sleep(0.1)",
-    ),
-    "an empty answer is none": (
-        "until_disconnected",
-        "working.result() if working.done() else None",
-        "(working.result() or None) if working.done() else None",
-    ),
-    "swallows its cancelling while it waits for the abort": (
-        "until_disconnected",
-        "await asyncio.gather(working, leaving, return_exceptions=True)",
-        "try: await asyncio.gather(working, leaving, return_exceptions=True)\nexcept asyncio.CancelledError: pass",
-    ),
-    "loses the work's error": (
-        "until_disconnected",
-        "return working.result() if working.done() else None",
-        "return working.result() if working.done() and not working.exception() else None",
-    ),
-    "raises when the client has left": (
-        "until_disconnected",
-        "return working.result() if working.done() else None",
-        "return working.result()",
-    ),
-    "a socket that breaks is an error": (
-        "until_disconnected",
-        "return working.result() if working.done() else None",
-        "return working.result() if working.done() else leaving.result()",
-    ),
-    "a minute at the most": (
-        "until_disconnected",
-        "asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)",
-        "asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED, timeout=60)",
-    ),
-    "cleans up only if all is well": (
-        "until_disconnected",
-        "try: ...\nfinally: ...",
-        "await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)\n"
-        "working.cancel()\nleaving.cancel()\n"
-        "found = working.result() if working.done() else None\n"
-        "await asyncio.gather(working, leaving, return_exceptions=True)\n"
-        "return found",
-    ),
-    # the kernel, in steps
-    "the other way round": ("mask_words_kernel", "allowed == 0", "allowed != 0"),
-    "bit 31 is never set": (
-        "mask_words_kernel",
-        "(tl.load(bitmask + word) >> bit) & 1",
-        "((tl.load(bitmask + word) & (1 << bit)) > 0).to(tl.int32)",
-    ),
-    "the highest bit first": (
-        "mask_words_kernel",
-        "tl.load(bitmask + word) >> bit",
-        "tl.load(bitmask + word) >> (31 - bit)",
-    ),
-    "multiplies by the bit": (
-        "mask_words_kernel",
-        'tl.store(logits + word * 32 + bit, float("-inf"), mask=allowed == 0)',
-        "tl.store(logits + word * 32 + bit, tl.load(logits + word * 32 + bit) - 1e30 * (1 - allowed))",
-    ),
-    "a large number is not infinity": ("mask_words_kernel", 'float("-inf")', "-10000.0"),
-    "beyond the vocabulary": ("mask_rows_kernel", "(allowed == 0) & (token < vocab_size)", "allowed == 0"),
-    "rows of whole words": ("mask_rows_kernel", "row * vocab_size", "row * tl.num_programs(1) * 32"),
-    "rows and words the other way round": (
-        "mask_rows_kernel",
-        "row, word = tl.program_id(0), tl.program_id(1)",
-        "word, row = tl.program_id(0), tl.program_id(1)",
-    ),
-    "one row's mask for all": (
-        "mask_rows_kernel",
-        "bitmask + row * tl.num_programs(1) + word",
-        "bitmask + word",
-    ),
-    "words by the vocabulary": (
-        "mask_rows_kernel",
-        "bitmask + row * tl.num_programs(1) + word",
-        "bitmask + row * (vocab_size // 32) + word",
-    ),
-    "all rows have a grammar": ("apply_grammar_bitmask_kernel", "tl.load(has_grammar + row) != 0", "row >= 0"),
-    "a grammar is a 1": (
-        "apply_grammar_bitmask_kernel",
-        "tl.load(has_grammar + row) != 0",
-        "tl.load(has_grammar + row) == 1",
-    ),
-    "reads the words of every row": (
-        "apply_grammar_bitmask_kernel",
-        "tl.load(bitmask + row * num_words + word, mask=word < num_words, other=0)",
-        "tl.load(bitmask + tl.minimum(row * num_words + word, 1000000), mask=word < num_words + 1, other=0)",
-    ),
-    "words beyond the row": (
-        "apply_grammar_bitmask_kernel",
-        "tl.load(bitmask + row * num_words + word, mask=word < num_words, other=0)",
-        "tl.load(bitmask + row * num_words + word)",
-    ),
-    "only the first words": (
-        "apply_grammar_bitmask_kernel",
-        "tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)",
-        "tl.arange(0, BLOCK)",
-    ),
-    "tokens beyond the row": (
-        "apply_grammar_bitmask_kernel",
-        "(allowed == 0) & (token < vocab_size)",
-        "allowed == 0",
-    ),
+    ): {"leaves the watcher running": "working.cancel()\nawait asyncio.gather(working, return_exceptions=True)"},
+    ("until_disconnected", "await asyncio.gather(working, leaving, return_exceptions=True)"): {
+        "does not wait for the abort": "await asyncio.sleep(0)",
+        "waits a second for the abort": "await asyncio.sleep(1)",
+        "does not wait for the watcher": "await asyncio.gather(working, return_exceptions=True)",
+        "swallows its cancelling while it waits for the abort": (
+            "try: await asyncio.gather(working, leaving, return_exceptions=True)\nexcept asyncio.CancelledError: pass"
+        ),
+    },
+    ("until_disconnected", "working.result() if working.done() else None"): {
+        "an empty answer is none": "(working.result() or None) if working.done() else None"
+    },
+    ("until_disconnected", "return working.result() if working.done() else None"): {
+        "loses the work's error": "return working.result() if working.done() and not working.exception() else None",
+        "raises when the client has left": "return working.result()",
+        "a socket that breaks is an error": "return working.result() if working.done() else leaving.result()",
+    },
+    ("until_disconnected", "asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)"): {
+        "a minute at the most": "asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED, timeout=60)"
+    },
+    ("until_disconnected", "try: ...\nfinally: ..."): {
+        "cleans up only if all is well": (
+            "await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)\n"
+            "working.cancel()\nleaving.cancel()\n"
+            "found = working.result() if working.done() else None\n"
+            "await asyncio.gather(working, leaving, return_exceptions=True)\n"
+            "return found"
+        ),
+    },
+    ("mask_words_kernel", "allowed == 0"): {"the other way round": "allowed != 0"},
+    ("mask_words_kernel", "(tl.load(bitmask + word) >> bit) & 1"): {
+        "bit 31 is never set": "((tl.load(bitmask + word) & (1 << bit)) > 0).to(tl.int32)"
+    },
+    ("mask_words_kernel", "tl.load(bitmask + word) >> bit"): {
+        "the highest bit first": "tl.load(bitmask + word) >> (31 - bit)"
+    },
+    ("mask_words_kernel", 'tl.store(logits + word * 32 + bit, float("-inf"), mask=allowed == 0)'): {
+        "multiplies by the bit": (
+            "tl.store(logits + word * 32 + bit, tl.load(logits + word * 32 + bit) - 1e30 * (1 - allowed))"
+        )
+    },
+    ("mask_words_kernel", 'float("-inf")'): {"a large number is not infinity": "-10000.0"},
+    ("mask_rows_kernel", "(allowed == 0) & (token < vocab_size)"): {"beyond the vocabulary": "allowed == 0"},
+    ("mask_rows_kernel", "row * vocab_size"): {"rows of whole words": "row * tl.num_programs(1) * 32"},
+    ("mask_rows_kernel", "row, word = tl.program_id(0), tl.program_id(1)"): {
+        "rows and words the other way round": "word, row = tl.program_id(0), tl.program_id(1)"
+    },
+    ("mask_rows_kernel", "bitmask + row * tl.num_programs(1) + word"): {
+        "one row's mask for all": "bitmask + word",
+        "words by the vocabulary": "bitmask + row * (vocab_size // 32) + word",
+    },
+    ("apply_grammar_bitmask_kernel", "tl.load(has_grammar + row) != 0"): {
+        "all rows have a grammar": "row >= 0",
+        "a grammar is a 1": "tl.load(has_grammar + row) == 1",
+    },
+    ("apply_grammar_bitmask_kernel", "tl.load(bitmask + row * num_words + word, mask=word < num_words, other=0)"): {
+        "reads the words of every row": (
+            "tl.load(bitmask + tl.minimum(row * num_words + word, 1000000), mask=word < num_words + 1, other=0)"
+        ),
+        "words beyond the row": "tl.load(bitmask + row * num_words + word)",
+    },
+    ("apply_grammar_bitmask_kernel", "tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)"): {
+        "only the first words": "tl.arange(0, BLOCK)"
+    },
+    ("apply_grammar_bitmask_kernel", "(allowed == 0) & (token < vocab_size)"): {
+        "tokens beyond the row": "allowed == 0"
+    },
 }
+"""For (function, its code): what it is replaced by, under the name of the mistake."""
+MUTANTS = {mistake: (*where, instead) for where, mistakes in MISTAKES.items() for mistake, instead in mistakes.items()}
 
 MESSAGES = {
     "keeps only the last delta": "only the last one is left",

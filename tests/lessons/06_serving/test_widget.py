@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.drawing import text_width
 from minivllm_lab.exercise import load as load_lesson
 from minivllm_simulate.layouts import Layout
 from widgets import serving as widget
@@ -218,17 +217,6 @@ def test_the_hidden_answer_is_what_the_layouts_bear():
     assert "96; then tokens take over 7.5 ms" in words
 
 
-@pytest.mark.parametrize("width", [360, 600, 760])
-def test_no_words_stick_out_of_the_picture(width: int):
-    state = complete(tp=8, dp=8, pp=2, gpu="L4", **FEW)
-    for text in (one for one in ET.fromstring(widget.figure(state, width)).iter() if one.tag.endswith("text")):
-        long = text_width("".join(text.itertext()), float(text.get("font-size", 13)))
-        x, anchor = float(text.get("x", 0)), text.get("text-anchor", "start")
-        left = {"start": x, "middle": x - long / 2, "end": x - long}[anchor]
-        assert left >= 0
-        assert left + long <= width, "".join(text.itertext())
-
-
 def test_the_command_serves_the_layout_and_loads_it_so():
     said = widget.command(here(tp=2, dp=2, pp=2, rate=20.0, **FEW))
     assert said.splitlines()[-1].startswith("vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size 2 --pipeline")
@@ -248,10 +236,6 @@ def test_lengths_of_a_file_replace_those_of_the_knobs():
 
 def test_the_models_error_is_said():
     assert re.search(r"modelled, decodes off by \d+%, prefills by \d+% \(median\)", widget.figure(complete()))
-
-
-def test_a_pinned_state_is_drawn_behind():
-    assert 'data-group="pinned"' in widget.figure(complete(), pinned=complete(tp=4, dp=1))
 
 
 # ---- how it runs

@@ -20,8 +20,8 @@ from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
 from minivllm_lab.plugged import serve
 from minivllm_lab.speculative_decoding import opening, report
-from minivllm_lab.speculative_decoding.asking_rejection import rejection_that_asks
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
+from minivllm_lab.speculative_decoding.learner_policy import rejection_of
 from minivllm_lab.speculative_decoding.speculation import RECORDED, draft_model, eagle_head
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -275,9 +275,7 @@ def test_bad_input_gets_one_line(arguments, about):
 # ---- the exercise ----------------------------------------------------------------------------------------------------
 
 MISTAKES = {
-    ("propose_ngram", "range(..., ..., -1)"): {
-        "shortest suffix first": "reversed(range(..., ..., -1))",
-    },
+    ("propose_ngram", "range(..., ..., -1)"): {"shortest suffix first": "reversed(range(..., ..., -1))"},
     ("propose_ngram", "min_n - 1"): {
         "the longest only": "max(min_n, min(max_n, len(token_ids) - 1)) - 1",
         "never the shortest": "min_n",
@@ -361,9 +359,7 @@ MISTAKES = {
         "one less if all are right": "return max(len(drafts) - 1, 0)",
         "writes into q": "q[:] = 0\nreturn len(drafts)",
     },
-    ("accept", "enumerate(drafts)"): {
-        "four drafts at the most": "enumerate(drafts[:4])",
-    },
+    ("accept", "enumerate(drafts)"): {"four drafts at the most": "enumerate(drafts[:4])"},
     ("recovered", "np.maximum(p - q, 0) / noise"): {
         "recovers from p": "p / noise",
         "without noise": "np.maximum(p - q, 0)",
@@ -384,12 +380,8 @@ MISTAKES = {
         "forgets the bonus": "rejected = ...\nif n == len(drafts): return list(drafts)",
         "forgets the recovered token": "rejected = ...\nif n < len(drafts): return list(drafts[:n])",
     },
-    ("verify", "n = ..."): {
-        "takes -1 out of the drafts": "drafts = [x for x in drafts if x >= 0]\nn = ...",
-    },
-    ("verify", "[*drafts[:n], ...]"): {
-        "tokens are floats": "[*map(float, drafts[:n]), float(...)]",
-    },
+    ("verify", "n = ..."): {"takes -1 out of the drafts": "drafts = [x for x in drafts if x >= 0]\nn = ..."},
+    ("verify", "[*drafts[:n], ...]"): {"tokens are floats": "[*map(float, drafts[:n]), float(...)]"},
     ("verify", "drafts[:n]"): {
         "keeps the rejected draft": "drafts[: n + 1]",
         "keeps all drafts": "drafts",
@@ -405,16 +397,12 @@ MISTAKES = {
         "q of the last draft behind the bonus": "q[min(n, len(drafts) - 1)] if len(drafts) else 0",
         "never takes q away": "0",
     },
-    ("verify", "noise[n]"): {
-        "noise of the first place": "noise[0]",
-    },
+    ("verify", "noise[n]"): {"noise of the first place": "noise[0]"},
     ("greedy_kernel", "tl.min(tl.where(draft == token, BLOCK, place), axis=0)"): {
         "counts what is right behind a rejection": "tl.sum(tl.where(draft == token, 1, 0), axis=0)",
         "the last place that is wrong": "tl.max(tl.where((draft == token) | (place >= num_drafts), 0, place), axis=0)",
     },
-    ("greedy_kernel", "draft == token"): {
-        "token 0 is always right": "(draft == token) | (draft == 0)",
-    },
+    ("greedy_kernel", "draft == token"): {"token 0 is always right": "(draft == token) | (draft == 0)"},
     ("greedy_kernel", "tl.where(place <= num_accepted, token, -1)"): {
         "all targets": "token",
         "drafts in place of targets": "tl.where(place <= num_accepted, draft, -1)",
@@ -434,22 +422,14 @@ MISTAKES = {
         "stores without a mask": "tl.store(output + place, ...)",
         "leaves the end as it was": "tl.store(output + place, ..., mask=place <= num_accepted)",
     },
-    ("greedy_kernel", "tl.arange(0, BLOCK)"): {
-        "eight places always": "tl.arange(0, 8)",
-    },
-    ("ragged_kernel", "target + start + request + place"): {
-        "as many targets as drafts": "target + start + place",
-    },
-    ("ragged_kernel", "tl.load(draft_start + request)"): {
-        "all requests begin at 0": "request * 0",
-    },
+    ("greedy_kernel", "tl.arange(0, BLOCK)"): {"eight places always": "tl.arange(0, 8)"},
+    ("ragged_kernel", "target + start + request + place"): {"as many targets as drafts": "target + start + place"},
+    ("ragged_kernel", "tl.load(draft_start + request)"): {"all requests begin at 0": "request * 0"},
     ("ragged_kernel", "tl.load(draft_start + request + 1) - start"): {
         "the drafts of all requests": "tl.load(draft_start + tl.num_programs(0)) - start",
         "the same number for all": "width - 1 + start * 0",
     },
-    ("ragged_kernel", "output + request * width + place"): {
-        "rows of the drafts": "output + start + request + place",
-    },
+    ("ragged_kernel", "output + request * width + place"): {"rows of the drafts": "output + start + request + place"},
     ("ragged_kernel", "tl.store(..., ..., mask=place < width)"): {
         "writes its tokens only": "tl.store(..., ..., mask=place <= num_drafts)",
         "writes into the next row": "tl.store(..., ..., mask=place < BLOCK)",
@@ -460,9 +440,7 @@ MISTAKES = {
             "tl.load(drafts + start + place, mask=start + place < tl.load(draft_start + tl.num_programs(0)), other=-1)"
         ),
     },
-    ("ragged_kernel", "tl.arange(0, BLOCK)"): {
-        "eight places for each request": "tl.arange(0, 8)",
-    },
+    ("ragged_kernel", "tl.arange(0, BLOCK)"): {"eight places for each request": "tl.arange(0, 8)"},
     ("rejection_kernel", "uniform * q_draft < p_draft"): {
         "the kernel forgets q": "uniform < p_draft",
         "the kernel's q over p": "there & (uniform * p_draft < q_draft)",
@@ -487,9 +465,7 @@ MISTAKES = {
     ("rejection_kernel", "tl.load(p + ... + draft, mask=there, other=0.0)"): {
         "no draft is accepted": "tl.load(p + ... + draft, mask=there, other=2.0)",
     },
-    ("rejection_kernel", "draft >= 0"): {
-        "token 0 is no draft in the kernel": "draft > 0",
-    },
+    ("rejection_kernel", "draft >= 0"): {"token 0 is no draft in the kernel": "draft > 0"},
     ("rejection_kernel", "tl.load(uniforms + row, mask=there, other=0.0)"): {
         "one random number for all": "tl.load(uniforms + start + 0 * place, mask=there, other=0.0)",
         "random numbers by request": (
@@ -500,9 +476,7 @@ MISTAKES = {
         "the token of the next place": "instead + start + request + num_drafts",
         "the tokens of fewer places": "instead + start + num_accepted",
     },
-    ("rejection_kernel", "place < num_accepted"): {
-        "the rejected draft is kept": "place <= num_accepted",
-    },
+    ("rejection_kernel", "place < num_accepted"): {"the rejected draft is kept": "place <= num_accepted"},
     ("rejection_kernel", "tl.where(place < num_accepted, draft, tl.where(place == num_accepted, last, -1))"): {
         "the kernel forgets the bonus": (
             "tl.where(place < num_accepted, draft, tl.where((place == num_accepted) & (place < num_drafts), last, -1))"
@@ -518,9 +492,7 @@ MISTAKES = {
             "    p_draft = tl.where(draft == token, one, p_draft)"
         ),
     },
-    ("rejection_kernel", "tl.arange(0, BLOCK)"): {
-        "eight places in the kernel": "tl.arange(0, 8)",
-    },
+    ("rejection_kernel", "tl.arange(0, BLOCK)"): {"eight places in the kernel": "tl.arange(0, 8)"},
 }
 """(function, what stands there): the name of each mistake, and what stands there then."""
 
@@ -592,7 +564,7 @@ def test_drafts_that_were_not_asked_for_are_told():
 
 def test_the_learners_verdict_is_that_of_the_engine():
     """The same table for greedy requests with ragged drafts; for a random one, tokens as often as the model says."""
-    verify = rejection_that_asks(load(script_path("07")).verify)
+    verify = rejection_of(load(script_path("07")).verify)
     logits, keys = torch.randn(9, 8), torch.arange(18, dtype=torch.int32).view(9, 2)
     drafts = logits.argmax(-1)[[0, 1, 4, 5, 6]].int()
     drafts[3] = -1

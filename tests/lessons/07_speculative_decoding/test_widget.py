@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import math
 import re
 import shlex
 import statistics
@@ -15,7 +14,6 @@ import pytest
 from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.drawing import text_width
 from widgets import speculative_decoding as widget
 from widgets.shell.session import Session
 from widgets.speculative_decoding.state import BATCHES, DRAFTERS, GPUS, MOST_K, SIBLINGS
@@ -99,18 +97,6 @@ def test_the_shaded_region_is_where_drafts_lose_or_do_not_fit():
     slow_alone = regions(model="Qwen3-14B", alpha=0.2, context=4096)
     assert slow_alone[0] == "loses below 14: the drafter takes too long"
     assert regions(drafter="ngram", k=1, alpha=0.95, gpu="MI300X") == []
-
-
-@pytest.mark.parametrize("knobs", [{}, {"k": 8}, {"context": 4096}])
-def test_the_shading_begins_at_the_break_even_or_where_memory_ends(knobs: dict):
-    state = here(**knobs)
-    drawn = ET.fromstring(widget.figure(state, 640))
-    shaded = next(part for part in drawn.iter() if part.get("data-broken"))
-    plot = next(part for part in drawn.iter() if part.get("data-drag"))
-    left, wide = (float(plot[0].get(key, "nan")) for key in ("x", "width"))
-    place = float(shaded[0].get("x", "nan"))
-    at = state.break_even or state.most_batch
-    assert (place - left) / wide == pytest.approx(math.log(at) / math.log(512), abs=0.01)
 
 
 def test_the_right_guess_is_the_break_even_at_the_start():
@@ -220,11 +206,6 @@ def test_n_grams_name_one_token_and_others_a_distribution():
     assert certain == {drafter: {drafter == "ngram"} for drafter in DRAFTERS}
 
 
-def test_turning_the_acceptance_keeps_the_drafts():
-    drafts = {tuple(place.draft for place in here(alpha=alpha).step.places) for alpha in (0.2, 0.6, 0.95)}
-    assert len(drafts) == 1
-
-
 def test_the_frames_tell_the_step():
     for knobs in ({}, {"step": 1}, {"step": 5}, {"drafter": "ngram", "k": 1}):
         state = here(**knobs)
@@ -322,38 +303,6 @@ def test_a_rule_that_never_ends_is_ended():
 
 
 # ---- the picture
-
-
-@pytest.mark.parametrize("width", [360, 600, 760])
-def test_no_words_stick_out_of_the_picture(width: int):
-    for knobs in (
-        {"k": 8, "recorded": "ngram", "model": "Meta-Llama-3-70B", "gpu": "MI300X", "drafter": "small", "step": 5},
-        {"context": 32768, "batch": 512},
-    ):
-        for text in (
-            one for one in ET.fromstring(widget.figure(here(**knobs), width)).iter() if one.tag.endswith("text")
-        ):
-            long = text_width("".join(text.itertext()), float(text.get("font-size", 13)))
-            x, anchor = float(text.get("x", 0)), text.get("text-anchor", "start")
-            left = {"start": x, "middle": x - long / 2, "end": x - long}[anchor]
-            assert left >= 0
-            assert left + long <= width, "".join(text.itertext())
-
-
-def test_no_setting_is_taller_than_the_screen():
-    tall = [
-        float(ET.fromstring(widget.figure(here(**knobs), 600)).get("height", "0"))
-        for knobs in (
-            {"accept": right},
-            {"k": 8},
-            {"k": 8, "recorded": "ngram", "model": "Meta-Llama-3-70B", "gpu": "B200"},
-        )
-    ]
-    assert max(tall) <= 470
-
-
-def test_a_pinned_state_is_drawn_behind():
-    assert 'data-group="pinned"' in widget.figure(here(), pinned=here(drafter="ngram"))
 
 
 def test_every_pair_of_model_and_gpu_is_drawn_or_refused_in_a_line():

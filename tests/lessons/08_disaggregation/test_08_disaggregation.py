@@ -17,7 +17,7 @@ from minivllm.core.request import RequestStatus
 from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
 from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.disaggregation import report
-from minivllm_lab.disaggregation.asking_connector import CAME
+from minivllm_lab.disaggregation.learner_connector import CAME
 from minivllm_lab.disaggregation.transfer_worker import until_finished
 from minivllm_lab.exercise import load, plug_of
 from minivllm_lab.kernel_trace import trace_kernel
@@ -156,7 +156,7 @@ def test_blocks_are_held_until_they_are_read():
 
 
 def test_peers_that_die():
-    found = report.break_peers(make, lesson.through_both, ARGUMENTS, lease=0.2)
+    found = report.break_peers(make, ARGUMENTS, lease=0.2)
     assert (found["held"], found["bytes_from_the_dead"]) == (13, 0)
 
 
@@ -255,311 +255,304 @@ UNWANTED = "request.status.finish_reason not in ('stop', 'length')"
 SOURCE = "source = cache + (tensor * num_blocks + block) * numbers + place"
 STAGED = "target = staging + (wanted * tl.num_programs(1) + tensor) * numbers + place"
 
-MUTANTS = {
-    # get_num_new_matched_tokens
-    "never from elsewhere": (ASKED, "return max(num_tokens, 0), num_tokens > 0", "return 0, False"),
-    "params are always there": (ASKED, "request.kv_transfer_params or {}", "request.kv_transfer_params"),
-    "the key is always there": (ASKED, "params.get('do_remote_prefill')", "params['do_remote_prefill']"),
-    "the key, not its value": (ASKED, "params.get('do_remote_prefill')", "'do_remote_prefill' in params"),
-    "the prefiller's key": (ASKED, "params.get('do_remote_prefill')", "params.get('do_remote_decode')"),
-    "any params will do": (ASKED, "params.get('do_remote_prefill')", "params.get('remote_num_tokens')"),
-    "all tokens again": (ASKED, NUM_TOKENS, "num_tokens = params['remote_num_tokens']"),
-    "without the last token": (ASKED, NUM_TOKENS, "num_tokens = params['remote_num_tokens'] - num_computed_tokens - 1"),
-    "full blocks only": (
-        ASKED, NUM_TOKENS,
-        "num_tokens = params['remote_num_tokens'] // self.block_size * self.block_size - num_computed_tokens",
-    ),
-    "whole blocks, rounded up": (
-        ASKED, NUM_TOKENS, "num_tokens = len(params['remote_block_ids']) * self.block_size - num_computed_tokens",
-    ),
-    "within the step": (ASKED, "num_tokens > 0", "False"),
-    "nothing, but asynchronously": (ASKED, "num_tokens > 0", "True"),
-    "one token is nothing": (ASKED, "num_tokens > 0", "num_tokens > 1"),
-    "nobody waits for another": (ASKED, "if missing and any(...): ...", ""),
-    "none to be had in place of later": (ASKED, "return None, False", "return 0, False"),
-    "later, asynchronously": (ASKED, "return None, False", "return None, True"),
-    "any block in flight": (
-        ASKED, "missing and any(...)", "any(hashes & set(missing) for hashes in self.in_flight.values())",
-    ),
-    "the first block of all": (ASKED, "num_computed_tokens // self.block_size", "0"),
-    "the last block": (ASKED, "missing[0]", "missing[-1]"),
-    "the block after": (ASKED, "num_computed_tokens // self.block_size", "num_computed_tokens // self.block_size + 1"),
-    "whoever comes while anything is in flight": (
-        ASKED, "missing and any(...)", "bool(self.in_flight)",
-    ),
-    "a last block has a hash": (ASKED, "missing and any(...)", "any(...)"),
-    "asking is reading": (
-        ASKED, "return max(num_tokens, 0), num_tokens > 0",
-        "self.in_flight[request.request_id] = set(missing)\nreturn max(num_tokens, 0), num_tokens > 0",
-    ),
-    "asking uses the offer up": (
-        ASKED, NUM_TOKENS,
-        "params['do_remote_prefill'] = False\nnum_tokens = params['remote_num_tokens'] - num_computed_tokens",
-    ),
-    "asking counts as computing": (
-        ASKED, NUM_TOKENS, f"request.num_computed_tokens = num_computed_tokens\n{NUM_TOKENS}",
-    ),
-    "all of its own prompt": (
-        ASKED, NUM_TOKENS, "num_tokens = request.num_prompt_tokens - num_computed_tokens",
-    ),
-    "blocks of four, asked": (ASKED, "num_computed_tokens // self.block_size", "num_computed_tokens // 4"),
-    "not below zero forgotten": (ASKED, "max(num_tokens, 0)", "num_tokens if num_tokens else None"),
-    # update_state_after_alloc
-    "reads again after a preemption": (TOLD, "params['do_remote_prefill'] = False", ""),
-    "a full hit may be read later": (
-        TOLD, "params['do_remote_prefill'] = False",
-        "if num_external_tokens: params['do_remote_prefill'] = False",
-    ),
-    "counts from the end of its own prompt": (
-        TOLD, "params['remote_num_tokens'] - num_external_tokens", "request.num_prompt_tokens - num_external_tokens",
-    ),
-    "cuts the table": (
-        TOLD, READ,
-        "del block_ids[len(remote) :], block_ids[:first]\n"
-        "self.reads.append(Read(request.request_id, params, block_ids, remote[first:]))",
-    ),
-    "cuts the peer's blocks": (
-        TOLD, READ,
-        "mine = block_ids[first : len(remote)]\ndel remote[:first]\n"
-        "self.reads.append(Read(request.request_id, params, mine, remote))",
-    ),
-    "reads for everybody": (TOLD, "if not params.get('do_remote_prefill'): ...", "if not params: return"),
-    "never tells of a full hit": (
-        TOLD, "params['do_remote_prefill'] = False",
-        "params['do_remote_prefill'] = False\nif not num_external_tokens: return",
-    ),
-    "reads all on a full hit": (TOLD, "len(params['remote_block_ids'])", "0"),
-    "reads what is here": (
-        TOLD, "(params['remote_num_tokens'] - num_external_tokens) // self.block_size", "0",
-    ),
-    "skips a block": (
-        TOLD, "(params['remote_num_tokens'] - num_external_tokens) // self.block_size",
-        "-(-(params['remote_num_tokens'] - num_external_tokens + 1) // self.block_size)",
-    ),
-    "as many as come, from the front": (
-        TOLD, READ,
-        "n = len(remote) - first\nself.reads.append(Read(request.request_id, params, block_ids[:n], remote[:n]))",
-    ),
-    "our missing blocks from its first ones": (
-        TOLD, READ,
-        "self.reads.append(Read(request.request_id, params, block_ids[first : len(remote)], "
-        "remote[: len(remote) - first]))",
-    ),
-    "room for the answer, too": (TOLD, "block_ids[first : len(remote)]", "block_ids[first:]"),
-    "the last blocks of the table": (TOLD, "block_ids[first : len(remote)]", "block_ids[first - len(remote) :]"),
-    "only full blocks are read": (
-        TOLD, READ,
-        "last = params['remote_num_tokens'] // self.block_size\n"
-        "self.reads.append(Read(request.request_id, params, block_ids[first:last], remote[first:last]))",
-    ),
-    "ours and theirs exchanged": (
-        TOLD, "Read(..., ..., block_ids[first : len(remote)], remote[first:])",
-        "Read(request.request_id, params, remote[first:], block_ids[first : len(remote)])",
-    ),
-    "the peer's name": (TOLD, READ, READ.replace("request.request_id", "params['remote_request_id']")),
-    "nothing is in flight": (TOLD, "self.in_flight[request.request_id] = ...", "pass"),
-    "all of the prompt is in flight": (TOLD, "request.block_hashes[first:full]", "request.block_hashes"),
-    "a block of which the peer has a part is in flight": (
-        TOLD, "request.block_hashes[first:full]", "request.block_hashes[first : len(remote)]",
-    ),
-    "what the peer lacks is in flight": (TOLD, "request.block_hashes[first:full]", "request.block_hashes[first:]"),
-    "one request in flight": (
-        TOLD, "self.in_flight[request.request_id] = ...",
-        "self.in_flight = {request.request_id: set(request.block_hashes[first:full])}",
-    ),
-    "in flight without reading": (
-        TOLD, "if num_external_tokens: ...",
-        "if num_external_tokens:\n"
-        "    first = (params['remote_num_tokens'] - num_external_tokens) // self.block_size\n"
-        "self.in_flight[request.request_id] = set(request.block_hashes)",
-    ),
-    "the newest read first": (TOLD, READ, READ.replace("self.reads.append(", "self.reads.insert(0, ")),
-    "blocks of four, read": (
-        TOLD, "(params['remote_num_tokens'] - num_external_tokens) // self.block_size",
-        "(params['remote_num_tokens'] - num_external_tokens) // 4",
-    ),
-    # build_connector_meta
-    "hands over again": (META, "reads, self.reads = self.reads, []", "reads = list(self.reads)"),
-    "empties what it hands over": (
-        META, "reads, self.reads = self.reads, []\nreturn reads",
-        "reads = self.reads\nself.reads.clear()\nreturn reads",
-    ),
-    "one at a time": (META, "reads, self.reads = self.reads, []", "reads, self.reads = self.reads[:1], self.reads[1:]"),
-    "what only tells comes last": (META, "return reads", "return sorted(reads, key=lambda one: not one.block_ids)"),
-    "a tuple of reads": (META, "return reads", "return tuple(reads)"),
-    # request_finished
-    "holds nothing": (HELD, "return True, ...", "return False, None"),
-    "holds, and tells nothing": (HELD, "return True, ...", "return True, None"),
-    "tells, and does not hold": (HELD, "(True, ...)", "(False, ...)"),
-    "holds for everybody": (HELD, f"not params.get('do_remote_decode') or {UNWANTED}", UNWANTED),
-    "holds what was aborted": (
-        HELD, f"not params.get('do_remote_decode') or {UNWANTED}", "not params.get('do_remote_decode')",
-    ),
-    "a stop token is no end": (HELD, "('stop', 'length')", "('length',)"),
-    "a failure is an end": (HELD, "('stop', 'length')", "('stop', 'length', 'error')"),
-    "the whole table": (HELD, "block_ids[:num_blocks]", "block_ids"),
-    "full blocks are told": (
-        HELD, "-(-request.num_computed_tokens // self.block_size)", "request.num_computed_tokens // self.block_size",
-    ),
-    "one block more": (
-        HELD, "-(-request.num_computed_tokens // self.block_size)",
-        "request.num_computed_tokens // self.block_size + 1",
-    ),
-    "no address": (HELD, "self.address", "{}"),
-    "an offer that is none": (
-        HELD, "return True, ...", "return True, {'remote_block_ids': block_ids[:num_blocks], **told, **self.address}",
-    ),
-    "the other engine must hold, too": (HELD, "self.address", "{**self.address, 'do_remote_decode': True}"),
-    "without a name": (HELD, "told = ...", "told = {'remote_num_tokens': request.num_computed_tokens}"),
-    "tells tokens that it did not count": (
-        HELD, "told = ...",
-        "told = {'remote_request_id': request.request_id, 'remote_num_tokens': num_blocks * self.block_size}",
-    ),
-    "no lease": (HELD, "self.pinned[request.request_id] = ...", ""),
-    "a lease that is over": (HELD, "self.clock() + self.lease", "self.clock()"),
-    "a lease without a clock": (HELD, "self.clock() + self.lease", "self.lease"),
-    "an unread prompt is nobody's affair": (HELD, "if params.get('do_remote_prefill'): ...", ""),
-    "tells the peer in any case": (
-        HELD, "if params.get('do_remote_prefill'): ...",
-        "if 'do_remote_prefill' in params and 'remote_block_ids' in params:\n"
-        "    self.reads.append(Read(request.request_id, params))",
-    ),
-    "reads for a request that is gone": (
-        HELD, "Read(request.request_id, params)",
-        "Read(request.request_id, params, list(params['remote_block_ids']), params['remote_block_ids'])",
-    ),
-    "an abort is told, although it is being read": (
-        HELD, "params.get('do_remote_prefill')",
-        "params.get('do_remote_prefill') or "
-        "('remote_block_ids' in params and request.status.finish_reason == 'abort')",
-    ),
-    "blocks of four, held": (
-        HELD, "-(-request.num_computed_tokens // self.block_size)", "-(-request.num_computed_tokens // 4)",
-    ),
-    "an address that it knows": (HELD, "self.address", "{'remote_host': '10.0.0.1', 'remote_port': 5601}"),
-    "the usual lease": (HELD, "self.clock() + self.lease", "self.clock() + 30.0"),
-    "the sampled token counts, too": (
-        HELD, "told = ...",
-        "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_tokens}",
-    ),
-    "blocks of the sampled token, too": (
-        HELD, "-(-request.num_computed_tokens // self.block_size)", "-(-request.num_tokens // self.block_size)",
-    ),
-    "the prompt is all that it tells": (
-        HELD, "told = ...",
-        "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_prompt_tokens}",
-    ),
-    "blocks of the prompt only": (
-        HELD, "-(-request.num_computed_tokens // self.block_size)", "-(-request.num_prompt_tokens // self.block_size)",
-    ),
-    "cuts the table that is held": (
-        HELD, "told = ...",
-        "del block_ids[num_blocks:]\n"
-        "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_computed_tokens}",
-    ),
-    "one dictionary for all": (
-        HELD, "return True, ...",
-        "self.address.update(told, do_remote_prefill=True, remote_block_ids=block_ids[:num_blocks])\n"
-        "return True, self.address",
-    ),
-    # update_connector_output, expired
-    "what was sent stays pinned": (OUTPUT, "self.pinned.pop(name, None)", "pass"),
-    "what was received stays in flight": (OUTPUT, "self.in_flight.pop(name, None)", "pass"),
-    "only those that it knows": (OUTPUT, "self.pinned.pop(name, None)", "self.pinned.pop(name)"),
-    "only reads that it knows": (OUTPUT, "self.in_flight.pop(name, None)", "self.in_flight.pop(name)"),
-    "what was received is unpinned": (
-        OUTPUT, "self.in_flight.pop(name, None)", "self.in_flight.pop(name, None), self.pinned.pop(name, None)",
-    ),
-    "holds at most 256 blocks": (HELD, "return True, ...", """return True, {
-            "do_remote_prefill": True, "remote_block_ids": block_ids[:num_blocks][:256], **told, **self.address}"""),
-    "all at once": (OUTPUT, "self.in_flight.pop(name, None)", "self.in_flight.clear()"),
-    "sent and received exchanged": (
-        OUTPUT,
-        "for name in finished_sending: ...\nfor name in finished_recving: ...",
-        "for name in finished_recving: self.pinned.pop(name, None)\n"
-        "for name in finished_sending: self.in_flight.pop(name, None)",
-    ),
-    "never over": (EXPIRED, "return late", "return []"),
-    "over before its time": (EXPIRED, "until <= self.clock()", "until <= self.clock() + 1"),
-    "over after its time": (EXPIRED, "until <= self.clock()", "until < self.clock()"),
-    "named again": (EXPIRED, "self.update_connector_output(late, ())", ""),
-    "forgets those that are not over": (EXPIRED, "self.update_connector_output(late, ())", "self.pinned.clear()"),
-    "everybody if one is": (
-        EXPIRED, "late = ...",
-        "late = list(self.pinned) if any(until <= self.clock() for until in self.pinned.values()) else []",
-    ),
-    "in whole seconds": (EXPIRED, "until <= self.clock()", "int(until) <= int(self.clock())"),
-    "rounded": (EXPIRED, "until <= self.clock()", "round(until) <= round(self.clock())"),
-    "one lease in a call": (EXPIRED, "late = ...", "late = (...)[:1]"),
-    "a set of names": (EXPIRED, "return late", "return set(late)"),
-    # the kernels
-    "one block: no mask": (
-        "gather_block_kernel", "tl.load(source, mask=place < numbers)", "tl.load(source)",
-    ),
-    "one block: always the first": ("gather_block_kernel", "tl.cast(block_id, tl.int64) * numbers", "0"),
-    "one block: ids of a byte": (
-        "gather_block_kernel", "tl.cast(block_id, tl.int64) * numbers", "block_id % 256 * numbers",
-    ),
-    "one block: blocks of BLOCK": ("gather_block_kernel", "tl.cast(block_id, tl.int64) * numbers", "block_id * BLOCK"),
-    "one block: the first program only": ("gather_block_kernel", "tl.program_id(0) * BLOCK", "0"),
-    "one block: programs of eight": (
-        "gather_block_kernel", "tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)",
-        "tl.program_id(0) * 8 + tl.arange(0, 8)",
-    ),
-    "one block: the first program does it all": (
-        "gather_block_kernel", "tl.store(staging + place, ..., mask=place < numbers)",
-        "if tl.program_id(0) == 0:\n"
-        "    for part in range(tl.cdiv(numbers, BLOCK)):\n"
-        "        rest = place + part * BLOCK\n"
-        "        tl.store(staging + rest, tl.load(source + part * BLOCK, mask=rest < numbers), mask=rest < numbers)",
-    ),
-    "gather: programs of eight": (
-        "gather_kernel", "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)", "tl.program_id(2) * 8 + tl.arange(0, 8)",
-    ),
-    "gather: a program for each block": (
-        "gather_kernel", "tl.store(target, ..., mask=place < numbers)",
-        "if tl.program_id(2) == 0:\n"
-        "    for part in range(tl.cdiv(numbers, BLOCK)):\n"
-        "        kept = place + part * BLOCK < numbers\n"
-        "        tl.store(target + part * BLOCK, tl.load(source + part * BLOCK, mask=kept), mask=kept)",
-    ),
-    "gather: places, not blocks": ("gather_kernel", "tl.load(block_ids + wanted)", "wanted"),
-    "gather: ids in half precision": (
-        "gather_kernel", "tl.load(block_ids + wanted)", "tl.load(block_ids + wanted).to(tl.float16)",
-    ),
-    "gather: one tensor": ("gather_kernel", "tensor * num_blocks + block", "block"),
-    "gather: tensors as far apart as wanted blocks": (
-        "gather_kernel", "tensor * num_blocks + block", "tensor * tl.num_programs(0) + block",
-    ),
-    "gather: tensor after tensor": (
-        "gather_kernel", "wanted * tl.num_programs(1) + tensor", "tensor * tl.num_programs(0) + wanted",
-    ),
-    "gather: the cache block after block": (
-        "gather_kernel", "tensor * num_blocks + block", "block * tl.num_programs(1) + tensor",
-    ),
-    "gather: to the block's own place": (
-        "gather_kernel", "wanted * tl.num_programs(1) + tensor", "block * tl.num_programs(1) + tensor",
-    ),
-    "gather: no mask": ("gather_kernel", "tl.load(source, mask=place < numbers)", "tl.load(source)"),
-    "gather: writes beyond": ("gather_kernel", "tl.store(target, ..., mask=place < numbers)", "tl.store(target, ...)"),
-    "gather: one part": ("gather_kernel", "tl.program_id(2) * BLOCK", "0"),
-    "scatter: -1 is the last block": ("scatter_kernel", "block >= 0", "block >= -1"),
-    "scatter: block 0 is none": ("scatter_kernel", "block >= 0", "block > 0"),
-    "scatter: places, not blocks": (
-        "scatter_kernel", "target = cache + (tensor * num_blocks + block) * numbers + place",
-        "target = cache + (tensor * num_blocks + wanted) * numbers + place",
-    ),
-    "scatter: tensor after tensor": (
-        "scatter_kernel", "wanted * tl.num_programs(1) + tensor", "tensor * tl.num_programs(0) + wanted",
-    ),
-    "scatter: programs of eight": (
-        "scatter_kernel", "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)", "tl.program_id(2) * 8 + tl.arange(0, 8)",
-    ),
-    "scatter: no mask": (
-        "scatter_kernel", "tl.store(target, tl.load(source, mask=place < numbers), mask=place < numbers)",
-        "tl.store(target, tl.load(source))",
-    ),
-}  # fmt: skip
+MISTAKES = {
+    (ASKED, "return max(num_tokens, 0), num_tokens > 0"): {
+        "never from elsewhere": "return 0, False",
+        "asking is reading": (
+            "self.in_flight[request.request_id] = set(missing)\nreturn max(num_tokens, 0), num_tokens > 0"
+        ),
+    },
+    (ASKED, "request.kv_transfer_params or {}"): {"params are always there": "request.kv_transfer_params"},
+    (ASKED, "params.get('do_remote_prefill')"): {
+        "the key is always there": "params['do_remote_prefill']",
+        "the key, not its value": "'do_remote_prefill' in params",
+        "the prefiller's key": "params.get('do_remote_decode')",
+        "any params will do": "params.get('remote_num_tokens')",
+    },
+    (ASKED, NUM_TOKENS): {
+        "all tokens again": "num_tokens = params['remote_num_tokens']",
+        "without the last token": "num_tokens = params['remote_num_tokens'] - num_computed_tokens - 1",
+        "full blocks only": (
+            "num_tokens = params['remote_num_tokens'] // self.block_size * self.block_size - num_computed_tokens"
+        ),
+        "whole blocks, rounded up": (
+            "num_tokens = len(params['remote_block_ids']) * self.block_size - num_computed_tokens"
+        ),
+        "asking uses the offer up": (
+            "params['do_remote_prefill'] = False\nnum_tokens = params['remote_num_tokens'] - num_computed_tokens"
+        ),
+        "asking counts as computing": f"request.num_computed_tokens = num_computed_tokens\n{NUM_TOKENS}",
+        "all of its own prompt": "num_tokens = request.num_prompt_tokens - num_computed_tokens",
+    },
+    (ASKED, "num_tokens > 0"): {
+        "within the step": "False",
+        "nothing, but asynchronously": "True",
+        "one token is nothing": "num_tokens > 1",
+    },
+    (ASKED, "if missing and any(...): ..."): {"nobody waits for another": ""},
+    (ASKED, "return None, False"): {
+        "none to be had in place of later": "return 0, False",
+        "later, asynchronously": "return None, True",
+    },
+    (ASKED, "missing and any(...)"): {
+        "any block in flight": "any(hashes & set(missing) for hashes in self.in_flight.values())",
+        "whoever comes while anything is in flight": "bool(self.in_flight)",
+        "a last block has a hash": "any(...)",
+    },
+    (ASKED, "num_computed_tokens // self.block_size"): {
+        "the first block of all": "0",
+        "the block after": "num_computed_tokens // self.block_size + 1",
+        "blocks of four, asked": "num_computed_tokens // 4",
+    },
+    (ASKED, "missing[0]"): {"the last block": "missing[-1]"},
+    (ASKED, "max(num_tokens, 0)"): {"not below zero forgotten": "num_tokens if num_tokens else None"},
+    (TOLD, "params['do_remote_prefill'] = False"): {
+        "reads again after a preemption": "",
+        "a full hit may be read later": "if num_external_tokens: params['do_remote_prefill'] = False",
+        "never tells of a full hit": "params['do_remote_prefill'] = False\nif not num_external_tokens: return",
+    },
+    (TOLD, "params['remote_num_tokens'] - num_external_tokens"): {
+        "counts from the end of its own prompt": "request.num_prompt_tokens - num_external_tokens"
+    },
+    (TOLD, READ): {
+        "cuts the table": (
+            "del block_ids[len(remote) :], block_ids[:first]\n"
+            "self.reads.append(Read(request.request_id, params, block_ids, remote[first:]))"
+        ),
+        "cuts the peer's blocks": (
+            "mine = block_ids[first : len(remote)]\ndel remote[:first]\n"
+            "self.reads.append(Read(request.request_id, params, mine, remote))"
+        ),
+        "as many as come, from the front": (
+            "n = len(remote) - first\nself.reads.append(Read(request.request_id, params, block_ids[:n], remote[:n]))"
+        ),
+        "our missing blocks from its first ones": (
+            "self.reads.append(Read(request.request_id, params, block_ids[first : len(remote)], "
+            "remote[: len(remote) - first]))"
+        ),
+        "only full blocks are read": (
+            "last = params['remote_num_tokens'] // self.block_size\n"
+            "self.reads.append(Read(request.request_id, params, block_ids[first:last], remote[first:last]))"
+        ),
+        "the peer's name": READ.replace("request.request_id", "params['remote_request_id']"),
+        "the newest read first": READ.replace("self.reads.append(", "self.reads.insert(0, "),
+    },
+    (TOLD, "if not params.get('do_remote_prefill'): ..."): {"reads for everybody": "if not params: return"},
+    (TOLD, "len(params['remote_block_ids'])"): {"reads all on a full hit": "0"},
+    (TOLD, "(params['remote_num_tokens'] - num_external_tokens) // self.block_size"): {
+        "reads what is here": "0",
+        "skips a block": "-(-(params['remote_num_tokens'] - num_external_tokens + 1) // self.block_size)",
+        "blocks of four, read": "(params['remote_num_tokens'] - num_external_tokens) // 4",
+    },
+    (TOLD, "block_ids[first : len(remote)]"): {
+        "room for the answer, too": "block_ids[first:]",
+        "the last blocks of the table": "block_ids[first - len(remote) :]",
+    },
+    (TOLD, "Read(..., ..., block_ids[first : len(remote)], remote[first:])"): {
+        "ours and theirs exchanged": (
+            "Read(request.request_id, params, remote[first:], block_ids[first : len(remote)])"
+        )
+    },
+    (TOLD, "self.in_flight[request.request_id] = ..."): {
+        "nothing is in flight": "pass",
+        "one request in flight": "self.in_flight = {request.request_id: set(request.block_hashes[first:full])}",
+    },
+    (TOLD, "request.block_hashes[first:full]"): {
+        "all of the prompt is in flight": "request.block_hashes",
+        "a block of which the peer has a part is in flight": "request.block_hashes[first : len(remote)]",
+        "what the peer lacks is in flight": "request.block_hashes[first:]",
+    },
+    (TOLD, "if num_external_tokens: ..."): {
+        "in flight without reading": (
+            "if num_external_tokens:\n"
+            "    first = (params['remote_num_tokens'] - num_external_tokens) // self.block_size\n"
+            "self.in_flight[request.request_id] = set(request.block_hashes)"
+        ),
+    },
+    (META, "reads, self.reads = self.reads, []"): {
+        "hands over again": "reads = list(self.reads)",
+        "one at a time": "reads, self.reads = self.reads[:1], self.reads[1:]",
+    },
+    (META, "reads, self.reads = self.reads, []\nreturn reads"): {
+        "empties what it hands over": "reads = self.reads\nself.reads.clear()\nreturn reads"
+    },
+    (META, "return reads"): {
+        "what only tells comes last": "return sorted(reads, key=lambda one: not one.block_ids)",
+        "a tuple of reads": "return tuple(reads)",
+    },
+    (HELD, "return True, ..."): {
+        "holds nothing": "return False, None",
+        "holds, and tells nothing": "return True, None",
+        "an offer that is none": "return True, {'remote_block_ids': block_ids[:num_blocks], **told, **self.address}",
+        "one dictionary for all": (
+            "self.address.update(told, do_remote_prefill=True, remote_block_ids=block_ids[:num_blocks])\n"
+            "return True, self.address"
+        ),
+        "holds at most 256 blocks": """return True, {
+            "do_remote_prefill": True, "remote_block_ids": block_ids[:num_blocks][:256], **told, **self.address}""",
+    },
+    (HELD, "(True, ...)"): {"tells, and does not hold": "(False, ...)"},
+    (HELD, f"not params.get('do_remote_decode') or {UNWANTED}"): {
+        "holds for everybody": UNWANTED,
+        "holds what was aborted": "not params.get('do_remote_decode')",
+    },
+    (HELD, "('stop', 'length')"): {
+        "a stop token is no end": "('length',)",
+        "a failure is an end": "('stop', 'length', 'error')",
+    },
+    (HELD, "block_ids[:num_blocks]"): {"the whole table": "block_ids"},
+    (HELD, "-(-request.num_computed_tokens // self.block_size)"): {
+        "full blocks are told": "request.num_computed_tokens // self.block_size",
+        "one block more": "request.num_computed_tokens // self.block_size + 1",
+        "blocks of four, held": "-(-request.num_computed_tokens // 4)",
+        "blocks of the sampled token, too": "-(-request.num_tokens // self.block_size)",
+        "blocks of the prompt only": "-(-request.num_prompt_tokens // self.block_size)",
+    },
+    (HELD, "self.address"): {
+        "no address": "{}",
+        "the other engine must hold, too": "{**self.address, 'do_remote_decode': True}",
+        "an address that it knows": "{'remote_host': '10.0.0.1', 'remote_port': 5601}",
+    },
+    (HELD, "told = ..."): {
+        "without a name": "told = {'remote_num_tokens': request.num_computed_tokens}",
+        "tells tokens that it did not count": (
+            "told = {'remote_request_id': request.request_id, 'remote_num_tokens': num_blocks * self.block_size}"
+        ),
+        "the sampled token counts, too": (
+            "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_tokens}"
+        ),
+        "the prompt is all that it tells": (
+            "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_prompt_tokens}"
+        ),
+        "cuts the table that is held": (
+            "del block_ids[num_blocks:]\n"
+            "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_computed_tokens}"
+        ),
+    },
+    (HELD, "self.pinned[request.request_id] = ..."): {"no lease": ""},
+    (HELD, "self.clock() + self.lease"): {
+        "a lease that is over": "self.clock()",
+        "a lease without a clock": "self.lease",
+        "the usual lease": "self.clock() + 30.0",
+    },
+    (HELD, "if params.get('do_remote_prefill'): ..."): {
+        "an unread prompt is nobody's affair": "",
+        "tells the peer in any case": (
+            "if 'do_remote_prefill' in params and 'remote_block_ids' in params:\n"
+            "    self.reads.append(Read(request.request_id, params))"
+        ),
+    },
+    (HELD, "Read(request.request_id, params)"): {
+        "reads for a request that is gone": (
+            "Read(request.request_id, params, list(params['remote_block_ids']), params['remote_block_ids'])"
+        )
+    },
+    (HELD, "params.get('do_remote_prefill')"): {
+        "an abort is told, although it is being read": (
+            "params.get('do_remote_prefill') or "
+            "('remote_block_ids' in params and request.status.finish_reason == 'abort')"
+        ),
+    },
+    (OUTPUT, "self.pinned.pop(name, None)"): {
+        "what was sent stays pinned": "pass",
+        "only those that it knows": "self.pinned.pop(name)",
+    },
+    (OUTPUT, "self.in_flight.pop(name, None)"): {
+        "what was received stays in flight": "pass",
+        "only reads that it knows": "self.in_flight.pop(name)",
+        "what was received is unpinned": "self.in_flight.pop(name, None), self.pinned.pop(name, None)",
+        "all at once": "self.in_flight.clear()",
+    },
+    (OUTPUT, "for name in finished_sending: ...\nfor name in finished_recving: ..."): {
+        "sent and received exchanged": (
+            "for name in finished_recving: self.pinned.pop(name, None)\n"
+            "for name in finished_sending: self.in_flight.pop(name, None)"
+        ),
+    },
+    (EXPIRED, "return late"): {
+        "never over": "return []",
+        "a set of names": "return set(late)",
+    },
+    (EXPIRED, "until <= self.clock()"): {
+        "over before its time": "until <= self.clock() + 1",
+        "over after its time": "until < self.clock()",
+        "in whole seconds": "int(until) <= int(self.clock())",
+        "rounded": "round(until) <= round(self.clock())",
+    },
+    (EXPIRED, "self.update_connector_output(late, ())"): {
+        "named again": "",
+        "forgets those that are not over": "self.pinned.clear()",
+    },
+    (EXPIRED, "late = ..."): {
+        "everybody if one is": (
+            "late = list(self.pinned) if any(until <= self.clock() for until in self.pinned.values()) else []"
+        ),
+        "one lease in a call": "late = (...)[:1]",
+    },
+    ("gather_block_kernel", "tl.load(source, mask=place < numbers)"): {"one block: no mask": "tl.load(source)"},
+    ("gather_block_kernel", "tl.cast(block_id, tl.int64) * numbers"): {
+        "one block: always the first": "0",
+        "one block: ids of a byte": "block_id % 256 * numbers",
+        "one block: blocks of BLOCK": "block_id * BLOCK",
+    },
+    ("gather_block_kernel", "tl.program_id(0) * BLOCK"): {"one block: the first program only": "0"},
+    ("gather_block_kernel", "tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)"): {
+        "one block: programs of eight": "tl.program_id(0) * 8 + tl.arange(0, 8)"
+    },
+    ("gather_block_kernel", "tl.store(staging + place, ..., mask=place < numbers)"): {
+        "one block: the first program does it all": (
+            "if tl.program_id(0) == 0:\n"
+            "    for part in range(tl.cdiv(numbers, BLOCK)):\n"
+            "        rest = place + part * BLOCK\n"
+            "        tl.store(staging + rest, tl.load(source + part * BLOCK, mask=rest < numbers), mask=rest < numbers)"
+        ),
+    },
+    ("gather_kernel", "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)"): {
+        "gather: programs of eight": "tl.program_id(2) * 8 + tl.arange(0, 8)"
+    },
+    ("gather_kernel", "tl.store(target, ..., mask=place < numbers)"): {
+        "gather: a program for each block": (
+            "if tl.program_id(2) == 0:\n"
+            "    for part in range(tl.cdiv(numbers, BLOCK)):\n"
+            "        kept = place + part * BLOCK < numbers\n"
+            "        tl.store(target + part * BLOCK, tl.load(source + part * BLOCK, mask=kept), mask=kept)"
+        ),
+        "gather: writes beyond": "tl.store(target, ...)",
+    },
+    ("gather_kernel", "tl.load(block_ids + wanted)"): {
+        "gather: places, not blocks": "wanted",
+        "gather: ids in half precision": "tl.load(block_ids + wanted).to(tl.float16)",
+    },
+    ("gather_kernel", "tensor * num_blocks + block"): {
+        "gather: one tensor": "block",
+        "gather: tensors as far apart as wanted blocks": "tensor * tl.num_programs(0) + block",
+        "gather: the cache block after block": "block * tl.num_programs(1) + tensor",
+    },
+    ("gather_kernel", "wanted * tl.num_programs(1) + tensor"): {
+        "gather: tensor after tensor": "tensor * tl.num_programs(0) + wanted",
+        "gather: to the block's own place": "block * tl.num_programs(1) + tensor",
+    },
+    ("gather_kernel", "tl.load(source, mask=place < numbers)"): {"gather: no mask": "tl.load(source)"},
+    ("gather_kernel", "tl.program_id(2) * BLOCK"): {"gather: one part": "0"},
+    ("scatter_kernel", "block >= 0"): {
+        "scatter: -1 is the last block": "block >= -1",
+        "scatter: block 0 is none": "block > 0",
+    },
+    ("scatter_kernel", "target = cache + (tensor * num_blocks + block) * numbers + place"): {
+        "scatter: places, not blocks": "target = cache + (tensor * num_blocks + wanted) * numbers + place"
+    },
+    ("scatter_kernel", "wanted * tl.num_programs(1) + tensor"): {
+        "scatter: tensor after tensor": "tensor * tl.num_programs(0) + wanted"
+    },
+    ("scatter_kernel", "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)"): {
+        "scatter: programs of eight": "tl.program_id(2) * 8 + tl.arange(0, 8)"
+    },
+    ("scatter_kernel", "tl.store(target, tl.load(source, mask=place < numbers), mask=place < numbers)"): {
+        "scatter: no mask": "tl.store(target, tl.load(source))"
+    },
+}
+"""For (function, its code): what it is replaced by, under the name of the mistake."""
+MUTANTS = {mistake: (*where, instead) for where, mistakes in MISTAKES.items() for mistake, instead in mistakes.items()}
 
 MESSAGES = {
     "without the last token": "that it is computed again is the scheduler's affair",

@@ -76,13 +76,12 @@ def test_many_steps_at_once_are_the_same_as_one_after_the_other(monkeypatch: pyt
 
 def test_all_blocks_are_given_back_on_both_sides():
     one = system(2, 2, "25 Gb/s")
-    clock = pools_module._Clock(one.pools(SHORT), one.load(SHORT, 60.0))
-    finished(clock.serve())
-    while clock.events:
-        now, _, act = pools_module.heapq.heappop(clock.events)
-        act(now)
-    assert all(journey.tokens == journey.output_tokens for journey in clock.journeys)
-    for engine in (*clock.prefillers, *clock.decoders):
+    run = pools_module.PoolSimulation(one.pools(SHORT), one.load(SHORT, 60.0))
+    finished(run.serve())
+    while run.loop.next_time < math.inf:
+        run.advance()
+    assert all(journey.tokens == journey.output_tokens for journey in run.journeys)
+    for engine in (*run.prefillers, *run.decoders):
         assert engine.scheduler.kv_cache_manager.usage == 0
         assert not engine.scheduler.has_unfinished_requests() or engine.scheduler.finished_req_ids
 

@@ -14,7 +14,6 @@ from minivllm.errors import MinivllmError
 from minivllm_lab.disaggregation.goodput import Disaggregated
 from minivllm_lab.exercise import load
 from minivllm_lab.mutants import load_mutant
-from minivllm_simulate.kv_links import LINKS
 from widgets import disaggregation as widget
 from widgets.disaggregation.state import LADDER, RATES, experiment
 
@@ -110,14 +109,6 @@ def test_the_picture_does_not_answer_the_guess():
     assert all(map(is_hidden, [*telling, *lines]))
 
 
-def test_goodput_lies_between_two_rates_that_were_run_and_within_the_bound():
-    state = known()
-    low, high = state.mine.edge
-    assert low <= state.mine.goodput <= high
-    assert state.mine.goodput <= state.mine.bound
-    assert RATES.index(high) == RATES.index(low) + 1
-
-
 def test_rates_that_are_left_out_lie_on_the_line():
     """Not every rate is run: where as many are in time on both sides, as many are between."""
     side = list(widget.sweep())[-1].mine
@@ -199,10 +190,6 @@ def test_what_breaks_is_shaded_with_its_cause():
 def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
     with pytest.raises(MinivllmError, match=next(iter(knobs)).replace("layer_wise", "layer_wise|True")):
         list(widget.sweep(**knobs))
-
-
-def test_every_link_stands_on_its_knob():
-    assert [name for name, _ in widget.KNOBS["The GPUs"]["link"].options] == list(LINKS)
 
 
 # ---- the reader's own connector

@@ -1,1 +1,1 @@
-"""What lesson 08 alone uses."""
+"""Code that only lesson 08 uses."""

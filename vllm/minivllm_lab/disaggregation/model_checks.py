@@ -4,7 +4,7 @@
 
 The cost of a step is that of today's kernels at a data sheet's rates (`layouts`); the publications' engines are of 2023
 and slower. So DistServe's example is there twice: with the cost as it is, and with two factors fitted to two of its
-figures, for arithmetic and for memory. What it then says of the others is foretold. Everything else is fitted to
+figures, for arithmetic and for memory, so that the others are predictions. Everything else is fitted to
 nothing. Not checked: DistServe's and Mooncake's gains on recorded traffic, whose lengths and settings are not published
 in a form that could be run here.
 """
@@ -36,7 +36,7 @@ MOONCAKE_ENGINE = "Mooncake (FAST 2025): transfer engine over RoCE, 40 GB"
 
 TTFT, TPOT, NEVER = 0.4, 0.04, 1e6
 ARITHMETIC_SLOWER, MEMORY_SLOWER = 1.75, 1.82
-"""Fitted: with them a prefilling A100 bears 5.6 requests a second, and a decoding one 10, as DISTSERVE has it."""
+"""Fitted: with them a prefilling A100 sustains 5.6 requests a second, and a decoding one 10, as in DISTSERVE."""
 NO_LINK = Link("none", 1e15, 0.0, "DistServe's example leaves it out")
 SPLITWISE_GAPS = {("coding", 13): (0.052, 0.031), ("conversation", 129): (0.040, 0.028)}
 """Seconds between tokens on A100 and H100, by trace and its median tokens out; the rest is in `lever_checks`."""
@@ -52,7 +52,7 @@ class DisaggregationCheck(PublishedCheck):
 
 @cache
 def disaggregation_checks(counted: int = 200) -> tuple[DisaggregationCheck, ...]:
-    """All checks; `counted` requests are looked at in each run."""
+    """Return all checks; each run counts `counted` requests."""
     return (
         *distserve_checks("DistServe, cost as it is", counted, 1.0, 1.0),
         *distserve_checks("DistServe, two factors fitted", counted, ARITHMETIC_SLOWER, MEMORY_SLOWER),
@@ -62,7 +62,7 @@ def disaggregation_checks(counted: int = 200) -> tuple[DisaggregationCheck, ...]
 
 
 def disaggregation_error(counted: int = 200) -> float:
-    """Median of |modelled − measured| / measured over what nothing was fitted to."""
+    """Return the median of |modelled − measured| / measured where nothing was fitted."""
     return statistics.median(abs(check.error) for check in disaggregation_checks(counted) if not check.fitted)
 
 
@@ -70,7 +70,7 @@ def disaggregation_error(counted: int = 200) -> float:
 
 
 def slower(arithmetic: float, memory: float) -> Cost:
-    """A step of OPT-13B on an A100-80 whose arithmetic and memory are so many times slower than the model has them."""
+    """Return the cost of OPT-13B on an A100-80 whose arithmetic and memory are slower by these factors."""
     cost = PlacedModel(known_model("opt-13b"), get_hardware("A100-80"), Layout(1, 1, 1)).cost
     roofline = cost.step.roofline
     slow = replace(roofline, flops=roofline.flops / arithmetic, bandwidth=roofline.bandwidth / memory)
@@ -78,13 +78,13 @@ def slower(arithmetic: float, memory: float) -> Cost:
 
 
 def example(prefill: int, decode: int, cost: Cost) -> Disaggregated:
-    """DistServe's example with so many GPUs of each kind. Their prefills are not batched."""
+    """Set up DistServe's example with these numbers of GPUs. Its prefills are not batched."""
     opt, gpu = known_model("opt-13b"), get_hardware("A100-80")
     return Disaggregated(opt, gpu, prefill, decode, NO_LINK, budget=512, cost=cost)
 
 
-def borne(system: System, work: Work, objective: Objective, high: float, part: str = "") -> float:
-    """The highest rate up to `high`; with `part` "prefill", first tokens count when the prompt is computed."""
+def sustained(system: System, work: Work, objective: Objective, high: float, part: str = "") -> float:
+    """Find the highest sustained rate up to `high`; with `part` "prefill", a computed prompt is a first token."""
 
     def attainment(rate: float) -> float:
         served = finished(system.serve(work, rate))
@@ -97,36 +97,37 @@ def borne(system: System, work: Work, objective: Objective, high: float, part: s
 
 
 def prefill_alone(cost: Cost, work: Work, high: float = 24.0) -> float:
-    """Requests a second that a prefilling GPU bears, decoding being no concern."""
-    return borne(example(1, 8, cost), work, Objective(TTFT, NEVER), high, "prefill")
+    """Return the requests a second that a prefilling GPU sustains, whatever decoding does."""
+    return sustained(example(1, 8, cost), work, Objective(TTFT, NEVER), high, "prefill")
 
 
 def decode_alone(cost: Cost, work: Work, high: float = 48.0) -> float:
-    """Requests a second that a decoding GPU bears, prefilling being no concern."""
-    return borne(example(8, 1, cost), work, Objective(NEVER, TPOT), high)
+    """Return the requests a second that a decoding GPU sustains, whatever prefilling does."""
+    return sustained(example(8, 1, cost), work, Objective(NEVER, TPOT), high)
 
 
 def colocated(cost: Cost) -> Colocated:
-    """DistServe's example on one GPU that does both, prompts computed whole."""
+    """Set up DistServe's example on one GPU that does both and computes prompts whole."""
     opt, gpu = known_model("opt-13b"), get_hardware("A100-80")
     return Colocated(opt, gpu, 1, budget=2560, chunked_prefill=False, cost=cost)
 
 
 def two_to_one(cost: Cost, work: Work) -> tuple[float, float]:
-    """Requests a second and GPU that two prefillers and a decoder bear, and that one bears that does both."""
+    """Return the requests a second per GPU that two prefillers and a decoder sustain, and one GPU that does both."""
     both = Objective(TTFT, TPOT)
-    return borne(example(2, 1, cost), work, both, 48) / 3, borne(colocated(cost), work, both, 16)
+    return sustained(example(2, 1, cost), work, both, 48) / 3, sustained(colocated(cost), work, both, 16)
 
 
 def distserve_checks(table: str, counted: int, arithmetic: float, memory: float) -> list[DisaggregationCheck]:
-    """Figure 6 of DISTSERVE with such factors; where they are not 1, two of its figures are what was fitted."""
+    """Check figure 6 of DISTSERVE with these factors; where they are not 1, two of its figures were fitted to."""
     work, cost, fitted = Work(512, 64, counted=counted), slower(arithmetic, memory), arithmetic != 1
     one, (three, mixed) = colocated(cost), two_to_one(cost, work)
+    first, following = Objective(TTFT, NEVER), Objective(NEVER, TPOT)
     rows = [
         ("prefill alone, requests/s", 5.6, prefill_alone(cost, work), fitted),
         ("decode alone, requests/s", 10.0, decode_alone(cost, work), fitted),
-        ("colocated: first tokens in time, requests/s", 2.3, borne(one, work, Objective(TTFT, NEVER), 24), False),
-        ("colocated: following tokens in time, requests/s", 1.6, borne(one, work, Objective(NEVER, TPOT), 16), False),
+        ("colocated: first tokens in time, requests/s", 2.3, sustained(one, work, first, 24), False),
+        ("colocated: following tokens in time, requests/s", 1.6, sustained(one, work, following, 16), False),
         ("colocated: both, requests/s and GPU", 1.6, mixed, False),
         ("2 prefill, 1 decode: requests/s and GPU", 10 / 3, three, False),
         ("2 prefill, 1 decode against colocated", 2.1, three / mixed, False),
@@ -138,7 +139,7 @@ def distserve_checks(table: str, counted: int, arithmetic: float, memory: float)
 
 
 def splitwise_checks() -> list[DisaggregationCheck]:
-    """Prompt and token times of one request on two kinds of GPUs, and how many times faster one is."""
+    """Check the prompt and token times of one request on two kinds of GPUs, and the ratio of the two."""
     found, gpus = [], ("A100-80", "H100")
     first_tokens = zip(SPLITWISE_FIRST_TOKENS.items(), SPLITWISE_GAPS.items(), strict=True)
     for ((trace, prompt), by_gpu), ((_, output), tbts) in first_tokens:
@@ -156,7 +157,7 @@ def splitwise_checks() -> list[DisaggregationCheck]:
 
 
 def link_checks() -> list[DisaggregationCheck]:
-    """Bytes of a prompt, the bandwidth from which moving it is as fast as computing it, and what networks reach."""
+    """Check a prompt's bytes, the bandwidth that moves it as fast as it is computed, and what networks reach."""
     model, table = known_model("Meta-Llama-3-70B"), "Bytes and links"
     opt66 = 2 * 64 * 9216 * 2
     rows = [("KV cache of a prompt, bytes", DISTSERVE_PAPER, 1.13 * 2**30, 512.0 * opt66)]

@@ -19,12 +19,12 @@ LEFT, RIGHT, PANEL, SLOT = 24, 456, 380, 58
 TOP, ROW, STATE = 142, 48, 300
 NEW, KEPT, CAME = tint(ORANGE, 0.6), tint(BLUE, 0.3), tint(GREEN, 0.5)
 BYTES_PER_TOKEN = 2048
-"""Of the embedded model in float32: 4 layers, keys and values, 2 heads of 32 numbers."""
+"""Bytes a token of the embedded model in float32: 4 layers, keys and values, 2 heads of 32 numbers."""
 LEASE = 30
 
 
 def frames() -> Frames:
-    """Six stills: the prompt is computed, held, asked for, read, freed, answered."""
+    """Draw six stills: the prompt is computed, held, asked for, read, freed, answered."""
     run = followed()
     prompt, output = run.request.prompt, [token.shown for token in run.request.output]
     its, mine = list(run.steps[0].row().block_table), _scattered(3)  # type: ignore[union-attr]
@@ -83,7 +83,7 @@ def frames() -> Frames:
 
 
 def _scattered(count: int) -> list[int]:
-    """Blocks that a pool hands out when others have come and gone."""
+    """Return blocks that a pool allocates after others have come and gone."""
     pool = BlockPool(8)
     taken = {one.block_id: one for one in pool.get_new_blocks(7)}
     for block_id in (7, 2, 5):
@@ -113,7 +113,7 @@ def _cache(
     x: float, ids: Sequence[int], rows: Sequence[Sequence[str | None]], fill: str,
     *, holds: bool = True, held: bool = False, last: int | None = None,
 ) -> str:  # fmt: skip
-    """The blocks of one engine in the order of their ids; `rows` are in the order of the request's tokens."""
+    """Draw the blocks of one engine in the order of their ids; `rows` are in the order of the request's tokens."""
     shown = []
     for place, block_id in enumerate(sorted(ids)):
         index = ids.index(block_id)
@@ -138,7 +138,7 @@ def _state(x: float, status: str, words: str) -> str:
 
 
 def _proxy(words: str, *, to_left: bool | None = None, to_right: bool = False) -> str:
-    """The proxy's box with a message: to the prefiller, from it (`to_left` False), or to the decoder."""
+    """Draw the proxy's box with a message: to the prefiller, from it (`to_left` False), or to the decoder."""
     box = rect(110, 26, 640, 34, "#FFFFFF", stroke="#3C4043", stroke_width=2, radius=6, label=words, size=12)
     name = text(110, 20, "the proxy", size=12, colour=QUIET)
     if to_right:

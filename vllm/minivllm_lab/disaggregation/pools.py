@@ -1,24 +1,23 @@
-"""Engines that prefill and engines that decode, on one virtual clock: the real scheduler in each, and a link between.
+"""Simulate engines that prefill, engines that decode, and the link between: the real scheduler in each.
 
 A request goes to a prefilling engine, which computes its prompt, then to a decoding engine, which allocates blocks for
-the prompt and pulls keys and values into them. They are held at both ends until the last byte has arrived. Then the
+the prompt and pulls keys and values into them. Both ends hold their blocks until the last byte has arrived. Then the
 decoding engine computes the prompt's last token again, as vLLM's does, and that step gives the first token that the
 client sees. Engines take requests in turn (round robin), as a proxy would hand them out.
 
-What waits and what is held is the scheduler's own doing (`core.remote_kv`), told by a connector like any other: here
-`SimulatedConnector`. Engines step independently of one another; what one hands to another takes effect at the other's
-next step. As in `open_load`, many similar steps are taken at once, up to the next moment at which something may be
-handed over.
+Each scheduler decides by itself which requests wait and which blocks are held (`core.remote_kv`); `SimulatedConnector`
+tells it what has moved. Engines step independently on one event loop, and what one engine hands to another takes
+effect at the other's next step. As in `open_load`, an engine takes many similar steps at once, up to the next moment at
+which it may be handed something.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.block_hash import BlockHash
@@ -29,10 +28,10 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm_simulate.cost_model import Cost, StepShape
+from minivllm_simulate.event_loop import EventLoop, with_pauses
 from minivllm_simulate.kv_links import Link, layer_wise_end
-from minivllm_simulate.offline import Stretches
-from minivllm_simulate.open_load import PAUSE
-from minivllm_simulate.virtual_clock import Acceptance, SimulatedRequest, to_request
+from minivllm_simulate.simulated_engine import SimulatedEngine
+from minivllm_simulate.virtual_clock import SimulatedRequest, to_request
 from minivllm_simulate.workloads import RequestLengths
 
 Configs = tuple[SchedulerConfig, CacheConfig]
@@ -40,23 +39,23 @@ Configs = tuple[SchedulerConfig, CacheConfig]
 
 @dataclass
 class Journey:
-    """A request's way through both pools. Times in seconds since the start; inf: not yet."""
+    """A request's way through both pools. Times in seconds since the start; inf: not yet.
+
+    - `begun`, `computed`: when the step of its first prompt tokens began, and when its last prompt token was computed.
+    - `taken`: when the decoding engine had blocks for it.
+    - `sent`, `received`: when the first byte left, and when the last one arrived.
+    - `first`, `last`: when the client saw its first token, and its latest.
+    """
 
     arrival: float
     prompt_tokens: int
     output_tokens: int
     begun: float = math.inf
-    """When the step began that computes its first prompt tokens."""
     computed: float = math.inf
-    """When its prompt was computed."""
     taken: float = math.inf
-    """When the decoding engine had blocks for it."""
     sent: float = math.inf
-    """When the first byte left."""
     received: float = math.inf
-    """When the last byte had arrived."""
     first: float = math.inf
-    """When the client saw its first token."""
     last: float = math.inf
     tokens: int = 0
 
@@ -72,7 +71,7 @@ class Journey:
 
     @property
     def parts(self) -> dict[str, float]:
-        """What the time to first token went into, in its order; see PARTS."""
+        """Split the time to first token into PARTS, in their order."""
         ready = max(self.computed, self.taken)
         return {
             "queue": self.begun - self.arrival,
@@ -84,16 +83,16 @@ class Journey:
 
 
 PARTS = ("queue", "prefill", "room", "link", "decode")
-"""Waiting for a prefilling engine; the prefill; waiting for blocks at the decoding engine; the transfer, and waiting
-for the link; waiting for a place there, and the first step."""
+"""Waiting for a prefilling engine; the prefill; waiting for blocks at the decoding engine; the transfer, with the wait
+for the link; waiting to be scheduled there, and the first step."""
 
 
 @dataclass(frozen=True)
 class PoolLoad:
-    """Requests that come one after another.
+    """Requests that arrive one after another.
 
-    At the start, `at_start` requests are decoded somewhere in their answers. The first `counted` arrivals are those
-    that are looked at; those after them only keep the load up until the last of these has ended.
+    At the start, `at_start` requests are somewhere in their answers. The first `counted` arrivals are measured; those
+    after them only keep the load up until the last counted one has ended.
     """
 
     lengths: Sequence[RequestLengths]
@@ -104,12 +103,12 @@ class PoolLoad:
 
 @dataclass(frozen=True)
 class Pools:
-    """How many engines, what each is told, what its steps cost, and how they are linked.
+    """The engines of both pools, their settings, what their steps cost, and how they are linked.
 
-    - `link`: of each engine, both ways at once; a transfer holds the sender's and the receiver's. With `shared` there
-      is one link for all.
-    - `layer_wise`: a layer is sent as soon as it is computed; else the transfer begins when the whole prompt is.
-    - `connector`: what stands beside each scheduler, in place of `SimulatedConnector`; called as that is.
+    - `link`: each engine has one for both directions; a transfer holds the sender's and the receiver's. With `shared`
+      there is one link for all engines.
+    - `layer_wise`: send each layer as soon as it is computed; else the transfer begins when the whole prompt is.
+    - `connector`: makes the connector of each scheduler; called with whether the engine sends.
     """
 
     prefill: int
@@ -126,26 +125,27 @@ class Pools:
 
 
 def run_pools(pools: Pools, load: PoolLoad) -> Generator[None, None, list[Journey]]:
-    """Serve a load, with a pause every few milliseconds of work; returns the counted requests, all of them ended.
+    """Serve a load, with a pause every few milliseconds of work; return the counted requests, all of them ended.
 
     Raises:
         MinivllmError: a scheduler refuses a request.
     """
-    return _Clock(pools, load).serve()
+    return PoolSimulation(pools, load).serve()
 
 
 class SimulatedConnector(KVConnectorBase_V1):
-    """The scheduler's side of a connector over a link that exists on the virtual clock only.
+    """The scheduler's side of a connector over a simulated link.
 
-    A prompt that has been computed keeps its blocks until it was sent; one that is computed elsewhere waits for all of
-    its tokens, holding blocks. A request that was preempted has lost them, and is computed where it is.
+    A prompt that has been computed keeps its blocks until it has been sent; one that is computed elsewhere holds blocks
+    and waits for all of its tokens. A preempted request has lost its blocks and is computed where it is.
     """
 
     def __init__(self, sends: bool) -> None:
-        self.sends, self.taken = sends, []
+        self.sends = sends
+        self.taken: list[str] = []
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """All of its prompt, once."""
+        """Offer the whole prompt, once."""
         if self.sends or request.num_preemptions:
             return 0, False
         return request.num_prompt_tokens - num_computed_tokens, True
@@ -153,73 +153,58 @@ class SimulatedConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: Sequence[KVCacheBlock], num_external_tokens: int
     ) -> None:
-        """Notes who has got blocks to be filled."""
+        """Note which request has blocks to be filled."""
         if num_external_tokens:
             self.taken.append(request.request_id)
 
     def take(self) -> list[str]:
-        """The requests that have got blocks since the last call."""
-        found, self.taken = self.taken, []
-        return found
+        """Return the requests that have got blocks since the last call."""
+        taken, self.taken = self.taken, []
+        return taken
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
-        """The blocks are needed until they were sent."""
+        """Hold the blocks of a sender until they have been read."""
         return self.sends, None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """There is no rank to be told."""
+        """Return nothing to do: no worker moves real blocks."""
         return KVConnectorMetadata()
 
-    def start_load_kv(self) -> None:
-        """There is no rank."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """There is no rank."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object) -> None:
-        """There is no rank."""
-
-    def wait_for_save(self) -> None:
-        """There is no rank."""
-
-
-def _no_name(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
-    """A block's name where nobody asks for it: `SimulatedConnector` does not."""
+def _constant_hash(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
+    """Hash no tokens: `SimulatedConnector` does not look at a block's hash."""
     del parent, token_ids, extra_keys
     return b""
 
 
-class _Engine(Stretches):
-    """One engine: stretches that end when something may be handed to it."""
+class _Engine(SimulatedEngine):
+    """One engine: its stretches end when it may be handed something."""
 
     def __init__(self, configs: Configs, cost: Cost, connector: SimulatedConnector) -> None:
-        named = configs[1].enable_prefix_caching or type(connector) is not SimulatedConnector
-        policy = DEFAULT_POLICY if named else SchedulingPolicy(hash_block_tokens=_no_name)
-        scheduler, self.connector = Scheduler(*configs, policy), connector
-        scheduler.use_connector(self.connector)
-        super().__init__((), scheduler, Acceptance(0.0), StepShape.of)
-        self.cost, self.busy = cost, False
-        self.until, self.room = 0.0, math.inf
+        needs_hashes = configs[1].enable_prefix_caching or type(connector) is not SimulatedConnector
+        policy = DEFAULT_POLICY if needs_hashes else SchedulingPolicy(hash_block_tokens=_constant_hash)
+        super().__init__(Scheduler(*configs, policy))
+        self.scheduler.use_connector(connector)
+        self.connector = connector
+        self.cost = cost
+        self.busy = False
+        self.until = 0.0
+        self.room = math.inf
         self.step_seconds = self.shortest = cost.seconds(StepShape.of([(1, 0)]))
         self.link_free = 0.0
         self.incoming: deque[float] = deque()
         self.ending: list[str] = []
 
-    def add(self, request: Request) -> None:
-        """Hand it a request. Raises `MinivllmError` for one that cannot be served."""
-        self.scheduler.add_request(request)
-        self.settled = False
-
     def moved(self, request_id: str) -> None:
         """Tell the scheduler, between two steps, that a prompt has been sent, or has arrived."""
-        done, remote = {request_id}, self.scheduler.remote
+        remote = self.scheduler.remote
         assert remote is not None
-        sent = KVConnectorOutput(finished_sending=done) if self.connector.sends else None
-        remote.end_update(sent or KVConnectorOutput(finished_recving=done))
+        side = "finished_sending" if self.connector.sends else "finished_recving"
+        remote.end_update(KVConnectorOutput(**{side: {request_id}}))
         self.settled = False
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """No more than begin before something may be handed to it."""
+        """Return no more steps than begin before something may be handed to it."""
         remote = self.scheduler.remote
         if remote is not None and remote.finished_recving_kv_req_ids:  # they join
             return 1
@@ -229,7 +214,7 @@ class _Engine(Stretches):
         return max(1, min(steps, math.ceil(self.room / self.step_seconds))) if self.room < math.inf else steps
 
     def begin(self, now: float, until: float) -> bool:
-        """Take steps that begin before `until`; False if there is nothing to do."""
+        """Take steps that begin before `until`; return False if there is nothing to compute."""
         self.room = until - now
         stretch = self.stretch()
         assert self.scheduled is not None
@@ -237,68 +222,75 @@ class _Engine(Stretches):
             return False
         seconds = stretch.seconds(self.cost)
         self.step_seconds = seconds / stretch.steps
-        self.busy, self.until = True, now + seconds
-        self.ending = [one.request_id for one in self.outputs if one.finish_reason]
+        self.busy = True
+        self.until = now + seconds
+        self.ending = [output.request_id for output in self.outputs if output.finish_reason]
         return True
 
 
-class _Clock:
+class PoolSimulation:
     """A run under way."""
 
     def __init__(self, pools: Pools, load: PoolLoad) -> None:
-        self.pools, self.load = pools, load
+        self.pools = pools
+        self.load = load
         make = pools.connector or SimulatedConnector
         self.prefillers = [_Engine(pools.prefill_configs, pools.cost, make(True)) for _ in range(pools.prefill)]
         self.decoders = [_Engine(pools.decode_configs, pools.cost, make(False)) for _ in range(pools.decode)]
         times = zip(load.lengths, load.arrivals, strict=False)
-        self.journeys = [Journey(at, one.prompt_tokens, one.output_tokens) for one, at in times]
-        self.come, self.unended, self.work = 0, load.counted, 0
+        self.journeys = [Journey(at, lengths.prompt_tokens, lengths.output_tokens) for lengths, at in times]
+        self.come = 0
+        self.unended = load.counted
+        self.work = 0
         self.link_free = 0.0
-        self.events: list[tuple[float, int, Callable[[float], None]]] = []
-        self.order = count()
+        self.loop = EventLoop()
 
     def serve(self) -> Generator[None, None, list[Journey]]:
         """Run until the last counted request has ended."""
-        self._put_in_the_middle()
-        self._at(self.journeys[0].arrival, self._arrive)
+        self._fill_decoders()
+        self.loop.at(self.journeys[0].arrival, self._arrive)
         for engine in self.decoders:
-            self._decode(engine, 0.0)
-        while self.unended:
-            now, _, act = heapq.heappop(self.events)
-            act(now)
-            if self.work > PAUSE:
-                self.work = 0
-                yield
+            self._decode(engine)
+        yield from with_pauses(self.advance, lambda: self.unended)
         return self.journeys[: self.load.counted]
 
-    def _at(self, when: float, act: Callable[[float], None]) -> None:
-        heapq.heappush(self.events, (when, next(self.order), act))
+    def advance(self) -> int:
+        """Let the next event happen; return the work that it took."""
+        self.work = 0
+        self.loop.advance(self.loop.next_time)
+        return self.work
 
-    def _put_in_the_middle(self) -> None:
-        """Requests that are decoded at the start, each somewhere in its answer, spread evenly over it."""
+    def _fill_decoders(self) -> None:
+        """Give the decoders requests that are somewhere in their answers, spread evenly over them."""
         engines, lengths = self.decoders, self.load.lengths
+        turns = -(-self.load.at_start // len(engines))
         for index in range(self.load.at_start):
-            one, engine = lengths[index % len(lengths)], engines[index % len(engines)]
-            turn, turns = index // len(engines), -(-self.load.at_start // len(engines))
-            done = int(one.output_tokens * (turn + 0.5) / turns)
-            spec = SimulatedRequest(one.prompt_tokens + done, max(1, one.output_tokens - done))
-            engine.add(to_request(len(self.journeys) + index, spec, 0.0))
+            drawn = lengths[index % len(lengths)]
+            done = int(drawn.output_tokens * (index // len(engines) + 0.5) / turns)
+            spec = SimulatedRequest(drawn.prompt_tokens + done, max(1, drawn.output_tokens - done))
+            engines[index % len(engines)].add(to_request(len(self.journeys) + index, spec, 0.0))
         for engine in engines:
             engine.stretch()
             for request_id in engine.connector.take():
                 engine.moved(request_id)
 
-    # A prompt's way
+    # From a request's arrival to its first byte at the decoder
 
-    def _arrive(self, now: float) -> None:
-        index, self.come = self.come, self.come + 1
+    def _arrive(self) -> None:
+        index = self.come
+        self.come += 1
         if self.come < len(self.journeys):
-            self._at(self.journeys[self.come].arrival, self._arrive)
-        engine, one = self._prefiller(index), self.journeys[index]
-        engine.add(to_request(index, SimulatedRequest(one.prompt_tokens, 1, now), now))
-        self._prefill(engine, now)
+            self.loop.at(self.journeys[self.come].arrival, self._arrive)
+        engine = self._prefiller(index)
+        self._add(engine, index, output_tokens=1)
+        self._prefill(engine)
 
-    def _prefill(self, engine: _Engine, now: float) -> None:
+    def _add(self, engine: _Engine, index: int, output_tokens: int) -> None:
+        spec = SimulatedRequest(self.journeys[index].prompt_tokens, output_tokens, self.loop.now)
+        engine.add(to_request(index, spec, self.loop.now))
+
+    def _prefill(self, engine: _Engine) -> None:
+        now = self.loop.now
         if engine.busy or not engine.scheduler.requests or not engine.begin(now, now):
             return
         self.work += 8
@@ -307,94 +299,90 @@ class _Clock:
             index = int(new.req_id)
             self.journeys[index].begun = now
             if self.pools.layer_wise:
-                self._hand_over(index, now)
-        self._at(engine.until, lambda then: self._computed(engine, then))
+                self._hand_over(index)
+        self.loop.at(engine.until, partial(self._computed, engine))
 
-    def _computed(self, engine: _Engine, now: float) -> None:
+    def _computed(self, engine: _Engine) -> None:
         engine.busy = False
         for index in map(int, engine.ending):
-            self.journeys[index].computed = now
+            self.journeys[index].computed = self.loop.now
             if self.pools.layer_wise:
                 self._send(index)
             else:
-                self._hand_over(index, now)
+                self._hand_over(index)
         engine.ending = []
-        self._prefill(engine, now)
+        self._prefill(engine)
 
-    def _hand_over(self, index: int, now: float) -> None:
-        """Tell the decoding engine of a prompt: it needs blocks for it."""
-        engine, one = self._decoder(index), self.journeys[index]
-        engine.add(to_request(index, SimulatedRequest(one.prompt_tokens, one.output_tokens, now), now))
-        self._decode(engine, now)
+    def _hand_over(self, index: int) -> None:
+        """Tell the decoding engine about a prompt: it needs blocks for it."""
+        engine = self._decoder(index)
+        self._add(engine, index, self.journeys[index].output_tokens)
+        self._decode(engine)
 
     def _send(self, index: int) -> None:
         """Begin a transfer if the prompt is computed and there are blocks for it."""
-        one, source, target = self.journeys[index], self._prefiller(index), self._decoder(index)
-        if max(one.computed, one.taken) == math.inf:
+        journey, source, target = self.journeys[index], self._prefiller(index), self._decoder(index)
+        if max(journey.computed, journey.taken) == math.inf:
             return
-        seconds = self.pools.link.seconds(one.prompt_tokens * self.pools.bytes_per_token)
+        seconds = self.pools.link.seconds(journey.prompt_tokens * self.pools.bytes_per_token)
         free = self.link_free if self.pools.shared else max(source.link_free, target.link_free)
-        start = max(free, one.taken, one.begun if self.pools.layer_wise else one.computed)
-        if start < one.computed:
-            end = layer_wise_end(start, one.computed, seconds, self.pools.layers)
-        else:
-            end = start + seconds
-        one.sent, one.received = start, end
+        start = max(free, journey.taken, journey.begun if self.pools.layer_wise else journey.computed)
+        end = start + seconds
+        if start < journey.computed:
+            end = layer_wise_end(start, journey.computed, seconds, self.pools.layers)
+        journey.sent = start
+        journey.received = end
         self.link_free = source.link_free = target.link_free = end - self.pools.link.latency
         target.incoming.append(end)
-        self._at(end, lambda then: self._received(index, then))
+        self.loop.at(end, partial(self._received, index))
 
-    def _received(self, index: int, now: float) -> None:
+    def _received(self, index: int) -> None:
         source, target = self._prefiller(index), self._decoder(index)
         source.moved(str(index))
-        self._prefill(source, now)
+        self._prefill(source)
         target.incoming.popleft()
         target.moved(str(index))
-        self._decode(target, now)
+        self._decode(target)
 
-    # Answers
+    # From there to its last token
 
-    def _decode(self, engine: _Engine, now: float) -> None:
+    def _decode(self, engine: _Engine) -> None:
         if engine.busy:
             return
-        has_begun = bool(engine.scheduler.requests) and engine.begin(now, self._nothing_before(engine, now))
+        has_begun = bool(engine.scheduler.requests) and engine.begin(self.loop.now, self._undisturbed_until(engine))
         for index in map(int, engine.connector.take()):
-            self.journeys[index].taken = now
+            self.journeys[index].taken = self.loop.now
             self._send(index)
         if has_begun:
             self.work += 8 + len(engine.outputs)
-            self._at(engine.until, lambda then: self._decoded(engine, then))
+            self.loop.at(engine.until, partial(self._decoded, engine))
 
-    def _nothing_before(self, engine: _Engine, now: float) -> float:
-        """A moment before which nothing can be handed to a decoding engine."""
-        coming = self.journeys[self.come].arrival if self.come < len(self.journeys) else math.inf
-        own = self.decoders.index(engine)
-        return min(
-            engine.incoming[0] if engine.incoming else math.inf,
-            *(self._hands_over_from(one, own, now, coming) for one in self.prefillers),
-        )
+    def _undisturbed_until(self, engine: _Engine) -> float:
+        """Return a time before which nothing can be handed to a decoding engine."""
+        soonest = [self._hands_over_from(source, self.decoders.index(engine)) for source in self.prefillers]
+        return min([*list(engine.incoming)[:1], *soonest])
 
-    def _hands_over_from(self, source: _Engine, own: int, now: float, coming: float) -> float:
-        """When a prefilling engine may have something for the `own`-th decoding engine, at the soonest."""
+    def _hands_over_from(self, source: _Engine, decoder: int) -> float:
+        """Return when a prefilling engine may have something for this decoding engine, at the soonest."""
         waits = 0.0 if self.pools.layer_wise else source.shortest
-        if not source.busy:  # if it has work, it waits for blocks that a transfer will free
-            return (now if source.scheduler.requests else coming) + waits
-        ends = any(int(request_id) % len(self.decoders) == own for request_id in source.ending)
-        return source.until if ends else source.until + waits
+        if source.busy:
+            ends = any(int(request_id) % len(self.decoders) == decoder for request_id in source.ending)
+            return source.until if ends else source.until + waits
+        if source.scheduler.requests:  # it waits for blocks that a transfer will free
+            return self.loop.now + waits
+        return (self.journeys[self.come].arrival if self.come < len(self.journeys) else math.inf) + waits
 
-    def _decoded(self, engine: _Engine, now: float) -> None:
+    def _decoded(self, engine: _Engine) -> None:
         engine.busy = False
         for output in engine.outputs:
             index = int(output.request_id)
             if index < len(self.journeys):
-                self._note(index, now, len(output.new_token_ids), bool(output.finish_reason))
-        self._decode(engine, now)
-
-    def _note(self, index: int, now: float, tokens: int, ended: bool) -> None:
-        one = self.journeys[index]
-        one.first = min(one.first, now)
-        one.last, one.tokens = now, one.tokens + tokens
-        self.unended -= ended and index < self.load.counted
+                journey = self.journeys[index]
+                journey.first = min(journey.first, self.loop.now)
+                journey.last = self.loop.now
+                journey.tokens += len(output.new_token_ids)
+                self.unended -= bool(output.finish_reason) and index < self.load.counted
+        self._decode(engine)
 
     def _prefiller(self, index: int) -> _Engine:
         return self.prefillers[index % len(self.prefillers)]

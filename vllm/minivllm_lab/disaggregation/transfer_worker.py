@@ -1,4 +1,4 @@
-"""What both ends of a script's transfer of blocks share: a listening socket, and a report of what has moved."""
+"""Both ends of lesson 08's transfer of blocks: a listening socket, and a record of what has moved."""
 
 from __future__ import annotations
 
@@ -7,25 +7,46 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from minivllm.core.request import Request
+
+PIECE = 1 << 16
+
+
+@dataclass
+class Read:
+    """Copy a peer's `remote_block_ids` into our `block_ids`, then tell it so; without blocks, only tell it."""
+
+    request_id: str
+    params: dict[str, Any]
+    block_ids: list[int] = field(default_factory=list)
+    remote_block_ids: list[int] = field(default_factory=list)
 
 
 class Worker:
-    """Moves nothing. What has been sent, received or lost is told once."""
+    """Moves nothing itself; reports once what has been sent, received or lost."""
 
     def __init__(self) -> None:
         self.sent: SimpleQueue[str] = SimpleQueue()
         self.received: SimpleQueue[str] = SimpleQueue()
         self.failed: SimpleQueue[str] = SimpleQueue()
 
-    def start_load(self, reads: Sequence[Any]) -> None:
-        """Begins to read, if there is anything to read."""
+    def start_load(self, reads: Sequence[Read]) -> None:
+        """Begin all reads, each in a thread, and return at once."""
+        for read in reads:
+            threading.Thread(target=self.read, args=(read,), daemon=True).start()
+
+    def read(self, read: Read) -> None:
+        """Read blocks, on a worker that receives."""
 
     def get_finished(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose blocks were sent, received, or could not be received, since the last call."""
+        """Return the requests whose blocks were sent, received, or not received, since the last call."""
         sent, received, failed = (
             {queue.get() for _ in range(queue.qsize())} for queue in (self.sent, self.received, self.failed)
         )
@@ -33,20 +54,20 @@ class Worker:
 
 
 class Listening:
-    """A port of this machine, and a thread for each connection to it. A peer that leaves is no error."""
+    """A port of this machine, with a thread for each connection to it. A peer that leaves is no error."""
 
     def __init__(self, serve: Callable[[socket.socket], None]) -> None:
         self._serve, self._socket = serve, socket.create_server(("127.0.0.1", 0))
         self._open: set[socket.socket] = set()
-        self.host, self.port = self._socket.getsockname()
+        self.address = dict(zip(("remote_host", "remote_port"), self._socket.getsockname(), strict=True))
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Ends it, and whatever it is in the middle of, as a process that dies does."""
-        for one in (self._socket, *self._open):
+        """Close the port and all connections to it, as a process that dies does."""
+        for each in (self._socket, *self._open):
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -62,11 +83,29 @@ class Listening:
 
 
 def until_finished(engine: Any, *requests: Request) -> Request:
-    """Steps of the script's engine until all of them have ended; the first of them is returned.
-
-    Without anything to compute, a step waits a little.
-    """
+    """Step the lesson's engine until all these requests have ended; return the first of them."""
     while not all(request.status.is_finished for request in requests):
         engine.step()
-        time.sleep(0 if engine.running else 1e-4)
+        time.sleep(0 if engine.running else 1e-4)  # do not spin while blocks are on their way
     return requests[0]
+
+
+def as_blocks(data: bytearray, cache: Tensor, block_ids: Sequence[int]) -> Tensor:
+    """View received bytes as blocks of this cache, [blocks, tensors, ...], on its device.
+
+    Raises:
+        ConnectionError: they are not as many as these blocks have.
+    """
+    if len(data) != cache[:, block_ids].nbytes:
+        raise ConnectionError("the blocks did not arrive whole")
+    shape = len(block_ids), len(cache), *cache.shape[2:]
+    return torch.frombuffer(data, dtype=cache.dtype).view(shape).to(cache.device)
+
+
+def send_data(connection: socket.socket, staging: Tensor, bytes_per_second: float) -> None:
+    """Send a tensor's length in bytes and its bytes, no faster than this rate."""
+    data = staging.cpu().flatten().view(torch.uint8).numpy().data
+    connection.sendall(len(data).to_bytes(8, "big"))
+    for start in range(0, len(data), PIECE):
+        time.sleep(PIECE / bytes_per_second)
+        connection.sendall(data[start : start + PIECE])

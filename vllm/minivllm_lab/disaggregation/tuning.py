@@ -3,8 +3,8 @@
     best_budget(Colocated(model, gpu, 4), Work(1024, 128), Objective(0.2, 0.0075)).name   # tokens of a step
     best_split(Disaggregated(model, gpu, 1, 3, link), work, objective).goodput.per_gpu
 
-A comparison with a budget that was not tuned says how bad that budget is. So every setting of a ladder is tried on the
-same rates. A setting that cannot sustain the next rate above the best one so far is out after a single run.
+A comparison with an untuned budget only says how bad that budget is. So every setting of a ladder is tried on the same
+rates, and one that cannot sustain the next rate above the best so far is out after a single run.
 
 `winning_budgets` are those with which one pool sustains as much as two. `MixingCost` adds what the roofline leaves out
 of a step in which prompts and answers meet; `break_even` finds how much of it one pool can take before two are better.
@@ -73,15 +73,15 @@ def best_of(systems: Mapping[str, System], work: Work, objective: Objective, rou
 
 
 def best_budget(pool: Colocated, work: Work, objective: Objective, rounds: int = ROUNDS) -> Best:
-    """Return the best token budget of one pool; its name is the budget. `pool.budget` is not looked at."""
+    """Return the best token budget of one pool, whose name is the budget; `pool.budget` does not matter."""
     budgets = likely_first(pool.step_cost, BUDGETS, objective)
-    return best_of({str(one): replace(pool, budget=one) for one in budgets}, work, objective, rounds)
+    return best_of({str(each): replace(pool, budget=each) for each in budgets}, work, objective, rounds)
 
 
 def best_split(pools: Disaggregated, work: Work, objective: Objective, rounds: int = ROUNDS) -> Best:
     """Return the best split of the GPUs into two pools; its name is "prefill:decode"."""
-    many = pools.gpus
-    splits = {f"{one}:{many - one}": replace(pools, prefill=one, decode=many - one) for one in range(1, many)}
+    gpus = pools.gpus
+    splits = {f"{n}:{gpus - n}": replace(pools, prefill=n, decode=gpus - n) for n in range(1, gpus)}
     likely = sorted(splits, key=lambda name: -splits[name].bound(work, objective))
     return best_of({name: splits[name] for name in likely}, work, objective, rounds)
 
@@ -89,20 +89,20 @@ def best_split(pools: Disaggregated, work: Work, objective: Objective, rounds: i
 def likely_first(cost: Cost, budgets: Iterable[int], objective: Objective) -> list[int]:
     """Sort budgets by how near they are to the largest one whose full step lasts no longer than a token may take."""
     ladder = sorted(budgets)
-    short = [one for one in ladder if cost.seconds(StepShape.of([(one, 0)])) <= objective.tpot]
+    short = [budget for budget in ladder if cost.seconds(StepShape.of([(budget, 0)])) <= objective.tpot]
     guess = short[-1] if short else ladder[0]
-    return sorted(ladder, key=lambda one: abs(math.log(one / guess)))
+    return sorted(ladder, key=lambda budget: abs(math.log(budget / guess)))
 
 
 @dataclass(frozen=True)
 class MixingCost:
-    """A step's cost, and so many seconds more where prompt tokens and answers are computed in the same step."""
+    """A step's cost, with `extra` seconds where prompt tokens and answers are computed in the same step."""
 
     cost: Cost
     extra: float
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds of one step of this shape. More tokens than requests, of several requests: they are mixed."""
+        """Return the seconds of a step. It is mixed if several requests have more tokens than requests."""
         is_mixed = shape.num_tokens > shape.num_reqs > 1
         return self.cost.seconds(shape) + (self.extra if is_mixed else 0.0)
 
@@ -111,16 +111,18 @@ def winning_budgets(
     pool: Colocated, rate: float, work: Work, objective: Objective, budgets: Iterable[int] = BUDGETS
 ) -> list[int]:
     """Return those of `budgets` with which the pool sustains `rate`."""
-    pools = {one: replace(pool, budget=one) for one in budgets}
-    able = {one: each for one, each in pools.items() if rate <= each.bound(work, objective)}
-    return [one for one, each in able.items() if finished(each.serve(work, rate)).attainment(objective) >= SHARE]
+    pools = {budget: replace(pool, budget=budget) for budget in budgets}
+    able = {budget: each for budget, each in pools.items() if rate <= each.bound(work, objective)}
+    served = {budget: finished(each.serve(work, rate)) for budget, each in able.items()}
+    return [budget for budget, each in served.items() if each.attainment(objective) >= SHARE]
 
 
 def break_even(pool: Colocated, rate: float, work: Work, objective: Objective, rounds: int = 6) -> float:
     """Return the most seconds of `MixingCost` with which a pool, tuned anew each time, still sustains `rate`.
 
-    It is `objective.tpot` at most, 0 where the pool does not even without, and too low by `objective.tpot` /
-    2 ** `rounds` at most. A budget that loses at some cost loses at any higher one, so it is not tried again.
+    It is at most `objective.tpot`, 0 where the pool does not sustain the rate at no extra cost, and too low by at most
+    `objective.tpot` / 2 ** `rounds`. A budget that loses at some cost loses at any
+    higher one, so it is not tried again.
     """
     low, high = 0.0, objective.tpot
     winning = winning_budgets(pool, rate, work, objective)

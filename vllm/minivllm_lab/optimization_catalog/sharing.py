@@ -11,7 +11,8 @@ import random
 from dataclasses import dataclass
 
 from minivllm.errors import MinivllmError
-from minivllm_simulate.virtual_clock import GENERATED, SimulatedRequest
+from minivllm_simulate.simulated_engine import GENERATED
+from minivllm_simulate.virtual_clock import SimulatedRequest
 
 FILLER = 1
 """Tokens that tell nobody apart have ids from here on, by their position."""

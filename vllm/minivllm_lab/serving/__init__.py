@@ -1,1 +1,1 @@
-"""What lesson 06 alone uses."""
+"""Code that only lesson 06 uses."""

@@ -1,22 +1,22 @@
-"""Where else a core can run, to measure against a process of its own: in the event loop, or in a thread beside it.
-
-Both have the methods of lesson 06's `CoreInProcess`.
-"""
+"""The three places where a lesson's core can run: the event loop, a thread beside it, a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from minivllm.core.engine_messages import EngineCoreOutput, EngineCoreOutputs
+from minivllm.core.engine_messages import EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
-from minivllm.engine.detokenizer import IncrementalDetokenizer
-from minivllm.outputs import CompletionOutput, RequestOutput
+from minivllm.engine.socket_messages import decode, encode
 
 BusyLoop = Callable[[EngineCore, SimpleQueue, Callable[[EngineCoreOutputs], object]], None]
 
@@ -26,26 +26,26 @@ class CoreInLoop:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.core = EngineCore(EngineArgs(**settings))
-        self.asked = asyncio.Event()
+        self.called = asyncio.Event()
 
     async def open(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the core is ready."""
 
     def send(self, act: str, argument: Any) -> None:
-        """A request to "add", or ids to "abort"."""
+        """Pass on a request to "add", or ids to "abort"."""
         self.core.add_request(argument) if act == "add" else self.core.abort_requests(argument)
-        self.asked.set()
+        self.called.set()
 
     async def get_output(self) -> EngineCoreOutputs:
-        """The outputs of the next step, which runs here; all other tasks get one turn before it."""
+        """Return the outputs of the next step, which runs here after each other task has had a turn."""
         await asyncio.sleep(0)
         while not self.core.has_unfinished_requests():
-            self.asked.clear()
-            await self.asked.wait()
+            self.called.clear()
+            await self.called.wait()
         return self.core.step()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 class CoreInThread:
@@ -56,29 +56,57 @@ class CoreInThread:
         self.inbox, self.outputs = SimpleQueue(), asyncio.Queue()
 
     async def open(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         put = partial(asyncio.get_running_loop().call_soon_threadsafe, self.outputs.put_nowait)
         threading.Thread(target=self.busy_loop, args=(self.core, self.inbox, put), daemon=True).start()
 
     def send(self, act: str, argument: Any) -> None:
-        """A request to "add", or ids to "abort"."""
+        """Pass on a request to "add", or ids to "abort"."""
         self.inbox.put((act, argument))
 
     async def get_output(self) -> EngineCoreOutputs:
-        """The outputs of the next step, whenever there is one."""
+        """Return the outputs of the next step, whenever there is one."""
         return await self.outputs.get()
 
     def close(self) -> None:
-        """The thread ends once it is idle."""
+        """Let the thread end once it is idle."""
         self.inbox.put(None)
 
 
-def delta_of(output: EngineCoreOutput, detokenizer: IncrementalDetokenizer) -> RequestOutput:
-    """What a step has added to a request: its tokens, and the text that they make."""
-    before = len(detokenizer.text)
-    detokenizer.update(output.new_token_ids)
-    if output.finish_reason:
-        detokenizer.finish()
-    text = detokenizer.text[before:]
-    one = CompletionOutput(0, text, output.new_token_ids, finish_reason=output.finish_reason)
-    return RequestOutput(output.request_id, None, [], None, [one], finished=output.finish_reason is not None)
+class CoreInProcess:
+    """The event loop's end of a socket to `script`'s `serve_core`, which frames messages by their length, too.
+
+    Plain data crosses the socket, as MessagePack and never as pickle.
+    """
+
+    def __init__(self, settings: dict[str, Any], script: str) -> None:
+        self.socket, core_socket = socket.socketpair()
+        code = f"from minivllm_lab.exercise import load; load({script!r}).serve_core({core_socket.fileno()})"
+        command = [sys.executable, "-c", code, json.dumps(settings)]
+        self.process = subprocess.Popen(command, pass_fds=[core_socket.fileno()])
+        core_socket.close()
+
+    async def open(self) -> None:
+        """Wait until the core is ready."""
+        self.reader, self.writer = await asyncio.open_connection(sock=self.socket)
+        await self.reader.readexactly(4)
+
+    def send(self, act: str, argument: Any) -> None:
+        """Send a request to "add", or ids to "abort", without waiting: the transport buffers."""
+        message = act.encode().ljust(5) + encode(argument)
+        self.writer.write(len(message).to_bytes(4, "big") + message)
+
+    async def get_output(self) -> EngineCoreOutputs:
+        """Return the outputs of the next step, whenever there is one."""
+        size = int.from_bytes(await self.reader.readexactly(4), "big")
+        return decode(await self.reader.readexactly(size), EngineCoreOutputs)
+
+    def close(self) -> None:
+        """End the core with its socket."""
+        self.writer.close()
+
+
+def cores(settings: dict[str, Any], script: str, busy_loop: BusyLoop) -> dict[str, Any]:
+    """Make a core in each place, with the lesson's busy loop; `script` is the lesson's file."""
+    here = {"the event loop": CoreInLoop(settings), "a thread": CoreInThread(settings, busy_loop)}
+    return {**here, "a process": CoreInProcess(settings, script)}

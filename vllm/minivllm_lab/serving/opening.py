@@ -37,13 +37,13 @@ PROCESSES = (("the client", 10, 198), ("API process: one event loop", 240, 320),
 
 
 def frames() -> Frames:
-    """Eight stills: the POST, its tokens, the message, step 1, the way back, an event, a slow reader, the end."""
+    """Draw eight stills: the POST, its tokens, the message, step 1, the way back, an event, a slow reader, the end."""
     run = followed()
     return Frames(*zip(*_way_in(run), *_way_out(run), strict=True))
 
 
 def _way_in(run: Followed) -> list[tuple[str, str]]:
-    """Stills and captions of the first four, from the POST to its first step."""
+    """Draw the first four stills, from the POST to its first step, with their captions."""
     prompt, first = run.request.prompt, run.request.output[0].shown
     body = json.dumps({"prompt": PROMPT, "max_tokens": MAX_TOKENS, "stream": True})
     message = len(encode(_message(run)))
@@ -84,7 +84,7 @@ def _way_in(run: Followed) -> list[tuple[str, str]]:
 
 
 def _way_out(run: Followed) -> list[tuple[str, str]]:
-    """The last four, from the first token to the end."""
+    """Draw the last four stills, from the first token to the end, with their captions."""
     output = run.request.output
     shown = [token.shown for token in output]
     return [
@@ -128,7 +128,7 @@ def _way_out(run: Followed) -> list[tuple[str, str]]:
 
 
 def _message(run: Followed) -> EngineCoreRequest:
-    """The request as it crosses. Its time of arrival always takes nine bytes."""
+    """Encode the request as it crosses the socket. Its time of arrival always takes nine bytes."""
     ids = [token.id for token in run.request.prompt]
     return EngineCoreRequest(NAME, ids, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), (), 0.5)
 
@@ -159,7 +159,7 @@ def _words(box: Box, content: str) -> str:
 
 
 def _chips(box: Box, pieces: Sequence[str], fill: str) -> str:
-    """Tokens in the middle of a box, in as many rows as they need."""
+    """Draw tokens in the middle of a box, in as many rows as they need."""
     _, x, y, width, height = box
     rows: list[list[str]] = [[]]
     for piece in pieces:
@@ -181,7 +181,7 @@ def _width(pieces: Sequence[str]) -> float:
 
 
 def _across(start: Box, end: Box) -> str:
-    """An arrow between two boxes of one height: a message on its way."""
+    """Draw an arrow between two boxes of the same height: a message on its way."""
     y = start[2] + start[4] / 2
     right = start[1] < end[1]
     first, last = (start[1] + start[3], end[1]) if right else (start[1], end[1] + end[3])

@@ -13,7 +13,8 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,85 +24,117 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.core import EngineCore
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
+from minivllm_lab.disturbance import Control
 from minivllm_lab.figures import curves, named_bars, panels
 from minivllm_lab.http_load import Answer, Ask, answers_of, load, start_load
 from minivllm_lab.progress import track
-from minivllm_lab.serving.request_trace import Trace
+from minivllm_lab.serving.core_places import cores
+from minivllm_lab.serving.request_trace import HOPS, trace
 from minivllm_lab.serving.stage import RealServer, Stage
-from minivllm_lab.tables import Timed, closing, console, ms, table
+from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
 from minivllm_simulate.deployments import Deployment, bubble, bytes_sent, find_knee, serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.lever_checks import published_checks
 from minivllm_simulate.virtual_clock import percentile
 
-__all__ = ["Stage"]
-PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
-COMPLETIONS = "/v1/completions"
-SECONDS_UNREAD = {True: 0.8, False: 1.5}
-"""How long the slow client does not read, by `--quick`."""
+__all__ = ["Control", "Stage", "cores"]
+PROMPT_TOKENS = 32
 NUM_LEAVING, TOKENS_OF_LEAVING = 6, 200
 GPUS, GPU, MODEL = 4, "H100", "Llama-3.1-8B"
 TTFT_SLO, TPOT_SLOS = 0.5, {"tight": 0.0075, "loose": 0.010}
 """Seconds, of the modelled deployments."""
-KNEES = 1, 241
-"""Requests a second, between which their knees are sought."""
+LATENCIES = {
+    "TTFT p50, ms": "{ttft_p50_ms:.1f}",
+    "ITL p50": "{itl_p50_ms:.1f}",
+    "ITL p99": "{itl_p99_ms:.1f}",
+    "longest gap": "{itl_max_ms:.1f}",
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The amount of work that the lesson measures; `knees`: the rates between which modelled knees are sought."""
+
+    output_tokens: int = 64
+    traced: int = 7
+    seconds_unread: float = 1.5
+    rounds_of_clients: int = 6
+    closed: Sequence[int] = (1, 16, 64, 96)
+    simulated: int = 60
+    knees: tuple[int, int] = (1, 241)
+    bisections: int = 4
+
+
+FULL = Sizes()
+QUICK = Sizes(16, 1, 0.6, 1, (1, 4), 4, (1, 25), 1)
+
+
+def sizes(arguments: argparse.Namespace) -> Sizes:
+    """Return how much to measure."""
+    return QUICK if arguments.quick else FULL
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Token ids of so many prompts that share no prefix."""
+    """Return the token ids of prompts that share no prefix."""
     draw = random.Random(seed)
     return [[draw.randrange(300, 4000) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
-def to_lesson(token_ids: Sequence[int], max_tokens: int = OUTPUT_TOKENS) -> dict[str, Any]:
-    """A request's body for the lesson's servers."""
+def to_lesson(token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    """Make a request's body for the lesson's servers."""
     return {"prompt": {"prompt_token_ids": list(token_ids)}, "max_tokens": max_tokens}
 
 
-def to_real(token_ids: Sequence[int], max_tokens: int = OUTPUT_TOKENS) -> dict[str, Any]:
-    """The same for the real server."""
+def to_real(token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    """Make a request's body for the real server."""
     return {"prompt": list(token_ids), "max_tokens": max_tokens, "stream": True, "temperature": 0, "ignore_eos": True}
 
 
-def load_real(real: RealServer, rate: float, seconds: float, seed: int) -> list[Answer]:
+load_completions = partial(load, path="/v1/completions")
+
+
+def load_real(real: RealServer, rate: float, seconds: float, output_tokens: int, seed: int) -> list[Answer]:
     """Offer requests at this rate to the real server, at random times, for so long; all are answered."""
     draw, at, asks = random.Random(seed), 0.0, []
     for token_ids in prompts(max(8, round(rate * seconds)), seed):
         at += draw.expovariate(rate)
-        asks.append(Ask(to_real(token_ids), at))
-    return load(real.port, asks, path=COMPLETIONS)
+        asks.append(Ask(to_real(token_ids, output_tokens), at))
+    return load_completions(real.port, asks)
 
 
 # ---- 1. one request --------------------------------------------------------------------------------------------------
 
 
-def measure_trace(real: RealServer, requests: int = 7) -> dict:
-    """One request alone at a time; of `requests`, the one whose first token took the median time, hop by hop."""
-    asks = [Ask(to_real(token_ids, 16)) for token_ids in prompts(requests + 3, seed=1)]
-    load(real.port, asks[:3], clients=1, path=COMPLETIONS)
-    found = []
-    for one in asks[3:]:
-        with Trace() as trace:
-            (answer,) = load(real.port, [one], clients=1, path=COMPLETIONS)
-        found.append((answer, trace.hops()))
-    answer, hops = sorted(found, key=lambda pair: pair[0].ttft)[requests // 2]
-    marks = [("the client is connected", answer.connected), *hops, ("the client has the first event", answer.events[0])]
-    at = {name: seconds - answer.sent for name, seconds in marks}
+def measure_trace(real: RealServer, arguments: argparse.Namespace) -> dict:
+    """Trace requests that are alone in the server; show the one with the median time to first token, hop by hop."""
+    heading("1. One request, hop by hop")
+    count, runs = sizes(arguments).traced, []
+    asks = [Ask(to_real(token_ids, 16)) for token_ids in prompts(count + 3, seed=1)]
+    load_completions(real.port, asks[:3], clients=1)  # to warm up
+    for ask in asks[3:]:
+        with trace() as times:
+            (answer,) = load_completions(real.port, [ask], clients=1)
+        runs.append((answer, times))
+    answer, times = sorted(runs, key=lambda run: run[0].ttft)[count // 2]
+    marks = {"the client is connected": answer.connected} | {hop: times[hop] for hop in HOPS if hop in times}
+    marks["the client has the first event"] = answer.events[0]
+    at = {hop: seconds - answer.sent for hop, seconds in marks.items()}
     since = [0.0, *at.values()]
-    rows = [(name, ms(t), ms(t - before)) for (name, t), before in zip(at.items(), since, strict=False)]
-    last = answer.latency
-    caption = f"and {len(answer.events) - 1} events later, at {ms(last)} ms, the last"
-    table("From a POST to its first token", ("hop", "at, ms", "since the one before"), rows, caption)
-    inside = at["the text is in its collector"] - at["its JSON is checked"]
+    record_table(
+        "From a POST to its first token",
+        {hop: {"at": t, "since": t - before} for (hop, t), before in zip(at.items(), since, strict=False)},
+        {"hop": "{name}", "at, ms": "{at:ms}", "since the one before": "{since:ms}"},
+        f"and {len(answer.events) - 1} events later, at {ms(answer.latency)} ms, the last",
+    )
     return {
-        "at_ms": {name: 1e3 * seconds for name, seconds in at.items()},
+        "at_ms": {hop: 1e3 * seconds for hop, seconds in at.items()},
         "ttft_ms": 1e3 * answer.ttft,
-        "server_ttft_ms": 1e3 * inside,
-        "e2e_ms": 1e3 * last,
+        "server_ttft_ms": 1e3 * (at["the text is in its collector"] - at["its JSON is checked"]),
+        "e2e_ms": 1e3 * answer.latency,
         "events": len(answer.events),
         "core_share": (at["the step's outputs are back"] - at["a step of the core begins"]) / answer.ttft,
     }
@@ -111,41 +144,35 @@ def measure_trace(real: RealServer, requests: int = 7) -> dict:
 
 
 def measure_places(ports: Mapping[str, int], arguments: argparse.Namespace) -> dict:
-    """The same closed load on the lesson's server, by where its core runs."""
+    """Put the same closed load on the lesson's server, by where its core runs."""
+    heading("2. Where the core runs")
+    size = sizes(arguments)
     clients = min(4, arguments.clients) if arguments.quick else arguments.clients
-    count, found, rows = clients if arguments.quick else 6 * clients, {}, []
-    asks = [Ask(to_lesson(token_ids)) for token_ids in prompts(count + 1, arguments.seed)]
+    count, found = size.rounds_of_clients * clients, {}
+    asks = [Ask(to_lesson(token_ids, size.output_tokens)) for token_ids in prompts(count + 1, arguments.seed)]
     for place, port in track(ports.items(), "loading"):
-        load(port, asks[:1], clients=1)
-        answers = load(port, asks[1:], clients=clients)
-        found[place] = one = summary(answers)
-        rows.append((place, f"{one['tokens_per_second']:,.0f}", *(f"{one[name]:.1f}" for name in LATENCIES)))
-    columns = ("the core runs in", "tokens a second", *LATENCIES.values())
-    table(f"{count} requests of {OUTPUT_TOKENS} tokens from {clients} clients", columns, rows)
+        if not arguments.quick:
+            load(port, asks[:1], clients=1)  # to warm up
+        found[place] = summary(load(port, asks[1:], clients=clients), size.output_tokens)
+    columns = {"the core runs in": "{name}", "tokens a second": "{tokens_per_second:,.0f}", **LATENCIES}
+    record_table(f"{count} requests of {size.output_tokens} tokens from {clients} clients", found, columns)
     return found
 
 
-LATENCIES = {
-    "ttft_p50_ms": "TTFT p50, ms",
-    "itl_p50_ms": "ITL p50",
-    "itl_p99_ms": "ITL p99",
-    "itl_max_ms": "longest gap",
-}
-
-
-def summary(answers: Sequence[Answer]) -> dict[str, float]:
-    """What clients saw: tokens a second from the first sending to the last token, latencies in milliseconds."""
-    gaps, ttfts = [gap for one in answers for gap in one.itls], [one.ttft for one in answers]
-    seconds = max(one.events[-1] for one in answers) - min(one.due for one in answers)
+def summary(answers: Sequence[Answer], output_tokens: int) -> dict[str, float]:
+    """Sum up what clients saw, from the first request sent to the last token."""
+    gaps = [gap for answer in answers for gap in answer.itls]
+    ttfts = [answer.ttft for answer in answers]
+    seconds = max(answer.events[-1] for answer in answers) - min(answer.due for answer in answers)
     return {
         "requests_per_second": len(answers) / seconds,
-        "tokens_per_second": len(answers) * OUTPUT_TOKENS / seconds,
+        "tokens_per_second": len(answers) * output_tokens / seconds,
         "ttft_p50_ms": 1e3 * statistics.median(ttfts),
         "ttft_p99_ms": 1e3 * percentile(ttfts, 0.99),
         "itl_p50_ms": 1e3 * statistics.median(gaps),
         "itl_p99_ms": 1e3 * percentile(gaps, 0.99),
         "itl_max_ms": 1e3 * max(gaps),
-        "latency_mean_ms": 1e3 * statistics.mean(one.latency for one in answers),
+        "latency_mean_ms": 1e3 * statistics.mean(answer.latency for answer in answers),
     }
 
 
@@ -153,7 +180,7 @@ def summary(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 class RawClient:
-    """A connection that reads when it is told to, and of which the system keeps few bytes unread."""
+    """A connection that reads only when it is told to; the system buffers few bytes for it."""
 
     def __init__(self, port: int, body: dict[str, Any]) -> None:
         self.socket = socket.socket()
@@ -163,20 +190,17 @@ class RawClient:
         self.socket.sendall(f"POST / HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
 
     def read_events(self, number: int | None = None) -> int:
-        """Reads to the end, or until there were so many events. Returns how many there were."""
+        """Read to the end, or until there were `number` events; return how many there were."""
         seen, text = 0, b""
         while (number is None or seen < number) and (text := self.socket.recv(1 << 16)):
             seen += text.count(b"data: ")
         return seen
 
-    def close(self) -> None:
-        """Leaves."""
-        self.socket.close()
 
-
-def measure_slow_client(servers: Mapping[str, tuple[int, Any]], quick: bool) -> dict:
-    """Four clients are served; one more asks for 400 tokens, and reads only when nothing has moved for a while."""
-    found, rows, seconds = {}, [], SECONDS_UNREAD[quick]
+def measure_slow_client(servers: Mapping[str, tuple[int, Any]], arguments: argparse.Namespace) -> dict:
+    """Serve four clients, and one more that asks for 400 tokens and reads only when nothing has moved for a while."""
+    heading("3. Break the naive server")
+    found, seconds = {}, sizes(arguments).seconds_unread
     slow, *others = prompts(5, seed=2)
     for name, (port, server) in servers.items():
         core = core_of(server)
@@ -185,13 +209,15 @@ def measure_slow_client(servers: Mapping[str, tuple[int, Any]], quick: bool) -> 
             time.sleep(0.001)
         client = RawClient(port, to_lesson(slow, 400))
         _wait_until_still(core, seconds)
-        events, answers = client.read_events(), answers_of(process)
-        client.close()
-        gap = max(gap for one in answers for gap in one.itls)
-        found[name] = {"longest_gap_ms": 1e3 * gap, "events": events}
-        rows.append((name, ms(gap), events))
-    columns = ("server", "the others' longest gap, ms", "events with its 400 tokens")
-    table(f"A client that reads nothing until all has stood still for {seconds:g} s, among four others", columns, rows)
+        events = client.read_events()
+        gap = max(gap for answer in answers_of(process) for gap in answer.itls)
+        client.socket.close()
+        found[name] = {"longest_gap_ms": 1e3 * gap, "events": events, "gap": gap}
+    title = f"A client that reads nothing until all has stood still for {seconds:g} s, among four others"
+    columns = {"the others' longest gap, ms": "{gap:ms}", "events with its 400 tokens": "{events}"}
+    record_table(title, found, {"server": "{name}", **columns})
+    for record in found.values():
+        del record["gap"]
     return {"unread_seconds": seconds, "servers": found}
 
 
@@ -206,128 +232,135 @@ def _wait_until_still(core: EngineCore, seconds: float) -> None:
 
 
 def measure_leaving(servers: Mapping[str, tuple[int, Any]]) -> dict:
-    """Clients leave after their third event: the blocks that they hold at that moment and later, and tokens in vain."""
-    found, rows = {}, []
+    """Let clients leave after their third event; count the tokens computed in vain, and the blocks held meanwhile."""
+    found = {}
     for name, (port, server) in servers.items():
         core, before = core_of(server), server.unread
-        everybody = prompts(NUM_LEAVING, seed=3)
-        clients = [RawClient(port, to_lesson(token_ids, TOKENS_OF_LEAVING)) for token_ids in everybody]
+        bodies = [to_lesson(token_ids, TOKENS_OF_LEAVING) for token_ids in prompts(NUM_LEAVING, seed=3)]
+        clients = [RawClient(port, body) for body in bodies]
         for client in clients:
             client.read_events(3)
         for client in clients:
-            client.close()
+            client.socket.close()
         most = blocks = held(core)
         while blocks:
             time.sleep(0.005)
             blocks = held(core)
             most = max(most, blocks)
         found[name] = {"in_vain": server.unread - before, "most_blocks": most}
-        rows.append((name, f"{server.unread - before:,}", most))
-    columns = ("server", "tokens for nobody", "most blocks that nobody uses")
+    columns = {"tokens for nobody": "{in_vain:,}", "most blocks that nobody uses": "{most_blocks}"}
     console.print()
     title = f"{NUM_LEAVING} clients ask for {TOKENS_OF_LEAVING} tokens each, and leave after three"
-    table(title, columns, rows)
+    record_table(title, found, {"server": "{name}", **columns})
     return found
 
 
 def core_of(server: Any) -> EngineCore:
-    """The core of a server of the lesson, where it is in this process."""
+    """Return the core of a lesson's server that runs in this process."""
     return getattr(server.core, "core", server.core)
 
 
 def held(core: EngineCore) -> int:
-    """Blocks that some request holds."""
+    """Count the blocks that requests hold."""
     pool = core.scheduler.kv_cache_manager.block_pool
-    return core.scheduler.cache_config.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+    return pool.num_usable_blocks - pool.get_num_free_blocks()
 
 
 def show_stops(stop_strings: Callable[[list[str]], Any], pieces: Sequence[str] = ("an EN", "t E", "ND of")) -> dict:
-    """What a client gets of a text in pieces, with the stop string END."""
-    stops, rows = stop_strings(["END"]), []
+    """Show what a client gets of a text in pieces, with the stop string END."""
+    stops, records = stop_strings(["END"]), {}
     for piece in pieces:
         text, stopped = stops.push(piece)
-        rows.append((repr(piece), repr(text), repr(stops.held), stopped or ""))
+        records[piece] = {"sent": repr(text), "held": repr(stops.held), "stopped": stopped or ""}
+    columns = {"is sent": "{sent}", "is held back": "{held}", "stopped by": "{stopped}"}
     console.print()
-    table("The stop string END in pieces", ("comes", "is sent", "is held back", "stopped by"), rows)
-    return {"sent": [row[1] for row in rows], "stopped": rows[-1][3]}
+    record_table("The stop string END in pieces", records, {"comes": "{name!r}", **columns})
+    return {"sent": [record["sent"] for record in records.values()], "stopped": records[pieces[-1]]["stopped"]}
 
 
-# ---- 4. what a server can bear ---------------------------------------------------------------------------------------
+# ---- 4. what a server can handle -------------------------------------------------------------------------------------
 
 
 def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
-    """The real server under closed and open load: Little's law, the knee, and what is beyond it.
+    """Put closed and open load on the real server: Little's law, the knee, and what is beyond it.
 
     Each rate is offered for three times as long as an answer takes at the most clients: in less, no queue has formed.
     """
-    closed = _closed(real, arguments)
-    capacity = max(one["requests_per_second"] for one in closed.values())
-    latency = max(one["latency_mean_ms"] for one in closed.values()) / 1e3
+    heading("4. What a server can handle")
+    size, closed = sizes(arguments), _closed(real, arguments)
+    capacity = max(record["requests_per_second"] for record in closed.values())
+    latency = max(record["latency_mean_ms"] for record in closed.values()) / 1e3
     seconds, rounds = (0.5, 1) if arguments.quick else (max(2.0, 3 * latency), 2)
     least, most = 0.75 * capacity, 1.25 * capacity
     tried: dict[float, dict] = {}
 
     def attainment(rate: float) -> float:
-        tried[rate] = _open(load_real(real, rate, seconds, arguments.seed), arguments)
+        answers = load_real(real, rate, seconds, size.output_tokens, arguments.seed)
+        tried[rate] = _open(answers, size.output_tokens, arguments)
         return tried[rate]["met"]
 
     knee = find_knee(attainment, least, most, rounds)
     if most not in tried:
         attainment(most)
-    where = _where(knee, least, most)
-    caption = (
-        f"Each rate was offered for {seconds:.1f} s. The knee is {where} requests a second;\n"
-        f"the closed load's most was {capacity:.1f}."
-    )
-    rows = [
-        (f"{rate:.1f}", one["requests"], f"{one['met']:.0%}", *(ms(wait / 1e3) for wait in one["ttft_ms"]))
-        for rate, one in sorted(tried.items())
-    ]
-    columns = ("requests/s", "requests", "met", "TTFT p50, 1st quarter, ms", "2nd", "3rd", "4th")
+    by_rate = {f"{rate:.1f}": record for rate, record in sorted(tried.items())}
+    quarters = ("TTFT p50, 1st quarter, ms", "2nd", "3rd", "4th")
+    columns = {"requests/s": "{name}", "requests": "{requests}", "met": "{met:.0%}"}
+    columns |= {quarter: f"{{{index}:ms}}" for index, quarter in enumerate(quarters)}
     console.print()
-    table("Open load: who met the service level, and how long each quarter waited", columns, rows, caption)
-    by_rate = {f"{rate:.1f}": one for rate, one in sorted(tried.items())}
+    record_table(
+        "Open load: who met the service level, and how long each quarter waited",
+        {name: record | {str(i): w / 1e3 for i, w in enumerate(record["ttft_ms"])} for name, record in by_rate.items()},
+        columns,
+        f"Each rate was offered for {seconds:.1f} s. The knee is {_where(knee, least, most)} requests a second;\n"
+        f"the closed load's most was {capacity:.1f}.",
+    )
     ends = {"least": least, "most": most, "above": tried[most]}
     return {"closed": closed, "capacity": capacity, "seconds": seconds, "knee": knee, "tried": by_rate} | ends
 
 
 def _where(knee: float, least: float, most: float) -> str:
-    """A knee in words, also if it is none of the rates that were offered."""
+    """Put a knee in words; it may lie beyond all rates that were offered."""
     if not knee:
         return f"below {least:.1f}"
     return f"above {most:.1f}" if knee == most else f"at {knee:.1f}"
 
 
-def _open(answers: list[Answer], arguments: argparse.Namespace) -> dict:
-    """The share that met the service level; the median time to a first token, by quarter of the requests in order."""
-    met = [one.ttft <= arguments.slo_ttft and one.tpot(OUTPUT_TOKENS) <= arguments.slo_tpot for one in answers]
-    came = sorted(answers, key=lambda one: one.due)
-    size = max(1, len(came) // 4)
-    quarters = [1e3 * statistics.median(one.ttft for one in came[at : at + size]) for at in range(0, 4 * size, size)]
+def _open(answers: list[Answer], output_tokens: int, arguments: argparse.Namespace) -> dict:
+    """Return the share that met the service level, and each quarter's median time to first token, in order."""
+    level = arguments.slo_ttft, arguments.slo_tpot
+    met = [answer.ttft <= level[0] and answer.tpot(output_tokens) <= level[1] for answer in answers]
+    ttfts = [answer.ttft for answer in sorted(answers, key=lambda answer: answer.due)]
+    size = max(1, len(ttfts) // 4)
+    quarters = [1e3 * statistics.median(ttfts[at : at + size]) for at in range(0, 4 * size, size)]
     ends = {"ttft_first_ms": quarters[0], "ttft_last_ms": quarters[-1]}
-    return {"requests": len(came), "met": statistics.mean(met), "ttft_ms": quarters} | ends
+    return {"requests": len(ttfts), "met": statistics.mean(met), "ttft_ms": quarters} | ends
 
 
 def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
-    """So many clients, each of which asks again when it is answered; and who was in the server meanwhile."""
-    found, rows = {}, []
-    for clients in track((1, 4) if arguments.quick else (1, 16, 64, 96), "closed load"):
-        asks = [Ask(to_real(token_ids)) for token_ids in prompts(3 * clients, arguments.seed + clients)]
-        process = start_load(real.port, asks, clients=clients, path=COMPLETIONS)
-        there, begin = [], None
-        while process.poll() is None and (begin is None or there[-1] or len(there) < 2):
-            there.append(real.num_open())
-            begin = begin or (time.monotonic() if there[-1] else None)
+    """Let clients ask again whenever they are answered, and count who is in the server meanwhile."""
+    size, found = sizes(arguments), {}
+    for clients in track(size.closed, "closed load"):
+        drawn = prompts(3 * clients, arguments.seed + clients)
+        asks = [Ask(to_real(token_ids, size.output_tokens)) for token_ids in drawn]
+        process = start_load(real.port, asks, clients=clients, path="/v1/completions")
+        inside: list[int] = []
+        while process.poll() is None and not (any(inside) and not inside[-1]):
+            inside.append(real.num_open())
             time.sleep(0.002)
-        one = summary(answers_of(process))
-        one["in_server"] = statistics.mean(count for count in there if count) if any(there) else 0.0
-        one["little"] = one["requests_per_second"] * one["latency_mean_ms"] / 1e3
-        found[str(clients)] = one
-        rates = (f"{one['requests_per_second']:.1f}", f"{one['tokens_per_second']:,.0f}")
-        times = (f"{one['ttft_p50_ms']:,.1f}", f"{one['latency_mean_ms']:,.0f}")
-        rows.append((clients, *rates, *times, f"{one['little']:.1f}", f"{one['in_server']:.1f}"))
-    columns = ("clients", "requests/s", "tokens/s", "TTFT p50, ms", "latency, ms", "rate × latency", "counted inside")
-    table("Closed load on the real server", columns, rows)
+        record = summary(answers_of(process), size.output_tokens)
+        record["in_server"] = statistics.mean(filter(None, inside)) if any(inside) else 0.0
+        record["little"] = record["requests_per_second"] * record["latency_mean_ms"] / 1e3
+        found[str(clients)] = record
+    columns = {
+        "clients": "{name}",
+        "requests/s": "{requests_per_second:.1f}",
+        "tokens/s": "{tokens_per_second:,.0f}",
+        "TTFT p50, ms": "{ttft_p50_ms:,.1f}",
+        "latency, ms": "{latency_mean_ms:,.0f}",
+        "rate × latency": "{little:.1f}",
+        "counted inside": "{in_server:.1f}",
+    }
+    record_table("Closed load on the real server", found, columns)
     return found
 
 
@@ -335,7 +368,7 @@ def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
 
 
 def as_bitmask(allowed: Tensor) -> Tensor:
-    """Booleans [rows, vocab] as int32 [rows, ceil(vocab / 32)]: token t is bit t % 32 of word t // 32."""
+    """Pack booleans [rows, vocab] into int32 [rows, ceil(vocab / 32)]: token t is bit t % 32 of word t // 32."""
     padded = torch.nn.functional.pad(allowed.long(), (0, -allowed.shape[1] % 32)).unflatten(1, (-1, 32))
     words = (padded << torch.arange(32)).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
@@ -348,25 +381,27 @@ def apply_mask(kernel: Any, logits: Tensor, bitmask: Tensor, has_grammar: Tensor
 
 
 def verify_mask(kernel: Any, device: torch.device) -> dict:
-    """The kernel against a mask of booleans, bit for bit, in vocabularies that no word and no tile divides.
+    """Hold the kernel against a mask of booleans, bit for bit, in vocabularies that no word and no tile divides.
 
     Raises:
         AssertionError: it differs.
     """
-    found, rows = {}, []
+    heading("5. The grammar's mask")
+    found = {}
     for vocabulary in (31, 32, 1000, 4096, 5003):
         allowed, logits = torch.rand(3, vocabulary) < 0.3, torch.randn(3, vocabulary)
         has_grammar, masked = torch.tensor([1, 0, 1], dtype=torch.int32), logits.to(device)
         apply_mask(kernel, masked, as_bitmask(allowed).to(device), has_grammar.to(device))
         forbidden = ~allowed & has_grammar.bool()[:, None]
-        right = logits.masked_fill(forbidden, -torch.inf)
-        assert torch.equal(masked.cpu(), right), f"a vocabulary of {vocabulary} is masked wrongly"
+        expected = logits.masked_fill(forbidden, -torch.inf)
+        assert torch.equal(masked.cpu(), expected), f"a vocabulary of {vocabulary} is masked wrongly"
         words = -(-vocabulary // 32)
-        sizes = {"read": 3 * 4 + 2 * 4 * words, "written": 4 * int(forbidden.sum()), "logits": 2 * 4 * 3 * vocabulary}
-        found[str(vocabulary)] = sizes
-        rows.append((f"{vocabulary:,}", *(f"{size:,}" for size in sizes.values())))
-    columns = ("vocabulary", "bytes read", "written", "a mask of floats, added")
-    table("Three rows, of which two have a grammar: right bit for bit", columns, rows)
+        sums = {"written": 4 * int(forbidden.sum()), "logits": 2 * 4 * 3 * vocabulary}
+        found[str(vocabulary)] = {"read": 3 * 4 + 2 * 4 * words, **sums}
+    columns = {"bytes read": "{read:,}", "written": "{written:,}", "a mask of floats, added": "{logits:,}"}
+    by_size = {f"{int(vocabulary):,}": record for vocabulary, record in found.items()}
+    title = "Three rows, of which two have a grammar: right bit for bit"
+    record_table(title, by_size, {"vocabulary": "{name}", **columns})
     return found
 
 
@@ -374,108 +409,95 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
 
 
 def measure_ways(arguments: argparse.Namespace) -> dict:
-    """Four GPUs and one model, in the three ways: what is sent, what fits, how fast, and the knee under two levels."""
-    model, gpu = known_model(MODEL), get_hardware(GPU)
-    counted, rounds = (4, 1) if arguments.quick else (60, 4)
-    seed = arguments.seed
-    found, rows = {}, []
+    """Simulate four GPUs and one model in three ways: what is sent, what fits, how fast, and the knees."""
+    heading("6. TP, PP and DP")
+    model, gpu, size = known_model(MODEL), get_hardware(GPU), sizes(arguments)
+    found, columns = {}, {"way": "{name}", "MB sent, 64 tokens": "{megabytes:.1f}", "tokens cached": "{kv_tokens:,}"}
+    columns |= {"TPOT alone, ms": "{alone_ms:.1f}"}
+    columns |= {f"knee, TPOT ≤ {1e3 * slo:g} ms": f"{{{name}}}" for name, slo in TPOT_SLOS.items()}
     for way in track(("TP", "PP", "DP"), "simulating"):
         deployment = Deployment(model, gpu, way, GPUS)
-        served = cache(lambda rate, deployment=deployment: serve(deployment, rate, counted, seed=seed))
-        knees = {
-            name: find_knee(lambda rate, s=served, t=tpot: s(rate).attainment(TTFT_SLO, t), *KNEES, rounds)
-            for name, tpot in TPOT_SLOS.items()
-        }
-        alone = serve(deployment, 0.01, 12, seed=seed)
-        found[way] = one = {
+        served = cache(partial(serve, deployment, counted=size.simulated, seed=arguments.seed))
+
+        def knee(tpot: float, served: Callable = served) -> float:
+            return find_knee(lambda rate: served(rate).attainment(TTFT_SLO, tpot), *size.knees, size.bisections)
+
+        found[way] = {
             "sent_64": bytes_sent(way, GPUS, 64, model.hidden_size, model.num_hidden_layers),
             "kv_tokens": deployment.kv_tokens(),
-            "alone_ms": 1e3 * statistics.median(alone.run.tpots),
-            "knees": knees,
+            "alone_ms": 1e3 * statistics.median(serve(deployment, 0.01, 12, seed=arguments.seed).run.tpots),
+            "knees": {name: knee(tpot) for name, tpot in TPOT_SLOS.items()},
         }
-        sent = f"{one['sent_64'] / 1e6:.1f}"
-        rows.append((way, sent, f"{one['kv_tokens']:,}", f"{one['alone_ms']:.1f}", *map(shown_knee, knees.values())))
-    columns = (
-        "way",
-        "MB sent, 64 tokens",
-        "tokens cached",
-        "TPOT alone, ms",
-        *(f"knee, TPOT ≤ {1e3 * slo:g} ms" for slo in TPOT_SLOS.values()),
-    )
     scaling = [check.error for check in published_checks() if "GPUs against one" in check.what]
     errors = ", ".join(f"{error:+.0%}" for error in scaling)
-    caption = (
-        f"knees in requests a second, too low by {(KNEES[1] - KNEES[0]) / 2**rounds:g} at most (ShareGPT's lengths, "
-        f"TTFT ≤ {TTFT_SLO:g} s). Against published scaling on 2, 4 "
-        f"and 8 A100 the model's TP is off by {errors}; for PP we know no figure to hold it against."
+    shown = {
+        way: {**each, "megabytes": each["sent_64"] / 1e6, **shown_knees(each, size)} for way, each in found.items()
+    }
+    off = (size.knees[1] - size.knees[0]) / 2**size.bisections
+    record_table(
+        f"{MODEL} on {GPUS} {GPU}, modelled",
+        shown,
+        columns,
+        f"knees in requests a second, too low by {off:g} at most (ShareGPT's lengths, "
+        f"TTFT ≤ {TTFT_SLO:g} s). Against published scaling on 2, 4 and 8 A100 the model's TP is off by "
+        f"{errors}; for PP we know no figure to hold it against.",
     )
-    table(f"{MODEL} on {GPUS} {GPU}, modelled", columns, rows, caption)
     bubbles = {str(batches): bubble(GPUS, batches) for batches in (1, 2, 4, 16)}
-    console.print(
-        "A pipeline of 4 idles " + ", ".join(f"{share:.0%} with {b}" for b, share in bubbles.items()) + " batches."
-    )
+    shares = ", ".join(f"{share:.0%} with {batches}" for batches, share in bubbles.items())
+    console.print(f"A pipeline of 4 idles {shares} batches.")
     return {"ways": found, "bubble": bubbles, "scaling_off": scaling}
+
+
+def shown_knees(record: Mapping[str, Any], size: Sizes) -> dict[str, str]:
+    """Put modelled knees in words, also where even the highest rate met the service level."""
+    return {name: f"{'≥ ' if rate == size.knees[1] else ''}{rate:.0f}" for name, rate in record["knees"].items()}
 
 
 # ---- the whole lesson ------------------------------------------------------------------------------------------------
 
 
-def shown_knee(rate: float) -> str:
-    """A modelled knee; where even the highest rate was borne, that is said."""
-    return f"{'≥ ' if rate == KNEES[1] else ''}{rate:.0f}"
-
-
-def close(found: dict, disturbance: str) -> None:
+def close(found: dict, arguments: argparse.Namespace, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    slow, left, load_, ways = found["slow"], found["left"], found["load"], found["ways"]["ways"]
-    above = load_["above"]
-    knee = _where(load_["knee"], load_["least"], load_["most"])
-    tight, loose = ({way: shown_knee(one["knees"][level]) for way, one in ways.items()} for level in TPOT_SLOS)
+    slow, left, load_found = found["slow"], found["left"], found["load"]
+    knee = _where(load_found["knee"], load_found["least"], load_found["most"])
+    knees = {way: shown_knees(record, sizes(arguments)) for way, record in found["ways"]["ways"].items()}
     closing(
         f"A client that did not read for {slow['unread_seconds']:g} s stopped the naive server's others for "
         f"{slow['servers']['naive']['longest_gap_ms'] / 1e3:.1f} s, and clients that left had it compute "
         f"{left['naive']['in_vain']:,} tokens for nobody.",
         Timed(
-            f"This server's knee is {knee} requests a second. At {load_['most']:.1f}, the first "
-            f"quarter of the requests waited {above['ttft_first_ms']:,.0f} ms for a first token, the last "
-            f"{above['ttft_last_ms']:,.0f}."
+            f"This server's knee is {knee} requests a second. At {load_found['most']:.1f}, the first quarter of the "
+            f"requests waited {load_found['above']['ttft_first_ms']:,.0f} ms for a first token, the last "
+            f"{load_found['above']['ttft_last_ms']:,.0f}."
         ),
-        f"On 4 {GPU}, modelled: for {MODEL} within {1e3 * TPOT_SLOS['tight']:g} ms a token TP bears "
-        f"{tight['TP']} requests a second and DP {tight['DP']}; within {1e3 * TPOT_SLOS['loose']:g} ms "
-        f"{loose['TP']} and {loose['DP']}.",
+        f"On 4 {GPU}, modelled: for {MODEL} within {1e3 * TPOT_SLOS['tight']:g} ms a token TP handles "
+        f"{knees['TP']['tight']} requests a second and DP {knees['DP']['tight']}; within "
+        f"{1e3 * TPOT_SLOS['loose']:g} ms {knees['TP']['loose']} and {knees['DP']['loose']}.",
         disturbance=disturbance,
     )
 
 
 def draw(found: dict, path: str) -> None:
-    """Throughput and latency over the clients; first tokens below and above the knee; modelled knees."""
+    """Draw throughput and latency over the clients; first tokens below and above the knee; modelled knees."""
+    closed, ways = found["load"]["closed"], found["ways"]["ways"]
     with panels(path, 3) as (left, middle, right):
-        closed = found["load"]["closed"]
-        left.plot(
-            [one["tokens_per_second"] for one in closed.values()],
-            [one["latency_mean_ms"] for one in closed.values()],
-            "o-",
-            color=palette.BLUE,
-        )
-        for clients, one in closed.items():
-            place = one["tokens_per_second"], one["latency_mean_ms"]
-            left.annotate(clients, place, xytext=(-3, 5), textcoords="offset points", ha="right", fontsize=9)
+        points = {clients: (each["tokens_per_second"], each["latency_mean_ms"]) for clients, each in closed.items()}
+        left.plot(*zip(*points.values(), strict=True), "o-", color=palette.BLUE)
+        for clients, point in points.items():
+            left.annotate(clients, point, xytext=(-3, 5), textcoords="offset points", ha="right", fontsize=9)
         left.set(title="Closed load: clients", xlabel="tokens a second", ylabel="ms a request", ylim=(0, None))
         tried = found["load"]["tried"].items()
-        curves(middle, {f"{rate} a second": dict(enumerate(one["ttft_ms"], start=1)) for rate, one in tried})
+        curves(middle, {f"{rate} a second": dict(enumerate(each["ttft_ms"], start=1)) for rate, each in tried})
         middle.set(title="Open load: first token", xlabel="quarter of the requests", ylabel="ms", xticks=(1, 2, 3, 4))
-        ways = found["ways"]["ways"]
-        knees = [
-            (f"{way}, {1e3 * TPOT_SLOS[slo]:g} ms a token: {knee:.0f}", knee, palette.SKY)
-            for way, one in ways.items()
-            for slo, knee in one["knees"].items()
-        ]
-        named_bars(right, knees)
+        knees = [(way, TPOT_SLOS[slo], knee) for way, each in ways.items() for slo, knee in each["knees"].items()]
+        named_bars(
+            right, [(f"{way}, {1e3 * slo:g} ms a token: {knee:.0f}", knee, palette.SKY) for way, slo, knee in knees]
+        )
         right.set(title=f"Knees on 4 {GPU} (modelled)", xlabel="requests a second")
 
 
 def seconds_above_zero(text: str) -> float:
-    """An argparse type: seconds, more than 0."""
+    """Parse an argument in seconds, more than 0."""
     try:
         value = float(text)
     except ValueError:
@@ -486,15 +508,10 @@ def seconds_above_zero(text: str) -> float:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
+    """Add the lesson's own flags to the common ones; --help shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    flags.add_argument(
-        "--clients", type=whole_number(1, 64), default=16, help="of the closed load, 1 to 64 (default: 16)"
-    )
-    flags.add_argument(
-        "--slo-ttft", type=seconds_above_zero, default=0.25, help="seconds to a first token (default: 0.25)"
-    )
-    flags.add_argument(
-        "--slo-tpot", type=seconds_above_zero, default=0.05, help="seconds a token after it (default: 0.05)"
-    )
+    clients = "clients of the closed load, 1 to 64 (default: 16)"
+    flags.add_argument("--clients", type=whole_number(1, 64), default=16, help=clients)
+    for flag, seconds, what in (("--slo-ttft", 0.25, "to a first token"), ("--slo-tpot", 0.05, "a token after it")):
+        flags.add_argument(flag, type=seconds_above_zero, default=seconds, help=f"seconds {what} (default: {seconds})")
     return flags

@@ -1,1 +1,1 @@
-"""What lesson 07 alone uses."""
+"""Code that only lesson 07 uses."""

@@ -11,7 +11,7 @@ from minivllm.models.decoder import Decoder
 
 
 class CachedModel:
-    """`length` tokens are in the cache. Set it lower to forget the others: what comes next is written over them."""
+    """Caches `length` tokens. Set it lower to forget the last ones: the next tokens overwrite them."""
 
     def __init__(self, model: Decoder, max_model_len: int) -> None:
         config, weight = model.config, model.embed_tokens.weight
@@ -20,7 +20,7 @@ class CachedModel:
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int]) -> Tensor:
-        """Runs the tokens that follow those in the cache, in one pass: logits float32 [tokens, vocab], one row each.
+        """Run the tokens that follow those in the cache, in one pass; return logits float32 [tokens, vocab].
 
         Raises:
             MinivllmError: they do not fit into the cache.

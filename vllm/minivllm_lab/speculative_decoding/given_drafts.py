@@ -1,12 +1,12 @@
-"""A real engine that verifies drafts made by the caller: any acceptance, at no cost of drafting.
+"""A real engine that verifies the caller's drafts: any acceptance, at no cost of drafting.
 
     core = drafted_engine(model, device, num_speculative_tokens=3, max_num_seqs=8)
     plain = serve_with_drafts(core, prompts, 64)
     oracle = answers_with_errors(plain.outputs, acceptance=0.7, k=3, seed=0)
     faster = serve_with_drafts(core, prompts, 64, oracle).throughput / plain.throughput
 
-Verification is the engine's own, so the tokens are the same whatever the drafts are. vLLM's `rejection_sample_method`
-"synthetic" accepts at a given rate as well, but then the tokens are not the model's.
+The engine verifies as usual, so the tokens are the same whatever the drafts are. vLLM's `rejection_sample_method`
+"synthetic" accepts at a given rate, too, but then the tokens are not the model's.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from minivllm_lab.recording import bare_engine, own_clock
 
 BLOCK_SIZE = 16
 NEVER = 100
-"""Length of the n-gram that the engine's own proposer looks up: it finds none."""
+"""Length of the n-grams that the engine's own proposer looks up, so that it finds none."""
 Drafts = Callable[[str, int], list[int]]
-"""Request id and the number of its output tokens -> the drafts that follow them."""
+"""Return the drafts that follow a request's output tokens, from its id and their number."""
 
 
 @dataclass(frozen=True)
 class DraftedRun:
-    """A run: each request's output tokens, and of all steps in which nobody's prompt was computed, seconds and tokens.
+    """A run: each request's output tokens, and the seconds and tokens of the steps that computed no prompt.
 
     `num_drafts` verifications had drafts, and accepted `num_accepted` of them.
     """
@@ -48,24 +48,24 @@ class DraftedRun:
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second, prompts left out."""
+        """Output tokens per second, without the steps that computed prompts."""
         return self.num_tokens / sum(self.seconds)
 
     @property
     def step_seconds(self) -> float:
-        """The median step."""
+        """Seconds of the median step."""
         return statistics.median(self.seconds)
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a verification yields on average."""
+        """Mean tokens of a verification."""
         return 1 + self.num_accepted / max(1, self.num_drafts)
 
 
 def drafted_engine(
     model: str | Path, device: torch.device, *, num_speculative_tokens: int, max_num_seqs: int, max_model_len: int = 256
 ) -> EngineCore:
-    """An engine that drafts nothing itself, with a pool that holds all its requests."""
+    """Make an engine that drafts nothing itself, with a pool that holds all its requests."""
     cache = CacheConfig(num_gpu_blocks=1 + max_num_seqs * (max_model_len // BLOCK_SIZE + 1), block_size=BLOCK_SIZE)
     looked_up = {"prompt_lookup_min": NEVER, "prompt_lookup_max": NEVER}
     return bare_engine(
@@ -98,16 +98,16 @@ def serve_with_drafts(
         results = core.scheduler.update_from_output(step, core.executor.execute_model(step))
         if generating:
             seconds.append(clock() - start)
-            num_tokens += sum(len(one.new_token_ids) for one in results)
-        for one in results:
-            outputs[one.request_id].extend(one.new_token_ids)
+            num_tokens += sum(len(result.new_token_ids) for result in results)
+        for result in results:
+            outputs[result.request_id].extend(result.new_token_ids)
     after = core.scheduler.spec_decoding_stats
     verified, accepted = after.num_drafts - before.num_drafts, after.num_accepted_tokens - before.num_accepted_tokens
     return DraftedRun(outputs, seconds, num_tokens, verified, accepted)
 
 
 def answers_with_errors(outputs: Mapping[str, Sequence[int]], acceptance: float, k: int, seed: int) -> Drafts:
-    """Drafts that are right with this probability, each for itself: known answers with wrong tokens put into them."""
+    """Draft from known answers, each token right with this probability and replaced otherwise."""
     draw = random.Random(seed)
 
     def drafts(name: str, num_output_tokens: int) -> list[int]:

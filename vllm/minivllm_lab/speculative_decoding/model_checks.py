@@ -23,12 +23,12 @@ PLAIN_TPOT = 7.07
 EAGLE3_SERIES = {2: (2.36, 4.32), 3: (2.79, 4.09), 4: (3.08, 4.05), 5: (3.32, 4.13), 6: (3.46, 4.20), 7: (3.54, 4.29)}
 """Drafts -> acceptance length, and TPOT in ms."""
 CONTEXT = 256
-"""Of a conversation there, about; it hardly matters."""
+"""Tokens of a conversation there, about; the number hardly matters."""
 
 
 @cache
 def speculation_checks() -> tuple[PublishedCheck, ...]:
-    """All checks."""
+    """Return all checks."""
     head = _on_h100(eagle_head(known_model("Llama-3.1-8B"), get_hardware("H100")))
     first = _on_h100(eagle1_head())
     eagle3 = [
@@ -49,12 +49,12 @@ def speculation_checks() -> tuple[PublishedCheck, ...]:
 
 
 def speculation_error() -> float:
-    """Median of |modelled − measured| / measured."""
+    """Return the median of |modelled − measured| / measured."""
     return statistics.median(abs(check.error) for check in speculation_checks())
 
 
 def eagle1_head() -> Drafter:
-    """Of Llama-3.1-8B: one layer that takes in two vectors, and the target's own output layer."""
+    """Return the EAGLE-1 head of Llama-3.1-8B: a layer that takes two vectors, and the target's output layer."""
     model = known_model("Llama-3.1-8B")
     hidden, keys = model.hidden_size, model.num_key_value_heads * model.head_dim
     parameters = hidden * (2 * hidden + 2 * (hidden + keys) + 3 * model.intermediate_size + model.vocab_size)
@@ -66,5 +66,5 @@ def _on_h100(drafter: Drafter) -> Speculation:
 
 
 def _speedup(one: Speculation, k: int, length: float) -> float:
-    """With a measured acceptance length, in place of one that follows from rates."""
+    """Return the speed-up with a measured acceptance length, not one that follows from rates."""
     return length * one.plain(1).seconds / one.step(1, k).seconds

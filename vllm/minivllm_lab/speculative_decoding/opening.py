@@ -39,9 +39,9 @@ NAMES, COLUMN, WIDE, CHIP = 130, 150, 100, 26
 
 @dataclass(frozen=True)
 class Verified:
-    """A step of the request: what was known before it, the drafts, what the model says in each place, what is kept.
+    """A step of the request: the tokens before it, the drafts, the model's predictions, and the tokens that are kept.
 
-    `says` has the model's likeliest token after the last known one and after each draft; `kept` is the step's tokens.
+    `says` has the model's likeliest token after the last known token and after each draft; `kept` the step's tokens.
     """
 
     known: tuple[Token, ...]
@@ -51,12 +51,12 @@ class Verified:
 
     @property
     def num_accepted(self) -> int:
-        """Drafts that are kept."""
+        """Number of accepted drafts."""
         return len(self.kept) - 1
 
 
 def frames() -> Frames:
-    """The lookup, the pass and the verdict of both steps; a draft model's verdict; and tokens by step."""
+    """Draw the lookup, the pass and the verdict of both steps; a draft model's verdict; and the tokens of each step."""
     steps, others = recorded(), recorded("draft_model")
     wrong = next(i for i, one in enumerate(steps) if len(one.drafts) == NUM_DRAFTS and one.known[-1].text == "def")
     right = next(i for i, one in enumerate(steps) if one.num_accepted == NUM_DRAFTS)
@@ -109,8 +109,8 @@ def frames() -> Frames:
 
 @cache
 def recorded(method: str = "ngram") -> list[Verified]:
-    """Every step of the followed request, greedy, with up to three drafts: by suffixes of one to three tokens (ngram),
-    or by the embedded draft model (draft_model)."""
+    """Record every step of the followed request, greedy, with up to three drafts: by suffixes of one to three tokens
+    (ngram), or by the embedded draft model (draft_model)."""
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
 
     def tokens(ids: list[int]) -> tuple[Token, ...]:
@@ -132,7 +132,7 @@ def recorded(method: str = "ngram") -> list[Verified]:
         ids.extend(kept)
         return output
 
-    # Keeps what the model says where the drafts stand.
+    # Note the model's predictions at the drafts' positions.
     runner.sample = noted  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     core.add_request(EngineCoreRequest(NAME, list(ids), params, (), time.monotonic()))
@@ -145,7 +145,7 @@ def recorded(method: str = "ngram") -> list[Verified]:
 
 
 def _lookup(step: Verified, index: int) -> str:
-    """The text, where its end occurs first, and the drafts that followed there."""
+    """Draw the text, where its last token occurs first, and the drafts that followed there."""
     shapes, places = _text(step)
     start = _first_place(step)
     last, first = places[len(step.known) - 1], places[start]
@@ -163,13 +163,13 @@ def _lookup(step: Verified, index: int) -> str:
 
 
 def _pass(step: Verified, index: int) -> str:
-    """One pass over the last token and the drafts: what the model says after each."""
+    """Draw one pass over the last token and the drafts, with the model's prediction after each."""
     shapes, _ = _text(step)
     return _still(f"Step {index + 1}: one pass", *shapes, *_fed(step, FED_Y), *_says(step))
 
 
 def _verdict(step: Verified, index: int, guesser: str = "") -> str:
-    """Which drafts are what the model says; what becomes of their slots. `guesser` is told where it is another one."""
+    """Draw which drafts the model predicts, and what becomes of their slots; `guesser` names another guesser."""
     shapes, _ = _text(step)
     shapes += [*_fed(step, FED_Y), *_says(step, len(step.kept)), _name(VERDICT_Y, "the draft there")]
     for place in range(len(step.says)):
@@ -185,7 +185,7 @@ def _verdict(step: Verified, index: int, guesser: str = "") -> str:
 
 
 def _by_step(steps: list[Verified]) -> str:
-    """Every step's tokens, stacked; and as many steps without drafts as there are tokens."""
+    """Stack the tokens of every step, beside as many steps without drafts as there are tokens."""
     shapes, wide, tall, floor = [], 34, 26, 190
     total = sum(len(one.kept) for one in steps)
     for index, one in enumerate(steps):
@@ -225,7 +225,7 @@ def _still(title: str, *elements: str) -> str:
 
 
 def _text(step: Verified) -> tuple[list[str], list[tuple[float, float]]]:
-    """The text before the step, and (x, width) of each of its tokens."""
+    """Draw the text before the step; also return (x, width) of each of its tokens."""
     widths = [_chip_width(token.shown) for token in step.known]
     gap = min(3.0, (WIDTH - 2 * LEFT - sum(widths)) / max(len(widths) - 1, 1))
     shapes, places, x = [], [], float(LEFT)
@@ -237,7 +237,7 @@ def _text(step: Verified) -> tuple[list[str], list[tuple[float, float]]]:
 
 
 def _fed(step: Verified, y: float, name: str = "computed") -> list[str]:
-    """The last known token and the drafts, as the pass takes them."""
+    """Draw the last known token and the drafts, as the pass takes them."""
     shapes = [_name(y, name)]
     for place, token in enumerate((step.known[-1], *step.drafts)):
         shapes.append(_chip(_x(place), y, token.shown, DRAFT if place else OWN, ORANGE if place else None))
@@ -247,7 +247,7 @@ def _fed(step: Verified, y: float, name: str = "computed") -> list[str]:
 
 
 def _says(step: Verified, kept: int | None = None) -> list[str]:
-    """The model, and its likeliest token after each one; if `kept` is known, green those that are, grey the rest."""
+    """Draw the model, and its likeliest token after each; `kept` of them are green, the rest grey, if it is known."""
     wide = (len(step.says) - 1) * COLUMN + WIDE
     shapes = [rect(_x(0), MODEL_Y, wide, 30, tint(BLUE, 0.12), stroke=QUIET, label="the model: one pass, all rows")]
     shapes.append(_name(SAYS_Y, "it says next"))
@@ -260,7 +260,7 @@ def _says(step: Verified, kept: int | None = None) -> list[str]:
 
 
 def _slots(step: Verified) -> list[str]:
-    """The keys and values that the pass has written: those that count, and what is left of rejected drafts."""
+    """Draw the keys and values that the pass has written: those that count, and those of rejected drafts."""
     shapes = [_name(SLOTS_Y, "keys, values")]
     computed = len(step.known) + step.num_accepted
     for place in range(len(step.says)):
@@ -282,7 +282,7 @@ def _chip(
 
 
 def _fitting(x: float, y: float, width: float, content: str) -> str:
-    """A token in a narrow cell; its end is left out if it does not fit at 11 pixels."""
+    """Draw a token in a narrow cell, cut if it does not fit at 11 pixels."""
     most = int(width / 6.7)
     shown = content if len(content) <= most else content[: most - 1] + "…"
     return text(x + width / 2, y + 16, shown, size=11, anchor="middle", mono=True)
@@ -293,7 +293,7 @@ def _frame(x: float, width: float, colour: str, dash: str | None = None) -> str:
 
 
 def _first_place(step: Verified) -> int:
-    """Where the last token stands first."""
+    """Return the first position of the last token."""
     ids = [token.id for token in step.known]
     return ids.index(ids[-1])
 

@@ -10,7 +10,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
+from minivllm.core.stats import SpecDecodingStats
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
@@ -29,21 +30,21 @@ from minivllm_lab.figures import curves, panels
 from minivllm_lab.progress import track
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
 from minivllm_lab.speculative_decoding.given_drafts import answers_with_errors, drafted_engine, serve_with_drafts
-from minivllm_lab.tables import Timed, closing, console, table
+from minivllm_lab.tables import Timed, closing, console, heading, record_table
 from minivllm_lab.timing import in_turns
 
 PROMPT_TOKENS, OUTPUT_TOKENS, MAX_MODEL_LEN = 128, 64, 256
 POSITIONS = (1, 2, 4, 8)
-"""Positions of one request in a step: a token and its drafts."""
+"""Positions of a request in a step: a token and its drafts."""
 ACCEPTANCE = 0.7
-"""Of the drafts whose acceptance is given."""
+"""Share of right drafts where it is given."""
 TEMPERATURES = (0.0, 0.5, 1.0, 1.5)
 Verify = Callable[[np.ndarray, np.ndarray, list[int], np.ndarray, np.ndarray], list[int]]
 """(p, q, drafts, uniforms, noise) -> tokens, as the lesson's `verify`."""
 
 
 def load_models(target: str, draft: str, device: torch.device) -> tuple[Decoder, Decoder]:
-    """Both models in float32.
+    """Load both models in float32.
 
     Raises:
         MinivllmError: one cannot be loaded, or their vocabularies differ.
@@ -56,10 +57,10 @@ def load_models(target: str, draft: str, device: torch.device) -> tuple[Decoder,
 
 
 def held_out_prompts(model: str, count: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
-    """`length` tokens from the middle of so many texts that the embedded models were not trained on.
+    """Take `length` tokens from the middle of each of `count` texts that the embedded models were not trained on.
 
     Raises:
-        MinivllmError: there are not so many; see `first_passages`.
+        MinivllmError: there are too few texts; see `first_passages`.
     """
     tokenizer = load_tokenizer(model)
     texts = [tokenizer.encode(text[:20_000]).ids for text in held_out_texts()]
@@ -70,37 +71,37 @@ def held_out_prompts(model: str, count: int, length: int = PROMPT_TOKENS) -> lis
 
 
 def wrong_drafts(vocab_size: int, count: int, seed: int) -> Callable[[str, int], list[int]]:
-    """So many random tokens after any: hardly one is ever right."""
+    """Draft random tokens, which are hardly ever right."""
     draw = random.Random(seed)
     return lambda _name, _num_output_tokens: [draw.randrange(vocab_size) for _ in range(count)]
 
 
 def measure_steps(arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Seconds of the engine's steps by requests and positions of each; drafts are random, so that none is accepted."""
+    """Time the engine's steps by requests and positions of each; random drafts, so that none is accepted."""
+    heading("1. What a step with drafts costs")
     batches, steps, rounds = ((1, 4), 6, 1) if arguments.quick else ((1, 8, 64), 12, 3)
-    found, rows = {}, []
+    found: dict[str, dict] = {}
     for batch in track(batches, "timing steps"):
-        core = drafted_engine(
-            arguments.model, device, num_speculative_tokens=max(POSITIONS) - 1, max_num_seqs=batch
-        )  # fmt: skip
-        prompts = random_prompts(batch, core.model_config.vocab_size, arguments.seed)
+        core = drafted_engine(arguments.model, device, num_speculative_tokens=POSITIONS[-1] - 1, max_num_seqs=batch)
+        vocab_size = core.model_config.vocab_size
+        prompts = random_prompts(batch, vocab_size, arguments.seed)
         seconds: dict[int, list[float]] = {positions: [] for positions in POSITIONS}
         for turn in range(rounds + 1):
             for positions in POSITIONS:
-                drafts = wrong_drafts(core.model_config.vocab_size, positions - 1, arguments.seed)
+                drafts = wrong_drafts(vocab_size, positions - 1, arguments.seed)
                 run = serve_with_drafts(core, prompts, steps, drafts)
                 seconds[positions] += [run.step_seconds] if turn else []  # the first turn warms up
-        medians = {positions: statistics.median(ones) for positions, ones in seconds.items()}
-        ratios = {str(positions): one / medians[1] for positions, one in medians.items()}
+        medians = {positions: statistics.median(times) for positions, times in seconds.items()}
+        ratios = {str(positions): median / medians[1] for positions, median in medians.items()}
         found[str(batch)] = {"ms": 1e3 * medians[1], "ratio": ratios}
-        rows.append((batch, f"{1e3 * medians[1]:.2f}", *(f"{ratios[str(n)]:.2f} ×" for n in POSITIONS[1:])))
-    columns = ("requests", "a token each, ms", *(f"{positions} positions each" for positions in POSITIONS[1:]))
-    table("A step of the engine", columns, rows)
+    columns = {"requests": "{name}", "a token each, ms": "{ms:.2f}"}
+    columns |= {f"{positions} positions each": f"{{{positions}:.2f}} ×" for positions in POSITIONS[1:]}
+    record_table("A step of the engine", {batch: each | each["ratio"] for batch, each in found.items()}, columns)
     return found
 
 
 def random_prompts(count: int, vocab_size: int, seed: int, length: int = 32) -> list[list[int]]:
-    """Token ids of so many prompts that share no prefix."""
+    """Draw the token ids of prompts that share no prefix."""
     draw = random.Random(seed)
     return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
@@ -115,44 +116,44 @@ def count_family(
     expected_tokens: Callable[[float, int], float],
     arguments: argparse.Namespace,
 ) -> dict:
-    """Passes and accepted drafts of each method on the same prompts, greedy; the first one has no drafts.
+    """Count passes and accepted drafts of each method on the same prompts, greedy; the first one has no drafts.
 
     Raises:
         AssertionError: a method changes a token.
     """
-    found, rows, answers = {}, [], []
-    tokens = 16 if arguments.quick else OUTPUT_TOKENS
+    heading("2. Guess, verify, keep")
+    found, answers, tokens = {}, [], 16 if arguments.quick else OUTPUT_TOKENS
     for name, method in track(methods.items(), "guessing"):
         runs = [method(CachedModel(target, MAX_MODEL_LEN), prompt, tokens) for prompt in prompts]
         answers = answers or [run.tokens for run in runs]
         assert [run.tokens for run in runs] == answers, f"{name}: another text than without drafts"
-        found[name] = one = counted([run.stats for run in runs])
-        one["tokens_per_pass"] = len(prompts) * tokens / sum(run.passes for run in runs)
-        if one["drafts"]:
-            one["formula"] = expected_tokens(one["alpha"], len(one["rates"]))
-        shown = (f"{rate:.2f}" for rate in one["rates"])
-        lengths = (f"{one['length']:.2f}", f"{one['formula']:.2f}") if one["drafts"] else ()
-        rows.append((name, f"{one['tokens_per_pass']:.2f}", one["drafts"] or "", *shown, *lengths))
-    places = [f"draft\n{place}" for place in range(1, arguments.drafts + 1)]  # a terminal has 80 columns
-    columns = ("method", "tokens\na pass", "guesses", *places, "length", "by\nformula")
-    width = len(columns)
-    caption = (
-        "The same tokens each time. Draft i: the share that stood if all before it did. Length: tokens of a pass that "
-        "had drafts; by the formula, if all drafts had the first one's rate."
+        found[name] = counted([run.stats for run in runs])
+        found[name]["tokens_per_pass"] = len(prompts) * tokens / sum(run.passes for run in runs)
+        if found[name]["drafts"]:
+            found[name]["formula"] = expected_tokens(found[name]["alpha"], len(found[name]["rates"]))
+    columns = {"method": "{name}", "tokens\na pass": "{tokens_per_pass:.2f}", "guesses": "{drafts}"}  # of 80 columns
+    columns |= {f"draft\n{place}": f"{{{place}:.2f}}" for place in range(1, arguments.drafts + 1)}
+    record_table(
+        f"{len(prompts)} held-out texts, {tokens} tokens of each, greedy",
+        {name: _shown_method(record) for name, record in found.items()},
+        {**columns, "length": "{length:.2f}", "by\nformula": "{formula:.2f}"},
+        "The same tokens each time. Draft i: the share accepted where all before it were. Length: tokens of a pass "
+        "that had drafts; by the formula, if all drafts had the first one's rate.",
     )
-    rows = [(*row, *[""] * (width - len(row))) for row in rows]
-    table(f"{len(prompts)} held-out texts, {tokens} tokens of each, greedy", columns, rows, caption)
     return found
 
 
-def counted(stats: Sequence[Any]) -> dict:
-    """Sums over `SpecDecodingStats`: drafts, accepted by position, rates given all before, mean acceptance length."""
-    drafts = sum(one.num_drafts for one in stats)
-    places = max(len(one.num_accepted_tokens_per_pos) for one in stats)
-    accepted = [
-        sum(one.num_accepted_tokens_per_pos[place] for one in stats if place < len(one.num_accepted_tokens_per_pos))
-        for place in range(places)
-    ]
+def _shown_method(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a method's cells; one without drafts has hardly any."""
+    rates = {str(place): rate for place, rate in enumerate(record["rates"], start=1)}
+    return {**record, **rates} if record["drafts"] else {"tokens_per_pass": record["tokens_per_pass"]}
+
+
+def counted(stats: Sequence[SpecDecodingStats]) -> dict:
+    """Add up drafts and accepted drafts by position; return them with conditional rates and mean acceptance length."""
+    drafts = sum(each.num_drafts for each in stats)
+    by_position = zip_longest(*(each.num_accepted_tokens_per_pos for each in stats), fillvalue=0)
+    accepted = [sum(counts) for counts in by_position]
     rates = [after / before if before else 0.0 for before, after in pairwise([drafts, *accepted])]
     length = 1 + sum(accepted) / max(1, drafts)
     return {"drafts": drafts, "accepted": accepted, "rates": rates, "alpha": [*rates, 0.0][0], "length": length}
@@ -162,7 +163,7 @@ def counted(stats: Sequence[Any]) -> dict:
 
 
 def draft_batch(counts: Sequence[int], vocab_size: int) -> tuple[Tensor, ...]:
-    """Random arguments of the lesson's `rejection_launch`, for requests with so many drafts each.
+    """Draw random arguments of the lesson's `rejection_launch`, for requests with these numbers of drafts.
 
     p [drafts + requests, vocab], q [drafts, vocab] near it, drafts int32 drawn from q, draft_start, uniforms, noise.
     """
@@ -175,33 +176,36 @@ def draft_batch(counts: Sequence[int], vocab_size: int) -> tuple[Tensor, ...]:
 
 
 def verified_one_by_one(verify: Verify, batch: Sequence[Tensor]) -> list[list[int]]:
-    """The rule on each request of a `draft_batch`: rows of tokens, −1 behind the last."""
-    p, q, drafts, starts, uniforms, noise = (one.numpy() for one in batch)
+    """Apply the rule to each request of a `draft_batch`: rows of tokens, −1 after the last."""
+    p, q, drafts, starts, uniforms, noise = (tensor.numpy() for tensor in batch)
     width, rows = int(np.diff(starts).max()) + 1, []
     for i, (start, end) in enumerate(pairwise(starts.tolist())):
-        mine, its = slice(start, end), slice(start + i, end + i + 1)
-        tokens = verify(p[its], q[mine], drafts[mine].tolist(), uniforms[mine], noise[its])
+        of_drafts, of_targets = slice(start, end), slice(start + i, end + i + 1)
+        drawn = q[of_drafts], drafts[of_drafts].tolist(), uniforms[of_drafts]
+        tokens = verify(p[of_targets], *drawn, noise[of_targets])
         rows.append(tokens + [-1] * (width - len(tokens)))
     return rows
 
 
 def verify_kernel(launch: Callable[..., Tensor], verify: Verify, device: torch.device) -> dict:
-    """The kernels against the rule, token for token, in vocabularies that no block divides; and the bytes they read.
+    """Hold the kernels against the rule, token for token, in vocabularies that no block divides; count their bytes.
 
     Raises:
         AssertionError: they differ.
     """
-    counts, found, rows = [3, 0, 1, 3, 2], {}, []
+    heading("3. The kernel")
+    counts, found = [3, 0, 1, 3, 2], {}
+    drafts, requests = sum(counts), len(counts)
     for vocab_size in (31, 1000, 1025, 4096):
         batch = draft_batch(counts, vocab_size)
-        tokens = launch(*(one.to(device) for one in batch))
+        tokens = launch(*(tensor.to(device) for tensor in batch))
         assert tokens.tolist() == verified_one_by_one(verify, batch), f"wrong with a vocabulary of {vocab_size}"
-        drafts, requests = sum(counts), len(counts)
         race = (12 * drafts + 8 * requests) * vocab_size
         found[str(vocab_size)] = {"race": race, "rejection": 16 * drafts + 12 * requests}
-        rows.append((f"{vocab_size:,}", f"{race:,}", f"{16 * drafts + 12 * requests:,}"))
-    columns = ("vocabulary", "bytes that the race reads", "the rejection")
-    table(f"{len(counts)} requests with {counts} drafts: right, token for token", columns, rows)
+    by_size = {f"{int(vocab_size):,}": record for vocab_size, record in found.items()}
+    columns = {"bytes that the race reads": "{race:,}", "the rejection": "{rejection:,}"}
+    title = f"{requests} requests with {counts} drafts: right, token for token"
+    record_table(title, by_size, {"vocabulary": "{name}", **columns})
     return found
 
 
@@ -211,7 +215,7 @@ STATES = 5
 
 
 def tiny_models(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Target and draft with five tokens, of which each depends on the one before: two matrices [token, next token]."""
+    """Make a target and a draft with five tokens, each depending on the one before: matrices [token, next token]."""
     draw = np.random.default_rng(seed)
     target = draw.dirichlet(np.full(STATES, 2.0), STATES) * 0.9 + 0.1 / STATES
     draft = target * np.exp(draw.normal(size=target.shape))
@@ -219,7 +223,7 @@ def tiny_models(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def two_tokens(rule: Verify, models: tuple[np.ndarray, np.ndarray], draw: np.random.Generator) -> tuple[int, int, int]:
-    """Two tokens after token 0, with two drafts a step; and how many of the first step's drafts stood."""
+    """Draw two tokens after token 0, with two drafts a step; also count the accepted drafts of the first step."""
     (target, draft), tokens, accepted = models, [0], 0
     while len(tokens) < 3:
         known = list(tokens[-1:])
@@ -232,28 +236,35 @@ def two_tokens(rule: Verify, models: tuple[np.ndarray, np.ndarray], draw: np.ran
 
 
 def try_rules(rules: Mapping[str, Verify], rounds: int, seed: int) -> dict:
-    """Each rule on the tiny models: two tokens, so many times, against what the target alone would say."""
-    models, found, rows = tiny_models(seed=5), {}, []
-    target, draft = models
-    exact = target[0][:, None] * target
-    first = float(np.minimum(target[0], draft[0]).sum())
+    """Draw two tokens many times by each rule; compare how often each pair comes with what the target alone says."""
+    heading("4. Exact, or nearly")
+    models, found = tiny_models(seed=5), {}
+    exact = models[0][0][:, None] * models[0]
+    freedom, sum_min = exact.size - 1, float(np.minimum(models[0][0], models[1][0]).sum())
     for name, rule in track(rules.items(), "testing rules"):
-        draw, counts, accepted = np.random.default_rng(seed), np.zeros_like(exact), 0
+        draw, counts, num_accepted = np.random.default_rng(seed), np.zeros_like(exact), 0
         for _ in range(rounds):
-            one, two, stood = two_tokens(rule, models, draw)
-            counts[one, two] += 1
-            accepted += stood > 0
+            first, second, accepted = two_tokens(rule, models, draw)
+            counts[first, second] += 1
+            num_accepted += accepted > 0
         chi = float(((counts - rounds * exact) ** 2 / (rounds * exact)).sum())
-        freedom = exact.size - 1
         chance = float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(chi / 2.0)))
         distance = float(np.abs(counts / rounds - exact).sum() / 2)
-        found[name] = {"chi": chi, "p": chance, "distance": distance, "accepted": accepted / rounds}
-        shown = f"{chance:.2f}" if chance > 0.01 else "< 0.001" if chance < 1e-3 else f"{chance:.3f}"
-        rows.append((name, f"{accepted / rounds:.3f}", f"{distance:.3f}", f"{chi:,.0f}", shown))
-    caption = f"Σ min(p, q) is {first:.3f}. Chance: of an exact rule to be as far off ({freedom} degrees of freedom)."
-    columns = ("rule", "first drafts that stood", "distance", "chi-square", "chance")
-    table(f"Two tokens of five kinds, {rounds:,} times", columns, rows, caption)
-    return {"rules": found, "freedom": freedom, "sum_min": first, "rounds": rounds}
+        found[name] = {"chi": chi, "p": chance, "distance": distance, "accepted": num_accepted / rounds}
+    columns = {"rule": "{name}", "first drafts accepted": "{accepted:.3f}", "distance": "{distance:.3f}"}
+    record_table(
+        f"Two tokens of five kinds, {rounds:,} times",
+        {name: {**record, "chance": _shown_chance(record["p"])} for name, record in found.items()},
+        {**columns, "chi-square": "{chi:,.0f}", "chance": "{chance}"},
+        f"Σ min(p, q) is {sum_min:.3f}. Chance: of an exact rule to be as far off ({freedom} degrees of freedom).",
+    )
+    return {"rules": found, "freedom": freedom, "sum_min": sum_min, "rounds": rounds}
+
+
+def _shown_chance(chance: float) -> str:
+    if chance < 1e-3:
+        return "< 0.001"
+    return f"{chance:.2f}" if chance > 0.01 else f"{chance:.3f}"
 
 
 # ---- 5. when it pays -------------------------------------------------------------------------------------------------
@@ -262,51 +273,51 @@ def try_rules(rules: Mapping[str, Verify], rounds: int, seed: int) -> dict:
 def measure_batches(
     arguments: argparse.Namespace, device: torch.device, speed_up: Callable[..., float], models: Sequence[Decoder]
 ) -> dict:
-    """Drafts of a given acceptance, by batch: what the formulas promise, and the engine's tokens a second."""
-    k, tokens = arguments.drafts, 16 if arguments.quick else 40
-    batches, found, rows = (1, 4) if arguments.quick else (1, 2, 4, 8, 16, 32, 64, 128), {}, []
-    for batch in track(batches, "verifying"):
+    """Verify drafts of a given acceptance, by batch: what the formulas promise, and the engine's tokens a second."""
+    heading("5. When it pays")
+    k, tokens, turns = arguments.drafts, *((16, 1) if arguments.quick else (40, 3))
+    found: dict[str, dict] = {}
+    for batch in track((1, 4) if arguments.quick else (1, 2, 4, 8, 16, 32, 64, 128), "verifying"):
         core = drafted_engine(arguments.model, device, num_speculative_tokens=k, max_num_seqs=batch)
         prompts = random_prompts(batch, core.model_config.vocab_size, arguments.seed)
         wrong = wrong_drafts(core.model_config.vocab_size, k, arguments.seed)
-        serve_with_drafts(core, prompts, 8, wrong)  # warms up
-        plain = serve_with_drafts(core, prompts, tokens + k)
-        drafts = answers_with_errors(plain.outputs, ACCEPTANCE, k, arguments.seed)
-        ways = {"plain": None, "wrong": wrong, "given": drafts}
-        turns = [
-            {name: serve_with_drafts(core, prompts, tokens, way) for name, way in ways.items()}
-            for _ in range(1 if arguments.quick else 3)
+        serve_with_drafts(core, prompts, 8, wrong)  # to warm up
+        alone = serve_with_drafts(core, prompts, tokens + k).outputs
+        ways = {"plain": None, "wrong": wrong, "given": answers_with_errors(alone, ACCEPTANCE, k, arguments.seed)}
+        runs = [
+            {name: serve_with_drafts(core, prompts, tokens, way) for name, way in ways.items()} for _ in range(turns)
         ]
-        cost = statistics.median(one["wrong"].step_seconds / one["plain"].step_seconds for one in turns)
-        given = turns[0]["given"]
-        found[str(batch)] = one = {
+        cost = statistics.median(run["wrong"].step_seconds / run["plain"].step_seconds for run in runs)
+        outputs = runs[0]["given"].outputs
+        found[str(batch)] = {
             "cost": cost,
             "free": speed_up(ACCEPTANCE, k),
             "predicted": speed_up(ACCEPTANCE, k, verify_cost=cost),
-            "measured": statistics.median(one["given"].throughput / one["plain"].throughput for one in turns),
+            "measured": statistics.median(run["given"].throughput / run["plain"].throughput for run in runs),
             "wrong": 1 / cost,
-            "length": given.acceptance_length,
-            "same": statistics.mean(given.outputs[name] == theirs[:tokens] for name, theirs in plain.outputs.items()),
+            "length": runs[0]["given"].acceptance_length,
+            "same": statistics.mean(outputs[name] == answer[:tokens] for name, answer in alone.items()),
         }
-        rows.append((batch, f"{cost:.2f}", *(f"{one[name]:.2f} ×" for name in SPEED_UPS), f"{one['same']:.0%}"))
-    columns = ("requests", "a step costs", *SPEED_UPS.values(), "same texts")
-    title = f"{k} drafts of which {ACCEPTANCE:.0%} are right, at no cost of drafting"
-    edges = {name: break_even({int(b): one[name] for b, one in found.items()}) for name in ("predicted", "measured")}
-    caption = f"Break-even: predicted {shown_edge(edges['predicted'])}, measured {shown_edge(edges['measured'])}."
-    table(title, columns, rows, caption)
+    edges = {name: break_even({int(b): each[name] for b, each in found.items()}) for name in ("predicted", "measured")}
+    record_table(
+        f"{k} drafts of which {ACCEPTANCE:.0%} are right, at no cost of drafting",
+        found,
+        {
+            "requests": "{name}",
+            "a step costs": "{cost:.2f}",
+            "speed-up if it cost 1": "{free:.2f} ×",
+            "with that cost": "{predicted:.2f} ×",
+            "measured": "{measured:.2f} ×",
+            "all drafts wrong": "{wrong:.2f} ×",
+            "same texts": "{same:.0%}",
+        },
+        f"Break-even: predicted {shown_edge(edges['predicted'])}, measured {shown_edge(edges['measured'])}.",
+    )
     return {"batches": found, "break_even": edges, "draft_cost": measure_draft_cost(models, device)}
 
 
-SPEED_UPS = {
-    "free": "speed-up if it cost 1",
-    "predicted": "with that cost",
-    "measured": "measured",
-    "wrong": "all drafts wrong",
-}
-
-
 def break_even(speed_ups: Mapping[int, float]) -> float | None:
-    """The batch at which a speed-up falls below 1, between two that were measured; None if it does not."""
+    """Return the batch at which a speed-up falls below 1, between two that were measured; None if it does not."""
     for (small, above), (large, below) in pairwise(sorted(speed_ups.items())):
         if above >= 1 > below:
             return small * (large / small) ** ((above - 1) / (above - below))
@@ -314,23 +325,22 @@ def break_even(speed_ups: Mapping[int, float]) -> float | None:
 
 
 def shown_edge(batch: float | None) -> str:
-    """A break-even batch in words."""
+    """Put a break-even batch in words."""
     return "at none of these" if batch is None else f"at {batch:.0f} requests"
 
 
 def measure_draft_cost(models: Sequence[Decoder], device: torch.device) -> float:
-    """One token through the draft, in passes of the target; for one request with 128 tokens of context."""
-    cached = {str(index): CachedModel(model, MAX_MODEL_LEN) for index, model in enumerate(models)}
+    """Time a token through the draft, in passes of the target; one request with 128 tokens of context."""
 
-    def one_token(model: CachedModel) -> Callable[[], object]:
+    def pass_of(model: CachedModel) -> Callable[[], object]:
         def act() -> None:
             model.length = PROMPT_TOKENS
             model.forward([1])
 
         return act
 
-    seconds = in_turns({name: one_token(model) for name, model in cached.items()}, 100, device)
-    target, draft = (statistics.median(one) for one in seconds.values())
+    passes = {str(index): pass_of(CachedModel(model, MAX_MODEL_LEN)) for index, model in enumerate(models)}
+    target, draft = (statistics.median(times) for times in in_turns(passes, 100, device).values())
     console.print(f"A pass of the draft model takes {draft / target:.2f} of one of the target.")
     return draft / target
 
@@ -341,23 +351,24 @@ def measure_draft_cost(models: Sequence[Decoder], device: torch.device) -> float
 def measure_temperature(
     target: Decoder, draft: Decoder, prompts: Sequence[list[int]], distribution: Callable[[Tensor, float], np.ndarray]
 ) -> dict:
-    """The acceptance of the draft model along held-out texts, by temperature: E Σ min(p, q), and of its likeliest."""
-    kept: dict[str, list[float]] = {str(t): [] for t in TEMPERATURES}
-    likeliest: dict[str, list[float]] = {str(t): [] for t in TEMPERATURES}
+    """Measure the draft's acceptance along held-out texts, by temperature: drawn from q, and its likeliest token."""
+    heading("6. Break it")
+    rates: dict[str, dict[str, list[float]]] = {
+        kind: {str(t): [] for t in TEMPERATURES} for kind in ("kept", "likeliest")
+    }
     for prompt in track(prompts, "reading"):
         logits = [CachedModel(model, MAX_MODEL_LEN).forward(prompt) for model in (target, draft)]
-        best = logits[1].argmax(-1).cpu().numpy()
+        likeliest = logits[1].argmax(-1).cpu().numpy()
         for t in TEMPERATURES:
-            p, q = (distribution(one, t) for one in logits)
-            kept[str(t)] += np.minimum(p, q).sum(-1).tolist()
-            likeliest[str(t)] += p[np.arange(len(p)), best].tolist()
-    found = {
-        "kept": {t: statistics.mean(ones) for t, ones in kept.items()},
-        "likeliest": {t: statistics.mean(ones) for t, ones in likeliest.items()},
-    }
-    names = {"kept": "drawn from q, q kept", "likeliest": "its likeliest token"}
-    rows = [(names[name], *(f"{rate:.2f}" for rate in rates.values())) for name, rates in found.items()]
-    table("Acceptance of the draft model's first draft", ("drafts", *(f"T = {t:g}" for t in TEMPERATURES)), rows)
+            p, q = (distribution(rows, t) for rows in logits)
+            rates["kept"][str(t)] += np.minimum(p, q).sum(-1).tolist()
+            rates["likeliest"][str(t)] += p[np.arange(len(p)), likeliest].tolist()
+    found = {kind: {t: statistics.mean(each) for t, each in by_t.items()} for kind, by_t in rates.items()}
+    record_table(
+        "Acceptance of the draft model's first draft",
+        {"drawn from q, q kept": {"t": found["kept"]}, "its likeliest token": {"t": found["likeliest"]}},
+        {"drafts": "{name}", **{f"T = {t:g}": f"{{t[{t}]:.2f}}" for t in TEMPERATURES}},
+    )
     return found
 
 
@@ -366,18 +377,18 @@ def measure_temperature(
 
 def close(found: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    family, exact, pays = found["family"], found["exact"]["rules"], found["batches"]
+    family, rules, pays = found["family"], found["exact"]["rules"], found["batches"]
     ngram, draft = family["n-gram"], family["draft model"]
-    few, many = (pays["batches"][batch] for batch in (min(pays["batches"], key=int), max(pays["batches"], key=int)))
-    wrong = [name for name, one in exact.items() if one["p"] < 1e-3]
+    few, many = (end(pays["batches"], key=int) for end in (min, max))
+    wrong = [name for name, record in rules.items() if record["p"] < 1e-3]
     closing(
         f"The same text in fewer passes: {ngram['tokens_per_pass']:.2f} tokens a pass with n-grams, "
         f"{draft['tokens_per_pass']:.2f} with a draft model. A guess of the former yields {ngram['length']:.2f} "
         f"tokens, and the formula says {ngram['formula']:.2f}.",
         f"{found['exact']['rounds']:,} rounds tell the exact rule from {len(wrong)} that are not: {', '.join(wrong)}.",
         Timed(
-            f"Drafts of which {ACCEPTANCE:.0%} are right: {few['measured']:.2f} × as fast for one request, "
-            f"{many['measured']:.2f} × for {max(pays['batches'], key=int)}. Break-even was predicted "
+            f"Drafts of which {ACCEPTANCE:.0%} are right: {pays['batches'][few]['measured']:.2f} × as fast for one "
+            f"request, {pays['batches'][many]['measured']:.2f} × for {many}. Break-even was predicted "
             f"{shown_edge(pays['break_even']['predicted'])}, and measured {shown_edge(pays['break_even']['measured'])}."
         ),
         disturbance=disturbance,
@@ -385,25 +396,25 @@ def close(found: dict, disturbance: str) -> None:
 
 
 def draw(found: dict, path: str) -> None:
-    """The cost of a step over its positions; accepted drafts by position; speed-up over the batch."""
+    """Draw the cost of a step over its positions; accepted drafts by position; speed-up over the batch."""
+    rates = {name: record["rates"] for name, record in found["family"].items() if record["drafts"]}
+    batches = found["batches"]["batches"]
+    names = {"free": "if a step cost the same", "predicted": "predicted", "measured": "measured"}
     with panels(path, 3) as (left, middle, right):
-        steps = {f"{batch} request{'s' * (int(batch) > 1)}": one["ratio"] for batch, one in found["steps"].items()}
+        steps = {f"{batch} request{'s' * (int(batch) > 1)}": each["ratio"] for batch, each in found["steps"].items()}
         curves(left, steps, octaves=True)
         left.set(title="A step costs", xlabel="positions of each request", ylabel="× a token each", ylim=(0, None))
-        rates = {name: one["rates"] for name, one in found["family"].items() if one["drafts"]}
-        curves(middle, {name: dict(enumerate(ones, start=1)) for name, ones in rates.items()})
-        middle.set(title="Drafts that stand", xlabel="place", ylabel="if all before it did", ylim=(0, 1))
+        curves(middle, {name: dict(enumerate(each, start=1)) for name, each in rates.items()})
+        middle.set(title="Accepted drafts", xlabel="position", ylabel="if all before it were", ylim=(0, 1))
         middle.set_xticks(range(1, 1 + max(map(len, rates.values()))))
-        names = {"free": "if a step cost the same", "predicted": "predicted", "measured": "measured"}
-        batches = found["batches"]["batches"]
-        lines = {title: {batch: one[name] for batch, one in batches.items()} for name, title in names.items()}
+        lines = {title: {batch: each[name] for batch, each in batches.items()} for name, title in names.items()}
         curves(right, lines, octaves=True)
         right.axhline(1.0, color=palette.GREY, linewidth=1)
         right.set(title="Times as fast", xlabel="requests", ylim=(0, None))
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
+    """Add the lesson's own flags to the common ones; --help shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     flags.add_argument("--draft-model", default=str(EMBEDDED_DRAFT), help="folder or name of a smaller model")
     flags.add_argument("--drafts", type=whole_number(1, 16), default=3, help="tokens to guess, 1 to 16 (default: 3)")

@@ -36,7 +36,7 @@ of a step with drafts over one without (rejection sampling). vllm-project/vllm#2
 one request, MT-bench: acceptance length times TPOT is 7.72 ms + 0.73 ms a draft, for 2 to 7 drafts; and 7.07 ms without
 any, which is an H100's. `minivllm_lab.speculative_decoding.model_checks` says how far the model is off on others."""
 HEAD_VOCABULARY = 32_000
-"""Of an EAGLE-3 head: published heads draft from the most frequent tokens only."""
+"""Tokens that an EAGLE-3 head drafts from: published heads know the most frequent ones only."""
 MOST_BATCH = 1024
 """The largest batch that is looked at."""
 
@@ -52,7 +52,7 @@ class Recorded:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """At each position, the share accepted of the drafts whose predecessors were accepted."""
+        """The share accepted at each position, of the drafts whose predecessors were accepted."""
         return tuple(kept / tried for tried, kept in pairwise((self.drafts, *self.accepted)))
 
 
@@ -63,13 +63,13 @@ RECORDED: Mapping[str, Recorded] = MappingProxyType(
         "eagle3": Recorded(198, (128, 101, 85)),
     }
 )
-"""By vLLM's name of the method: counted by vLLM 0.32 with the embedded model, greedy answers of 64 tokens to 16
+"""Counts by vLLM's name of the method, from vLLM 0.32 with the embedded model, greedy answers of 64 tokens to 16
 prompts, for EAGLE-3 to the first 8 of them. On these 8 the engine here counts the same. Steps for which no n-gram
 matched have no drafts, and are not counted."""
 
 
 def conditional_rates(rates: Sequence[float], k: int) -> tuple[float, ...]:
-    """The acceptance of each of k drafts if those before it were accepted; beyond the end, the last rate holds on.
+    """Return the acceptance of each of k drafts if those before it were accepted; the last rate goes on.
 
     Raises:
         MinivllmError: there are no rates, or one is no share.
@@ -81,7 +81,7 @@ def conditional_rates(rates: Sequence[float], k: int) -> tuple[float, ...]:
 
 
 def expected_tokens(rates: Sequence[float], k: int) -> float:
-    """Tokens that a step yields on average: drafts accepted one after another, and one more of the model's own.
+    """Return the tokens of a step on average: drafts accepted one after another, and one of the model's own.
 
     For a constant acceptance α it is (1 - α^(k + 1)) / (1 - α), as in Leviathan et al. (arXiv 2211.17192).
     """
@@ -90,7 +90,7 @@ def expected_tokens(rates: Sequence[float], k: int) -> float:
 
 @dataclass(frozen=True)
 class Drafter:
-    """What drafts cost on the GPU; `cost` is None where they cost nothing."""
+    """The cost of drafts on the GPU; None where they cost nothing."""
 
     method: str
     """vLLM's name: ngram, draft_model or eagle3."""
@@ -100,7 +100,7 @@ class Drafter:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that it holds beside the target's."""
+        """Bytes of its weights, beside the target's."""
         return self.cost.roofline.weight_bytes if self.cost else 0
 
     @property
@@ -109,7 +109,7 @@ class Drafter:
         return self.cost.roofline.kv_bytes_per_token if self.cost else 0
 
     def seconds(self, batch: int, k: int, context: int) -> float:
-        """Seconds of k drafts for each request.
+        """Return the seconds of k drafts for each request.
 
         The first pass takes in what the last step may have added, k + 1 positions a request; each further one a draft.
         """
@@ -124,12 +124,12 @@ NGRAM = Drafter("ngram")
 
 
 def draft_model(model: ModelConfig, gpu: Hardware) -> Drafter:
-    """A second model with the same vocabulary, run k times."""
+    """Make a drafter of a second model with the same vocabulary, run k times."""
     return Drafter("draft_model", _drafting(_captured(model, gpu)))
 
 
 def eagle_head(target: ModelConfig, gpu: Hardware, *, parallel: bool = False) -> Drafter:
-    """An EAGLE-3 head: one layer as wide as the target's, its queries, keys and values made of two vectors, and a head.
+    """Make an EAGLE-3 head: a layer as wide as the target's, whose attention takes two vectors, and a head.
 
     Its weights: the projection of three of the target's hidden states, the layer, and `HEAD_VOCABULARY` outputs; the
     embedding is the target's. In vLLM v0.33.0: `vllm/model_executor/models/llama_eagle3.py`.
@@ -141,7 +141,7 @@ def eagle_head(target: ModelConfig, gpu: Hardware, *, parallel: bool = False) ->
 
 
 def head_cost(target: ModelConfig, gpu: Hardware, parameters: int) -> LeverCost:
-    """A pass of a head with so many parameters in 16 bits, and one layer of the target's attention."""
+    """Return the cost of a head with these parameters in 16 bits, and one layer of the target's attention."""
     whole, layers = _captured(target, gpu), target.num_hidden_layers
     roofline = replace(
         whole.roofline,
@@ -158,7 +158,7 @@ def head_cost(target: ModelConfig, gpu: Hardware, parameters: int) -> LeverCost:
 
 @dataclass(frozen=True)
 class StepParts:
-    """Where the seconds of a step go. `compute` is what operations take beyond the time of reading the weights."""
+    """The seconds of a step by their cause. `compute` is what operations take beyond reading the weights."""
 
     overhead: float
     weights: float
@@ -168,7 +168,7 @@ class StepParts:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.overhead + self.weights + self.compute + self.attention + self.draft
 
 
@@ -190,7 +190,7 @@ class Speculation:
     def of(
         cls, model: ModelConfig, gpu: Hardware, drafter: Drafter, rates: Sequence[float], context: int
     ) -> Speculation:
-        """`model` on one `gpu`.
+        """Place `model` on one `gpu`.
 
         Raises:
             MinivllmError: both models' weights do not fit, or a rate or the context makes no sense.
@@ -204,29 +204,29 @@ class Speculation:
     # ---- tokens and seconds
 
     def tokens(self, k: int) -> float:
-        """Tokens that a request has of a step with k drafts, on average."""
+        """Return the mean tokens that a request gets from a step with k drafts."""
         return expected_tokens(self.rates, k)
 
     def plain(self, batch: int) -> StepParts:
-        """A step without drafts."""
+        """Return the parts of a step without drafts."""
         return self._parts(batch, 1)
 
     def step(self, batch: int, k: int) -> StepParts:
-        """A step with k drafts for each request: the drafter's passes, then the verification."""
+        """Return the parts of a step with k drafts for each request: the drafter's passes, then the verification."""
         parts, draft = self._parts(batch, k + 1), self.drafter.seconds(batch, k, self.context)
         return replace(parts, overhead=parts.overhead + self.verify_overhead, draft=draft)
 
     def speedup(self, batch: int, k: int) -> float:
-        """How many times as fast as decoding without drafts at the same batch; below 1, drafts lose."""
+        """Return how many times as fast as without drafts it is at this batch; below 1, drafts lose."""
         return self.tokens(k) * self.plain(batch).seconds / self.step(batch, k).seconds
 
     def best_k(self, batch: int, most: int = 8) -> int:
-        """The number of drafts that is fastest at this batch, up to `most`; 0 where none pays."""
-        found = max(range(1, most + 1), key=lambda k: self.speedup(batch, k))
-        return found if self.speedup(batch, found) > 1 else 0
+        """Return the fastest number of drafts at this batch, up to `most`; 0 where none pays."""
+        best = max(range(1, most + 1), key=lambda k: self.speedup(batch, k))
+        return best if self.speedup(batch, best) > 1 else 0
 
     def cause(self, batch: int, k: int) -> Cause | None:
-        """Why drafts lose at this batch; None where they do not.
+        """Say why drafts lose at this batch; None where they do not.
 
         wrong: were drafts free and the verification's operations too, they would still lose. Otherwise the larger of
         what drafting takes and what operations add to a plain step.
@@ -243,19 +243,19 @@ class Speculation:
     # ---- batches
 
     def most_batch(self, k: int) -> int:
-        """Requests of `context` tokens whose keys and values fit beside the drafter's, k more tokens each; 0: none."""
+        """Return how many requests of `context` tokens and k drafts fit beside the drafter; 0: none."""
         per_token = self.target.roofline.kv_bytes_per_token + self.drafter.kv_bytes_per_token
         return _requests(self.kv_bytes, per_token, self.context + k + 1)
 
     @cached_property
     def most_plain_batch(self) -> int:
-        """As many without a drafter."""
+        """The largest batch without a drafter."""
         return _requests(
             self.kv_bytes + self.drafter.weight_bytes, self.target.roofline.kv_bytes_per_token, self.context + 1
         )
 
     def losing(self, k: int, most: int = MOST_BATCH) -> list[tuple[int, int]]:
-        """Ranges of batches, first and last, at which drafts lose; none is above `most`.
+        """Return the ranges of batches, first and last, at which drafts lose; none is above `most`.
 
         Drafts may lose at small batches too: there a drafter's passes are long beside the target's.
         """
@@ -274,12 +274,12 @@ class Speculation:
         return [*found, (start, most)] if start else found
 
     def break_even(self, k: int, most: int = MOST_BATCH) -> int | None:
-        """The batch from which on drafts lose, up to `most`; None where they do not lose there."""
+        """Return the batch from which on drafts lose, up to `most`; None where they do not lose there."""
         lost = self.losing(k, most)
         return lost[-1][0] if lost and lost[-1][1] == most else None
 
     def _edge(self, low: int, high: int, k: int) -> int:
-        """The first batch above `low` at which it is as at `high`, by bisection."""
+        """Find the first batch above `low` with the verdict of `high`, by bisection."""
         lost = self.speedup(high, k) < 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -288,9 +288,7 @@ class Speculation:
 
     def _parts(self, batch: int, positions: int) -> StepParts:
         cost, shape = self.target, _shape(batch, positions, self.context)
-        verified = shape._replace(
-            num_reqs=shape.num_tokens
-        )  # each position goes through the head, as a request's last does
+        verified = shape._replace(num_reqs=shape.num_tokens)  # the head computes logits at every position
         weights = cost.weight_seconds(shape.num_tokens)
         return StepParts(
             overhead=cost.roofline.step_overhead,
@@ -304,7 +302,7 @@ _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 51
 
 
 def _shape(batch: int, positions: int, context: int) -> StepShape:
-    """Each request computes `positions` tokens after `context`."""
+    """Return the shape of a step in which each request computes `positions` tokens after `context`."""
     one = StepShape.of([(positions, context)])
     return StepShape(batch, batch * one.num_tokens, batch * one.num_keys, batch * one.num_pairs)
 

@@ -1,7 +1,6 @@
-"""A KV connector between engines of one process, whose scheduler's side asks somebody: the `ConnectorScheduler` of
-exercise 08.
+"""A KV connector between engines of one process whose scheduler's side is the `ConnectorScheduler` of exercise 08.
 
-LLM(model, parts=Parts(kv_connector=connector_that_asks(ConnectorScheduler)), kv_transfer_config={...})
+LLM(model, parts=Parts(kv_connector=learner_connector(ConnectorScheduler)), kv_transfer_config={...})
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SECONDS_TO_RELEASE = 5.0
 
 @dataclass
 class Peer:
-    """An engine's cache, which of its requests have been read, and how many blocks it has read itself."""
+    """An engine's cache, its requests that have been read, and how many blocks it has read itself."""
 
     kv_caches: KVCaches
     sent: set[str] = field(default_factory=set)
@@ -46,22 +45,22 @@ PEERS: dict[str, Peer] = {}
 
 @dataclass
 class Reads(KVConnectorMetadata):
-    """What `build_connector_meta` of the exercise gives, and requests whose lease is over."""
+    """The reads of the exercise's `build_connector_meta`, and requests whose lease is over."""
 
     reads: Sequence[Any]
     expired: Sequence[str]
 
 
-def connector_that_asks(kind: Callable[..., Any]) -> Callable[[KVConnectorConfig, KVConnectorRole], KVConnectorBase_V1]:
-    """A connector with one of `kind` beside the scheduler."""
+def learner_connector(kind: Callable[..., Any]) -> Callable[[KVConnectorConfig, KVConnectorRole], KVConnectorBase_V1]:
+    """Return what makes a connector with one of `kind` beside the scheduler."""
 
     def make(config: KVConnectorConfig, role: KVConnectorRole) -> KVConnectorBase_V1:
-        return AskingConnector(kind, config, role)
+        return LearnerConnector(kind, config, role)
 
     return make
 
 
-class AskingConnector(KVConnectorBase_V1):
+class LearnerConnector(KVConnectorBase_V1):
     """Copies blocks from one engine's cache into another's; the exercise decides which."""
 
     def __init__(self, kind: Callable[..., Any], config: KVConnectorConfig, role: KVConnectorRole) -> None:
@@ -70,16 +69,16 @@ class AskingConnector(KVConnectorBase_V1):
         self.received: set[str] = set()
         if role is KVConnectorRole.SCHEDULER:
             address = {"remote_engine_id": self.engine_id}
-            self.asked = kind(config.block_size, address, LEASE, time.monotonic)
+            self.learner = kind(config.block_size, address, LEASE, time.monotonic)
 
     # The workers' side
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Lets the other engines find the cache."""
+        """Let the other engines find the cache."""
         PEERS[self.engine_id] = Peer(kv_caches)
 
     def start_load_kv(self) -> None:
-        """Copies at once what is to be read; it is told as received after the step."""
+        """Copy what is to be read at once; it counts as received after the step."""
         meta = self._connector_metadata
         assert isinstance(meta, Reads)
         PEERS[self.engine_id].sent |= set(meta.expired)
@@ -88,54 +87,47 @@ class AskingConnector(KVConnectorBase_V1):
             if len(read.block_ids) != len(read.remote_block_ids):
                 raise MinivllmError(f"a read of {len(read.remote_block_ids)} blocks into {len(read.block_ids)}")
             if read.block_ids:
-                for mine, its in zip(PEERS[self.engine_id].kv_caches.values(), peer.kv_caches.values(), strict=True):
-                    for target, source in zip(mine, its, strict=True):
+                caches = PEERS[self.engine_id].kv_caches.values(), peer.kv_caches.values()
+                for ours, theirs in zip(*caches, strict=True):
+                    for target, source in zip(ours, theirs, strict=True):
                         target[list(read.block_ids)] = source[list(read.remote_block_ids)]
                 self.received.add(read.request_id)
                 PEERS[self.engine_id].num_blocks += len(read.block_ids)
             peer.sent.add(read.params["remote_request_id"])
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded within a step."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: tuple, attn_metadata: Any) -> None:
-        """Nothing is saved: the other engine reads."""
-
-    def wait_for_save(self) -> None:
-        """Nothing is saved."""
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """What the others have read, and what was copied."""
-        mine = PEERS[self.engine_id]
-        (sent, mine.sent), (received, self.received) = (mine.sent, set()), (self.received, set())
+        """Return what the others have read, and what was copied."""
+        peer = PEERS[self.engine_id]
+        sent, peer.sent = peer.sent, set()
+        received, self.received = self.received, set()
         return sent, received
 
     # The scheduler's side
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Asks."""
-        return self.asked.get_num_new_matched_tokens(request, num_computed_tokens)
+        """Forward the question."""
+        return self.learner.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Sequence[Any], num_external_tokens: int) -> None:
-        """Asks, with the ids of the blocks."""
-        self.asked.update_state_after_alloc(request, [block.block_id for block in blocks], num_external_tokens)
+        """Forward, with the ids of the blocks."""
+        self.learner.update_state_after_alloc(request, [block.block_id for block in blocks], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Reads:
-        """Asks for the reads, and for the leases that have ended."""
-        return Reads(self.asked.build_connector_meta(), self.asked.expired())
+        """Collect the reads, and the leases that have ended."""
+        return Reads(self.learner.build_connector_meta(), self.learner.expired())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Tells."""
-        self.asked.update_connector_output(connector_output.finished_sending, connector_output.finished_recving)
+        """Forward what was sent and received."""
+        self.learner.update_connector_output(connector_output.finished_sending, connector_output.finished_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Asks."""
-        return self.asked.request_finished(request, block_ids)
+        """Forward the question."""
+        return self.learner.request_finished(request, block_ids)
 
     # Both sides
 
     def shutdown(self) -> None:
-        """Nobody finds the cache any more."""
+        """Hide the cache from the other engines."""
         PEERS.pop(self.engine_id, None)
 
 
@@ -145,7 +137,7 @@ FREE, CAME = "blocks free again at the end", "blocks that came from the other en
 
 
 def serve_through_both(plugged: Plugged, parts: Parts) -> Served:
-    """Each prompt is computed by one engine and answered by another one; without parts, one engine does both."""
+    """Compute each prompt on one engine and answer it on another; without parts, one engine does both."""
     if not parts.names:
         served = serve(plugged, parts)
         served.equal = {FREE: served.rows.pop(FREE)}
@@ -153,18 +145,18 @@ def serve_through_both(plugged: Plugged, parts: Parts) -> Served:
         return served
     prefiller, decoder = (_engine(parts, name) for name in ("prefiller", "decoder"))
     ids = {"temperature": 0.0, "ignore_eos": True}
-    wanted = SamplingParams(**ids, max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    first_token = SamplingParams(**ids, max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     prompts = list(plugged.prompts)
-    told = [one.kv_transfer_params for one in prefiller.generate(prompts, wanted, use_tqdm=False)]
+    prefilled = [output.kv_transfer_params for output in prefiller.generate(prompts, first_token, use_tqdm=False)]
     answers = [
         SamplingParams(**ids, max_tokens=plugged.max_tokens, extra_args={"kv_transfer_params": params})
-        for params in told
+        for params in prefilled
     ]
     outputs = decoder.generate(prompts, answers, use_tqdm=False)
     served = Served([], [])
-    served.token_ids = [list(one.outputs[0].token_ids) for one in outputs]
-    served.texts = [one.outputs[0].text for one in outputs]
-    free = [_free_blocks(one) for one in (prefiller, decoder)]
+    served.token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+    served.texts = [output.outputs[0].text for output in outputs]
+    free = [_free_blocks(llm) for llm in (prefiller, decoder)]
     served.rows = {CAME: PEERS["decoder"].num_blocks}
     served.equal = {FREE: free[0] if free[0] == free[1] else " and ".join(free)}
     return served
@@ -178,7 +170,7 @@ def _engine(parts: Parts, name: str) -> LLM:
 
 
 def _free_blocks(llm: LLM) -> str:
-    """Free blocks of all; the engine steps until what was read is freed, but not for ever."""
+    """Step until the blocks that were read are freed, but not for ever; return how many are free."""
     pool = core_of(llm).scheduler.kv_cache_manager.block_pool
     until = time.monotonic() + SECONDS_TO_RELEASE
     while pool.get_num_free_blocks() < pool.num_usable_blocks and time.monotonic() < until:
