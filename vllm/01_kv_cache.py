@@ -1,11 +1,9 @@
-"""Lesson 01. The KV cache: why it exists, what it costs, and what it does to the memory of a GPU.
+"""Lesson 01. The KV cache: why it exists, what it costs, and what it does to a GPU's memory.
 
-Builds generation without and with a cache, the two Triton kernels that a cache needs, and the ledger of a card.
-You learn what is cached and why it may be, how many bytes a token takes in any model, why decode waits for memory,
-and why reserving the greatest length for every request leaves a full card nearly empty.
+Builds generation without and with a cache, the Triton kernels that a cache needs, and the ledger of a card. You learn
+why keys and values may be kept, how many bytes a token takes in any model, and why decode waits for memory.
 
     uv run python vllm/01_kv_cache.py                       # under a minute on two cores, no GPU needed
-    uv run python vllm/01_kv_cache.py --prompt "class Queue" --tokens 512
     uv run python vllm/01_kv_cache.py --gpu H100 --serve Qwen3-8B --max-model-len 32768
 """
 
@@ -23,36 +21,31 @@ from torch import Tensor
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.memory import MemoryLedger, memory_ledger
-from minivllm.models.loader import load_model
-from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
-from minivllm_lab.device_rates import measure_device
 from minivllm_lab.disturbance import Control
 from minivllm_lab.kv_cache import report
-from minivllm_lab.kv_cache.roofline import measure_share, ridge, share_table
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.progress import track, working
 from minivllm_lab.proof import furthest, prove, show_errors
 from minivllm_lab.tables import console, heading
 from minivllm_lab.timing import median_seconds
-from minivllm_simulate.known_models import CONFIGS, known_model
+from minivllm_simulate.known_models import known_model
 from minivllm_simulate.workloads import WORKLOADS
 
+
 # %% 1. The pain: without a cache, every new token pays for all the others again
-
-
 # region: attention
 def attention(q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> Tensor:
-    """Causal attention: query i stands at position `first + i` and sees every position up to its own.
+    """Causal attention: query i is at position `first + i` and sees every position up to its own.
 
     q [queries, heads, head_dim]; k and v [positions, kv_heads, head_dim] -> [queries, heads, head_dim].
     """
     group, exact = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
-    k, v = (x.to(exact).repeat_interleave(group, dim=1) for x in (k, v))  # query heads share KV heads in groups
+    k, v = (x.to(exact).repeat_interleave(group, dim=1) for x in (k, v))  # a group of query heads per KV head
     scores = torch.einsum("qhd,khd->hqk", q.to(exact), k) / math.sqrt(q.shape[-1])
-    asking = first + torch.arange(len(q), device=q.device)
-    future = torch.arange(len(k), device=q.device) > asking[:, None]
+    positions = first + torch.arange(len(q), device=q.device)
+    future = torch.arange(len(k), device=q.device) > positions[:, None]
     weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
@@ -62,7 +55,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> Tensor:
 
 # region: generate
 class Generation(NamedTuple):
-    """Prompt and output, how many tokens went through the model to make it, and the seconds of each step."""
+    """A prompt with its continuation, the tokens that went through the model, and the seconds of each step."""
 
     tokens: list[int]
     token_passes: int
@@ -71,7 +64,7 @@ class Generation(NamedTuple):
 
 @torch.inference_mode()
 def generate(model, prompt: list[int], new_tokens: int, cache: "KVCache | None" = None) -> Generation:
-    """The likeliest continuation. Only tokens that are not in the cache yet go through the model; without one, all."""
+    """Continue greedily. Each step feeds the tokens that the cache does not hold yet; without a cache, all of them."""
     tokens, token_passes, seconds, device = list(prompt), 0, [], model.embed_tokens.weight.device
     for _ in range(new_tokens):
         start = time.perf_counter()
@@ -91,11 +84,9 @@ def generate(model, prompt: list[int], new_tokens: int, cache: "KVCache | None" 
 
 
 # %% 2. The idea: the keys and values of earlier tokens never change, so keep them
-
-
 # region: cache
 def decode_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
-    """One new token: put its key and value into slot `length`, then let its query see slots 0 to `length`.
+    """Write the new token's key and value into slot `length`, then attend over slots 0 to `length`.
 
     q [heads, head_dim]; k, v [kv_heads, head_dim]; keys, values [slots, kv_heads, head_dim], changed in place
     -> [heads, head_dim].
@@ -113,7 +104,7 @@ class KVCache:
         self.length = 0  # slots that hold a token
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention in one layer: for the whole prompt in the first step, for one token in each later one."""
+        """Store the new keys and values of one layer and attend: the whole prompt first, then token by token."""
         keys, values, start, end = self.keys[layer], self.values[layer], self.length, self.length + len(q)
         if len(q) == 1:
             return decode_step(q[0], k[0], v[0], keys, values, start)[None]
@@ -124,31 +115,20 @@ class KVCache:
 # endregion
 
 
-def compare_generation(model, prompt: list[int], new_tokens: int, max_model_len: int) -> tuple[list[int], dict]:
-    """The same text twice, without and with a cache: equal tokens, work counted, time per token against length."""
-    cache = KVCache(model.config, max_model_len, model.embed_tokens.weight)
+def compare_generation(model, tokenizer, prompt: list[int], new_tokens: int) -> dict:
+    """Generate the same text without and with a cache; count the work, and time a token against its position."""
+    cache = KVCache(model.config, len(prompt) + new_tokens, model.embed_tokens.weight)
     with working("the same text, without a cache and with one"):
         generate(model, prompt, 2)  # warm up
         without, cached = generate(model, prompt, new_tokens), generate(model, prompt, new_tokens, cache)
     assert without.tokens == cached.tokens, "the cache changed the text"
-    parts = min(5, new_tokens)
-    windows = [slice(new_tokens * part // parts, new_tokens * (part + 1) // parts) for part in range(parts)]
-    lengths = [len(prompt) + (window.start + window.stop) // 2 for window in windows]
-    slow, fast = ([1e3 * statistics.median(run.seconds[window]) for window in windows] for run in (without, cached))
-    counts = {"prompt_tokens": len(prompt), "new_tokens": new_tokens, "token_passes_with": cached.token_passes}
-    ratios = {"speedup": sum(without.seconds) / sum(cached.seconds), "last_ratio": slow[-1] / fast[-1]}
-    times = {"lengths": lengths, "ms_without": slow, "ms_with": fast}
-    found = {**counts, "token_passes_without": without.token_passes, **ratios, **times}
-    report.show_generation(found)
-    return cached.tokens, found
+    return report.show_generation(len(prompt), without, cached, tokenizer)
 
 
 # %% 3. What it costs: bytes per token, by one formula
-
-
 # region: bytes
 def kv_bytes_per_token(config: ModelConfig, bytes_per_element: int = 2) -> int:
-    """Bytes that one token occupies in the cache, over all layers: K and V for each KV head (not each query head)."""
+    """Count the bytes of one token's K and V over all layers and KV heads (not query heads)."""
     if config.kv_lora_rank:  # DeepSeek's latent attention keeps one narrow vector in place of all heads
         width = config.kv_lora_rank + config.qk_rope_head_dim
     else:
@@ -158,10 +138,8 @@ def kv_bytes_per_token(config: ModelConfig, bytes_per_element: int = 2) -> int:
 
 # endregion
 
-
 # %% 4. The kernels: append to the cache, and attend over it
-
-BLOCK_T = 64  # tokens that the attention kernel takes at a time
+BLOCK_T = 64  # tokens that the attention kernel reads at a time
 
 
 # region: append
@@ -174,7 +152,7 @@ def append_token(cache, new, slot, WIDTH: tl.constexpr):
 
 @triton.jit
 def append_heads(cache, new, slot, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """The same with a program for each head: cache [slots, kv_heads, HEAD_DIM]; new [kv_heads, HEAD_DIM]."""
+    """Do the same with a program for each head: cache [slots, kv_heads, HEAD_DIM]; new [kv_heads, HEAD_DIM]."""
     head, column = tl.program_id(0), tl.arange(0, BLOCK)
     inside = column < HEAD_DIM
     target = (slot * tl.num_programs(0) + head) * HEAD_DIM + column
@@ -207,12 +185,11 @@ def decode_kernel(
     out, q, keys, values, lengths, slots, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One query of each request attends over its first `lengths[request]` slots. Grid: (requests, heads).
+    """Attend with one query per request over its first `lengths[request]` slots. Grid: (requests, heads).
 
     q, out [requests, heads, head_dim]; keys, values as above; any float dtype, float32 inside.
     Must read 2 * length * kv_heads * head_dim elements a request; does 4 * length * heads * head_dim FLOPs.
-    The heads of a group each read the same keys: lesson 09 fixes that. One pass over the tokens, with a running
-    maximum, makes the softmax: lesson 03 derives it.
+    Each head of a group reads the same keys again: lesson 09 fixes that. Lesson 03 derives the softmax in one pass.
     """
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths + request)
@@ -238,13 +215,13 @@ def decode_kernel(
 
 
 def decode_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """`decode_step` for many requests: both kernels. A request whose slots are full attends to those it has.
+    """Run both kernels: `decode_step` for many requests. A full request attends to the slots it has.
 
-    q [requests, heads, head_dim]; k, v [requests, kv_heads, head_dim]; keys, values [requests, slots, kv_heads,
-    head_dim], contiguous, changed in place; lengths [requests], int32 -> like q.
+    q [requests, heads, head_dim]; k, v [requests, kv_heads, head_dim]; lengths [requests], int32;
+    keys, values [requests, slots, kv_heads, head_dim], contiguous, changed in place -> like q.
     """
     (requests, slots, kv_heads, head_dim), heads, width = keys.shape, q.shape[1], k[0].numel()
-    append_kernel[(requests,)](keys, values, k, v, lengths, slots, WIDTH=width, BLOCK=triton.next_power_of_2(width))
+    append_kernel[(requests,)](keys, values, k, v, lengths, slots, width, triton.next_power_of_2(width))
     out, seen = torch.empty_like(q), (lengths + 1).clamp(max=slots)
     decode_kernel[(requests, heads)](
         out, q, keys, values, seen, slots, 1 / math.sqrt(head_dim), GROUP=heads // kv_heads, KV_HEADS=kv_heads,
@@ -255,27 +232,25 @@ def decode_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, 
 
 def verify_kernels(device: torch.device) -> dict:
     """Decode one token in each of five requests, and compare with `decode_step` in float64."""
-    errors = {}
-    for heads, kv_heads, head_dim in track([(4, 4, 64), (6, 2, 80), (8, 1, 128)], "verifying the kernels"):
-        lengths = [0, 1, BLOCK_T - 1, BLOCK_T, 2 * BLOCK_T + 3]
+    errors, lengths = {}, [0, 1, BLOCK_T - 1, BLOCK_T, 2 * BLOCK_T + 3]
+    for heads, kv_heads, head_dim in [(4, 4, 64), (6, 2, 80), (8, 1, 128)]:
         q = torch.randn(5, heads, head_dim).half()
         k, v = torch.randn(2, 5, kv_heads, head_dim).half()
         keys, values = torch.randn(2, 5, 3 * BLOCK_T, kv_heads, head_dim).half()
-        exact = [x.double() for x in (q, k, v, keys, values)]
-        expected = torch.stack([decode_step(*one, length) for *one, length in zip(*exact, lengths, strict=True)])
-        given = (q, k, v, keys, values, torch.tensor(lengths, dtype=torch.int32))
-        found = decode_batch(*(x.to(device) for x in given))
-        errors[f"{heads} query heads, {kv_heads} KV heads of {head_dim}"] = furthest(found, expected)
+        exact = zip(*(x.double() for x in (q, k, v, keys, values)), lengths, strict=True)
+        expected = torch.stack([decode_step(*request) for request in exact])
+        arguments = (q, k, v, keys, values, torch.tensor(lengths, dtype=torch.int32))
+        out = decode_batch(*(x.to(device) for x in arguments))
+        errors[f"{heads} query heads, {kv_heads} KV heads of {head_dim}"] = furthest(out, expected)
     return {"largest_error": show_errors("Both kernels", errors, 2e-3)}
 
 
 # %% 5. The measurement: decode waits for memory, so more sequences at once are nearly free
-
 COUNTS = (1, 4, 16, 64)
 
 
 def timed_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """Our kernels on a GPU. On a CPU PyTorch's, into the last slot and over all: interpreted kernels tell no time."""
+    """Attend with our kernels on a GPU; on a CPU, where they are interpreted, with PyTorch over all slots."""
     if q.is_cuda:
         return decode_batch(q, k, v, keys, values, lengths)
     keys[:, -1], values[:, -1] = k, v
@@ -284,34 +259,31 @@ def timed_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, l
 
 
 def measure_intensity(device: torch.device, quick: bool) -> dict:
-    """FLOPs per byte of the two things that a decode step reads, and what share of this device's rates they reach."""
-    rates, shares = measure_device(device, ("bfloat16", "float32"), quick), {}
-    fastest = getattr(torch, rates.fastest)  # many processors have no instructions for bfloat16
-    weight = torch.randn(2048 if quick else 16384, 4096, device=device).to(fastest)  # if not quick, in no cache
+    """Count FLOPs per byte of what a decode step reads, and time it against this device's rates."""
+    roofline = report.Roofline(device, quick)
+    fastest = getattr(torch, roofline.rates.fastest)  # many processors have no instructions for bfloat16
+    weight = torch.randn(2048 if quick else 16384, 4096, device=device).to(fastest)  # larger than any cache
     for count in track(COUNTS, "reading weights"):
         x = torch.randn(count, 4096, device=device).to(fastest)
-        moved = weight.element_size() * (weight.numel() + x.numel() + count * len(weight))
-        step, flops = partial(F.linear, x, weight), 2 * count * weight.numel()
-        shares[f"weights_{count}"] = measure_share(step, moved, flops, rates, device)
+        bytes_moved = weight.element_size() * (weight.numel() + x.numel() + count * len(weight))
+        roofline.measure(f"weights_{count}", partial(F.linear, x, weight), bytes_moved, 2 * count * weight.numel())
     count, slots, dtype = (64, 4096, torch.bfloat16) if device.type == "cuda" else (2, 2048, torch.float32)
     lengths = torch.full((count,), slots - 1, dtype=torch.int32, device=device)
     for group in track((1, 4), "reading caches"):
-        cached = torch.randn(2, count, slots, 32 // group, 128, device=device, dtype=dtype)
+        cache = torch.randn(2, count, slots, 32 // group, 128, device=device, dtype=dtype)
         q, k = (torch.randn(count, heads, 128, device=device, dtype=dtype) for heads in (32, 32 // group))
-        step, flops = partial(timed_batch, q, k, k, *cached, lengths), 4 * count * slots * q[0].numel()
-        shares[f"cache_group_{group}"] = measure_share(step, cached.nbytes, flops, rates, device)
-    share_table("What a decode step reads: weights for n sequences, or the cache", rates, shares)
-    found = {"ridge": ridge(rates), "longer_64": shares["weights_64"].seconds / shares["weights_1"].seconds}
-    return found | {name: share.figures() for name, share in shares.items()}
+        step, flops = partial(timed_batch, q, k, k, *cache, lengths), 4 * count * slots * q[0].numel()
+        roofline.measure(f"cache_group_{group}", step, cache.nbytes, flops)
+    return roofline.show()
 
 
 @torch.inference_mode()
 def measure_sequences(model, context: int = 128) -> dict:
-    """Tokens per second of the model when so many sequences of `context` tokens decode together."""
-    rates, weight = {}, model.embed_tokens.weight
+    """Measure tokens per second when 1 to 64 sequences of `context` tokens decode together."""
+    rates, weight, config = {}, model.embed_tokens.weight, model.config
     for count in track(COUNTS, "decoding sequences together"):
-        caches = [KVCache(model.config, context, weight) for _ in range(count)]
-        keys, values = torch.stack([one.keys for one in caches], 1), torch.stack([one.values for one in caches], 1)
+        slots = (config.num_hidden_layers, count, context)
+        keys, values = weight.new_zeros(2, *slots, config.num_key_value_heads, config.head_dim)
         lengths = torch.full((count,), context - 1, dtype=torch.int32, device=weight.device)
 
         def attend(layer, q, k, v, keys=keys, values=values, lengths=lengths):
@@ -319,79 +291,56 @@ def measure_sequences(model, context: int = 128) -> dict:
 
         step = partial(model, torch.zeros_like(lengths), lengths, attend)
         rates[str(count)] = count / median_seconds(step, device=weight.device)
-    gains = {count: rate / rates["1"] for count, rate in rates.items()}
-    report.show_sequences(rates, gains)
-    return {"tokens_per_second": rates, "gain": gains}
+    return report.show_sequences(rates)
 
 
-# %% 6. The ledger: reserve the greatest length for every request, and look how much of it is ever used
-
-
+# %% 6. The ledger: reserve the greatest length for every request, and see how much of it is ever used
 def replay(max_model_len: int, seed: int) -> dict:
-    """Reserve for 20,000 requests of each of four kinds, with lengths as published, and count what stays empty."""
-    found, slots = {}, sorted({2048, 4096, 8192, max_model_len})
-    for name, workload in track(WORKLOADS.items(), "reserving"):
+    """Reserve for 20,000 requests of each of four published kinds, and count the slots that stay empty."""
+    results, slots = {}, sorted({2048, 4096, 8192, max_model_len})
+    for name, workload in WORKLOADS.items():
         lengths = [request.total for request in workload.sample(20_000, seed)]
         fitting = {n: [length for length in lengths if length <= n] for n in slots}
         unused = {str(n): 1 - statistics.mean(fit or [0]) / n for n, fit in fitting.items()}
-        found[name] = {"title": workload.title, "mean": statistics.mean(lengths), "unused": unused}
-    report.show_unused(found)
-    return found
+        results[name] = {"title": workload.title, "mean": statistics.mean(lengths), "unused": unused}
+    report.show_unused(results)
+    return results
 
 
 # %% 7. Break it: the card that is full and nearly empty, and the request that does not fit
-
-
 def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict:
     """Reserve on a real card until it is full; then ask it for one request as long as its model allows."""
-    slots, card = ledger.max_model_len, ledger.device.name
-    running, found = ledger.longest_request // slots, {}
-    for name, one in workloads.items():
-        held = slots * (1 - one["unused"][str(slots)])  # by one request, when it ends
-        found[name] = {"used": running * held / ledger.tokens, "unreserved": int(ledger.tokens / max(held, 1))}
-    report.show_card(found, workloads, ledger)
+    running = ledger.longest_request // ledger.max_model_len
+    card = report.show_card(ledger, running, workloads)
     try:
-        memory_ledger(config, card)
+        memory_ledger(config, ledger.device.name)
     except MinivllmError as error:
         console.print(f"at the model's own limit it refuses to start: {error}")
-    memory = {row.name: row.bytes for row in ledger.rows}
-    counts = {"name": card, "tokens": ledger.tokens, "running": running, "longest": ledger.longest_request}
-    return {**counts, "cache_share": ledger.kv_bytes / ledger.device.memory_bytes, "memory": memory, **found}
-
-
-# %% The talk, in order
+    return card
 
 
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, served, control = begin("Lesson 01. The KV cache", arguments), known_model(arguments.serve), Control()
     ledger = memory_ledger(served, arguments.gpu, max_model_len=arguments.max_model_len)
-    (model, config), tokenizer = load_model(arguments.model, device, "float32"), load_tokenizer(arguments.model)
-    prompt, limit = tokenizer.encode(arguments.prompt).ids, config.max_position_embeddings
-    new_tokens = arguments.tokens or (32 if arguments.quick else 1024 if arguments.full else 256)
-    if not prompt:
-        raise MinivllmError("the prompt is empty: the model needs a token to start from")
-    if len(prompt) + new_tokens > limit:
-        raise MinivllmError(f"{len(prompt)} tokens of prompt and {new_tokens} new ones are more than {limit} positions")
+    model, tokenizer, prompt, new_tokens = report.load_prompt(arguments, device)
     heading("1 and 2. The same text without a cache and with one")
     with control.watch():
-        text, generation = compare_generation(model, prompt, new_tokens, limit)
-    console.print(tokenizer.decode(text[:60]), style="dim", markup=False)
+        results = {"generation": compare_generation(model, tokenizer, prompt, new_tokens)}
     heading("3. What it costs: bytes per token")
-    sizes = {name.split("/")[1]: kv_bytes_per_token(known_model(name)) for name in CONFIGS}
-    report.show_sizes(sizes)
-    found = {"generation": generation, "bytes_per_token": sizes}
+    results["bytes_per_token"] = report.show_sizes(kv_bytes_per_token)
     heading("4. The kernels, verified")
-    found["kernels"] = prove(verify_kernels, device)
+    results["kernels"] = prove(verify_kernels, device)
     heading("5. What limits decode")
     with control.watch():
-        found |= {"intensity": measure_intensity(device, arguments.quick), "sequences": measure_sequences(model)}
+        results["intensity"] = measure_intensity(device, arguments.quick)
+        results["sequences"] = measure_sequences(model)
     heading("6. The ledger")
-    found["reservation"] = replay(ledger.max_model_len, arguments.seed)
+    results["reservation"] = replay(ledger.max_model_len, arguments.seed)
     heading("7. Break it")
-    found["card"] = {"model": arguments.serve, **break_it(ledger, served, found["reservation"])}
-    report.close(found, control.disturbance())
-    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+    results["card"] = {"model": arguments.serve, **break_it(ledger, served, results["reservation"])}
+    report.close(results, control.disturbance())
+    keep(__file__, results, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

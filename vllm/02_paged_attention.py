@@ -1,17 +1,13 @@
 """Lesson 02. PagedAttention: the KV cache in small blocks, a table for each sequence, and blocks that several share.
 
-Builds block pool, block tables, reference counts and copy-on-write, and Triton kernels that read through a block table:
-a gather in three steps, and decode attention.
-You learn where a reserved cache loses its memory, why blocks lose next to none, what looking a block up costs the
-kernel, and what one forgotten reference does.
+Builds a block pool, block tables with reference counts and copy-on-write, and Triton kernels that read through a table.
+You learn where a reserved cache loses its memory, why blocks lose next to none, and what one forgotten reference does.
 
-    uv run python vllm/02_paged_attention.py                      # under a minute on a laptop, no GPU needed
-    uv run python vllm/02_paged_attention.py --block-size 128 --slots 8192
-    uv run python vllm/02_paged_attention.py --beam-width 8 --prompt "class Queue"
+    uv run python vllm/02_paged_attention.py   # under a minute on a laptop, no GPU needed; --help lists the knobs
 """
 
-import argparse
 import math
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -20,58 +16,46 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.models.decoder import Decoder
-from minivllm.models.loader import load_model
-from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.paged_attention import report
-from minivllm_lab.paged_attention.allocators import replay_workloads, reservations
+from minivllm_lab.paged_attention.allocators import TablesOnDemand, reservations
 from minivllm_lab.paged_attention.beam_search import measure_sharing
-from minivllm_lab.paged_attention.memory_replay import TablesOnDemand
-from minivllm_lab.paged_attention.paged_cache import (
-    PagedCache,
-    engine_decode,
-    gather_decode,
-    random_case,
-    time_by_block_size,
-)
+from minivllm_lab.paged_attention.paged_cache import PagedCache, gather_decode, random_case
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, refusal, show_errors
 from minivllm_lab.tables import heading
-from minivllm_simulate.workloads import WORKLOADS
 
 # %% 1. The pain: one contiguous region for each request
-
 LONGEST = 2048  # tokens of the longest request that is served
+BLOCK_T = 64  # tokens that a program of the decode kernel reads at a time, as in lesson 01
 RESERVATIONS = reservations(LONGEST)  # four ways to reserve a region: three of the paper's, and a better one
 
+
 # %% 2. The mechanism: a pool of equal blocks, and a table for each sequence
-
-
 # region: pool
 class KVCacheBlock:
-    """`block_size` token slots in every layer. `ref_cnt` sequences hold the block; where none does, it is free."""
+    """`block_size` token slots in every layer. `ref_cnt` sequences hold the block; at 0 it is free."""
 
     def __init__(self, block_id: int) -> None:
         self.block_id, self.ref_cnt = block_id, 0
 
 
 class BlockPool:
-    """All blocks. Block 0 is the null block: it fills the unused places of tables, and nobody gets it."""
+    """All blocks. Block 0 is the null block: it pads tables and is never allocated."""
 
     def __init__(self, num_gpu_blocks: int) -> None:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
-        self.free = deque(self.blocks[1:])  # the left end is taken next
+        self.free = deque(self.blocks[1:])  # allocated from the left end
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Return the number of blocks that no sequence holds."""
         return len(self.free)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks, all or none; each has one holder then."""
+        """Allocate `num_blocks` blocks, each with a reference count of 1, or raise without allocating any."""
         if num_blocks > len(self.free):
             raise MinivllmError(f"cannot take {num_blocks} blocks: {len(self.free)} are free")
         blocks = [self.free.popleft() for _ in range(num_blocks)]
@@ -80,12 +64,12 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One holder more for each block."""
+        """Increment each block's reference count."""
         for block in blocks:
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """One holder less for each block. Those without one are taken next, in the order given."""
+        """Decrement each block's reference count; those at 0 are allocated next, in this order."""
         free = []
         for block in ordered_blocks:
             if block.ref_cnt == 0:
@@ -99,7 +83,7 @@ class BlockPool:
 # endregion
 # region: slot_mapping
 def slot_mapping(block_ids: Sequence[int], positions: Iterable[int], block_size: int) -> list[int]:
-    """The slot of each position: which block the table names, and where in that block."""
+    """Map each position to its slot: look its block up in the table, then add its place in the block."""
     return [block_ids[position // block_size] * block_size + position % block_size for position in positions]
 
 
@@ -114,9 +98,9 @@ class BlockTable:
         self.num_tokens = 0
 
     def append(self, num_tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Room for more tokens: their slots, and the (source, target) blocks to copy before they are written.
+        """Allocate slots for more tokens; return them, and the (source, target) blocks to copy before writing.
 
-        If the last block is half full and another sequence reads it too, this one goes on in a block of its own.
+        If the last block is half full and shared, this sequence goes on in a copy of its own: copy-on-write.
         """
         blocks = self.pool.get_new_blocks(self.blocks_needed(num_tokens))  # raises before anything has changed
         copies = []
@@ -131,56 +115,46 @@ class BlockTable:
         return slot_mapping(self.block_ids(), positions, self.block_size), copies
 
     def fork(self) -> "BlockTable":
-        """A second sequence with the same past. Nothing is copied: every block has one holder more."""
+        """Return a second sequence with the same past. Both share every block; nothing is copied."""
         child = BlockTable(self.pool, self.block_size)
         child.blocks, child.num_tokens = list(self.blocks), self.num_tokens
         self.pool.touch(child.blocks)
         return child
 
     def free(self) -> None:
-        """Let go of every block, the last one first."""
+        """Release every block, the last one first."""
         self.pool.free_blocks(reversed(self.blocks))
         self.blocks, self.num_tokens = [], 0
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that `append(num_tokens)` takes from the pool."""
+        """Return how many blocks `append(num_tokens)` takes from the pool."""
         blocks = -(-(self.num_tokens + num_tokens) // self.block_size)
         return blocks - len(self.blocks) + self.must_copy(num_tokens)
 
     def must_copy(self, num_tokens: int) -> bool:
-        """Would the next token be written into a block that another sequence reads?"""
+        """Return whether the next token would be written into a block that another sequence reads."""
         return num_tokens > 0 and self.num_tokens % self.block_size > 0 and self.blocks[-1].ref_cnt > 1
 
     def block_ids(self) -> list[int]:
-        """The table as the device needs it."""
+        """Return the table as the device needs it."""
         return [block.block_id for block in self.blocks]
 
 
 # endregion
 
+
 # %% 3. The same requests on the same memory, by every allocator
-
-
 def paged(slots: int, block_size: int) -> TablesOnDemand:
-    """The other way: nothing is reserved, a block is taken when a token needs it."""
+    """Reserve nothing: a request takes a block when a token needs it."""
     pool = BlockPool(1 + slots // block_size)
     return TablesOnDemand(slots, block_size, lambda: BlockTable(pool, block_size))
 
 
-def measure_memory(plan: report.Plan) -> dict:
-    """What the slots hold under every allocator, and how many requests run at once."""
-    allocators = {**RESERVATIONS, "paged": partial(paged, block_size=plan.block_size)}
-    found = replay_workloads(allocators, WORKLOADS, plan.slots, plan.steps, LONGEST, plan.seed)
-    return report.show_memory(found, plan.slots)
-
-
 # %% 4. The kernels: gather through a block table, in three steps, then attend through it
-
-
 # region: gather
 @triton.jit
 def gather_token_kernel(out, cache, block_table, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """One token's row, through its sequence's table. Grid: (tokens of the sequence,).
+    """Gather one token's row through its sequence's table. Grid: (tokens of the sequence,).
 
     out [tokens, WIDTH]; cache [slots, WIDTH], any dtype; block_table int32 [blocks of the sequence]. BLOCK_SIZE and
     WIDTH are powers of two. Reads tokens * WIDTH elements and one entry of the table for each token.
@@ -194,7 +168,7 @@ def gather_token_kernel(out, cache, block_table, BLOCK_SIZE: tl.constexpr, WIDTH
 
 @triton.jit
 def gather_block_kernel(out, cache, block_table, length, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """The same, a whole block at a time. Grid: (blocks of the sequence,). The last block holds what `length` leaves.
+    """Gather a whole block at a time. Grid: (blocks of the sequence,). The last block may be partly filled.
 
     Reads length * WIDTH elements and one entry of the table for each block.
     """
@@ -208,10 +182,10 @@ def gather_block_kernel(out, cache, block_table, length, BLOCK_SIZE: tl.constexp
 
 @triton.jit
 def gather_cache_kernel(out, starts, cache, block_table, lengths, width, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """The same for all sequences in one launch. Grid: (sequences, width of the table).
+    """Gather all sequences in one launch. Grid: (sequences, width of the table).
 
     Sequence s has `lengths[s]` tokens, and its rows begin at row `starts[s]` of out. block_table int32 [sequences,
-    width]; what lies behind a sequence's last block is padding, and its programs read nothing of the cache.
+    width]; the entries after a sequence's last block are padding, and their programs read nothing of the cache.
     """
     sequence, place = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + sequence)
@@ -224,10 +198,6 @@ def gather_cache_kernel(out, starts, cache, block_table, lengths, width, BLOCK_S
 
 
 # endregion
-
-BLOCK_T = 64  # tokens that a program of the decode kernel takes at once, as in lesson 01
-
-
 # region: decode_kernel
 @triton.jit
 def paged_decode_kernel(
@@ -235,11 +205,11 @@ def paged_decode_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """One query of each sequence attends over its first `lengths[sequence]` tokens. Grid: (sequences, heads).
+    """Attend with one query per sequence over its first `lengths[sequence]` tokens. Grid: (sequences, heads).
 
     q, out [sequences, heads, head_dim]; keys, values [blocks, block_size, kv_heads, head_dim]; block_table int32
-    [sequences, table_width]; any float dtype, float32 inside. Lesson 01's kernel, but for how it finds a token's slot;
-    without PAGED, sequence i owns block i, and no table is read.
+    [sequences, table_width]; any float dtype, float32 inside. Only how it finds a token's slot differs from lesson 01's
+    kernel; without PAGED, sequence i owns block i, and no table is read.
     Must read 2 * length * kv_heads * head_dim elements and length / block_size entries of the table a sequence.
     """
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -272,7 +242,7 @@ def paged_decode_kernel(
 
 
 def paged_decode(q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, paged=True) -> Tensor:
-    """The decode kernel: attention of q [sequences, heads, head_dim] over each sequence's tokens -> like q."""
+    """Launch the decode kernel: attention of q [sequences, heads, head_dim] over each sequence's tokens -> like q."""
     _, block_size, kv_heads, head_dim = keys.shape
     out, heads = torch.empty_like(q), q.shape[1]
     paged_decode_kernel[(len(q), heads)](
@@ -284,17 +254,16 @@ def paged_decode(q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, l
 
 
 def gather_cache(cache: Tensor, block_table: Tensor, lengths: Tensor) -> Tensor:
-    """The rows of all sequences, one after another: cache [blocks, block_size, width] -> [tokens, width]."""
+    """Gather the rows of all sequences, one after another: cache [blocks, block_size, width] -> [tokens, width]."""
     _, block_size, width = cache.shape
     out = cache.new_empty(int(lengths.sum()), width)
-    tables = (block_table, lengths, block_table.shape[1])
-    starts = lengths.cumsum(0, dtype=torch.int32) - lengths
-    gather_cache_kernel[tuple(block_table.shape)](out, starts, cache, *tables, BLOCK_SIZE=block_size, WIDTH=width)
+    starts, grid = lengths.cumsum(0, dtype=torch.int32) - lengths, tuple(block_table.shape)
+    gather_cache_kernel[grid](out, starts, cache, block_table, lengths, grid[1], BLOCK_SIZE=block_size, WIDTH=width)
     return out
 
 
 def verify_kernels(device: torch.device) -> dict:
-    """Attention against float64 on awkward lengths and block sizes; gathered rows, bit for bit."""
+    """Compare attention with float64 on awkward lengths and block sizes, and gathered rows bit for bit."""
     errors = {}
     for heads, kv_heads, head_dim, block_size in track([(4, 4, 64, 16), (6, 2, 80, 5), (8, 1, 128, 1)], "verifying"):
         case = random_case(heads, kv_heads, head_dim, block_size, (1, block_size, block_size + 1, 2 * BLOCK_T + 3))
@@ -303,104 +272,79 @@ def verify_kernels(device: torch.device) -> dict:
         errors[name] = furthest(paged_decode(*(x.to(device) for x in case)), expected)
     _, keys, _, block_table, lengths = random_case(1, 1, 32, 8, (1, 8, 9, 30))
     rows = [keys[table].flatten(0, 2)[:length] for table, length in zip(block_table, lengths, strict=True)]
-    found = gather_cache(*(x.to(device) for x in (keys.flatten(2), block_table, lengths)))
-    assert torch.equal(found.cpu(), torch.cat(rows)), "the gather found other rows"
+    gathered = gather_cache(*(x.to(device) for x in (keys.flatten(2), block_table, lengths)))
+    assert torch.equal(gathered.cpu(), torch.cat(rows)), "the gather returned other rows"
     return {"largest_error": show_errors("The kernels", errors, 2e-3, caption="gathered rows: bit for bit")}
 
 
-# %% 5. Sharing: parallel samples and beam search
-
-
-def paged_cache(model: Decoder, num_blocks: int, block_size: int) -> PagedCache:
-    """A real model's keys and values in our blocks. On a GPU the kernel above reads them."""
-    return PagedCache(model, BlockPool(num_blocks), BlockTable, block_size, paged_decode)
-
-
-# %% 6. The measurement: what a block size costs, in empty slots and in time
-
-
-def measure_block_sizes(plan: report.Plan, device: torch.device, control: Control) -> dict:
-    """Both costs of a block size: slots that stay empty in held blocks, and the time of attention.
-
-    A GPU times the kernel above, with the table and without. A CPU times the engine's attention (lesson 03), which
-    looks every token up in either case: its times compare orders of memory, and say nothing about the lookup.
-    """
-    with control.watch():
-        timed = time_by_block_size(device, plan.sizes, paged_decode if device.type == "cuda" else engine_decode)
-    names = ("alpaca", "sharegpt", "azure-conversation")
-    allocators = {str(size): partial(paged, block_size=size) for size in plan.sizes}
-    held = replay_workloads(allocators, names, plan.slots, plan.steps // 3, LONGEST, plan.seed)
-    return report.show_block_sizes(report.price(*timed), held, LONGEST)
+# %% 5. Sharing: beams and samples of a real model, whose keys and values are in our blocks
+def paged_cache(model, num_blocks: int, block_size: int) -> PagedCache:
+    """Make an empty cache for a real model, with `num_blocks` blocks in the pool."""
+    return PagedCache(model, BlockPool(num_blocks), BlockTable, block_size)
 
 
 # %% 7. Break it
-
-
 def double_free(pool: BlockPool) -> list[int]:
-    """Free the same blocks twice, then serve two sequences: the blocks that both of them got."""
+    """Free the same blocks twice, then serve two sequences; return the blocks that both of them got."""
     blocks = pool.get_new_blocks(3)
     pool.free_blocks(blocks)
     pool.free_blocks(blocks)
-    one, other = ({block.block_id for block in pool.get_new_blocks(3)} for _ in range(2))
-    return sorted(one & other)
+    first, second = ({block.block_id for block in pool.get_new_blocks(3)} for _ in range(2))
+    return sorted(first & second)
 
 
-def leak(cache: PagedCache, mine: list[int], stranger: list[int], new_tokens: int) -> tuple[list[int], list[int]]:
-    """Fork a request, end its first half, let a stranger in: (tokens where its prompt should lie, tokens it writes)."""
+def leak(cache: PagedCache, prompt: list[int], stranger: list[int], new_tokens: int) -> tuple[list[int], list[int]]:
+    """Fork a request, end its first half, admit a stranger; return what the second half reads and generates."""
     first = cache.table()
-    logits = cache.forward([first], [mine])
-    second, written = first.fork(), []
+    logits = cache.step([first], [prompt])
+    second, generated = first.fork(), []
     first.free()
-    cache.forward([cache.table()], [stranger])
+    cache.step([cache.table()], [stranger])
     for _ in range(new_tokens):
-        written.append(int(logits[0].argmax()))
-        logits = cache.forward([second], [written[-1:]])
-    return cache.tokens_of(second)[: len(mine)], written
+        generated.append(int(logits[0].argmax()))
+        logits = cache.step([second], [generated[-1:]])
+    return cache.tokens_of(second)[: len(prompt)], generated
 
 
-def break_it(cache_of: Callable[[], PagedCache], decode, mine: list[int], stranger: list[int]) -> dict:
-    """A double free, a pool that runs dry and a forgotten reference: with the checks, and without them."""
+def break_it(cache_of: Callable[[], PagedCache], decode, prompt: list[int], stranger: list[int]) -> dict:
+    """Free twice, run the pool dry and forget a reference: with the checks, and without them."""
     trusting, dry, forgetful = BlockPool(9), BlockTable(BlockPool(5), 16), cache_of()
-    trusting.free_blocks = lambda blocks: trusting.free.extendleft(list(blocks)[::-1])  # takes back what it is given
+    trusting.free_blocks = lambda blocks: trusting.free.extendleft(list(blocks)[::-1])  # checks nothing
     dry.append(64)
     forgetful.pool.touch = lambda blocks: None  # does not count a fork
-    found: dict = {"double_free": double_free(trusting)}
+    results: dict = {"double_free": double_free(trusting)}
     for name, cache in (("counted", cache_of()), ("forgotten", forgetful)):
-        reads, writes = leak(cache, mine, stranger, 16)
-        found[name] = {"reads": decode(reads), "writes": decode(writes)}
-    report.show_break(found, refusal(lambda: double_free(BlockPool(9))), refusal(lambda: dry.append(1)))
-    return found
+        reads, writes = leak(cache, prompt, stranger, 16)
+        results[name] = {"reads": decode(reads), "writes": decode(writes)}
+    report.show_break(results, refusal(lambda: double_free(BlockPool(9))), refusal(lambda: dry.append(1)))
+    return results
 
 
-# %% The talk, in order
-
-
-def main(arguments: argparse.Namespace) -> None:
+def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
-    plan, found, control = report.plan(arguments, LONGEST), {}, Control()
-    device = begin("Lesson 02. PagedAttention", arguments)
-    model, config = load_model(arguments.model, device, "auto" if device.type == "cuda" else "float32")
-    tokenizer = load_tokenizer(arguments.model)
-    prompt, stranger = report.prompts(arguments, tokenizer, config.max_position_embeddings - plan.beam_steps)
+    plan = report.plan(arguments, LONGEST)
+    device, results, control = begin("Lesson 02. PagedAttention", arguments), {}, Control()
+    model, tokenizer, prompt, stranger = report.load_prompts(arguments, device, plan)
     cache_of = partial(paged_cache, model, plan.cache_blocks(prompt, stranger), plan.block_size)
     heading("1–3. The same requests on the same memory")
-    found["memory"] = measure_memory(plan)
+    results["memory"] = report.measure_memory(
+        plan, RESERVATIONS | {"paged": partial(paged, block_size=plan.block_size)}
+    )
     heading("4. The kernels, verified")
-    found["kernels"] = prove(verify_kernels, device)
+    results["kernels"] = prove(verify_kernels, device)
     heading("5. Sharing")
-    work = (prompt, plan.widths, plan.beam_steps, plan.block_size, plan.seed)
-    found["sharing"] = measure_sharing(cache_of, lambda blocks, size: BlockTable(BlockPool(blocks), size), *work)
-    report.show_sharing(found["sharing"], len(prompt), plan.beam_steps, tokenizer)
+    results["sharing"] = measure_sharing(cache_of, lambda n, size: BlockTable(BlockPool(n), size), prompt, plan)
+    report.show_sharing(results["sharing"], len(prompt), plan.beam_steps, tokenizer)
     heading("6. What a block size costs")
-    found["blocks"] = measure_block_sizes(plan, device, control)
+    with control.watch():
+        results["blocks"] = report.measure_block_sizes(plan, device, paged, paged_decode)
     heading("7. Break it")
-    found["broken"] = break_it(cache_of, tokenizer.decode, prompt, stranger)
-    report.conclude(found, LONGEST)
+    results["broken"] = break_it(cache_of, tokenizer.decode, prompt, stranger)
+    report.conclude(results, LONGEST)
     context = {"slots": plan.slots, "disturbance": control.record()}
-    keep(__file__, found, arguments, report.draw, block_size=plan.block_size, **context)
+    keep(__file__, results, arguments, report.draw, block_size=plan.block_size, **context)
 
 
 parser = partial(report.parser, __doc__)
-
 if __name__ == "__main__":
     run(main, parser())

@@ -1,16 +1,14 @@
 """Lesson 03. FlashAttention: a softmax over scores that are never stored.
 
-Builds attention with its T × T matrix, the online softmax that does without, the tiled loop, and Triton kernels.
-You learn why a row can be summed before it is all there, what that saves (memory grows with T, traffic still with
-T²), and why two partial results merge exactly: the algebra of split-KV decoding.
+Builds attention with its T × T matrix, then the online softmax, the tiled loop and Triton kernels without it. You learn
+why a row can be summed before it is complete, what that saves, and why two partial results merge exactly.
 
-    uv run python vllm/03_flash_attention.py                # under a minute on a laptop, no GPU needed
-    uv run python vllm/03_flash_attention.py --budget-mib 2048 --block-q 32 --block-k 32
+    uv run python vllm/03_flash_attention.py   # under a minute on a laptop, no GPU needed; --help lists the knobs
 """
 # ruff: noqa: E741 (m, l and O are the paper's letters)
 
-import argparse
 import math
+from argparse import Namespace
 from functools import partial, reduce
 from itertools import product
 from typing import NamedTuple
@@ -20,40 +18,36 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.models.loader import load_model
-from minivllm.models.tokenizer import load_tokenizer
-from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED, tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
-from minivllm_lab.flash_attention import report
+from minivllm_lab.flash_attention import report, traffic_tables
 from minivllm_lab.flash_attention.attention_in_model import KEYS_A_TILE, attend_in_model
 from minivllm_lab.flash_attention.attention_traffic import flash_traffic, naive_traffic
-from minivllm_lab.flash_attention.other_attention import compare_with_pool, stored_attention, time_attention
-from minivllm_lab.flash_attention.slow_memory import count_trips
+from minivllm_lab.flash_attention.other_attention import compare_with_pool, stored_attention
+from minivllm_lab.flash_attention.slow_memory import peak_of
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, show_errors
 from minivllm_lab.tables import heading
 
+
 # %% 1. The pain: a matrix of T × T
-
-
 # region: naive
 def stable_softmax(scores: np.ndarray) -> np.ndarray:
-    """The softmax of each row, its maximum taken off first, so that no exponential exceeds 1."""
+    """Take the softmax of each row, its maximum subtracted first, so that no exponential exceeds 1."""
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     return weights / weights.sum(axis=1, keepdims=True)
 
 
 def masked(scores: np.ndarray, rows: np.ndarray, first_key: int = 0) -> np.ndarray:
-    """The scores of query positions `rows` against the keys from `first_key` on; -inf where the key lies ahead."""
+    """Mask the scores of query positions `rows` with the keys from `first_key` on: -inf where the key is ahead."""
     ahead = first_key + np.arange(scores.shape[1]) > rows[:, None]
     return np.where(ahead, scores.dtype.type(-np.inf), scores)
 
 
 def naive_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Causal attention of one head with stored scores. Every `[:]` is a trip to memory or back.
+    """Compute causal attention of one head with stored scores. Every `[:]` is a trip to memory or back.
 
     q, k, v [T, head_dim] -> [T, head_dim].
     """
@@ -67,36 +61,24 @@ def naive_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 # endregion
 
-# %% 2. The softmax wants its maximum, and the maximum is known only at the end of the row
 
-
-# The largest score whose exponential each dtype can hold.
-LIMITS = {dtype.__name__: math.log(float(np.finfo(dtype).max)) for dtype in (np.float16, np.float32)}
-
-# %% 3. The idea: keep a running maximum, and rescale what was summed under the old one
-
-
-# region: partial
+# %% 2 and 3. The idea: the maximum is known only at the end, so keep a running one, and rescale the sums under it
 class Partial(NamedTuple):
-    """Attention of some queries over some of their keys, not yet divided."""
+    """Attention of some queries over some of their keys, not yet divided by l."""
 
-    m: np.ndarray
-    """[rows] the largest score."""
-    l: np.ndarray
-    """[rows] the sum of exp(score - m)."""
-    o: np.ndarray
-    """[rows, head_dim] the sum of exp(score - m) × value."""
+    m: np.ndarray  # [rows] the largest score
+    l: np.ndarray  # [rows] the sum of exp(score - m)
+    o: np.ndarray  # [rows, head_dim] the sum of exp(score - m) × value
 
 
 def nothing_seen(rows: int, head_dim: int) -> Partial:
-    """Attention over no key at all."""
+    """Return attention over no key at all."""
     return Partial(np.full(rows, -np.inf), np.zeros(rows), np.zeros((rows, head_dim)))
 
 
-# endregion
 # region: softmax_step
 def softmax_step(state: Partial, scores: np.ndarray, values: np.ndarray) -> Partial:
-    """The state after one more tile. scores [rows, keys], -inf where masked; values [keys, head_dim]."""
+    """Add one more tile to the state. scores [rows, keys], -inf where masked; values [keys, head_dim]."""
     m = np.maximum(state.m, scores.max(axis=1))
     safe = np.where(np.isneginf(m), 0.0, m)  # a row that has seen no key: -inf - -inf is not a number
     weights = np.exp(scores - safe[:, None])
@@ -107,21 +89,18 @@ def softmax_step(state: Partial, scores: np.ndarray, values: np.ndarray) -> Part
 
 
 # endregion
-# region: finish
+
+
 def finish(state: Partial) -> tuple[np.ndarray, np.ndarray]:
-    """(output [rows, head_dim], logarithm of each row's sum [rows]); a row without keys gives 0 and -inf."""
+    """Return the output [rows, head_dim] and the log of each row's sum [rows]; without keys they are 0 and -inf."""
     l = np.maximum(state.l, 1.0)  # exact: the key with the largest score adds exp(0) = 1
     return state.o / l[..., None], state.m + np.log(l)
 
 
-# endregion
-
 # %% 4. The same algebra merges two halves
-
-
 # region: merge
 def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the keys of both. A finished result is a Partial too: m = its logarithm, l = 1, o = the output."""
+    """Combine attention over two sets of keys. A finished result is a Partial too: m = its log, l = 1, o = output."""
     m = np.maximum(a.m, b.m)
     safe = np.where(np.isneginf(m), 0.0, m)
     of_a, of_b = np.exp(a.m - safe), np.exp(b.m - safe)
@@ -130,14 +109,13 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 # endregion
 
+
 # %% 5. Tiles: no array is as long as the sequence in both directions
-
-
 # region: tiled
 def tiled_attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, block_q: int, block_k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Causal attention of one head, a tile of queries at a time, each over its tiles of keys.
+    """Compute causal attention of one head, a tile of queries at a time, each over its tiles of keys.
 
     q [queries, head_dim], the last of the positions; k, v [keys, head_dim] -> (output like q, lse [queries] float32).
     """
@@ -146,7 +124,7 @@ def tiled_attention(
         tile = q[start : start + block_q] / math.sqrt(q.shape[1])
         rows = len(k) - len(q) + start + np.arange(len(tile))  # positions: the queries are the last ones
         state = nothing_seen(*tile.shape)
-        for first in range(0, rows[-1] + 1, block_k):  # what lies beyond, no row of this tile sees
+        for first in range(0, rows[-1] + 1, block_k):  # no row of this tile sees the keys beyond
             scores = tile @ k[first : first + block_k].T
             state = softmax_step(state, masked(scores, rows, first), v[first : first + block_k])
         out[start : start + block_q], lse[start : start + block_q] = finish(state)
@@ -155,13 +133,12 @@ def tiled_attention(
 
 # endregion
 
+
 # %% 6. The kernel: a row's sums, then its values, then the mask; and all of it for tiles of queries
-
-
 # region: row_kernels
 @triton.jit
 def row_sums_kernel(m_out, l_out, scores, KEYS: tl.constexpr, BLOCK: tl.constexpr):
-    """m and l of each row of scores [rows, KEYS], KEYS a multiple of BLOCK. Grid: (rows,)."""
+    """Compute m and l of each row of scores [rows, KEYS], KEYS a multiple of BLOCK. Grid: (rows,)."""
     row = tl.program_id(0)
     m, l = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
     for start in range(0, KEYS, BLOCK):
@@ -175,7 +152,7 @@ def row_sums_kernel(m_out, l_out, scores, KEYS: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def row_output_kernel(out, scores, values, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """The softmax of each row of scores [rows, KEYS], times values [KEYS, HEAD_DIM]. Grid: (rows,)."""
+    """Multiply the softmax of each row of scores [rows, KEYS] by values [KEYS, HEAD_DIM]. Grid: (rows,)."""
     row, column = tl.program_id(0), tl.arange(0, HEAD_DIM)
     m, l = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
     o = tl.zeros([HEAD_DIM], tl.float32)
@@ -193,7 +170,7 @@ def row_output_kernel(out, scores, values, KEYS: tl.constexpr, HEAD_DIM: tl.cons
 
 @triton.jit
 def causal_rows_kernel(out, scores, values, rows, keys, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """The same for rows at the last positions of any number of keys: row i sees keys - rows + i + 1 of them."""
+    """Do the same for rows at the last positions of any number of keys: row i sees keys - rows + i + 1 of them."""
     row, column = tl.program_id(0), tl.arange(0, HEAD_DIM)
     m, l = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
     o = tl.zeros([HEAD_DIM], tl.float32)
@@ -217,10 +194,10 @@ def flash_kernel(
     out, lse, q, k, v, queries, keys, scale, CAUSAL: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one sequence, a tile of queries a program. Grid: (tiles of BLOCK_Q queries, heads).
+    """Attend in one sequence, a tile of queries per program. Grid: (tiles of BLOCK_Q queries, heads).
 
     q, out [queries, HEADS, HEAD_DIM]; k, v [keys, HEADS, HEAD_DIM]; lse [HEADS, queries] float32; all contiguous, any
-    float dtype, float32 inside. Causal: the queries stand at the last positions, query i at keys - queries + i.
+    float dtype, float32 inside. Causal: the queries are at the last positions, query i at keys - queries + i.
     A head over T tokens reads (2 + T / BLOCK_Q) × T × HEAD_DIM elements and writes T × HEAD_DIM; it does about
     2 × T² × HEAD_DIM FLOPs. Without the mask, it reads K and V about twice as often and does twice the FLOPs.
     """
@@ -261,9 +238,9 @@ def flash_kernel(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, block_q: int = 128, block_k: int = 64
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last `len(q)` of `len(k)` positions. q [queries, heads, head_dim], k, v [keys, heads, head_dim].
+    """Attend: q [queries, heads, head_dim]; k, v [keys, heads, head_dim] -> (output like q, lse [heads, queries]).
 
-    Returns (output like q, lse [heads, queries] float32).
+    The queries are at the last positions.
     """
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block < 16 or block & (block - 1):
@@ -284,25 +261,19 @@ def flash_attention(
 
 
 # %% 7. The proof: against float64, in two parts that are merged, and inside a real model
-
-SMALL_TILES = {"block_q": 32, "block_k": 32}  # for short texts
-
-
 def verify(device: torch.device) -> dict:
-    """The kernel on awkward shapes against float64: in one pass, and over two parts of the keys, then merged."""
-    errors = {}
+    """Compare the kernel with float64 on awkward shapes: in one pass, and over two parts of the keys, then merged."""
+    errors, attend = {}, partial(flash_attention, block_q=32, block_k=32)  # short texts, small tiles
     dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
-    shapes = ((1, 33, 64), (31, 32, 80), (70, 97, 128))
-    for dtype, (queries, keys, head_dim) in track(list(product(dtypes, shapes)), "verifying the kernel"):
-        q, (k, v) = torch.randn(queries, 2, head_dim), torch.randn(2, keys, 2, head_dim)
-        q, k, v = (x.to(device, dtype) for x in (q, k, v))
+    cases = list(product(dtypes, ((1, 33, 64), (31, 32, 80), (70, 97, 128))))
+    for dtype, (queries, keys, head_dim) in track(cases, "verifying the kernel"):
+        q, k, v = (torch.randn(n, 2, head_dim).to(device, dtype) for n in (queries, keys, keys))
         expected = stored_attention(q.double(), k.double(), v.double())
-        before = keys - queries  # keys that every query sees: attended to once, without a mask
-        prefix = flash_attention(q, k[:before], v[:before], causal=False, **SMALL_TILES)
-        suffix = flash_attention(q, k[before:], v[before:], **SMALL_TILES)
-        ways = {"in one pass": flash_attention(q, k, v, **SMALL_TILES)[0], "two parts, merged": merged(prefix, suffix)}
-        ways["T × T stored, by torch"] = stored_attention(q, k, v)
-        for name, out in ways.items():
+        before = keys - queries  # keys that every query sees: attended to without a mask
+        prefix = attend(q, k[:before], v[:before], causal=False)
+        suffix = attend(q, k[before:], v[before:])
+        ways = {"in one pass": attend(q, k, v)[0], "two parts, merged": merged(prefix, suffix)}
+        for name, out in {**ways, "T × T stored, by torch": stored_attention(q, k, v)}.items():
             key = f"{name}, {str(dtype).removeprefix('torch.')}"
             errors[key] = max(errors.get(key, 0.0), furthest(out, expected))
     errors["in the engine's pool, float32"], share = compare_with_pool(device)
@@ -312,14 +283,14 @@ def verify(device: torch.device) -> dict:
 
 
 def merged(*parts: tuple[Tensor, Tensor]) -> Tensor:
-    """Results of `flash_attention` over different keys as one."""
+    """Merge results of `flash_attention` over different keys."""
     numbers = [(lse.T.cpu().numpy(), out.float().cpu().numpy()) for out, lse in parts]
     whole, _ = finish(reduce(merge, (Partial(lse, np.ones_like(lse), out) for lse, out in numbers)))
     return torch.from_numpy(whole)
 
 
 def step_through(row: dict) -> None:
-    """One row, tile by tile: how m, l and O move, and that they end where the softmax of the whole row is."""
+    """Follow one row tile by tile: how m, l and O move, and that they end at the softmax of the whole row."""
     scores, values = np.array([row["scores"]]), np.array(row["values"])
     states = [nothing_seen(1, values.shape[1])]
     for tile in (slice(first, first + KEYS_A_TILE) for first in range(0, scores.shape[1], KEYS_A_TILE)):
@@ -330,71 +301,50 @@ def step_through(row: dict) -> None:
 
 
 # %% 8. The measurement: bytes, counted by the loops themselves; then time
-
-
 def count_bytes(length: int, head_dim: int, block_q: int, block_k: int) -> dict:
-    """Run both loops on arrays that count their trips; the model of the traffic must say the same, to the byte.
-
-    Returns MiB that each loop allocated at its peak.
-    """
-    tiled, peaks = partial(tiled_attention, block_q=block_q, block_k=block_k), {}
-    for name, attend, expected in (
-        ("naive", naive_attention, naive_traffic(length, head_dim, itemsize=4)),
-        ("tiled", tiled, flash_traffic(length, head_dim, block_q, block_k, itemsize=4)),
-    ):
-        trips, peaks[name] = count_trips(attend, *np.ones((3, length, head_dim), np.float32))
-        assert (trips.read, trips.written) == (expected.read, expected.written), f"{name}: {trips}, not {expected}"
-    return peaks
+    """Check that both loops move as many bytes as the traffic model says; return the MiB that each allocated."""
+    tiled = partial(tiled_attention, block_q=block_q, block_k=block_k)
+    arrays, size = np.ones((3, length, head_dim), np.float32), (length, head_dim)
+    naive_peak = peak_of(naive_attention, arrays, naive_traffic(*size, itemsize=4))
+    return {"naive": naive_peak, "tiled": peak_of(tiled, arrays, flash_traffic(*size, block_q, block_k, itemsize=4))}
 
 
 # %% 9. Break it: a row that sees nothing, a tile that does not fit (the budget and the exponential broke above)
-
-
 def row_without_keys() -> dict:
-    """A window of 4 keys, in tiles of 4: in the first tile that this query meets, it may see no key."""
+    """Attend in a window of 4 keys, in tiles of 4: the query may see no key of the first tile that it meets."""
     scores, values = np.array([[-np.inf] * 4 + [1.0, 2.0, 3.0, 4.0]]), np.eye(8)
     state = softmax_step(nothing_seen(1, 8), scores[:, :4], values[:4])
     return report.show_guard(softmax_step(state, scores[:, 4:], values[4:]).l[0])
 
 
-# %% The talk, in order
-
-
-def main(arguments: argparse.Namespace) -> None:
+def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
-    keep_freed_memory()
-    found, control = {}, Control()
-    device = begin("Lesson 03. FlashAttention", arguments)
+    device, results, control = begin("Lesson 03. FlashAttention", arguments), {}, Control()
     plan = report.plan(arguments, device)
-    model, tokenizer = load_model(arguments.model, device, "float32")[0], load_tokenizer(arguments.model)
     heading("1. The T × T matrix")
-    found["memory"] = report.show_budget(arguments.heads, arguments.budget_mib * report.MIB)
+    results["memory"] = report.show_budget(arguments.heads, arguments.budget_mib * report.MIB)
     heading("2. The softmax wants its maximum")
-    found["overflow"] = report.show_overflow(LIMITS, stable_softmax)
+    results["overflow"] = report.show_overflow(stable_softmax)
     heading("3–5. Tile by tile")
-    kernel = partial(flash_attention, **SMALL_TILES) if HAS_TRITON else None
-    ran = attend_in_model(model, tokenizer, arguments.text, kernel, LIMITS["float16"])
-    found["model"] = report.show_model(ran, LIMITS)
-    step_through(ran.row)
+    kernel = partial(flash_attention, block_q=32, block_k=32) if HAS_TRITON else None
+    in_model = attend_in_model(plan.model, plan.tokenizer, arguments.text, kernel, report.LIMITS["float16"])
+    results["model"] = report.show_model(in_model, arguments.row)
+    step_through(in_model.row)
     heading("6–7. The kernel, verified")
-    found["errors"] = prove(verify, device)
+    results["errors"] = prove(verify, device)
     heading("8. Bytes, then time")
     size = (arguments.head_dim, arguments.block_q, arguments.block_k)
     peaks = [count_bytes(length, *size) for length in track((500, 2048), "counting bytes")][-1]
-    found["traffic"] = report.show_traffic(*size, plan.longest, peaks)
-    found["powers"] = report.fit_powers(found["traffic"], arguments.on_chip_kib * 1024)
-    found["figure_2"] = report.compare_with_paper()
+    results |= traffic_tables.show_traffic(*size, plan.longest, peaks, arguments.on_chip_kib * 1024)
     with control.watch():
-        found["time"] = report.show_time(*time_attention(device, plan.lengths, flash_attention), device)
+        results["time"] = report.time_attention(device, plan.lengths, flash_attention)
     heading("9. Break it")
-    found["no_keys"] = row_without_keys()
-    found["tiles"] = report.show_tiles(arguments.target, flash_kernel, plan.tiles) if HAS_TRITON else {}
-    report.conclude(found, control.disturbance())
-    keep(__file__, found, arguments, partial(report.draw, ran.row), disturbance=control.record())
-    report.keep_row(ran.row, arguments.row)
+    results["no_keys"] = row_without_keys()
+    results["tiles"] = report.show_tiles(arguments.target, flash_kernel, plan.tiles) if HAS_TRITON else {}
+    report.conclude(results, control.disturbance())
+    keep(__file__, results, arguments, partial(report.draw, in_model.row), disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)
-
 if __name__ == "__main__":
     run(main, parser())

@@ -1,4 +1,4 @@
-"""Lesson 04. Continuous batching: decide anew, before every step, who gets how many tokens.
+"""Lesson 04. Continuous batching: decide anew, before every step, which request gets how many tokens.
 
 Builds static batching and the scheduler that replaced it, which shares a budget of tokens and a pool of blocks, and
 the kernel that makes one launch of requests of any length. You learn to say in advance what vLLM's scheduler will do,
@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.config import CacheConfig, ModelConfig
-from minivllm.memory import memory_ledger
+from minivllm.config import ModelConfig
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.continuous_batching import report
@@ -31,38 +30,28 @@ from minivllm_lab.disturbance import Control
 from minivllm_lab.key_walk import attend_keys
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.progress import track
-from minivllm_lab.proof import furthest, prove, refusal, show_errors
-from minivllm_lab.recording import bare_engine
-from minivllm_lab.tables import console, heading
-from minivllm_simulate.cost_model import RooflineCost
-from minivllm_simulate.hardware import get_hardware
-from minivllm_simulate.known_models import known_model
+from minivllm_lab.proof import furthest, prove, show_errors
+from minivllm_lab.tables import heading
 from minivllm_simulate.workloads import WORKLOADS
 
+
 # %% 1. The pain: a batch that ends together waits for its longest request
-
-
-# region: static
 def static_utilization(lengths: Sequence[int], batch: int) -> float:
-    """Share of slot-steps that make a token when `batch` requests start and end together: mean / E[longest of batch].
+    """Return the share of slot-steps that make a token when `batch` requests start and end together.
 
-    `lengths` is a sample of output lengths. The longest of `batch` draws is the i-th smallest with probability
-    (i/n)^batch - ((i-1)/n)^batch.
+    It is mean / E[longest of batch]. `lengths` is a sample of output lengths; the longest of `batch` draws is the i-th
+    smallest with probability (i/n)^batch - ((i-1)/n)^batch.
     """
     n, ordered = len(lengths), sorted(lengths)
     longest = sum(x * ((i / n) ** batch - ((i - 1) / n) ** batch) for i, x in enumerate(ordered, start=1))
     return statistics.mean(lengths) / longest
 
 
-# endregion
-
-# %% 2. The idea: no phases, one budget. In each step every request catches up with what it knows
-
-
+# %% 2. The idea: no phases, one budget. In each step every request computes the tokens that it has not computed yet
 # region: schedule
 @dataclass
 class Request:
-    """`num_tokens` are known (the prompt, then what was sampled); `num_computed_tokens` are in the KV cache."""
+    """`num_tokens` are known (prompt and sampled ones); `num_computed_tokens` of them are in the KV cache."""
 
     request_id: str
     num_tokens: int
@@ -73,19 +62,19 @@ class Request:
 
 @dataclass
 class Pool:
-    """Blocks of the KV cache, as a scheduler counts them. The default is ample memory."""
+    """The KV cache as a scheduler counts it. The default is ample memory."""
 
     num_free_blocks: int = 1_000_000_000
     block_size: int = 1
 
 
 def blocks_missing(request: Request, num_tokens: int, block_size: int) -> int:
-    """Blocks that a request must get so that its table holds `num_tokens` tokens."""
+    """Return how many more blocks a request needs to hold `num_tokens` tokens."""
     return max(0, -(-num_tokens // block_size) - request.num_blocks)
 
 
 def preempt_last(running: list[Request], waiting: deque[Request], pool: Pool) -> None:
-    """The last running request returns its blocks, forgets what was computed, and is the next to be admitted."""
+    """Preempt the last running request: it returns its blocks, starts over, and is the next to be admitted."""
     victim = running.pop()
     pool.num_free_blocks += victim.num_blocks
     victim.num_blocks = victim.num_computed_tokens = 0
@@ -95,10 +84,10 @@ def preempt_last(running: list[Request], waiting: deque[Request], pool: Pool) ->
 def schedule(
     running: list[Request], waiting: deque[Request], pool: Pool, token_budget: int, chunk_limit: int, max_num_seqs: int
 ) -> dict[str, int]:
-    """Who gets how many tokens in this step: running requests first, then new ones, under one budget.
+    """Divide one step's token budget: running requests first, then new ones.
 
     Moves requests between `running` and `waiting`, takes blocks from `pool`, and counts tokens as computed at once.
-    Returns tokens by request id, in the order in which they were given.
+    Returns the tokens by request id, in the order of scheduling.
     """
     scheduled: dict[str, int] = {}
 
@@ -119,7 +108,7 @@ def schedule(
         needed = request.num_computed_tokens + share(request)
         if blocks_missing(request, needed, pool.block_size) > pool.num_free_blocks:
             preempt_last(running, waiting, pool)
-            preempted = True  # and ask again, unless the last was this request itself
+            preempted = True  # and try again, unless the last was this request itself
         else:
             token_budget -= give(request, share(request))
             position += 1
@@ -134,9 +123,8 @@ def schedule(
 # endregion
 
 
-# region: scheduler
 class Scheduler:
-    """The loop around `schedule`: requests wait, get tokens, sample when they have caught up, and leave."""
+    """The loop around `schedule`: requests wait, get tokens, sample once all are computed, and leave."""
 
     def __init__(
         self,
@@ -151,31 +139,28 @@ class Scheduler:
         self.waiting, self.pool = deque(requests), pool or Pool()
 
     def schedule(self) -> dict[str, int]:
-        """The next step. A static batch lets nobody in before everybody is out."""
-        places = len(self.running) if self.static and self.running else self.max_num_seqs
-        return schedule(self.running, self.waiting, self.pool, self.token_budget, self.token_budget, places)
+        """Schedule one step. A static batch admits requests only when all of its last ones have ended."""
+        seats = len(self.running) if self.static and self.running else self.max_num_seqs
+        return schedule(self.running, self.waiting, self.pool, self.token_budget, self.token_budget, seats)
 
     def update(self, scheduled: dict[str, int]) -> None:
-        """After the forward pass: who has caught up has sampled one more token; who has all it wants leaves."""
+        """Take in a forward pass: requests with all tokens computed sample one more, and complete ones leave."""
         for request in self.running:
             if request.request_id in scheduled and request.num_computed_tokens == request.num_tokens:
                 request.num_tokens, request.max_tokens = request.num_tokens + 1, request.max_tokens - 1
-        self.pool.num_free_blocks += sum(one.num_blocks for one in self.running if one.max_tokens == 0)
+        self.pool.num_free_blocks += sum(r.num_blocks for r in self.running if r.max_tokens == 0)
         self.running = [request for request in self.running if request.max_tokens > 0]
 
     def steps(self) -> Iterator[dict[str, int]]:
-        """Step after step until all are served."""
+        """Yield step after step until all requests are complete."""
         while self.running or self.waiting:
             scheduled = self.schedule()
             yield scheduled
             self.update(scheduled)
 
 
-# endregion
-
-
 def named(lengths: Sequence[tuple[int, int]]) -> list[Request]:
-    """Requests A, B, C … with these (prompt, output) lengths."""
+    """Make requests A, B, C … with these (prompt, output) lengths."""
     return [Request(chr(65 + index), prompt, output) for index, (prompt, output) in enumerate(lengths)]
 
 
@@ -183,57 +168,55 @@ PUZZLE = [(10, 3), (4, 2), (12, 4), (3, 2)]
 
 
 def first_steps(count: int = 4) -> list[dict[str, int]]:
-    """The exercise: what A, B, C and D of the puzzle get in the first steps, with 12 tokens a step and 3 places."""
+    """Schedule the first steps of the exercise's puzzle: 12 tokens a step and 3 seats."""
     steps = Scheduler(named(PUZZLE), token_budget=12, max_num_seqs=3).steps()
     return [scheduled for _, scheduled in zip(range(count), steps, strict=False)]
 
 
 def show_timelines(outputs: Sequence[int], slots: int) -> dict:
-    """The same requests in the same slots under both policies, drawn; steps and slots in use counted."""
-    found = {}
+    """Draw the same requests in the same slots under both policies; count steps and slots in use."""
+    results = {}
     for name in ("static", "continuous"):
         rows = seat(Scheduler(named([(1, n) for n in outputs]), slots, slots, name == "static").steps(), slots)
-        found[name] = {"steps": len(rows[0]), "used": sum(outputs) / (slots * len(rows[0])), "slots": rows}
-        report.show_timeline(name, found[name])
-    return found
+        results[name] = {"steps": len(rows[0]), "used": sum(outputs) / (slots * len(rows[0])), "slots": rows}
+        report.show_timeline(name, results[name])
+    return results
 
 
 def measure_slots(requests: int, slots: int, seed: int) -> dict:
-    """Slots in use from the first step to the last, by kind of request: the formula, then both policies counted."""
-    samples = {one.title: [r.output_tokens for r in one.sample(4096, seed)] for one in WORKLOADS.values()}
-    samples["uniform 1–512"], found = [1 + i * 37 % 512 for i in range(4096)], {}
+    """Compute the slots in use, by kind of request: by the formula, and counted under both policies."""
+    samples = {work.title: [r.output_tokens for r in work.sample(4096, seed)] for work in WORKLOADS.values()}
+    samples["uniform 1–512"], results = [1 + i * 37 % 512 for i in range(4096)], {}
     for title, lengths in track(samples.items(), "counting slots"):
         theory = {str(batch): static_utilization(lengths, batch) for batch in (1, 2, 4, 8, 16, 32, 64)}
-        found[title] = {"formula": static_utilization(lengths[:requests], slots), "theory": theory}
+        results[title] = {"formula": static_utilization(lengths[:requests], slots), "theory": theory}
         for policy in ("static", "continuous"):
             scheduler = Scheduler(named([(1, n) for n in lengths[:requests]]), slots, slots, policy == "static")
             taken = [len(step) for step in scheduler.steps()]
-            found[title][policy] = sum(taken) / (slots * len(taken))
-    report.show_slots(found, slots)
-    return found
+            results[title][policy] = sum(taken) / (slots * len(taken))
+    report.show_slots(results, slots)
+    return results
 
 
 # %% 3. Selective batching: everything but attention takes tokens one by one, so lay all requests end to end
-
-
 def ragged_attention(q: Tensor, keys: Tensor, values: Tensor, query_start: Tensor, key_start: Tensor) -> Tensor:
-    """Each request's new tokens see its own keys, up to themselves. A loop: one attention a request.
+    """Attend in a loop, request by request: its new tokens see its own keys, up to themselves.
 
     q [tokens, heads, d]; keys, values [all keys, kv_heads, d]; request i owns the rows from start[i] to start[i + 1]
     of each, and its queries are the last of its keys -> like q.
     """
     out = torch.empty_like(q)
     for (a, b), (c, d) in zip(pairwise(query_start.tolist()), pairwise(key_start.tolist()), strict=True):
-        late = torch.ones(b - a, d - c, dtype=torch.bool, device=q.device).tril(d - c - (b - a))
+        visible = torch.ones(b - a, d - c, dtype=torch.bool, device=q.device).tril(d - c - (b - a))
         rows = (x.transpose(0, 1)[None] for x in (q[a:b], keys[c:d], values[c:d]))
-        out[a:b] = F.scaled_dot_product_attention(*rows, attn_mask=late, enable_gqa=True)[0].transpose(0, 1)
+        out[a:b] = F.scaled_dot_product_attention(*rows, attn_mask=visible, enable_gqa=True)[0].transpose(0, 1)
     return out
 
 
 # region: ragged
 @triton.jit
 def visible_kernel(visible, query_start_loc, seq_lens, BLOCK: tl.constexpr):
-    """How many keys each row sees, int32 [rows]. Grid: (requests,); no request has more than BLOCK rows."""
+    """Write how many keys each row sees, int32 [rows]. Grid: (requests,); no request has more than BLOCK rows."""
     request, row = tl.program_id(0), tl.arange(0, BLOCK)
     start = tl.load(query_start_loc + request)
     queries = tl.load(query_start_loc + request + 1) - start
@@ -243,7 +226,7 @@ def visible_kernel(visible, query_start_loc, seq_lens, BLOCK: tl.constexpr):
 
 @triton.jit
 def find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """The request of a tile: the last one whose first tile, start // BLOCK_Q + request, is not after it."""
+    """Find a tile's request: the last one whose first tile, start // BLOCK_Q + request, is not after it."""
     low, high = 0, num_seqs
     while low < high:
         middle = (low + high) // 2
@@ -260,11 +243,11 @@ def ragged_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """`ragged_attention` in one launch. Grid: (rows // BLOCK_Q + requests, heads).
+    """Do `ragged_attention` in one launch. Grid: (rows // BLOCK_Q + requests, heads).
 
-    Layouts as there; starts int32 [requests + 1]. float32 inside. Reads a request's keys and values once for each head
-    and tile of its queries, up to the last key that the tile sees; 4 * HEAD_DIM FLOPs for each (query, key) pair and
-    head. A decode is a tile with one real row.
+    Same layouts; starts int32 [requests + 1]. float32 inside. Reads a request's keys and values once for each head and
+    tile of its queries, up to the last key that the tile sees; 4 * HEAD_DIM FLOPs for each (query, key) pair and head.
+    A decode is a tile with one real row.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     request = find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q)
@@ -288,7 +271,7 @@ def ragged_kernel(
 
 
 def ragged_launch(q: Tensor, keys: Tensor, values: Tensor, query_start: Tensor, key_start: Tensor) -> Tensor:
-    """`ragged_attention`, by the kernel."""
+    """Do `ragged_attention` with the kernel."""
     (rows, heads, head_dim), kv_heads, out = q.shape, keys.shape[1], torch.empty_like(q)
     requests = len(query_start) - 1
     ragged_kernel[(rows // 16 + requests, heads)](
@@ -299,19 +282,19 @@ def ragged_launch(q: Tensor, keys: Tensor, values: Tensor, query_start: Tensor, 
 
 
 def starts(lengths: Sequence[int]) -> Tensor:
-    """Where each request begins, and where the last one ends: int32 [requests + 1]."""
+    """Return where each request begins, and where the last one ends: int32 [requests + 1]."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def verify_kernel(device: torch.device, quick: bool = False) -> dict:
-    """One launch over a prefill, decodes, a chunk and an empty request, against the loop in float64."""
+    """Compare one launch over a prefill, decodes, a chunk and an empty request with the loop in float64."""
     queries, lengths, errors = [17, 1, 16, 0, 1, 5], [17, 1, 40, 3, 65, 33], {}
     layout = starts(queries), starts(lengths)
     for heads, kv_heads, head_dim in track([(4, 4, 64), (6, 2, 80)][quick:], "verifying the kernel"):
         q, k, v = (torch.randn(n, h, head_dim).half() for n, h in ((40, heads), (159, kv_heads), (159, kv_heads)))
         expected = ragged_attention(q.double(), k.double(), v.double(), *layout)
-        found = ragged_launch(*(x.to(device) for x in (q, k, v, *layout)))
-        errors[f"{heads} heads on {kv_heads}, of {head_dim}"] = furthest(found, expected)
+        out = ragged_launch(*(x.to(device) for x in (q, k, v, *layout)))
+        errors[f"{heads} heads on {kv_heads}, of {head_dim}"] = furthest(out, expected)
     padded = max(queries) * len(queries)
     caption = f"new tokens of six requests: {queries}. End to end {sum(queries)} rows, padded {padded}"
     largest = show_errors("The ragged kernel", errors, 4e-3, caption=caption)
@@ -319,52 +302,38 @@ def verify_kernel(device: torch.device, quick: bool = False) -> dict:
 
 
 # %% 6. Break it
-
-
 def starved(token_budget: int = 5, steps: int = 20) -> dict[str, int]:
-    """Eight requests decode under a budget of five tokens: what each of them has got after some steps."""
+    """Let eight requests decode under a budget of five tokens; count what each of them gets."""
     scheduler = Scheduler(named([(1, 100)] * 8), 8, 8)
     scheduler.update(scheduler.schedule())
-    scheduler.token_budget, got = token_budget, dict.fromkeys("ABCDEFGH", 0)
+    scheduler.token_budget, tokens = token_budget, dict.fromkeys("ABCDEFGH", 0)
     for _, scheduled in zip(range(steps), scheduler.steps(), strict=False):
-        got = {name: count + scheduled.get(name, 0) for name, count in got.items()}
-    report.show_starved(got, token_budget, steps)
-    return got
-
-
-# %% The talk, in order
+        tokens = {name: count + scheduled.get(name, 0) for name, count in tokens.items()}
+    report.show_starved(tokens, token_budget, steps)
+    return tokens
 
 
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
-    device, quick, seed = begin("Lesson 04. Continuous batching", arguments), arguments.quick, arguments.seed
-    ModelConfig.from_pretrained(arguments.model)  # says at once that there is none
-    control = Control()
-    requests = arguments.requests or (12 if quick else 256 if arguments.full else 72)
+    device, control = begin("Lesson 04. Continuous batching", arguments), Control()
+    ModelConfig.from_pretrained(arguments.model)  # a missing model is refused before any work
     heading("1 and 2. The slots of a batch")
-    found: dict = {"timelines": show_timelines((3, 14, 5, 8, 12, 4, 6, 2, 9, 5), 4)}
-    found["slots"] = measure_slots(max(32, 2 * arguments.slots) if quick else 512, arguments.slots, seed)
+    results: dict = {"timelines": show_timelines((3, 14, 5, 8, 12, 4, 6, 2, 9, 5), 4)}
+    requests = max(32, 2 * arguments.slots) if arguments.quick else 512
+    results["slots"] = measure_slots(requests, arguments.slots, arguments.seed)
     heading("3. One forward pass for requests of any length")
-    found["kernel"] = prove(partial(verify_kernel, quick=quick), device)
+    results["kernel"] = prove(partial(verify_kernel, quick=arguments.quick), device)
     heading("4 and 5. Batching, then paging, on the engine")
     with control.watch():
-        found["engine"] = report.measure_engine(arguments.model, requests, 16.0 if quick else 48.0, device, seed)
+        results["engine"] = report.measure_engine(arguments, device)
     heading("6. Break it (Llama-3.1-8B on an H100, modelled)")
-    llama, card = known_model("Llama-3.1-8B"), get_hardware("H100")
-    blocks = memory_ledger(llama, card, max_model_len=8192).num_blocks
-    cost, cache = RooflineCost.of(llama, card), CacheConfig(num_gpu_blocks=blocks, enable_prefix_caching=False)
-    found["kept_aside"] = report.kept_aside()
-    report.show_kept_aside(found["kept_aside"])
-    found["overload"] = report.measure_overload(cost, cache, 24 if quick else 200, seed)
-    found["long_prompt"] = report.measure_long_prompt(cost, cache)
-    small = CacheConfig(num_gpu_blocks=20)  # not one request of the greatest length fits: it could never finish
-    refused = refusal(lambda: bare_engine(arguments.model, device, small, max_model_len=512))
-    found |= {"starved": starved(), "refused": refused}
-    console.print(f"larger than the pool: {refused}")
+    results |= report.break_on_simulator(arguments)
+    results["starved"] = starved()
+    results["refused"] = report.refuse_too_long(arguments.model, device)
     heading("7. Asynchronous scheduling")
-    found["pipeline"] = report.measure_pipelines()
-    report.close(found, arguments.slots, control.disturbance())
-    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+    results["pipeline"] = report.measure_pipelines()
+    report.close(results, arguments.slots, control.disturbance())
+    keep(__file__, results, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

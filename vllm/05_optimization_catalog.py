@@ -1,8 +1,8 @@
 """Lesson 05. The optimization catalog: prefix caching and three more levers, what each acts on and how each breaks.
 
-Builds the names of prefix caching's blocks and their look-up, an int8 KV cache and int8 weights with their Triton
-kernels, int4 weights in groups, the padding of CUDA graphs, and tensor parallelism on two ranks. You learn which lever
-acts on what (prefill, bytes, launches, devices), and so when it buys nothing.
+Builds prefix caching's block names and their look-up, an int8 KV cache and int8 weights with their Triton kernels,
+int4 weights in groups, the padding of CUDA graphs, and tensor parallelism on two ranks. You learn which lever acts on
+what (prefill, bytes, launches, devices), and so when it buys nothing.
 
     uv run python vllm/05_optimization_catalog.py                      # under a minute on a laptop, no GPU needed
     uv run python vllm/05_optimization_catalog.py --users 16 --group 32
@@ -26,23 +26,22 @@ from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
-from minivllm_lab.optimization_catalog import report
+from minivllm_lab.optimization_catalog import quantization, report
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, show_errors
 from minivllm_lab.quality import held_out_tokens
 from minivllm_lab.tables import heading
 
+
 # %% 1. Prefix caching: a block's name stands for everything before it
-
-
 # region: block_hashes
 def hash_block_tokens(parent: bytes, token_ids: Sequence[int], extra_keys: bytes = b"") -> bytes:
-    """The name of a block that holds `token_ids` and follows the block named `parent`: 32 bytes."""
+    """Name the block that holds `token_ids` and follows the block named `parent`, in 32 bytes."""
     return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids) + extra_keys).digest()
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, extra_keys: bytes = b"") -> list[bytes]:
-    """The names of the full blocks, in order; `extra_keys` go into the first, and the chain carries them on."""
+    """Name the full blocks, in order; `extra_keys` go into the first, and the chain carries them on."""
     names, parent = [], bytes(32)
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         parent = hash_block_tokens(parent, token_ids[start : start + block_size], b"" if start else extra_keys)
@@ -51,7 +50,7 @@ def block_hashes(token_ids: Sequence[int], block_size: int, extra_keys: bytes = 
 
 
 def find_longest_cache_hit(names: Sequence[bytes], num_tokens: int, block_size: int, cached: set[bytes]) -> int:
-    """Tokens that need no prefill: known blocks from the start on, but never the last token, which is computed."""
+    """Count the tokens that need no prefill: cached blocks from the start on, but never the last token."""
     hit = 0
     while hit < (num_tokens - 1) // block_size and names[hit] in cached:
         hit += 1
@@ -60,12 +59,11 @@ def find_longest_cache_hit(names: Sequence[bytes], num_tokens: int, block_size: 
 
 # endregion
 
+
 # %% 2. The KV cache in int8: a scale for each token and head, written once, applied inside the attention's tile
-
-
 # region: quantize
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [..., n] as integers −127 … 127, int8, and the scale [...] of each row that makes them numbers again."""
+    """Round rows [..., n] to int8, −127 … 127; return the integers and each row's scale [...]."""
     scales = rows.float().abs().amax(-1) / 127
     nearest = torch.floor(rows / scales.clamp(min=1e-30)[..., None] + 0.5)
     return nearest.to(torch.int8), scales
@@ -77,7 +75,7 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
 # region: quantize_kernels
 @triton.jit
 def largest_kernel(rows, largest, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The largest magnitude of each row. Grid: (rows,).
+    """Find the largest magnitude of each row. Grid: (rows,).
 
     rows [rows, head_dim], any float dtype; largest float32 [rows]. Reads each element once, writes 4 bytes a row.
     """
@@ -88,7 +86,7 @@ def largest_kernel(rows, largest, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr)
 
 @triton.jit
 def quantize_kernel(rows, integers, scales, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`quantize`. Grid: (rows,). integers int8 [rows, head_dim]; scales float32 [rows]; head_dim + 4 bytes written."""
+    """Quantize each row. Grid: (rows,). integers int8 [rows, head_dim]; scales float32 [rows]."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
     numbers = tl.load(rows + row * HEAD_DIM + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
     scale = tl.max(tl.abs(numbers), axis=0) / 127
@@ -99,7 +97,7 @@ def quantize_kernel(rows, integers, scales, HEAD_DIM: tl.constexpr, BLOCK_D: tl.
 
 @triton.jit
 def quantize_and_cache_kernel(rows, slots, cache, scales, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`quantize` on the way into the cache. Grid: (tokens, KV heads).
+    """Quantize rows on the way into the cache. Grid: (tokens, KV heads).
 
     rows [tokens, heads, head_dim], any float dtype; slots int [tokens], −1 is not written; cache int8 [slots, heads,
     head_dim]; scales float32 [slots, heads]. Reads head_dim elements and writes head_dim + 4 bytes a program.
@@ -124,10 +122,10 @@ def int8_decode_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Lesson 02's decode attention over a cache of integers. Grid: (sequences, heads).
+    """Do lesson 02's decode attention over a cache of integers. Grid: (sequences, heads).
 
     q, out [sequences, heads, head_dim]; keys, values int8 [slots, kv_heads, head_dim]; scales fp32 [slots, kv_heads].
-    A token's scale multiplies its score and its weight: one product a token, not one an element. Must read
+    A token's scale multiplies its score and its weight: once per token, not once per element. Must read
     2 * length * kv_heads * (head_dim + 4) bytes a sequence; does 4 * length * heads * head_dim FLOPs.
     """
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -154,7 +152,7 @@ def int8_decode_kernel(
 
 
 def quantize_launch(rows: Tensor, slots: Tensor, cache: Tensor, scales: Tensor) -> None:
-    """Write rows [tokens, heads, head_dim] into their slots of cache and scales, by the kernel."""
+    """Write rows [tokens, heads, head_dim] into their slots of cache and scales with the kernel."""
     tokens, heads, head_dim = rows.shape
     block = triton.next_power_of_2(head_dim)
     quantize_and_cache_kernel[(tokens, heads)](rows, slots, cache, scales, HEAD_DIM=head_dim, BLOCK_D=block)
@@ -163,7 +161,7 @@ def quantize_launch(rows: Tensor, slots: Tensor, cache: Tensor, scales: Tensor) 
 def int8_decode(
     q: Tensor, caches: Tensor, scales: Tensor, block_table: Tensor, lengths: Tensor, block_size: int
 ) -> Tensor:
-    """Attention of q [sequences, heads, head_dim] over int8 caches [2, slots, kv_heads, head_dim], by the kernel."""
+    """Attend with the kernel: q [sequences, heads, head_dim] over int8 caches [2, slots, kv_heads, head_dim]."""
     out, (heads, head_dim), kv_heads = torch.empty_like(q), q.shape[1:], caches.shape[2]
     int8_decode_kernel[(len(q), heads)](
         out, q, *caches, *scales, block_table, lengths, block_table.shape[1], 1 / math.sqrt(head_dim),
@@ -178,7 +176,7 @@ def int8_decode(
 
 @triton.jit
 def w8a16_kernel(out, x, weight, scales, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """out [M, N] = x [M, K] @ (weight int8 [N, K] * scales float32 [N]).T. Grid: (tiles of M, tiles of N).
+    """Compute out [M, N] = x [M, K] @ (weight int8 [N, K] * scales float32 [N]).T. Grid: (tiles of M, tiles of N).
 
     Integers become x's dtype in registers (exact up to 256 even in bfloat16); a row's scale multiplies its results.
     Must read N * K bytes of weights, half of what 16 bits take; does 2 * M * N * K FLOPs.
@@ -197,7 +195,7 @@ def w8a16_kernel(out, x, weight, scales, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N
 
 
 def w8a16(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """x [m, k] times int8 weights [n, k] with a scale for each row -> [m, n], by the kernel."""
+    """Multiply x [m, k] by int8 weights [n, k] with a scale for each row -> [m, n], with the kernel."""
     (m, k), n = x.shape, len(weight)
     out, tiles = x.new_empty(m, n), {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64}
     w8a16_kernel[(triton.cdiv(m, 16), triton.cdiv(n, 64))](out, x, weight, scales, m, n, k, **tiles)
@@ -205,9 +203,9 @@ def w8a16(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Weights [n, k] as two codes a byte, uint8 [n, groups * group / 2], and a scale for each group of columns.
+    """Pack weights [n, k] two codes a byte, uint8 [n, groups * group / 2], with a scale for each group of columns.
 
-    A code is 8 + an integer −7 … 7; the even column is in the low half. The last group is filled up with zeros.
+    A code is 8 + an integer −7 … 7; the even column is in the low half. The last group is padded with zeros.
     """
     rows = F.pad(weight.float(), (0, -weight.shape[1] % group)).unflatten(1, (-1, group))
     scales = rows.abs().amax(-1) / 7
@@ -216,14 +214,14 @@ def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_int4(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
-    """The weights [n, columns] that packed codes and scales stand for."""
+    """Unpack codes and scales to weights [n, columns]."""
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
     rows = (codes.float() - 8).unflatten(1, (scales.shape[1], -1)) * scales[..., None]
     return rows.flatten(1)[:, :columns]
 
 
 def verify_kernels(device: torch.device, tokens: int = 45) -> dict:
-    """The int8 cache, written and read by the kernels, and the product with int8, against float64."""
+    """Compare the int8 cache, written and read by the kernels, and the int8 matmul with float64."""
     new, q = torch.randn(2, 2 * tokens, 2, 80).half(), torch.randn(2, 6, 80).half()
     slots = torch.randperm(96)[: 2 * tokens]
     caches, scales = torch.zeros(2, 96, 2, 80).char().to(device), torch.zeros(2, 96, 2).to(device)
@@ -246,20 +244,20 @@ def verify_kernels(device: torch.device, tokens: int = 45) -> dict:
 
 
 def padded_size(batch: int, sizes: Sequence[int]) -> int | None:
-    """The smallest captured size that holds the batch; None, run it eagerly, where none does. `sizes` are in order."""
+    """Return the smallest captured size that holds the batch, or None: run it eagerly. `sizes` are in order."""
     place = bisect_left(sizes, batch)
     return sizes[place] if place < len(sizes) else None
 
 
 class Buffers:
-    """What replays work on: the same rows every time, whatever lies in them. A CPU's stand-in for captured graphs."""
+    """The buffers of captured graphs, on a CPU: a replay works on the same rows every time, whatever they hold."""
 
     def __init__(self, largest: int, cache_slots: int) -> None:
         self.tokens, self.slots, self.out = [0] * largest, [-1] * largest, [0] * largest
         self.cache = [0] * cache_slots
 
     def replay(self, size: int, tokens: Sequence[int], slots: Sequence[int], pad: bool = True) -> list[int]:
-        """A step by the graph of `size` rows: each row writes its token to its slot and puts ten times it out."""
+        """Replay the graph of `size` rows: each row writes its token to its slot and outputs ten times the token."""
         count = len(tokens)
         self.tokens[:count], self.slots[:count] = tokens, slots
         if pad:
@@ -275,20 +273,20 @@ class Buffers:
 
 
 def column_then_row(x: Tensor, columns: Sequence[Tensor], row: Tensor, between: Callable, ranks: int) -> Tensor:
-    """Each rank has a share of the outputs of `columns` [out, in], and the inputs of `row` [out, in] that match it.
+    """Split `columns` [out, in] over the ranks by outputs, and `row` [out, in] by the matching inputs.
 
-    x [tokens, in] is on every rank; `between` takes what a rank's columns gave. One sum over the ranks, the all-reduce,
-    ends the pair: nothing else is sent.
+    x [tokens, in] is on every rank; `between` takes the outputs of a rank's columns. One sum over the ranks, the
+    all-reduce, ends the pair: nothing else is sent.
     """
-    partial = []
+    partial_sums = []
     for rank in range(ranks):
-        given = [F.linear(x, weight.chunk(ranks, 0)[rank]) for weight in columns]
-        partial.append(F.linear(between(*given), row.chunk(ranks, 1)[rank]))
-    return torch.stack(partial).sum(0)
+        outputs = [F.linear(x, weight.chunk(ranks, 0)[rank]) for weight in columns]
+        partial_sums.append(F.linear(between(*outputs), row.chunk(ranks, 1)[rank]))
+    return torch.stack(partial_sums).sum(0)
 
 
 def all_reduce_bytes(tokens: int, hidden: int, layers: int, ranks: int, element: int = 2) -> float:
-    """Bytes that each GPU sends in a step: twice a layer, 2 (ranks − 1) / ranks of the hidden states (ring)."""
+    """Count the bytes that each GPU sends in a step: twice a layer, 2 (ranks − 1) / ranks of the hidden states."""
     return 2 * layers * 2 * (ranks - 1) / ranks * tokens * hidden * element
 
 
@@ -296,8 +294,8 @@ def all_reduce_bytes(tokens: int, hidden: int, layers: int, ranks: int, element:
 
 
 def thrash(llm: LLM, text: Sequence[int], rounds: int) -> dict:
-    """Hit rates when so many shared prefixes of 128 tokens come in turn to a pool of 63 blocks."""
-    params, found = SamplingParams(max_tokens=1), {}
+    """Measure hit rates when 2 to 12 shared prefixes of 128 tokens take turns in a pool of 63 blocks."""
+    params, rates = SamplingParams(max_tokens=1), {}
     for prefixes in track((2, 4, 6, 7, 8, 10, 12), "thrashing"):
         llm.reset_prefix_cache()
         before = llm.llm_engine.stats.prefix_cache_stats
@@ -305,12 +303,12 @@ def thrash(llm: LLM, text: Sequence[int], rounds: int) -> dict:
             first, own = 128 * (number % prefixes), 128 * prefixes + 8 * number
             llm.generate([[*text[first : first + 128], *text[own : own + 8]]], params, use_tqdm=False)
         stats = llm.llm_engine.stats.prefix_cache_stats
-        found[str(prefixes)] = (stats.hits - before.hits) / (stats.queries - before.queries)
-    report.show_thrashing(found, rounds)
-    return found
+        rates[str(prefixes)] = (stats.hits - before.hits) / (stats.queries - before.queries)
+    report.show_thrashing(rates, rounds)
+    return rates
 
 
-# %% The talk, in order
+# %% The whole talk
 
 
 def main(arguments: Namespace) -> None:
@@ -320,26 +318,30 @@ def main(arguments: Namespace) -> None:
     settings = {"device": device.type, "num_gpu_blocks_override": 1500, "max_model_len": 1024}
     llm, without = LLM(path, **settings), LLM(path, enable_prefix_caching=False, **settings)
     model, texts = load_model(path, device, "float32")[0], held_out_tokens(llm, 16, 512)
-    text, some = [token for one in texts for token in one], [one[:256] for one in texts[: 4 if quick else 16]]
-    found, shared = {}, (min(arguments.users, 4), 1) if quick else (arguments.users, 3)
+    stream = [token for text in texts for token in text]
+    samples = [text[:256] for text in texts[: 4 if quick else 16]]
+    users, rounds = (min(arguments.users, 4), 1) if quick else (arguments.users, 3)
+    results = {}
     with control.watch():
         heading("1. Prefix caching")
-        found["prefix"] = report.measure_prefixes(llm, without, text * 4, *shared)
+        results["prefix"] = report.measure_prefixes(llm, without, stream * 4, users, rounds)
         heading("2. The KV cache in int8")
-        found["kernels"] = prove(partial(verify_kernels, tokens=17 if quick else 45), device)
-        found["kv"] = report.measure_cache(llm, path, some, 128 if quick else 768, device)
-        found["outlier"] = report.measure_outlier(model, some, quantize)
+        results["kernels"] = prove(partial(verify_kernels, tokens=17 if quick else 45), device)
+        results["kv"] = quantization.measure_cache(llm, path, samples, 128 if quick else 768, device)
+        results["outlier"] = quantization.measure_outlier(model, samples, quantize)
         heading("3. Weights in int8 and int4")
-        found["weights"] = report.measure_weights(model, some, group, quantize, quantize_int4, dequantize_int4)
+        rounding = quantization.Rounding(quantize, quantize_int4, dequantize_int4)
+        results["weights"] = quantization.measure_weights(model, samples, group, rounding)
     heading("4. CUDA graphs")
-    found["replay"] = report.replay_wrongly(Buffers, padded_size)
+    results["replay"] = report.replay_wrongly(Buffers, padded_size)
     heading("5. Tensor parallelism")
-    found["parallel"] = report.measure_parallel(model, column_then_row, all_reduce_bytes)
+    results["parallel"] = report.measure_parallel(model, column_then_row, all_reduce_bytes)
     heading("6. Break it")
     narrow = LLM(path, **settings | {"num_gpu_blocks_override": 64, "max_model_len": 512})
-    found |= {"thrash": thrash(narrow, text, 2 if quick else 4), "salt": report.measure_salted(narrow, text[:100])}
-    report.close(found, control.disturbance())
-    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+    results["thrash"] = thrash(narrow, stream, 2 if quick else 4)
+    results["salt"] = report.measure_salted(narrow, stream[:100])
+    report.close(results, control.disturbance())
+    keep(__file__, results, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

@@ -6,7 +6,6 @@ import torch
 from refusals import assert_refused
 
 from minivllm_lab import device_rates
-from minivllm_lab.kv_cache.roofline import ridge
 from minivllm_simulate.hardware import Hardware
 
 
@@ -28,7 +27,7 @@ def test_the_fastest_dtype_sets_the_ridge():
     ):
         rates = device_rates.DeviceRates("CPU", 2**30, 20e9, flops)
         assert rates.fastest == fastest
-        assert ridge(rates) == flops[fastest] / 20e9
+        assert rates.ridge == flops[fastest] / 20e9
 
 
 def test_other_devices_are_refused():

@@ -1,15 +1,88 @@
-"""Block tables and prefix cache of a script's own engine, on the pool of lessons 02 and 05."""
+"""Block tables for lessons and simulations, on the engine's block pool or on a learner's; without torch.
+
+`BlockTable` is one sequence's table, with forks and copy-on-write. `BlockTables` and `Memory` are the tables of an
+engine: `BlockTables` allocates for a request's whole life, `Memory` as it grows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.request import Request
 
 
+class Pool(Protocol):
+    """The methods of a block pool: the engine's `BlockPool`, lesson 02's, or a learner's."""
+
+    @property
+    def blocks(self) -> Sequence[Any]:
+        """Return all blocks; block 0 is the null block."""
+        ...
+
+    def get_num_free_blocks(self) -> int:
+        """Return the number of blocks that no table holds."""
+        ...
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        """Allocate `num_blocks` blocks, or raise without allocating any."""
+        ...
+
+    def touch(self, blocks: Iterable[Any]) -> None:
+        """Increment each block's reference count."""
+        ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Decrement each block's reference count."""
+        ...
+
+
+class BlockTable:
+    """The blocks of one sequence, in the order of its tokens."""
+
+    def __init__(self, pool: Pool, block_size: int) -> None:
+        self.pool, self.block_size = pool, block_size
+        self.blocks: list[Any] = []
+        self.num_tokens = 0
+
+    def append(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Allocate room for more tokens; return the (source, target) blocks to copy before writing."""
+        blocks = list(self.pool.get_new_blocks(self.blocks_needed(num_tokens)))
+        copies = []
+        if self.must_copy(num_tokens):
+            shared, own = self.blocks.pop(), blocks.pop(0)
+            self.pool.free_blocks([shared])
+            self.blocks.append(own)
+            copies.append((shared.block_id, own.block_id))
+        self.blocks += blocks
+        self.num_tokens += num_tokens
+        return copies
+
+    def fork(self) -> BlockTable:
+        """Return a second sequence with the same past, which shares every block."""
+        child = BlockTable(self.pool, self.block_size)
+        child.blocks, child.num_tokens = list(self.blocks), self.num_tokens
+        self.pool.touch(child.blocks)
+        return child
+
+    def free(self) -> None:
+        """Release every block, the last one first."""
+        blocks, self.blocks, self.num_tokens = self.blocks, [], 0
+        self.pool.free_blocks(reversed(blocks))
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Return how many blocks `append(num_tokens)` takes from the pool."""
+        blocks = -(-(self.num_tokens + num_tokens) // self.block_size)
+        return blocks - len(self.blocks) + self.must_copy(num_tokens)
+
+    def must_copy(self, num_tokens: int) -> bool:
+        """Return whether the next token would be written into a block that another sequence reads."""
+        return num_tokens > 0 and self.num_tokens % self.block_size > 0 and self.blocks[-1].ref_cnt > 1
+
+
 class BlockTables:
-    """Who holds which blocks. A request gets all that it will ever need when it is admitted."""
+    """The tables of all requests. A request gets all blocks that it will ever need when it is admitted."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool, self.block_size = BlockPool(num_blocks), block_size
@@ -17,63 +90,70 @@ class BlockTables:
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds."""
+        """Return the number of blocks that requests hold."""
         return self.pool.num_usable_blocks - self.pool.get_num_free_blocks()
 
     def ids(self, request: Request) -> list[int]:
-        """A request's block table; empty if it holds no blocks."""
+        """Return a request's block table; it is empty if the request holds no blocks."""
         return [block.block_id for block in self.tables.get(request.request_id, ())]
 
     def find(self, request: Request) -> list[KVCacheBlock]:
-        """Published blocks of a request's beginning; never all of it, because its last token must be computed."""
-        found: list[KVCacheBlock] = []
+        """Return the cached blocks of a request's prefix; never all of it, because its last token must be computed."""
+        hits: list[KVCacheBlock] = []
         for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
             block = self.pool.get_cached_block(block_hash)
             if block is None:
                 break
-            found.append(block)
-        return found
+            hits.append(block)
+        return hits
 
     def allocate(self, request: Request, hits: list[KVCacheBlock]) -> bool:
-        """Gives it `hits`, and new blocks for the rest of its prompt and its answer; False if they do not fit."""
+        """Give a request `hits`, and new blocks for the rest of its prompt and output; False if they do not fit."""
         missing = -(-(request.num_tokens + request.max_tokens - 1) // self.block_size) - len(hits)
-        if missing > self.pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in hits):
+        if not self._fits(missing, hits):
             return False
-        self.pool.touch(hits)
-        self.tables[request.request_id] = hits + self.pool.get_new_blocks(missing)
+        self._add(request, hits, missing)
         return True
 
     def publish(self, request: Request) -> None:
-        """Lets others find the full blocks of its computed tokens."""
+        """Enter the full blocks of its computed tokens into the prefix cache."""
         table, num_full = self.tables[request.request_id], request.num_computed_tokens // self.block_size
         num_cached = sum(block.block_hash is not None for block in table)
         self.pool.cache_full_blocks(table, request.block_hashes, num_cached, max(num_cached, num_full))
 
-    def free(self, name: str) -> None:
-        """Frees a request's blocks, last block first; one without blocks is no mistake."""
-        self.pool.free_blocks(reversed(self.tables.pop(name, [])))
+    def free(self, request_id: str) -> None:
+        """Release a request's blocks, if it has any, the last one first."""
+        self.pool.free_blocks(reversed(self.tables.pop(request_id, [])))
+
+    def _fits(self, num_blocks: int, hits: Sequence[KVCacheBlock]) -> bool:
+        """Return whether the pool has `num_blocks` free blocks besides those among `hits`."""
+        return num_blocks <= self.pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in hits)
+
+    def _add(self, request: Request, hits: Sequence[KVCacheBlock], num_blocks: int) -> None:
+        table = self.tables.get(request.request_id, [])
+        self.pool.touch(hits)
+        self.tables[request.request_id] = [*table, *hits, *self.pool.get_new_blocks(num_blocks)]
 
 
 class Memory(BlockTables):
-    """Tables that grow: a request gets blocks when it needs them, one after another."""
+    """Tables that grow: a request gets its blocks as it needs them."""
 
     def wanted(self, request: Request) -> int:
-        """Tokens that a request has not computed: one if it decodes."""
+        """Return the number of tokens that a request has not computed: 1 if it decodes."""
         return request.num_tokens - request.num_computed_tokens
 
     def allocate(self, request: Request, num_tokens: int, hits: Sequence[KVCacheBlock] = (), must_fit: int = 0) -> bool:
-        """Blocks for its next tokens, behind those that were found; False, and nothing changes, if they do not fit.
+        """Allocate blocks for a request's next tokens, after the prefix-cache hits; False if they do not fit.
 
-        `must_fit`: so many tokens, more than it gets now, have to fit.
+        With `must_fit`, that many tokens must fit, although blocks are allocated for `num_tokens` only.
         """
-        table = self.tables.get(request.request_id, [])
+        num_held = len(self.tables.get(request.request_id, [])) + len(hits)
         start = request.num_computed_tokens + len(hits) * self.block_size
         missing, most = (
-            max(0, -(-(start + tokens) // self.block_size) - len(table) - len(hits))
+            max(0, -(-(start + tokens) // self.block_size) - num_held)
             for tokens in (num_tokens, max(num_tokens, must_fit))
         )
-        if most > self.pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in hits):
+        if not self._fits(most, hits):
             return False
-        self.pool.touch(hits)
-        self.tables[request.request_id] = [*table, *hits, *self.pool.get_new_blocks(missing)]
+        self._add(request, hits, missing)
         return True

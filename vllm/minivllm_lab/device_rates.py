@@ -37,6 +37,11 @@ class DeviceRates:
         """The dtype in which matmuls are fastest."""
         return max(self.flops, key=self.flops.__getitem__)
 
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte, in the fastest dtype, below which a step is memory-bound."""
+        return self.flops[self.fastest] / self.bandwidth
+
 
 def measure_device(device: torch.device, dtypes: tuple[str, ...] = ("float32",), quick: bool = False) -> DeviceRates:
     """Measure copy bandwidth and the matrix product in each of `dtypes` (names of torch dtypes).

@@ -1,4 +1,4 @@
-"""A model whose keys and values lie in blocks, for scripts that schedule by themselves, one request at a time."""
+"""A model whose keys and values are in blocks, for scripts that schedule by themselves, one request at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _decoder(model: str, device: str) -> Decoder:
 
 
 def load(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Loads a script's model now, so that one that is not there is told first; `arguments` gets the device.
+    """Load a script's model early, so that a missing one is reported first; store the device in `arguments`.
 
     Raises:
         MinivllmError: it cannot be loaded.
@@ -30,7 +30,7 @@ def load(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def decoder_of(arguments: argparse.Namespace) -> Decoder:
-    """The model of a script's arguments in float32, loaded once."""
+    """Return the model of a script's arguments in float32, loaded once."""
     return _decoder(arguments.model, str(arguments.device))
 
 
@@ -48,14 +48,14 @@ class PagedModel:
 
     @property
     def bytes_per_token(self) -> int:
-        """What one token takes in the cache, in all layers."""
+        """Return the bytes of one token in the cache, over all layers."""
         return self.cache[:, 0, 0].numel() * self.cache.element_size()
 
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> Tensor:
-        """Computes the tokens that follow the first `start` of a request: logits float32 [vocab] of the last one.
+        """Compute the tokens after the first `start` of a request -> float32 logits [vocab] of the last one.
 
-        `block_ids` is the request's block table; the keys and values of the first `start` tokens are in it.
+        `block_ids` is the request's block table, whose slots hold the keys and values of the first `start` tokens.
         """
         device, end = self.cache.device, start + len(token_ids)
         positions, table = torch.arange(start, end, device=device), torch.tensor(block_ids, device=device)

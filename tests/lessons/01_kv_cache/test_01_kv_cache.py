@@ -12,7 +12,7 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.models.loader import load_model, random_model
+from minivllm.models.loader import random_model
 from minivllm.platforms.triton_utils import triton
 from minivllm_lab.exercise import checks_of, load, plug_of, run_plugged
 from minivllm_lab.followed import followed
@@ -54,13 +54,6 @@ def test_a_cache_changes_the_work_and_not_the_text(prompt_tokens):
     assert without.token_passes == sum(range(prompt_tokens, prompt_tokens + new))
     assert cached.token_passes == prompt_tokens + new - 1
     assert cache.length == prompt_tokens + new - 1  # the last token's key was never needed
-
-
-def test_the_embedded_model_writes_the_same_text():
-    model, config = load_model(EMBEDDED_MODEL, dtype="float32")
-    cache = lesson.KVCache(config, 64, model.embed_tokens.weight)
-    prompt = list(range(400, 420))
-    assert lesson.generate(model, prompt, 24, cache).tokens == lesson.generate(model, prompt, 24).tokens
 
 
 def test_the_cached_text_depends_on_what_is_cached():
@@ -218,17 +211,6 @@ def test_append_writes_one_slot_of_each_request_and_nothing_else(kv_heads, head_
     assert torch.equal(values, expected_values)
 
 
-def test_the_kernels_do_for_a_batch_what_decode_step_does_for_one(device):
-    torch.manual_seed(1)
-    lengths = [0, 5, 63, 64, 130]
-    keys, values = filled_cache(lengths, 140, 2, 80, torch.float32, device)
-    q, k, v = (torch.randn(5, heads, 80, device=device) for heads in (6, 2, 2))
-    each = zip(q, k, v, keys.clone(), values.clone(), lengths, strict=True)
-    expected = torch.stack([lesson.decode_step(*one) for one in each])
-    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-    assert_close(lesson.decode_batch(q, k, v, keys, values, counts), expected)
-
-
 def test_the_lessons_kernels_are_the_engines(device):
     """A contiguous cache is a paged one whose block tables count upwards: the engine's kernels give the same."""
     torch.manual_seed(2)
@@ -269,31 +251,30 @@ def test_append_kernel_compiles_everywhere():
 # ---- the ledger ------------------------------------------------------------------------------------------------------
 
 
-def test_replay_counts_only_requests_that_fit():
-    found = lesson.replay(2048, seed=0)
-    assert set(found["alpaca"]["unused"]) == {"2048", "4096", "8192"}
+@pytest.fixture(scope="module")
+def reserved():
+    """Shares of reserved slots that stay empty, by kind of request, as in the lesson's table."""
+    return lesson.replay(2048, seed=0)
+
+
+def test_replay_counts_only_requests_that_fit(reserved):
+    assert set(reserved["alpaca"]["unused"]) == {"2048", "4096", "8192"}
     for name, share in (("sharegpt", 0.756), ("alpaca", 0.962)):  # 1 - mean / 2048, by the paper's means
-        assert found[name]["unused"]["2048"] == pytest.approx(share, abs=0.01)
-    for one in found.values():
-        assert sorted(one["unused"].values()) == list(one["unused"].values()), "longer slots waste more"
+        assert reserved[name]["unused"]["2048"] == pytest.approx(share, abs=0.01)
+    for kind in reserved.values():
+        assert sorted(kind["unused"].values()) == list(kind["unused"].values()), "longer slots waste more"
+    shares = [kind["unused"]["2048"] for kind in reserved.values()]
+    assert f"Between {min(shares):.0%} and".replace("%", "") in TEXT
+    assert f"and {max(shares):.0%} of the reserved slots".replace("%", " %") in TEXT
 
 
-def test_the_replay_is_near_the_released_trace():
-    """Counted on all requests of the Azure files themselves: 51.8, 73.1, 83.3 % and 58.1, 65.8, 74.7 %."""
-    found = lesson.replay(2048, seed=0)
-    conversation, code = (list(found[name]["unused"].values()) for name in ("azure-conversation", "azure-code"))
-    assert conversation == pytest.approx([0.518, 0.731, 0.833], abs=0.05)
-    assert code == pytest.approx([0.581, 0.658, 0.747], abs=0.05)
-
-
-def test_the_card_is_full_and_nearly_empty():
-    config = known_model("Llama-3.1-8B")
-    ledger = memory.memory_ledger(config, "L4", max_model_len=2048)
-    found = lesson.break_it(ledger, config, lesson.replay(2048, seed=0))
-    assert found["running"] == ledger.longest_request // 2048
-    assert found["alpaca"]["used"] < 0.05
-    assert found["alpaca"]["unreserved"] > 20 * found["running"]
-    assert sum(found["memory"].values()) == ledger.device.memory_bytes
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    [("azure-conversation", [0.518, 0.731, 0.833]), ("azure-code", [0.581, 0.658, 0.747])],
+)
+def test_the_replay_is_near_the_released_trace(reserved, name, counted):
+    """`counted` is on all requests of the Azure files themselves."""
+    assert list(reserved[name]["unused"].values()) == pytest.approx(counted, abs=0.05)
 
 
 # ---- the exercise ----------------------------------------------------------------------------------------------------
@@ -468,17 +449,20 @@ def test_the_pool_is_as_large_as_the_learner_counts():
 # ---- the script from outside -----------------------------------------------------------------------------------------
 
 
-def test_numbers_of_the_text():
-    """What the lesson says in words: 14 requests, 4 %, over three hundred; and 3 requests of 8,192 slots."""
+def test_numbers_of_the_text(reserved):
+    """The lesson says in words: 14 requests, 4 %, over three hundred; and 3 requests of 8,192 slots."""
     config = known_model("Llama-3.1-8B")
-    found = lesson.break_it(memory.memory_ledger(config, "L4", max_model_len=2048), config, lesson.replay(2048, 0))
-    assert found["running"] == 14
-    assert f"{found['alpaca']['used']:.0%}" == "4%"
-    assert 300 < found["alpaca"]["unreserved"] < 400
+    ledger = memory.memory_ledger(config, "L4", max_model_len=2048)
+    card = lesson.break_it(ledger, config, reserved)
+    assert card["running"] == 14
+    assert sum(card["memory"].values()) == ledger.device.memory_bytes
+    assert f"{card['alpaca']['used']:.0%}" == "4%"
+    assert 300 < card["alpaca"]["unreserved"] < 400
     assert memory.memory_ledger(config, "L4", max_model_len=8192).longest_request // 8192 == 3
     with pytest.raises(MinivllmError) as refusal:
         memory.memory_ledger(config, "L4")
     assert str(refusal.value) in TEXT
+    assert f"the engine's own calculator for {len(CONFIGS)} models" in TEXT
 
 
 def test_the_ridges_of_the_text():
@@ -492,10 +476,6 @@ def test_the_ridges_of_the_text():
         assert words.endswith(f"{HARDWARE[name].ridge():.0f}")
     assert f"an A100 (80 GB) with {HARDWARE['A100-80'].ridge():.0f}" in TEXT
     assert f"an H200 ({HARDWARE['H200'].ridge():.0f})" in NOTES
-
-
-def test_the_number_of_models_of_the_text():
-    assert f"the engine's own calculator for {len(CONFIGS)} models" in TEXT
 
 
 def test_the_intensity_of_latent_attention():
@@ -512,13 +492,6 @@ def test_the_followed_request_of_the_text():
     assert (len(run.request.prompt), len(run.request.output)) == (9, 6)
     assert f"Without a cache, {sum(lengths)} tokens pass through the model for it; with one, {lengths[-1]}." in TEXT
     assert memory.kv_bytes_per_token(ModelConfig.from_pretrained(EMBEDDED_MODEL), "bfloat16") == 1024
-
-
-def test_shares_of_the_text():
-    """Between 55 and 96 % of 2,048 reserved slots never held a token."""
-    shares = [one["unused"]["2048"] for one in lesson.replay(2048, seed=0).values()]
-    assert f"Between {min(shares):.0%} and".replace("%", "") in TEXT
-    assert f"and {max(shares):.0%} of the reserved slots".replace("%", " %") in TEXT
 
 
 def test_quick_run(tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import statistics
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pace import quiet_seconds
 
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, max_concurrency, memory_ledger
 from minivllm_lab.calculator import find_model
 from minivllm_lab.exercise import load
 from minivllm_simulate.hardware import HARDWARE
-from minivllm_simulate.known_models import CONFIGS, known_model
-from minivllm_simulate.workloads import WORKLOADS
+from minivllm_simulate.known_models import known_model
 from widgets import kv_cache
 from widgets.kv_cache.figure import percent
 from widgets.shell.session import Session
-from widgets.shell.theme import COLOURS
 
 ONE_TOO_LONG = {"max_model_len": 2**15}
 TOO_BIG = {"model": "deepseek-ai/DeepSeek-V3", "gpu": "T4", "tp": 8}
@@ -93,40 +89,19 @@ def test_every_position_of_the_knobs_is_drawn(knobs, width):
     except MinivllmError:
         return  # heads that cannot be divided, formats that a latent cache cannot take
     svg = kv_cache.figure(state, width, pinned=sweep())
-    root = ET.fromstring(svg)
     assert not re.search(r"\b(nan|inf)\b", svg)
-    assert len(svg) < 60_000
-    sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"', svg)]
-    assert min(sizes) >= 12
-    assert set(re.findall(r'(?:fill|stroke)="(#[0-9A-Fa-f]{6})"', svg)) <= COLOURS
-    assert float(root.attrib["width"]) == width
-    assert width < 600 or float(root.attrib["height"]) <= 470
-    inside_the_card(root)
-    (plot,) = [mark for mark in root.iter() if mark.attrib.get("data-drag")]
-    assert float(plot[0].attrib["height"]) >= 110
+    assert float(ET.fromstring(svg).attrib["width"]) == width
     assert 0 <= state.held <= state.reserved <= 1
     assert state.starts == (state.slots >= 1)
     assert all(length <= state.max_model_len for length in state.lengths)
-    said = kv_cache.verdict(state)
-    assert (said.tone == "broken") == (not state.starts or state.mean_length == 0)
-    if said.tone == "fine":
+    verdict = kv_cache.verdict(state)
+    assert (verdict.tone == "broken") == (not state.starts or state.mean_length == 0)
+    if verdict.tone == "fine":
         assert state.held >= 0.5
         assert state.too_long < 0.005
     for challenge in kv_cache.CHALLENGES:
         progress = challenge.check(state)
         assert progress.met == (not progress.advice)
-
-
-def inside_the_card(root):
-    """Every rectangle and the place of every text lie on the card."""
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    for mark in root.iter():
-        if mark.tag.endswith("}text"):
-            assert 0 <= float(mark.attrib["x"]) <= width, mark.text
-            assert 10 <= float(mark.attrib["y"]) <= height, mark.text
-        if mark.tag.endswith("}rect") and "%" not in mark.attrib["width"]:
-            assert float(mark.attrib["x"]) + float(mark.attrib["width"]) <= width + 0.5
-            assert float(mark.attrib["y"]) + float(mark.attrib["height"]) <= height + 0.5
 
 
 @pytest.mark.parametrize(
@@ -154,33 +129,6 @@ def inside_the_card(root):
 def test_verdicts_are_those_of_the_theory(knobs, tone, words):
     said = kv_cache.verdict(sweep(**knobs))
     assert (said.tone, words in said.words) == (tone, True), said
-
-
-def test_deepseeks_weights_are_those_of_its_fp8_checkpoint():
-    state = sweep(**{**TOO_BIG, "tp": 1})
-    assert 620 < dict(state.needs)["weights and rotary table"] / 2**30 < 635
-
-
-@given(KNOBS)
-@settings(max_examples=30, deadline=None)
-def test_what_does_not_start_has_no_requests_of_any_kind(knobs):
-    """No figure beside "refused" that says how many would fit."""
-    try:
-        state = sweep(**knobs)
-    except MinivllmError:
-        return
-    if not state.starts:
-        assert (state.slots, state.at_own_length, state.reserved, state.held) == (0, 0, 0, 0)
-        assert " requests</text>" not in kv_cache.figure(state)
-    if state.model_limit:
-        assert not (state.starts and state.max_model_len > state.model_limit)
-
-
-def test_how_much_of_a_reserved_slot_ever_holds_a_token():
-    """2,048 slots: 24.4 % of them hold ShareGPT's mean of 499 tokens, 3.8 % Alpaca's mean of 78."""
-    for requests, mean in (("sharegpt", 499.3), ("alpaca", 77.76)):
-        state = sweep(requests=requests)
-        assert state.held / state.reserved == pytest.approx(mean / 2048, rel=0.03)
 
 
 def test_requests_longer_than_a_slot_are_refused_not_cut():
@@ -282,39 +230,6 @@ def test_each_challenge_is_open_at_first_falls_to_no_single_knob_and_can_be_met(
             assert not challenge.check(sweep(**{**start, name: value})).met, (name, value)
 
 
-def test_following_the_advice_leads_to_the_goal():
-    said = []
-    for knobs in ({}, {"max_model_len": 8192}, {"max_model_len": 8192, "gpu": "H100"}):
-        said.append(kv_cache.CHALLENGES[2].check(sweep(**knobs)).advice)
-    assert [advice.split(":")[0] for advice in said] == ["max_model_len", "GPU", "Model"]
-    assert "819,200 tokens of 131,072 bytes take 100 GiB, and 56 GiB are left" in said[2]
-
-
-@pytest.mark.parametrize(
-    ("knobs", "words"),
-    [
-        ({"max_model_len": 2**20}, "Go down to 128K."),
-        ({"max_model_len": 2**17}, "Take more memory in one GPU, or fewer bytes a token."),
-        ({"max_model_len": 2**17, "gpu": "A100-80"}, ""),
-    ],
-)
-def test_advice_never_leads_away_from_what_is_asked(knobs, words):
-    """The first challenge names the model, its length and one GPU: a knob that must stay is not to be turned."""
-    assert kv_cache.CHALLENGES[0].check(sweep(**knobs)).advice.endswith(words)
-
-
-@pytest.mark.parametrize("model_limit", [0, 2**20])
-def test_what_is_said_at_the_longest_request_stands_above_the_axis(model_limit):
-    state = dataclasses.replace(sweep(max_model_len=2**20), model_limit=model_limit)
-    root = ET.fromstring(kv_cache.figure(state, 680))
-    tick = next(
-        float(text.get("y", 0)) for text in root.iter("{http://www.w3.org/2000/svg}text") if text.text == "512K"
-    )
-    said = [float(text.get("y", 0)) for text in root.iter("{http://www.w3.org/2000/svg}text") if text.text == "refused"]
-    assert said
-    assert max(said) < tick - 18
-
-
 @given(share=st.floats(0, 1))
 def test_no_share_is_rounded_to_all_or_nothing(share):
     assert (percent(share) == "100.0 %") == (share == 1)
@@ -338,69 +253,3 @@ def test_the_guess_is_right():
     assert 28_500 <= state.longest < 29_600
     assert state.slots == 14
     assert f"{state.longest:,}" not in kv_cache.verdict(state).words
-
-
-def test_every_knob_changes_the_first_view():
-    first = kv_cache.figure(sweep())
-    for name, knob in kv_cache.SPEC.flat().items():
-        if knob.options:
-            for _, value in knob.options:
-                same = value == knob.value or (name, value) == ("tp", 16)
-                try:
-                    assert same or kv_cache.figure(sweep(**{name: value})) != first, (name, value)
-                except MinivllmError:
-                    continue
-    assert kv_cache.figure(sweep(utilization=0.9)) != first
-    assert kv_cache.figure(sweep(other_model="Qwen3-8B")) != first
-
-
-def test_the_command_is_what_the_knobs_mean():
-    state = sweep(other_model="qwen3-8b", gpu="H100", tp=2, kv_dtype="fp8", utilization=0.85, max_model_len=4096)
-    line, note = kv_cache.command(state).split("\n")
-    assert line == (
-        "vllm serve Qwen/Qwen3-8B --max-model-len 4096 --gpu-memory-utilization 0.85 --tensor-parallel-size 2 "
-        "--kv-cache-dtype fp8"
-    )
-    assert note.startswith("# on 2 x H100; ")
-    assert "refuses to start" in kv_cache.command(sweep(**BEYOND))
-    assert "'/models/my model'" in kv_cache.command(dataclasses.replace(state, name="/models/my model"))
-
-
-@pytest.mark.parametrize(
-    ("knobs", "words"),
-    [
-        ({"max_model_len": 0}, "max_model_len"),
-        ({"max_model_len": -5}, "max_model_len"),
-        ({"utilization": 1.5}, "gpu_memory_utilization"),
-        ({"utilization": 0}, "gpu_memory_utilization"),
-        ({"tp": 3}, "3 GPUs"),
-        ({"kv_dtype": "int3"}, "int3"),
-        ({"gpu": "Voodoo 2"}, "Voodoo 2"),
-        ({"requests": "poems"}, "poems"),
-        ({"other_model": "/no/such/folder"}, "/no/such/folder"),
-    ],
-)
-def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict, words: str):
-    with pytest.raises(MinivllmError, match=words):
-        sweep(**knobs)
-
-
-def test_the_widget_shows_a_refusal_and_goes_on():
-    session = Session(kv_cache.SPEC)
-    view = session.settle(other_model="/no/such/folder")
-    assert "/no/such/folder" in view["words"]
-    assert "Full with 14" in session.settle(other_model="")["words"]
-
-
-def test_a_move_is_cheap_to_draw():
-    moves = kv_cache.CONTEXTS
-    seconds = [
-        quiet_seconds(lambda context=context: kv_cache.figure(sweep(max_model_len=context))) for context in moves
-    ]
-    assert statistics.median(seconds) < 0.015
-
-
-def test_all_models_and_workloads_can_be_chosen():
-    flat = kv_cache.SPEC.flat()
-    assert {value for _, value in flat["model"].options} == set(CONFIGS)
-    assert {value for _, value in flat["requests"].options} == set(WORKLOADS)

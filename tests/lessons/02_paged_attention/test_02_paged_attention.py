@@ -22,9 +22,9 @@ from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
 from minivllm_lab.exercise import exercise_path, load, plug_of
 from minivllm_lab.paged_attention import opening
-from minivllm_lab.paged_attention.allocators import Buddy, FirstFit
-from minivllm_lab.paged_attention.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples, share
-from minivllm_lab.paged_attention.memory_replay import Running, TablesOnDemand, replay
+from minivllm_lab.paged_attention.allocators import Buddy, FirstFit, TablesOnDemand
+from minivllm_lab.paged_attention.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples
+from minivllm_lab.paged_attention.memory_replay import Running, replay
 from minivllm_lab.paged_attention.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
 from minivllm_lab.paged_attention.report import PAPER, PROMPT
 from minivllm_lab.plugged import compare
@@ -80,27 +80,6 @@ def test_buddies_are_powers_of_two_at_multiples_of_their_length():
     assert not memory.admit(running(3, 0)), "three slots are free, and no piece of four"
 
 
-def test_freed_buddies_are_one_piece_again():
-    memory = Buddy(64, lambda request: request.total)
-    kept = [running(16, 0) for _ in range(4)]
-    assert all(memory.admit(one) for one in kept)
-    for one in (kept[0], kept[2]):
-        memory.release(one)
-    assert not memory.admit(running(32, 0)), "32 slots are free, in two pieces that are no buddies"
-    memory.release(kept[1])
-    assert memory.admit(running(32, 0))
-    memory.release(kept[3])
-    assert memory.free == {(32, 32)}
-
-
-def test_what_a_buddy_rounds_up_is_lost_and_is_no_reservation():
-    memory = Buddy(64, lambda request: request.total)
-    one = running(20, 13)
-    assert memory.admit(one)
-    assert memory.held(one) == 33
-    assert not memory.admit(running(1, 0)), "33 takes all of 64"
-
-
 @pytest.fixture(scope="module")
 def replayed():
     """The paper's workload under every allocator, as in the lesson's table."""
@@ -129,6 +108,10 @@ def test_the_allocators_stand_in_the_papers_order(replayed):
 # ---- the cache: sharing changes the blocks and not the text ----------------------------------------------------------
 
 
+def share(parent):
+    return parent.fork()
+
+
 def small_cache(blocks=64, block_size=4):
     return lesson.paged_cache(random_model(SMALL, dtype="float32"), blocks, block_size)
 
@@ -136,28 +119,14 @@ def small_cache(blocks=64, block_size=4):
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_paged_logits_are_those_of_the_whole_text(block_size):
     cache, text = small_cache(block_size=block_size), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-    one = cache.table()
-    cache.forward([one], [text[:6]])
+    table = cache.table()
+    cache.step([table], [text[:6]])
     for index in range(6, len(text)):
-        logits = cache.forward([one], [text[index : index + 1]])
+        logits = cache.step([table], [text[index : index + 1]])
         positions = torch.arange(index + 1)
         whole = cache.model(torch.tensor(text[: index + 1]), positions, CausalAttention(SMALL))
         assert_close(logits, cache.model.compute_logits(whole[-1:]))
-    assert cache.tokens_of(one) == text
-
-
-def test_sequences_of_a_batch_do_not_see_each_other():
-    cache = small_cache()
-    texts = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10]]
-    tables = [cache.table() for _ in texts]
-    for one, text in zip(tables, texts, strict=True):
-        cache.forward([one], [text])
-    together = cache.forward(tables, [[11], [12], [13]])
-    for row, text, new in zip(together, texts, (11, 12, 13), strict=True):
-        alone = small_cache()
-        one = alone.table()
-        alone.forward([one], [text])
-        assert_close(row, alone.forward([one], [[new]])[0])
+    assert cache.tokens_of(table) == text
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])

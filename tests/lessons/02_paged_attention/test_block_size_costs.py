@@ -7,7 +7,7 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm_lab.paged_attention.block_size_costs import Moment, fetched_in_vain, held, moments
-from minivllm_lab.paged_attention.paged_traffic import paged_traffic
+from minivllm_lab.paged_attention.paged_traffic import fetched
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths
 
 LEFT = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "02_paged_attention.cpu.json"
@@ -29,9 +29,9 @@ def test_who_lives_longer_weighs_more():
 
 def test_fetched_by_hand_and_whatever_the_samples():
     seen = [Moment(9, 10, 1), Moment(1, 20, 2)]
-    needed = paged_traffic(10, 4, 64).needed + 2 * paged_traffic(20, 4, 64).needed
-    fetched = paged_traffic(10, 4, 64).fetched + 2 * paged_traffic(20, 4, 64).fetched
-    assert fetched_in_vain(seen, 4, 64) == pytest.approx(fetched / needed - 1)
+    needed = 2 * 64 * (10 + 2 * 20)
+    total = sum(fetched(10, 4, 64)) + 2 * sum(fetched(20, 4, 64))
+    assert fetched_in_vain(seen, 4, 64) == pytest.approx(total / needed - 1)
 
 
 def test_moments_lie_between_the_first_output_token_and_the_last():
@@ -50,7 +50,13 @@ def test_the_empty_share_is_that_of_the_lessons_replay_on_a_real_pool(name: str)
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda: held([], 4), lambda: held([Moment(1, 1, 1)], 0), lambda: fetched_in_vain([], 4, 64)]
+    "ask",
+    [
+        lambda: held([], 4),
+        lambda: held([Moment(1, 1, 1)], 0),
+        lambda: fetched_in_vain([], 4, 64),
+        lambda: fetched_in_vain([Moment(1, 1, 1)], 4, 0),
+    ],
 )
 def test_what_cannot_be_is_refused(ask):
     with pytest.raises(MinivllmError):

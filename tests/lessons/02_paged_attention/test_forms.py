@@ -8,7 +8,8 @@ from lessons.harness import script_path
 from minivllm.core.block_pool import BlockPool
 from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
-from minivllm_lab.paged_attention.memory_replay import TablesOnDemand, replay
+from minivllm_lab.paged_attention.allocators import TablesOnDemand
+from minivllm_lab.paged_attention.memory_replay import replay
 from minivllm_simulate.workloads import workload
 
 lesson = load(script_path("02"))

@@ -1,41 +1,38 @@
 """The replay: every request is served whole, shares add up, and who must give way does."""
 
-from dataclasses import dataclass, field
-
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.paged_attention.memory_replay import Occupancy, Running, replay
+from minivllm_lab.paged_attention.memory_replay import Memory, Running, replay
 from minivllm_simulate.workloads import RequestLengths
 
 
-@dataclass
-class Tokens:
-    """A memory that holds tokens one by one and keeps a record of what was asked of it."""
+class Tokens(Memory):
+    """A memory that holds tokens one by one and logs its calls."""
 
-    slots: int
-    used: int = 0
-    log: list = field(default_factory=list)
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.used, self.log = 0, []
 
-    def admit(self, one: Running) -> bool:
-        one.home = one.home or "here"
-        return self._take(one, one.tokens, "admit")
+    def admit(self, request: Running) -> bool:
+        request.home = request.home or "here"
+        return self._take(request, request.tokens, "admit")
 
-    def grow(self, one: Running) -> bool:
-        return self._take(one, 1, "grow")
+    def grow(self, request: Running) -> bool:
+        return self._take(request, 1, "grow")
 
-    def release(self, one: Running) -> None:
-        self.used -= one.tokens
-        self.log.append(("release", one.lengths, one.tokens))
+    def release(self, request: Running) -> None:
+        self.used -= request.tokens
+        self.log.append(("release", request.lengths, request.tokens))
 
-    def held(self, one: Running) -> int:
-        return one.tokens
+    def held(self, request: Running) -> int:
+        return request.tokens
 
-    def _take(self, one: Running, count: int, what: str) -> bool:
+    def _take(self, request: Running, count: int, what: str) -> bool:
         if self.used + count > self.slots:
             return False
         self.used += count
-        self.log.append((what, one.lengths, one.tokens))
+        self.log.append((what, request.lengths, request.tokens))
         return True
 
 
@@ -47,15 +44,6 @@ def test_one_request_after_the_other():
     assert found.served_per_1000_steps == pytest.approx(500, rel=0.03)
     assert found.tokens == pytest.approx(3.5 / 4, rel=0.01)
     assert found.tokens + found.later + found.never + found.outside == pytest.approx(1)
-
-
-def test_what_is_empty_is_told_of_all_slots_and_of_those_held():
-    found = Occupancy(
-        tokens=0.6, later=0.1, never=0.1, outside=0.2, running=3.0, served_per_1000_steps=9.0, evicted=0
-    ).figures()
-    assert found["empty"] == pytest.approx(0.4)
-    assert found["empty_of_held"] == pytest.approx(0.2 / 0.8)
-    assert (found["tokens"], found["running"], found["served_per_1000_steps"]) == (0.6, 3.0, 9.0)
 
 
 def test_the_last_one_admitted_gives_way_and_loses_no_token():

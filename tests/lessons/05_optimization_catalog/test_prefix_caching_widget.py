@@ -1,10 +1,8 @@
 """Lesson 05's prefix cache shows what the block pool finds, falls off its cliff where it should, and says why."""
 
 import hashlib
-import json
 import struct
 import xml.etree.ElementTree as ET
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,17 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig
-from minivllm.core.block_hash import hash_block_tokens
-from minivllm.errors import MinivllmError
 from minivllm_lab.optimization_catalog.prefix_reuse import CONFIG
 from minivllm_lab.optimization_catalog.sharing import SHARING, sessions
 from minivllm_simulate.virtual_clock import percentile, simulate
 from widgets import prefix_caching as widget
 from widgets.prefix_caching import state as states
-from widgets.prefix_caching.figure import COLUMNS, ROWS
 from widgets.shell.session import Session
 from widgets.shell.spec import Progress
-from widgets.shell.theme import COLOURS
 
 LESSON = Path(__file__).resolve().parents[3] / "vllm" / "05_optimization_catalog.py"
 START = widget.START
@@ -65,13 +59,6 @@ def test_the_map_grows_and_the_readers_own_cell_comes_first():
     assert set(seen[-1].cells) == {(users, pool) for users in widget.USERS for pool in widget.POOLS}
     moved: dict = START | {"pool": 16384, "users": 12}
     assert len(list(widget.sweep(**moved))) == 1, "moving in the map computes nothing"
-
-
-def test_cells_of_one_size_hold_their_values():
-    for edges, values in ((COLUMNS, widget.POOLS), (ROWS, widget.USERS)):
-        ratios = [high / low for low, high in pairwise(edges)]
-        assert ratios == pytest.approx([2**0.5] * len(values))
-        assert all(low < value < high for low, value, high in zip(edges, values, edges[1:], strict=False))
 
 
 # ---- held against theory
@@ -122,12 +109,6 @@ def test_every_position_of_the_knobs_is_drawn_and_judged_by_its_numbers(values: 
     state = next(widget.sweep(**values))
     root = ET.fromstring(widget.figure(state, width))
     assert float(root.get("width", "0")) == width
-    assert width < 600 or float(root.get("height", "0")) <= 470
-    texts = [mark for mark in root.iter() if mark.tag.endswith("text")]
-    assert min(float(mark.get("font-size", "13")) for mark in texts) >= 12
-    assert all(0 <= float(mark.get("x", "0")) <= width for mark in texts)
-    colours = {mark.get(key) for mark in root.iter() for key in ("fill", "stroke")} - {None, "none", "transparent"}
-    assert colours <= COLOURS
     tone = widget.verdict(state).tone
     assert (tone == "broken") == (state.ttft(state.here) > state.target)
     assert tone != "fine" or state.lost == 0
@@ -137,41 +118,6 @@ def test_every_position_of_the_knobs_is_drawn_and_judged_by_its_numbers(values: 
 
 
 # ---- the picture
-
-
-def test_the_picture_shows_the_break_its_cause_and_the_level_missed():
-    picture = widget.figure(last())
-    wanted = ["all contexts together exceed", "p95 TTFT above 15 ms", "all contexts together = the pool"]
-    wanted += ["8 users, 6K tokens of KV cache: 0.0% found, 1,201 evictions; p95 TTFT 24.8 ms, target missed."]
-    wanted += ["User 1, turn 2: 0 of 1,056 tokens found; 1,024 evicted and computed again, 32 new."]
-    root = ET.fromstring(picture)
-    words = " ".join(mark.text or "" for mark in root.iter())
-    said = words + "".join(mark.get(key, "") for mark in root.iter() for key in ("data-tip", "data-broken"))
-    assert [one for one in wanted if one not in said] == []
-    assert len(picture) < 60_000
-    assert "all contexts together exceed" not in widget.figure(last(kind="system"))
-
-
-def test_hatching_and_frame_follow_the_target_and_the_handle():
-    def hatched(state) -> int:
-        return widget.figure(state).count('stroke="#F3C29B"')
-
-    assert hatched(last(target=10)) > hatched(last()) > hatched(last(target=30))
-
-
-def test_a_request_is_a_frame_and_lights_its_user():
-    root = ET.fromstring(widget.figure(last(pool=12288)))
-    assert len(json.loads(root.get("data-frames", ""))) == 24
-    groups = {mark.get("data-group") for mark in root.iter()} - {None}
-    assert groups == {f"user {user}" for user in range(8)}
-
-
-def test_what_is_pinned_is_drawn_behind():
-    one = Session(widget.SPEC)
-    before = one.settle()["svg"]
-    one.pin()
-    assert one.settle(users=16)["svg"] != Session(widget.SPEC, users=16).settle()["svg"]
-    assert "pinned" not in before
 
 
 # ---- challenges and the guess
@@ -204,11 +150,7 @@ def test_each_challenge_can_be_met_and_is_open_at_the_start(index: int, values: 
         (0, {"pool": 12288, "users": 2}, "put users back"),
         (1, {}, "Change who shares it"),
         (1, {"kind": "chat"}, "every turn adds"),
-        (1, {"kind": "system", "prefix": 256}, "always new"),
-        (1, {"kind": "system", "users": 16}, "48 requests are too few"),
         (2, {"kind": "chat", "users": 16}, "who shares what"),
-        (2, {"users": 12}, "12 users"),
-        (2, {"users": 16, "pool": 24576}, "at most 12K"),
         (2, {"users": 16, "pool": 12288}, "too small, or the prefix too long"),
         (2, {"users": 16, "pool": 12288, "prefix": 256, "turns": 4}, "More turns, or a longer prefix"),
         (2, {"users": 16, "pool": 12288, "prefix": 512, "turns": 4, "order": "at random"}, ""),
@@ -218,14 +160,6 @@ def test_advice_names_the_knob_that_is_wrong(index: int, values: dict, advice: s
     progress = widget.CHALLENGES[index].check(last(**values))
     assert progress.met == (not advice)
     assert advice in progress.advice
-
-
-def test_rounding_never_meets_a_goal():
-    nearly = widget.CHALLENGES[1].check(last(kind="system", users=16))
-    assert not nearly.met
-    assert nearly.words.startswith("94.9")
-    assert states.told(0.94996, 0.95, 100, "%") == "94.996 %"
-    assert states.told(0.0150001, 0.015, 1e3, "ms") == "15.0001 ms"
 
 
 def test_the_guess_is_right():
@@ -239,11 +173,6 @@ def test_the_guess_is_right():
 
 
 # ---- what it means elsewhere, and the reader's own code
-
-
-def test_the_command_gives_vllm_the_same_pool():
-    assert "--enable-prefix-caching --block-size 16 --num-gpu-blocks-override 385 " in widget.command(last())
-    assert "# no flag" in widget.command(first(hash_block_tokens=hash_block_tokens))
 
 
 def test_the_lessons_own_names_change_nothing():
@@ -287,40 +216,3 @@ def test_names_that_never_come_are_given_up(monkeypatch):
 
 
 # ---- what cannot be
-
-
-@pytest.mark.parametrize("name", ["kind", "users", "turns", "prefix", "order", "pool", "target"])
-@pytest.mark.parametrize("value", [None, "songs", 0, 10**9, -3, float("nan")])
-def test_input_that_makes_no_sense_is_refused_by_name(name: str, value):
-    with pytest.raises(MinivllmError, match="sharing" if name == "kind" else name):
-        last(**{name: value})
-
-
-def test_what_the_guess_hides_says_so_and_is_covered_by_the_answer():
-    root = ET.fromstring(widget.figure(last()))
-    parts = [part for part in root.iter() if part.tag.endswith(("text", "rect"))]
-    answer = {id(part) for group in root.iter() if group.get("data-answer") for part in group.iter()}
-    covers = [part for part in parts if "".join(part.itertext()) == "hidden until you guess"]
-    assert len(covers) == 2
-    for words in covers:
-        x, y = float(words.get("x", 0)), float(words.get("y", 0)) - 4
-        later = [part for part in parts[parts.index(words) :] if id(part) in answer and part.tag.endswith("rect")]
-        boxes = [[float(part.get(name, 0)) for name in ("x", "y", "width", "height")] for part in later]
-        assert any(left <= x <= left + wide and top <= y <= top + high for left, top, wide, high in boxes)
-
-
-def test_a_caption_counts_users_in_plain_english():
-    captions = json.loads(ET.fromstring(widget.figure(last())).get("data-frames", "[]"))
-    assert any("64 blocks of users 2, 3 evicted" in caption for caption in captions)
-    assert not any("of user 2, 3" in caption for caption in captions)
-
-
-@pytest.mark.parametrize("pool", states.POOLS)
-def test_the_rate_stands_off_the_curve(pool: int):
-    state = last(pool=pool)
-    root = ET.fromstring(widget.figure(state))
-    words = f"{state.hit_rate:.1%}"
-    place = next(part for part in root.iter() if part.text == words and part.get("font-weight"))
-    dot = next(part for part in root.iter() if part.tag.endswith("circle") and part.get("r") == "6")
-    below = float(place.get("y", 0)) > float(dot.get("cy", 0))
-    assert below or place.get("text-anchor") == "end" or pool == states.POOLS[0]

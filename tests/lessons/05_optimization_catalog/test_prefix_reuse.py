@@ -80,15 +80,6 @@ def test_the_shared_beginning_belongs_to_all():
     assert SHARED not in losers, "what everybody uses is never the longest unused"
 
 
-def test_users_who_return_at_random_find_some_of_what_users_in_turn_do_not():
-    rates = [reuse(Load(sharing("documents"), 8, 4, 512, order), 6 * 32, COST).hit_rate for order in (False, True)]
-    assert rates[0] == 0
-    assert 0.15 < rates[1] < 0.6
-    pauses = [one.arrival for one in sessions(sharing("documents"), 8, 4, 512, at_random=True) if one.after is not None]
-    assert len(set(pauses)) == len(pauses)
-    assert 0.5 < sum(pauses) / len(pauses) / 0.8 < 2
-
-
 def other_names(parent, token_ids, extra_keys=b""):
     return hash_block_tokens(parent, [*token_ids, 7], extra_keys)
 
@@ -122,10 +113,3 @@ def test_a_name_that_is_not_bytes_is_refused():
 def test_a_pool_too_small_for_one_request_is_refused():
     with pytest.raises(MinivllmError, match="blocks"):
         reuse(DOCUMENTS, 20, COST)
-
-
-def test_the_first_requests_of_users_do_not_count_as_returns():
-    run = reuse(DOCUMENTS, 400, COST)
-    assert run.later_ttft(3, 1.0) == max(ttft for index, ttft in enumerate(run.ttfts) if index % 3)
-    assert run.later_ttft(3, 1.0) < min(run.ttfts[::3])
-    assert run.later_ttft(1, 1.0) == max(run.ttfts)

@@ -67,13 +67,6 @@ def test_what_must_be_kept_is_where_the_cliff_is(name, left):
     assert {found for index, found in enumerate(scarce) if index % turns} == {left}
 
 
-def test_kept_by_hand():
-    assert sharing("system").kept(8, 4, 100) == 100
-    assert sharing("documents").kept(8, 4, 100) == 800
-    assert sharing("chat").kept(8, 4, 100) == 100 + 8 * 3 * 72
-    assert sharing("none").kept(8, 4, 100) == 0
-
-
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(MinivllmError, match="songs"):
         sharing("songs")

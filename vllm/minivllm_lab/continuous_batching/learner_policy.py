@@ -20,7 +20,7 @@ from minivllm.errors import MinivllmError
 
 @dataclass
 class CountedRequest:
-    """What a scheduling function sees of a request."""
+    """A request as a scheduling function sees it."""
 
     request_id: str
     num_tokens: int
@@ -30,7 +30,7 @@ class CountedRequest:
 
 @dataclass
 class CountedPool:
-    """What a scheduling function sees of the KV cache."""
+    """The KV cache as a scheduling function sees it."""
 
     num_free_blocks: int
     block_size: int
@@ -49,13 +49,13 @@ def learner_policy(schedule: Schedule) -> SchedulingPolicy:
 
 
 def _ask(schedule: Schedule, scheduler: Scheduler, step: Step) -> None:
-    """Ask for the whole step, admissions included, and carry it out."""
+    """Ask `schedule` for the whole step, admissions included, and carry it out."""
     pool = CountedPool(scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), scheduler.cache_config.block_size)
-    running = [_counted(scheduler, one) for one in scheduler.running]
-    waiting = deque(_counted(scheduler, one) for one in scheduler.waiting)
+    running = [_counted(scheduler, request) for request in scheduler.running]
+    waiting = deque(_counted(scheduler, request) for request in scheduler.waiting)
     decided = schedule(running, waiting, pool, step.token_budget, step.chunk_limit, scheduler.config.max_num_seqs)
-    kept = {one.request_id for one in running}
-    for request in [one for one in reversed(scheduler.running) if one.request_id not in kept]:
+    kept = {request.request_id for request in running}
+    for request in [x for x in reversed(scheduler.running) if x.request_id not in kept]:
         scheduler.preempt(request, step)
     if scheduler.requests and not decided and not step.preempted_req_ids:  # the next step would be the same
         raise MinivllmError(

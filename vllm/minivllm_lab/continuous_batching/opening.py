@@ -20,7 +20,7 @@ DASH = "4 3"
 
 
 def frames() -> Frames:
-    """Six stills: what each request wants, padding, end to end, tiles, keys that are seen, samples."""
+    """Draw six stills: missing tokens, padding, end to end, tiles, visible keys, samples."""
     run = followed("company")
     step = run.steps[1]
     return Frames(
@@ -89,7 +89,7 @@ def _padded(step: Step) -> str:
 
 
 def _strip(step: Step, y: float) -> list[str]:
-    """All new tokens end to end."""
+    """Draw all new tokens end to end."""
     return [
         _cell(LEFT + (row.query_start + place) * CELL, y, token.shown, COLOURS[index])
         for index, row in enumerate(step.rows)

@@ -1,4 +1,4 @@
-"""Lesson 04's scenes on the simulator, its tables, its figure and its command line."""
+"""Lesson 04's runs of the engine and the simulator, its tables, its figure and its command line."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import argparse
 import random
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
+from minivllm.memory import memory_ledger
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.continuous_batching import scenes
 from minivllm_lab.figures import curves, panels
 from minivllm_lab.progress import track
+from minivllm_lab.proof import refusal
 from minivllm_lab.recording import bare_engine, foretell, record_run
 from minivllm_lab.tables import Timed, closing, console, table
 from minivllm_simulate.cost_model import FittedCost, RooflineCost, StepShape, model_error
@@ -23,32 +23,29 @@ from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.workloads import Lengths, workload
 
+if TYPE_CHECKING:
+    import torch
 
-def show_timeline(name: str, found: Mapping) -> None:
-    """One policy's batch: a row for each slot, a letter for each request."""
-    rows = found["slots"]
-    console.print(f"{name}: {found['steps']} steps, {found['used']:.0%} of the slot-steps make a token")
-    console.print("\n".join("  " + "".join(who or "·" for who in row) for row in rows), markup=False)
+SERVED = "Llama-3.1-8B"
+"""The model of the simulated scenes and of the published figures."""
 
 
-def show_slots(found: Mapping[str, Mapping], slots: int) -> None:
-    """Show the share of slots in use, by kind of request."""
+def show_timeline(name: str, timeline: Mapping) -> None:
+    """Print one policy's batch: a row for each slot, a letter for each request."""
+    console.print(f"{name}: {timeline['steps']} steps, {timeline['used']:.0%} of the slot-steps make a token")
+    rows = ("  " + "".join(name or "·" for name in row) for row in timeline["slots"])
+    console.print("\n".join(rows), markup=False)
+
+
+def show_slots(results: Mapping[str, Mapping], slots: int) -> None:
+    """Print the share of slots in use, by kind of request."""
     columns = ("formula", "static", "continuous")
-    rows = [(title, *(f"{one[column]:.1%}" for column in columns)) for title, one in found.items()]
+    rows = [(title, *(f"{shares[column]:.1%}" for column in columns)) for title, shares in results.items()]
     table(f"{slots} slots in use, from the first step to the last", ("outputs like", *columns), rows)
 
 
-def show_ways(found: Mapping[str, Mapping], requests: int, tokens: int, error: object) -> None:
-    """Show the engine's run with each policy, on memory for `tokens` tokens."""
-    formats = ("", "", ",.0f", ".2f", "+.0%")
-    rows = [(n, *(format(x, form) for x, form in zip(one.values(), formats, strict=True))) for n, one in found.items()]
-    columns = ("", "most at once", "steps", "tokens a second", "× static", "modelled time off by")
-    caption = f"modelled: a line through half of the steps; on the other half it is off by {error}"
-    table(f"{requests} requests, memory for {tokens:,} tokens", columns, rows, caption)
-
-
 MAX_LEN, RESERVED = 512, 8
-"""The memory of the engine's runs: so many requests if each reserves the greatest length."""
+"""The memory of the engine's runs holds RESERVED requests that each reserve MAX_LEN tokens."""
 WAYS: dict[str, tuple[int, dict]] = {
     "one at a time": (MAX_LEN, {"max_num_seqs": 1}),
     "static, reserved": (MAX_LEN, {"max_num_seqs": RESERVED, "static_batching": True}),
@@ -59,143 +56,155 @@ WAYS: dict[str, tuple[int, dict]] = {
 
 
 def pool(block_size: int) -> CacheConfig:
-    """That memory in blocks of this size, and the null block."""
+    """Divide that memory into blocks of this size, and add the null block."""
     count = 1 + RESERVED * MAX_LEN // block_size
     return CacheConfig(num_gpu_blocks=count, block_size=block_size, enable_prefix_caching=False)
 
 
-def measure_engine(model: str, requests: int, tokens: float, device: torch.device, seed: int) -> dict:
-    """Throughput of each way on the same requests, and how far a simulation is off that knows half of the steps.
-
-    `tokens`: of an answer, in the mean.
-    """
-    draw, outputs, runs, found = random.Random(seed), Lengths(tokens), {}, {}
+def measure_engine(arguments: argparse.Namespace, device: torch.device) -> dict:
+    """Run the engine each way on the same requests; print throughput, and the error of a model of half of the steps."""
+    draw, outputs, runs = random.Random(arguments.seed), Lengths(16.0 if arguments.quick else 48.0), {}
+    requests = arguments.requests or (12 if arguments.quick else 256 if arguments.full else 72)
     lengths = [(draw.randint(8, 64), min(outputs.quantile(draw.random()), MAX_LEN - 64)) for _ in range(requests)]
     for name, (size, settings) in track(WAYS.items(), "running the engine"):
-        core = bare_engine(model, device, pool(size), max_model_len=MAX_LEN, **settings)
+        core = bare_engine(arguments.model, device, pool(size), max_model_len=MAX_LEN, **settings)
         runs[name] = record_run(core, lengths)
-    steps = [step for recording in runs.values() for step in recording.steps]
+    steps = [step for run in runs.values() for step in run.steps]
     cost, base = FittedCost.fit(steps[::2]), runs["static, reserved"].throughput
-    for name, got in runs.items():
-        figures = {"most": got.most_running, "steps": len(got.steps), "rate": got.throughput}
-        found[name] = figures | {"gain": got.throughput / base, "off": foretell(lengths, got, cost)}
+    results, rows = {}, []
+    for name, run in runs.items():
+        gain, off = run.throughput / base, foretell(lengths, run, cost)
+        figures = {"most": run.most_running, "steps": len(run.steps), "rate": run.throughput, "gain": gain, "off": off}
+        results[name] = figures
+        rows.append((name, run.most_running, len(run.steps), f"{run.throughput:,.0f}", f"{gain:.2f}", f"{off:+.0%}"))
     error = model_error(cost, steps[1::2])
-    show_ways(found, requests, RESERVED * MAX_LEN, error)
-    alone, _, batched, paged = (one["gain"] for one in found.values())
+    columns = ("", "most at once", "steps", "tokens a second", "× static", "modelled time off by")
+    caption = f"modelled: a line through half of the steps; on the other half it is off by {error}"
+    table(f"{requests} requests, memory for {RESERVED * MAX_LEN:,} tokens", columns, rows, caption)
+    alone, _, batched, paged = (figures["gain"] for figures in results.values())
     ratios = {"batching": batched, "paging": paged / batched, "both": paged, "over_one": paged / alone}
-    return {**ratios, "most": found["continuous, paged"]["most"], "ways": found, "model_error": str(error)}
+    return {**ratios, "most": runs["continuous, paged"].most_running, "ways": results, "model_error": str(error)}
 
 
-def measure_overload(cost: RooflineCost, cache: CacheConfig, requests: int, seed: int) -> dict:
-    """Requests like ShareGPT's at 0.7 and 1.3 times what 16 slots can serve: who waits, and for how long."""
+def refuse_too_long(model: str, device: torch.device) -> str:
+    """Print the engine's refusal of a pool in which not one request of the greatest length fits."""
+    small = CacheConfig(num_gpu_blocks=20)
+    refused = refusal(lambda: bare_engine(model, device, small, max_model_len=512))
+    console.print(f"larger than the pool: {refused}")
+    return refused
+
+
+def break_on_simulator(arguments: argparse.Namespace) -> dict:
+    """Check the step model on figures kept aside, then overload an H100 and send it a long prompt."""
+    served, card = known_model(SERVED), get_hardware("H100")
+    blocks = memory_ledger(served, card, max_model_len=8192).num_blocks
+    cost, cache = RooflineCost.of(served, card), CacheConfig(num_gpu_blocks=blocks, enable_prefix_caching=False)
+    return {
+        "kept_aside": kept_aside(),
+        "overload": _measure_overload(cost, cache, 24 if arguments.quick else 200, arguments.seed),
+        "long_prompt": _measure_long_prompt(cost, cache),
+    }
+
+
+def _measure_overload(cost: RooflineCost, cache: CacheConfig, requests: int, seed: int) -> dict:
+    """Send requests like ShareGPT's at 0.7 and 1.3 times what 16 slots can serve; print how long they wait."""
     config = SchedulerConfig(max_model_len=8192, max_num_seqs=16)
     lengths = workload("sharegpt").sample(2 * requests, seed)
     rate = scenes.capacity(lengths, config, cache, cost)
     cases = [(load, lengths[:count]) for load in (0.7, 1.3) for count in (requests, 2 * requests)]
-    found = [scenes.arrivals_at(load, part, config, cache, cost, rate, seed) for load, part in cases]
-    rows = [(f"{one.load} × capacity", one.requests, one.longest_queue, f"{one.late_ttft:.2f}") for one in found]
+    results = [scenes.arrivals_at(load, part, config, cache, cost, rate, seed) for load, part in cases]
+    rows = [(f"{x.load} × capacity", x.requests, x.longest_queue, f"{x.late_ttft:.2f}") for x in results]
     columns = ("arrivals", "requests", "longest queue", "s to first token, last quarter")
     table(f"Capacity {rate:.1f} requests a second, modelled", columns, rows)
-    return {"capacity": rate, **{f"{one.load}_{one.requests}": vars(one) for one in found}}
+    return {"capacity": rate, **{f"{x.load}_{x.requests}": vars(x) for x in results}}
 
 
-def measure_long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
-    """Sixteen chats decode, then a prompt of 4,096 tokens arrives: the longest gap between a chat's tokens."""
-    found = {str(budget): vars(scenes.long_prompt(budget, cache, cost)) for budget in (8192, 2048, 512, 256)}
-    rows = [(budget, *(f"{1e3 * value:.1f}" for value in one.values())) for budget, one in found.items()]
+def _measure_long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
+    """Let 16 chats decode while a prompt of 4,096 tokens arrives; print the gaps between a chat's tokens."""
+    results = {str(budget): vars(scenes.long_prompt(budget, cache, cost)) for budget in (8192, 2048, 512, 256)}
+    rows = [(budget, *(f"{1e3 * value:.1f}" for value in gaps.values())) for budget, gaps in results.items()]
     columns = ("budget", "usual gap, ms", "longest gap, ms", "its first token, ms")
     table("A prompt of 4,096 tokens among 16 chats, modelled", columns, rows)
-    return found
-
-
-@dataclass
-class Catching:
-    """One request that decodes: known and computed tokens, and samples under way whose values are not known yet."""
-
-    known: int = 1
-    computed: int = 0
-    num_output_placeholders: int = 0
+    return results
 
 
 def pipeline(depth: int, placeholders: bool, tokens: int, schedule_ms: float, forward_ms: float) -> dict:
-    """One request generates `tokens`, with up to `depth` steps under way. CPU and GPU each do one thing at a time.
+    """Simulate one request that generates `tokens`, with up to `depth` steps in flight.
 
-    Returns ms per token, steps, and how often the scheduler found nothing to do. `placeholders`: a sample that is under
-    way counts as a known token.
+    CPU and GPU each do one thing at a time. With `placeholders`, a sample in flight counts as a known token.
+
+    Returns:
+        Milliseconds per token, steps, and how often the scheduler had nothing to schedule.
     """
-    request, left, cpu, gpu, steps, empty = Catching(), tokens, 0.0, 0.0, 0, 0
-    under_way: deque[float] = deque()
+    known, computed, num_output_placeholders = 1, 0, 0
+    left, cpu, gpu, steps, empty = tokens, 0.0, 0.0, 0, 0
+    in_flight: deque[float] = deque()
     while left > 0:
         cpu += schedule_ms
-        enough = request.num_output_placeholders >= left  # the rest is being sampled already
-        scheduled = not enough and request.known + request.num_output_placeholders > request.computed
+        enough = num_output_placeholders >= left  # the rest is being sampled already
+        scheduled = not enough and known + num_output_placeholders > computed
         if scheduled:
-            gpu, steps, request.computed = max(cpu, gpu) + forward_ms, steps + 1, request.computed + 1
-            request.num_output_placeholders += placeholders
-            under_way.append(gpu)
+            gpu = max(cpu, gpu) + forward_ms
+            steps += 1
+            computed += 1
+            num_output_placeholders += placeholders
+            in_flight.append(gpu)
         elif not enough:
             empty += 1  # it waits for a token whose value the scheduler does not need
-        if len(under_way) == depth or not scheduled:
-            cpu = max(cpu, under_way.popleft())  # wait for the oldest step, and take its token in
-            request.num_output_placeholders -= placeholders
-            request.known, left = request.known + 1, left - 1
+        if len(in_flight) == depth or not scheduled:
+            cpu = max(cpu, in_flight.popleft())  # wait for the oldest step, and take its token in
+            num_output_placeholders -= placeholders
+            known += 1
+            left -= 1
     return {"ms_per_token": cpu / tokens, "steps": steps, "empty": empty}
 
 
 def measure_pipelines(schedule_ms: float = 2.0, forward_ms: float = 5.0, tokens: int = 100) -> dict:
-    """One step after the other; two deep without placeholders; two deep with them."""
+    """Compare steps one after the other, two deep without placeholders, and two deep with them."""
     kinds = {"one after the other": (1, False), "two deep, no placeholders": (2, False), "two deep": (2, True)}
-    found = {name: pipeline(*kind, tokens, schedule_ms, forward_ms) for name, kind in kinds.items()}
-    show_pipelines(found, schedule_ms, forward_ms)
-    return found
+    results = {name: pipeline(*kind, tokens, schedule_ms, forward_ms) for name, kind in kinds.items()}
+    rows = [(name, f"{x['ms_per_token']:.2f}", x["steps"], x["empty"]) for name, x in results.items()]
+    title = f"Scheduling takes {schedule_ms:g} ms, the forward pass {forward_ms:g} ms"
+    table(title, ("one step and the next", "ms a token", "steps", "schedules in vain"), rows)
+    return results
 
 
 def kept_aside() -> dict[str, dict[str, float]]:
-    """The step model on published figures of Llama-3.1-8B that were not used to calibrate it.
+    """Print how far the step model is off on published figures that it was not calibrated on.
 
-    The A100's is from gpt-fast's README, those of the B200 from vLLM's blog of 2026-04-22. Returns for each the
-    published figure, the modelled one, and by what share that is off.
+    The A100's is from gpt-fast's README, those of the B200 from vLLM's blog of 2026-04-22.
     """
-
-    def line(gpu: str) -> tuple[float, float]:
-        """Milliseconds of a decode without context, and what each token of context adds."""
-        cost = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware(gpu))
-        near, far = (1e3 * cost.seconds(StepShape.of([(1, context)])) for context in (0, 100_000))
-        return near, (far - near) / 100_000
-
-    (a100, _), (b200, slope) = line("A100"), line("B200")
+    a100, _ = _decode_line("A100")
+    b200, slope = _decode_line("B200")
     figures = {
         "A100: tokens a second of one sequence": (93.83, 1e3 / a100),
         "B200: ms a token, no context": (3.93, b200),
         "B200: ns for each token of context": (18.0, 1e6 * slope),
     }
-    return {
-        what: {"published": published, "modelled": modelled, "off": modelled / published - 1}
-        for what, (published, modelled) in figures.items()
+    results = {
+        name: {"published": published, "modelled": modelled, "off": modelled / published - 1}
+        for name, (published, modelled) in figures.items()
     }
+    rows = [(name, f"{x['published']:.3g}", f"{x['modelled']:.3g}", f"{x['off']:+.0%}") for name, x in results.items()]
+    table("The step model on figures kept aside", (SERVED, "published", "modelled", "off by"), rows)
+    return results
 
 
-def show_kept_aside(found: Mapping[str, Mapping[str, float]]) -> None:
-    """Show how far the step model is off on figures that it was not calibrated on."""
-    rows = [(what, f"{x['published']:.3g}", f"{x['modelled']:.3g}", f"{x['off']:+.0%}") for what, x in found.items()]
-    table("The step model on figures kept aside", ("Llama-3.1-8B", "published", "modelled", "off by"), rows)
+def _decode_line(gpu: str) -> tuple[float, float]:
+    """Return the milliseconds of a decode without context, and what each token of context adds."""
+    cost = RooflineCost.of(known_model(SERVED), get_hardware(gpu))
+    near, far = (1e3 * cost.seconds(StepShape.of([(1, context)])) for context in (0, 100_000))
+    return near, (far - near) / 100_000
 
 
-def show_starved(got: Mapping[str, int], token_budget: int, steps: int) -> None:
-    """Show the tokens that each request has got after some steps."""
-    table(f"Tokens after {steps} steps with a budget of {token_budget}", list(got), [list(got.values())])
+def show_starved(tokens: Mapping[str, int], token_budget: int, steps: int) -> None:
+    """Print the tokens that each request has got after some steps."""
+    table(f"Tokens after {steps} steps with a budget of {token_budget}", list(tokens), [list(tokens.values())])
 
 
-def show_pipelines(found: Mapping[str, Mapping], schedule_ms: float, forward_ms: float) -> None:
-    """Time of a token, by how one step and the next follow each other."""
-    rows = [(n, f"{x['ms_per_token']:.2f}", x["steps"], x["empty"]) for n, x in found.items()]
-    title = f"Scheduling takes {schedule_ms:g} ms, the forward pass {forward_ms:g} ms"
-    table(title, ("one step and the next", "ms a token", "steps", "schedules in vain"), rows)
-
-
-def close(found: dict, slots: int, disturbance: str) -> None:
-    """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    chat, ratio, gaps = found["slots"]["Azure conversation"], found["engine"], found["long_prompt"]
+def close(results: dict, slots: int, disturbance: str) -> None:
+    """Print the conclusions, without those from timings if there was a `disturbance`."""
+    chat, ratio, gaps = results["slots"]["Azure conversation"], results["engine"], results["long_prompt"]
     closing(
         f"A static batch of {slots} chats uses {chat['static']:.0%} of its slots, "
         f"continuous batching {chat['continuous']:.0%}.",
@@ -209,24 +218,27 @@ def close(found: dict, slots: int, disturbance: str) -> None:
     )
 
 
-def draw(found: dict, path: str) -> None:
-    """Both timelines, and the slots that a static batch uses against its size."""
+def draw(results: dict, path: str) -> None:
+    """Plot both timelines, and the slots that a static batch uses by its size."""
     with panels(path, 3) as (left, middle, right):
-        for axes, (name, one) in zip((left, middle), found["timelines"].items(), strict=True):
-            for slot, row in enumerate(one["slots"]):
-                for who in sorted(set(row) - {""}):
-                    start, width, colour = row.index(who), row.count(who), palette.SERIES[(ord(who) - 65) % 7]
+        end = results["timelines"]["static"]["steps"]
+        for axes, (name, timeline) in zip((left, middle), results["timelines"].items(), strict=True):
+            for slot, row in enumerate(timeline["slots"]):
+                for letter in sorted(set(row) - {""}):
+                    start, width = row.index(letter), row.count(letter)
+                    colour = palette.SERIES[(ord(letter) - 65) % 7]
                     axes.barh(slot, width, left=start, color=colour, edgecolor="white")
-                    axes.text(start + width / 2, slot, who, ha="center", va="center", fontsize=8)
-            title, end = f"{name}: {one['steps']} steps, {one['used']:.0%} used", found["timelines"]["static"]["steps"]
+                    axes.text(start + width / 2, slot, letter, ha="center", va="center", fontsize=8)
+            title = f"{name}: {timeline['steps']} steps, {timeline['used']:.0%} used"
             axes.set(title=title, xlabel="step", ylabel="slots", xlim=(0, end), yticks=[])
             axes.invert_yaxis()
-        curves(right, {title: one["theory"] for title, one in found["slots"].items()}, factor=100, octaves=True)
+        theory = {title: shares["theory"] for title, shares in results["slots"].items()}
+        curves(right, theory, factor=100, octaves=True)
         right.set(title="Static: slots used", xlabel="requests in the batch", ylabel="%", ylim=(0, 102))
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
+    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     # With more slots than half of the counted requests, no request would have to wait.
     flags.add_argument("--slots", type=whole_number(1, 64), default=8, help="of the batch that is counted (up to 64)")

@@ -4,23 +4,23 @@ from collections.abc import Iterable
 
 
 def seat(steps: Iterable[Iterable[str]], slots: int) -> list[list[str]]:
-    """Give every request the lowest free slot when it first appears, and keep it there until it is gone.
+    """Give every request the lowest free slot when it first appears, and keep it there until it leaves.
 
     Args:
-        steps: the ids of the requests that are in the batch, step by step. A request that was away comes back as new.
-        slots: places, at least as many as there are requests in any step.
+        steps: the ids of the requests in the batch, step by step. A request that left comes back as a new one.
+        slots: at least as many as there are requests in any step.
 
     Returns:
-        For each slot what sat there in each step, "" where nobody did: [slots][steps].
+        For each slot the request of each step, "" if it was empty: [slots][steps].
     """
     rows: list[list[str]] = [[] for _ in range(slots)]
     seated: list[str] = [""] * slots
     for step in steps:
         present = list(step)
-        seated = [who if who in present else "" for who in seated]
-        for who in present:
-            if who not in seated:
-                seated[seated.index("")] = who
-        for row, who in zip(rows, seated, strict=True):
-            row.append(who)
+        seated = [name if name in present else "" for name in seated]
+        for name in present:
+            if name not in seated:
+                seated[seated.index("")] = name
+        for row, name in zip(rows, seated, strict=True):
+            row.append(name)
     return rows

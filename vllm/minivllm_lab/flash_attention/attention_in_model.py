@@ -1,4 +1,4 @@
-"""A real model run with a lesson's own attention: the error of its logits, and one row of scores to inspect."""
+"""Runs a real model with lesson 03's own attention: the error of its logits, and one row of scores to inspect."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def attend_in_model(model: Decoder, tokenizer: Tokenizer, text: str, kernel: Ker
         return kernel(q, k, v)[0] if kernel else stored_attention(q, k, v)
 
     positions, plain = torch.arange(len(tokens), device=tokens.device), CausalAttention(model.config)
-    ours, usual = (model.compute_logits(model(tokens, positions, how)) for how in (attend, plain))
-    off = furthest(ours, usual)
+    logits, expected = (model.compute_logits(model(tokens, positions, way)) for way in (attend, plain))
+    off = furthest(logits, expected)
     assert off < 1e-3, f"the model's logits are off by {off}"
     chosen = max(range(len(rows)), key=lambda index: (rows[index].max().item() > large, visible_steps(rows[index])))
     layer, head = divmod(chosen, model.config.num_attention_heads)
@@ -64,11 +64,11 @@ def attend_in_model(model: Decoder, tokenizer: Tokenizer, text: str, kernel: Ker
         "scores": [round(score, 4) for score in rows[chosen].tolist()],
         "values": [[round(x, 4) for x in value] for value in values[chosen].tolist()],
     }
-    return ModelRun(off, max(one.max().item() for one in rows), row)
+    return ModelRun(off, max(scores.max().item() for scores in rows), row)
 
 
 def visible_steps(scores: Tensor, keys_a_tile: int = KEYS_A_TILE) -> int:
-    """Number of tiles of this row [keys] that raise the maximum visibly, but without wiping out the old sums."""
+    """Count the tiles of this row [keys] that raise the maximum visibly, but do not wipe out the old sums."""
     running = scores.cummax(0).values[keys_a_tile - 1 :: keys_a_tile]
     kept = (running[:-1] - running[1:]).exp()
     return int(((kept > 0.05) & (kept < 0.9)).sum())

@@ -17,12 +17,12 @@ KIB = 1024
 ACCUMULATOR_BYTES = 4
 """Scores, maxima, sums and outputs are kept in float32 while they are on the chip."""
 SMALLEST_TILE = 16
-"""Minimum rows per tile for the matrix units."""
+"""Minimum rows per tile for the tensor cores."""
 REGISTER_FILE = 256 * KIB
-"""Registers of a multiprocessor: 65,536 of 32 bits on each NVIDIA architecture from 7.0 to 9.0."""
+"""Registers of a multiprocessor: 65,536 of 32 bits on each NVIDIA architecture from 7.0 to 9.0, in bytes."""
 OTHER_REGISTERS = REGISTER_FILE // 4
-"""Addresses, masks, weights on their way into the matrix units. With this share the model says of Hopper what Triton's
-compiler says; see the test of `register_bytes`."""
+"""Addresses, masks, weights on their way into the tensor cores. With this share the model agrees with Triton's compiler
+about Hopper; see the test of `register_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Chip:
     shared_memory: int
     """Bytes of shared memory: CUDA C++ programming guide, compute capabilities."""
     q_in_registers: bool
-    """Its matrix units take their operands from registers. Hopper's read them from shared memory."""
+    """The tensor cores take their operands from registers. Hopper's read them from shared memory."""
 
 
 CHIPS = {
@@ -42,7 +42,7 @@ CHIPS = {
     "H100": Chip(227 * KIB, q_in_registers=False),
     "H200": Chip(227 * KIB, q_in_registers=False),
 }
-"""By the names of `HARDWARE`. Blackwell is not among them: it keeps sums in a memory of the matrix units' own."""
+"""By the names of `HARDWARE`. Blackwell is missing: its tensor cores keep sums in a memory of their own."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,23 @@ class Traffic:
     written: int
     """Bytes to device memory."""
     flops: int
-    """Floating-point operations of the two matrix products; the softmax between them is not counted."""
+    """Floating-point operations of the two matmuls; the softmax between them is not counted."""
     extra: int
     """Bytes of device memory beyond queries, keys, values and output."""
 
     @property
     def moved(self) -> int:
-        """Bytes in both directions."""
+        """Return the bytes in both directions."""
         return self.read + self.written
 
     @property
     def intensity(self) -> float:
-        """Operations per byte moved."""
+        """Return operations per byte moved."""
         return self.flops / self.moved
 
 
 def naive_traffic(length: int, head_dim: int, itemsize: int = 2) -> Traffic:
-    """The paper's algorithm 0: scores are written, read for the softmax, its weights written, and read again."""
+    """Count the paper's algorithm 0: scores are written, read for the softmax, its weights written, and read again."""
     _positive(length=length, head_dim=head_dim, itemsize=itemsize)
     vectors, matrix = length * head_dim * itemsize, length * length * itemsize
     return Traffic(
@@ -84,7 +84,7 @@ def naive_traffic(length: int, head_dim: int, itemsize: int = 2) -> Traffic:
 def flash_traffic(
     length: int, head_dim: int, block_q: int, block_k: int, itemsize: int = 2, *, causal: bool = True
 ) -> Traffic:
-    """Traffic of the tiled loop: each tile of `block_q` queries reads the tiles of `block_k` keys that it sees."""
+    """Count the tiled loop: each tile of `block_q` queries reads the tiles of `block_k` keys that it sees."""
     _positive(length=length, head_dim=head_dim, block_q=block_q, block_k=block_k, itemsize=itemsize)
     row = head_dim * itemsize
     read = written = flops = 0
@@ -96,20 +96,20 @@ def flash_traffic(
 
 
 def flash_programs(length: int, block_q: int, block_k: int, *, causal: bool = True) -> Iterator[tuple[int, int]]:
-    """The programs of the tiled loop, in the grid's order: (queries of its tile, keys that it reads)."""
+    """Yield the programs of the tiled loop in the grid's order: (queries of its tile, keys that it reads)."""
     for start in range(0, length, block_q):
         rows = min(block_q, length - start)
         yield rows, min(math.ceil((start + rows) / block_k) * block_k, length) if causal else length
 
 
 def least_traffic(length: int, head_dim: int, itemsize: int = 2) -> int:
-    """Bytes that any attention must move: Q, K and V read once, the output written once."""
+    """Count the bytes that any attention must move: Q, K and V read once, the output written once."""
     _positive(length=length, head_dim=head_dim, itemsize=itemsize)
     return 4 * length * head_dim * itemsize
 
 
 def on_chip_bytes(block_q: int, block_k: int, head_dim: int, itemsize: int = 2) -> dict[str, int]:
-    """On-chip bytes needed to process one tile of queries against one of keys, by purpose."""
+    """Return the on-chip bytes of one tile of queries and one of keys, by purpose."""
     _positive(block_q=block_q, block_k=block_k, head_dim=head_dim, itemsize=itemsize)
     return {
         "Q": block_q * head_dim * itemsize,
@@ -123,9 +123,9 @@ def on_chip_bytes(block_q: int, block_k: int, head_dim: int, itemsize: int = 2) 
 def shared_memory_bytes(
     block_q: int, block_k: int, head_dim: int, stages: int = 2, itemsize: int = 2
 ) -> dict[str, int]:
-    """Bytes of shared memory that one program asks for; `stages` tiles of keys and values are there at a time.
+    """Return the shared memory of one program, in bytes; it holds `stages` tiles of keys and values at a time.
 
-    A kernel that asks for more than `Chip.shared_memory` is not launched.
+    A kernel that needs more than `Chip.shared_memory` is not launched.
     """
     _positive(block_q=block_q, block_k=block_k, head_dim=head_dim, stages=stages, itemsize=itemsize)
     return {"Q": block_q * head_dim * itemsize, "K, V": 2 * stages * block_k * head_dim * itemsize}
@@ -134,7 +134,7 @@ def shared_memory_bytes(
 def register_bytes(
     block_q: int, block_k: int, head_dim: int, itemsize: int = 2, *, q_in_registers: bool = False
 ) -> dict[str, int]:
-    """Bytes of registers that a program's sums take. Beyond `REGISTER_FILE - OTHER_REGISTERS` they spill: modelled."""
+    """Return the register bytes of a program's sums. Beyond `REGISTER_FILE - OTHER_REGISTERS` they spill (modelled)."""
     _positive(block_q=block_q, block_k=block_k, head_dim=head_dim, itemsize=itemsize)
     parts = {
         "O": block_q * head_dim * ACCUMULATOR_BYTES,
@@ -145,19 +145,19 @@ def register_bytes(
 
 
 def most_queries_launched(chip: Chip, block_k: int, head_dim: int, stages: int = 2) -> int:
-    """Most queries of a tile that `chip` still launches; 0 where keys and values leave no room for any."""
+    """Return the most queries of a tile that `chip` launches; 0 if keys and values leave no room for any."""
     parts = shared_memory_bytes(1, block_k, head_dim, stages)
     return max(0, (chip.shared_memory - parts["K, V"]) // parts["Q"])
 
 
 def most_queries_kept(chip: Chip, block_k: int, head_dim: int) -> int:
-    """Most queries of a tile whose sums stay in registers: modelled."""
+    """Return the most queries of a tile whose sums stay in registers (modelled)."""
     a_row = sum(register_bytes(1, block_k, head_dim, q_in_registers=chip.q_in_registers).values())
     return (REGISTER_FILE - OTHER_REGISTERS) // a_row
 
 
 def largest_block_q(on_chip: int, head_dim: int, block_k: int, itemsize: int = 2) -> int:
-    """Largest number of queries per tile, in steps of 16, within `on_chip` bytes.
+    """Return the largest number of queries per tile, in steps of 16, within `on_chip` bytes.
 
     Raises:
         MinivllmError: not even 16 fit together with the tiles of keys and values.
@@ -176,13 +176,13 @@ def largest_block_q(on_chip: int, head_dim: int, block_k: int, itemsize: int = 2
 
 
 def longest_naive(memory: int, heads: int, itemsize: int = 2) -> int:
-    """Largest number of tokens whose scores and weights, for all heads at once, fit into `memory` bytes."""
+    """Return the most tokens whose scores and weights, for all heads at once, fit into `memory` bytes."""
     _positive(memory=memory, heads=heads, itemsize=itemsize)
     return math.isqrt(memory // (2 * heads * itemsize))
 
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The power p of the best fit y = c x^p (least squares on logarithms): 1 is linear, 2 quadratic."""
+    """Fit y = c x^p by least squares on logarithms and return p: 1 is linear, 2 quadratic."""
     if len(xs) < 2 or len(xs) != len(ys) or min(*xs, *ys) <= 0:
         raise MinivllmError("a power is fitted to at least two pairs of positive values")
     log_x, log_y = [math.log(x) for x in xs], [math.log(y) for y in ys]

@@ -24,14 +24,14 @@ class RunningSoftmax:
 
     @property
     def output(self) -> tuple[float, ...]:
-        """The attention over the keys so far: zeros where there were none."""
+        """Return the attention over the keys so far, or zeros if there were none."""
         return tuple(part / self.l if self.l else 0.0 for part in self.o)
 
 
 def softmax_step(state: RunningSoftmax, scores: Sequence[float], values: Sequence[Sequence[float]]) -> RunningSoftmax:
-    """The state after one more tile: `scores` of its keys (-inf for one that is masked) and their `values`."""
+    """Add one more tile to the state: `scores` of its keys (-inf where masked) and their `values`."""
     m = max(state.m, *scores)
-    if m == -math.inf:  # nothing seen yet, and exp(-inf - -inf) is not a number
+    if m == -math.inf:  # no key seen yet, and exp(-inf - -inf) is not a number
         return state
     keep = math.exp(state.m - m)
     weights = [math.exp(score - m) for score in scores]
@@ -42,7 +42,7 @@ def softmax_step(state: RunningSoftmax, scores: Sequence[float], values: Sequenc
 
 
 def online_softmax(scores: Sequence[float], values: Sequence[Sequence[float]], tile: int) -> list[RunningSoftmax]:
-    """The states before the first and after each tile of `tile` keys."""
+    """Return the states before the first and after each tile of `tile` keys."""
     if tile < 1:
         raise MinivllmError(f"a tile holds at least 1 key, got {tile}")
     if not scores or len(scores) != len(values):

@@ -12,7 +12,7 @@ from minivllm_lab.frames import QUIET, Frames, arrow, rect, svg, text, tint
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 
 LAYER, HEAD = 2, 6
-"""Whose scores these are, counted from 0."""
+"""The layer and the head of these scores, counted from 0."""
 FIRST, TILE = 4, 4
 """The first query of the tile, and how many queries and keys a tile has."""
 SCORES = (
@@ -49,18 +49,18 @@ CAPTIONS = (
 
 
 def sums(scores: tuple[float, ...], seen: int) -> tuple[float, float]:
-    """m and l of a row over its first `seen` keys."""
+    """Return m and l of a row over its first `seen` keys."""
     m = max(scores[:seen])
     return m, sum(math.exp(score - m) for score in scores[:seen])
 
 
 def frames() -> Frames:
-    """The steps of the figure."""
+    """Draw the steps of the figure."""
     return Frames([still(step) for step in range(len(CAPTIONS))], CAPTIONS)
 
 
 def still(step: int) -> str:
-    """One step, counted from 0."""
+    """Draw one step, counted from 0."""
     tokens = [token.shown for token in followed().request.prompt]
     tile = {2: 0, 3: 0, 4: 1, 5: 1}.get(step)
     parts = [slow_memory(tokens, step, tile), chip(step)]
@@ -73,7 +73,7 @@ def still(step: int) -> str:
 
 
 def slow_memory(tokens: list[str], step: int, tile: int | None) -> str:
-    """Queries, keys, values and the output, a row for each token; what the chip holds a copy of is strong."""
+    """Draw queries, keys, values and output, a row per token; copies on the chip are in strong colours."""
     shapes = [text(16, 28, "slow memory", bold=True)]
     shapes += [text(x + CELL / 2, 58, name, anchor="middle", colour=QUIET) for name, x in COLUMNS.items()]
     queries = range(FIRST, FIRST + TILE)
@@ -96,12 +96,12 @@ def slow_memory(tokens: list[str], step: int, tile: int | None) -> str:
 
 
 def shade(colour: str, strong: bool) -> str:
-    """A colour, or a pale form of it."""
+    """Return a colour, or a pale form of it."""
     return colour if strong else tint(colour, 0.22)
 
 
 def chip(step: int) -> str:
-    """The frame of fast memory, what crosses its border in this step, and what has crossed so far."""
+    """Draw the frame of fast memory, the traffic of this step, and the rows moved so far."""
     frame = rect(CHIP, 36, WIDTH - CHIP - 14, 250, stroke=INK, radius=8)
     name = text(CHIP, 28, "fast memory, on the chip", bold=True)
     moved = (0, 4, 8, 12, 16, 20, 24)[step]
@@ -119,7 +119,7 @@ def chip(step: int) -> str:
 
 
 def rows_of_the_tile(tokens: list[str]) -> str:
-    """The four queries on the chip, and the names of what is kept for each."""
+    """Draw the four queries on the chip, and the headings of their state."""
     shapes = [
         rect(CHIP + 12, row_of(row), 58, ROW + 8, BLUE, label=tokens[FIRST + row], mono=True, radius=2)
         for row in range(TILE)
@@ -130,17 +130,17 @@ def rows_of_the_tile(tokens: list[str]) -> str:
 
 
 def side(name: str) -> str:
-    """Where a column of the state is aligned: numbers at their end."""
+    """Return how a column of the state is aligned: numbers at their end."""
     return "start" if name == "O" else "end"
 
 
 def row_of(row: int) -> float:
-    """The top of a query's row on the chip."""
+    """Return the top of a query's row on the chip."""
     return 106 + row * (ROW + 12)
 
 
 def scores_of(tokens: list[str], tile: int, seen_values: bool) -> str:
-    """The scores of the four queries with a tile of keys."""
+    """Draw the scores of the four queries with a tile of keys."""
     shapes = []
     for column in range(TILE):
         key, x = tile * TILE + column, GRID + column * SCORE
@@ -157,7 +157,7 @@ def scores_of(tokens: list[str], tile: int, seen_values: bool) -> str:
 
 
 def state_of(row: int, step: int) -> str:
-    """m, l and O of one query after this step, and the factor that this step has put on its old sums."""
+    """Draw m, l and O of one query after this step, and the factor by which its old sums were rescaled."""
     y, scores = row_of(row) + 22, SCORES[row]
     seen = {1: 0, 2: 0, 3: TILE, 4: TILE}.get(step, len(scores))
     shapes = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest
 from minivllm_lab.timing import median_seconds
 
 
 def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """Naive attention over many heads, storing the scores of all queries and keys.
+    """Attend naively over many heads, storing the scores of all queries and keys.
 
     q [queries, heads, head_dim], k, v [keys, heads, head_dim] -> like q. Causal: the queries are the last positions.
     """
@@ -30,7 +29,7 @@ def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Te
 
 
 def compare_with_pool(device: torch.device) -> tuple[float, float]:
-    """The engine's kernel on K and V in blocks scattered over a pool: (its error, table bytes per byte of K and V).
+    """Run the engine's kernel on K and V in scattered blocks; return its error, and table bytes per byte of K and V.
 
     Tiles determine what moves during one attention; blocks determine where K and V are stored in between. That kernel
     uses both.
@@ -44,36 +43,29 @@ def compare_with_pool(device: torch.device) -> tuple[float, float]:
     return furthest(paged, expected), blocks.nbytes / (k.nbytes + v.nbytes)
 
 
-def fused_ways(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """PyTorch's fused causal attentions on this device, by name; q, k, v [tokens, heads, head_dim].
+def attention_seconds(
+    device: torch.device,
+    length: int,
+    heads: int,
+    head_dim: int,
+    kernel: Callable[[Tensor, Tensor, Tensor], object],
+) -> dict[str, float]:
+    """Time one causal attention by stored scores, by `kernel` (on a GPU only) and by PyTorch's fused attentions.
 
-    On a CPU there is only one, tiled like FlashAttention.
+    On a CPU there is only one fused attention, tiled like FlashAttention.
     """
-    backends = [SDPBackend.FLASH_ATTENTION, *([SDPBackend.CUDNN_ATTENTION] if q.is_cuda else [])]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = torch.randn(3, length, heads, head_dim, device=device, dtype=dtype)
+    ways: dict[str, Callable[[], object]] = {"T × T stored": partial(stored_attention, q, k, v)}
+    backends = [SDPBackend.FLASH_ATTENTION]
+    if q.is_cuda:
+        ways["our kernel"] = partial(kernel, q, k, v)
+        backends.append(SDPBackend.CUDNN_ATTENTION)
     batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    return {f"torch's {one.name.split('_')[0].lower()}": partial(_fused, *batch, one) for one in backends}
+    ways |= {f"torch's {backend.name.split('_')[0].lower()}": partial(_fused, *batch, backend) for backend in backends}
+    return {way: median_seconds(attend, device=device) for way, attend in ways.items()}
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
-    """q, k, v [1, heads, tokens, head_dim] -> like q."""
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def time_attention(
-    device: torch.device, lengths: Sequence[int], ours: Callable[[Tensor, Tensor, Tensor], object]
-) -> tuple[dict[int, dict[str, float]], int, int]:
-    """Seconds of stored scores, of `ours` (on a GPU only) and of PyTorch's fused attentions: {length: {way: seconds}}.
-
-    All in one run. Also returns the heads and the head dim. On a CPU the fused one is PyTorch's, tiled in the same way.
-    """
-    heads, head_dim, dtype = (32, 128, torch.bfloat16) if device.type == "cuda" else (4, 64, torch.float32)
-    seconds = {}
-    for length in track(lengths, "timing attention"):
-        q, k, v = torch.randn(3, length, heads, head_dim, device=device, dtype=dtype)
-        ways: dict[str, Callable[[], object]] = {"T × T stored": partial(stored_attention, q, k, v)}
-        if q.is_cuda:
-            ways["our kernel"] = partial(ours, q, k, v)
-        ways |= fused_ways(q, k, v)
-        seconds[length] = {way: median_seconds(attend, device=device) for way, attend in ways.items()}
-    return seconds, heads, head_dim
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [1, heads, tokens, head_dim]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ from rich.markup import escape
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.device import device_name
 from minivllm.platforms.triton_utils import HAS_TRITON
 from minivllm_lab import palette
@@ -22,13 +24,12 @@ from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.figures import panels
 from minivllm_lab.flash_attention.attention_in_model import KEYS_A_TILE, ModelRun
 from minivllm_lab.flash_attention.attention_traffic import (
-    exponent,
     flash_traffic,
     largest_block_q,
-    least_traffic,
     longest_naive,
     naive_traffic,
 )
+from minivllm_lab.flash_attention.traffic_tables import HEAD_DIMS, MIB
 from minivllm_lab.lesson import wrote
 from minivllm_lab.progress import track
 from minivllm_lab.results import ensure_writable, write_json
@@ -36,21 +37,19 @@ from minivllm_lab.tables import Timed, closing, console, table
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
 
-    from minivllm_lab.aot import Compiled
+    from minivllm.models.decoder import Decoder
 
-MIB = 2**20
 TEXT = "def total(prices, count):\n    result = 0\n    for price in prices:\n        result +="
+LIMITS = {dtype.__name__: math.log(float(np.finfo(dtype).max)) for dtype in (np.float16, np.float32)}
+"""The largest score whose exponential each dtype can hold."""
 HEAD_DIM = 64
 """The head dim of the figure's curves."""
-HEAD_DIMS = [32, 64, 128, 256]
-"""The head dims used to fit the exponent of the head dim."""
-PAPERS_GB = 40.3
-"""FlashAttention, figure 2: what standard attention moved, forward and backward."""
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """The lesson's own flags, besides the common ones; `doc` is the script's docstring."""
+    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc, EMBEDDED_MODEL)
     flags.add_argument("--heads", type=positive_int, default=8, help="heads whose scores must fit the budget")
     flags.add_argument("--budget-mib", type=positive_int, default=1024, help="memory for stored scores")
@@ -66,8 +65,10 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much work a run does."""
+    """A run's model, and how much work it does."""
 
+    model: Decoder
+    tokenizer: Tokenizer
     longest: int
     """Tokens up to which the bytes are counted, a power of two."""
     lengths: list[int]
@@ -77,18 +78,23 @@ class Plan:
 
 
 def plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
-    """The work that the flags ask for.
+    """Load the model and plan the work that the flags ask for.
 
     Raises:
         MinivllmError: a flag is out of range, or --row cannot be written.
     """
+    from minivllm.models.loader import load_model
+
+    keep_freed_memory()
     _check(arguments)
+    model, tokenizer = load_model(arguments.model, device, "float32")[0], load_tokenizer(arguments.model)
     lengths = [512, 1024] if arguments.quick else [512, 1024, 2048, 4096]
     if arguments.full or device.type == "cuda":
         lengths.append(8192)
     if arguments.quick:
-        return Plan(2**14, lengths, [(128, 64, 2), (128, 128, 4)])
-    return Plan(2**17, lengths, [(64, 32, 2), (128, 64, 2), (128, 128, 2), (128, 128, 4), (256, 64, 2)])
+        return Plan(model, tokenizer, 2**14, lengths, [(128, 64, 2), (128, 128, 4)])
+    tiles = [(64, 32, 2), (128, 64, 2), (128, 128, 2), (128, 128, 4), (256, 64, 2)]
+    return Plan(model, tokenizer, 2**17, lengths, tiles)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -107,10 +113,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def show_budget(heads: int, budget: int) -> dict[str, int]:
-    """Double the sequence until its float32 scores and weights exceed `budget` bytes. Counted: nothing is allocated.
-
-    Returns the length that was refused and the longest that fits, as figures.
-    """
+    """Double the sequence until its float32 scores and weights exceed `budget` bytes; nothing is allocated."""
     refused, needs = 512, {}
     while needs.setdefault(refused, heads * naive_traffic(refused, 1, 4).extra) <= budget:
         refused *= 2
@@ -122,29 +125,35 @@ def show_budget(heads: int, budget: int) -> dict[str, int]:
     return {"refused_at": refused, "longest": longest}
 
 
-def show_overflow(limits: Mapping[str, float], softmax: Callable[[np.ndarray], np.ndarray]) -> dict[str, float]:
-    """The softmax of a score just under and just over each dtype's limit: as it is written, and by `softmax`."""
+def show_overflow(softmax: Callable[[np.ndarray], np.ndarray]) -> dict[str, float]:
+    """Print the softmax of a score just under and just over each dtype's limit: unguarded, and by `softmax`."""
     rows = []
     with np.errstate(over="ignore", invalid="ignore"):
-        for dtype, score in [(dtype, limit + off) for dtype, limit in limits.items() for off in (-0.1, 0.1)]:
+        for dtype, score in [(dtype, limit + off) for dtype, limit in LIMITS.items() for off in (-0.1, 0.1)]:
             row = np.array([[0.0, score]], dtype)
             plain = np.exp(row[0, 1]) / np.exp(row).sum()
             rows.append((dtype, f"{score:.1f}", f"{plain}", f"{softmax(row)[0, 1]}"))
     table("Softmax of 0 and x: the weight of x", ("dtype", "x", "exp(x) as it is", "maximum off first"), rows)
-    return dict(limits)
+    return dict(LIMITS)
 
 
-def show_model(run: ModelRun, limits: Mapping[str, float]) -> dict[str, float]:
-    """How close the logits came, and which dtypes the exponential of its scores overflows. As figures."""
-    beyond = " and ".join(dtype for dtype, limit in limits.items() if run.largest_score > limit) or "no dtype here"
+def show_model(run: ModelRun, row_path: str | None) -> dict[str, float]:
+    """Print how close the logits came, and which dtypes the exponential of its scores overflows.
+
+    The row of scores is written to `row_path`, if given, for the widget to show.
+    """
+    overflowing = " and ".join(dtype for dtype, limit in LIMITS.items() if run.largest_score > limit)
     kernel = "our kernel" if HAS_TRITON else "stored scores"
-    said = f"Its scores reach {run.largest_score:.1f}: exp overflows {beyond}."
-    console.print(f"The model on {kernel}: logits within {run.logits_off_by:.0e}. {said}", soft_wrap=True)
+    scores = f"Its scores reach {run.largest_score:.1f}: exp overflows {overflowing or 'no dtype here'}."
+    console.print(f"The model on {kernel}: logits within {run.logits_off_by:.0e}. {scores}", soft_wrap=True)
+    if row_path:
+        write_json(row_path, "attention_row", run.row)
+        wrote(row_path)
     return {"logits_off_by": run.logits_off_by, "largest_score": run.largest_score}
 
 
 def show_row(row: dict, states: Sequence[Any], outputs: Sequence[np.ndarray], expected: np.ndarray) -> None:
-    """One row of scores, a tile a line: `states` before the first tile and after each, and the output after each."""
+    """Print one row of scores, a tile per line: `states` before the first tile and after each, and the outputs."""
     rows = []
     for number, ((before, state), output) in enumerate(zip(pairwise(states), outputs, strict=True)):
         words = "".join(row["tokens"][KEYS_A_TILE * number : KEYS_A_TILE * (number + 1)])
@@ -155,82 +164,33 @@ def show_row(row: dict, states: Sequence[Any], outputs: Sequence[np.ndarray], ex
     table(title, ("keys", "m", "old kept", "l", "O / l, three numbers"), rows, caption)
 
 
-def show_traffic(head_dim: int, block_q: int, block_k: int, longest: int, peaks: Mapping[str, float]) -> dict:
-    """Bytes that one head moves and keeps at each length; `peaks` are the MiB that NumPy allocated. As figures."""
-    lengths = [2**power for power in range(10, longest.bit_length())]
-    naive = [naive_traffic(length, head_dim) for length in lengths]
-    tiled = [flash_traffic(length, head_dim, block_q, block_k) for length in lengths]
-    less = [a.moved / b.moved for a, b in zip(naive, tiled, strict=True)]
-    rows = [
-        (f"{n:,}", f"{a.moved / MIB:,.1f}", f"{b.moved / MIB:,.1f}", f"{ratio:.1f} ×", f"{a.extra / MIB:,.0f}",
-         f"{b.extra / MIB:.3f}")
-        for n, a, b, ratio in zip(lengths, naive, tiled, less, strict=True)
-    ]  # fmt: skip
-    columns = ("tokens", "T × T moves", "tiles move", "less by", "T × T keeps", "tiles keep")
-    caption = (
-        f"tiles of {block_q} × {block_k}; up to 2,048 tokens the loops themselves counted the same\n"
-        f"at 2,048, in float32, NumPy allocated {peaks['naive']:.1f} MiB for T × T, {peaks['tiled']:.1f} for tiles"
-    )
-    table(f"One head of {head_dim}, causal, 16 bits: MiB", columns, rows, caption)
-    moved = {"naive": [one.moved for one in naive], "tiled": [one.moved for one in tiled]}
-    kept = {"naive": [one.extra for one in naive], "tiled": [one.extra for one in tiled]}
-    return {"lengths": lengths, "moved": moved, "kept": kept, "less": less[-1], "peak_mib": dict(peaks)}
+def time_attention(
+    device: torch.device,
+    lengths: Sequence[int],
+    kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
+) -> dict:
+    """Time stored scores, `kernel` (on a GPU only) and PyTorch's fused attentions at each length, and print them."""
+    from minivllm_lab.flash_attention.other_attention import attention_seconds
 
-
-def fit_powers(traffic: dict, on_chip: int) -> dict[str, float]:
-    """The powers of T, of the head dim and of the memory on the chip (bytes) with which the counted bytes grow.
-
-    `traffic` are figures of `show_traffic`.
-    """
-
-    def moved(head_dim: int, memory: int) -> int:
-        return flash_traffic(65536, head_dim, largest_block_q(memory, head_dim, 16), 16).moved
-
-    lengths, half = traffic["lengths"], len(traffic["lengths"]) // 2  # only in the longer half is T far below T²
-    powers = {f"{name}_moved": exponent(lengths[half:], traffic["moved"][name][half:]) for name in ("naive", "tiled")}
-    powers |= {f"{name}_kept": exponent(lengths, traffic["kept"][name]) for name in ("naive", "tiled")}
-    powers["head_dim"] = exponent(HEAD_DIMS, [moved(head_dim, on_chip) for head_dim in HEAD_DIMS])
-    chips = [on_chip // 4, on_chip // 2, on_chip, on_chip * 2]
-    powers["on_chip"] = exponent(chips, [moved(64, memory) for memory in chips])
-    forms = (
-        ("T × T stored", "T^{naive_moved:.2f}", "T^{naive_kept:.2f}"),
-        ("tiles", "T^{tiled_moved:.2f} d^{head_dim:.2f} M^{on_chip:.2f}", "T^{tiled_kept:.2f}"),
-    )
-    rows = [[form.format(**powers) for form in row] for row in forms]
-    table("\nFitted: T tokens, d head dim, M bytes on the chip", ("", "bytes moved", "bytes kept"), rows)
-    return powers
-
-
-def compare_with_paper() -> dict:
-    """The shape of the paper's figure 2, forward: 64 sequences of 1,024 tokens, 16 heads of 64, 16 bits, no mask."""
-    naive, least, heads = naive_traffic(1024, 64).moved, least_traffic(1024, 64), 64 * 16
-    tiled = {f"tiles of {n} queries": flash_traffic(1024, 64, n, 64, causal=False).moved for n in (64, 128, 256)}
-    ways = {"T × T stored": naive, **tiled, "every byte moved once": least}
-    rows = [(way, f"{moved * heads / 1e9:.2f}", f"{naive / moved:.1f} ×") for way, moved in ways.items()]
-    table("\nThe shape of the paper's figure 2, forward", ("", "GB", "less by"), rows)
-    both_ways = PAPERS_GB * 1e9 / (3 * least * heads)  # on the way back 5 arrays in, 3 out
-    less = {name.split()[2]: naive / moved for name, moved in tiled.items()}
-    return {"ceiling": naive / least, "ceiling_both_ways": both_ways, "tiles": less}
-
-
-def show_time(seconds: Mapping[int, Mapping[str, float]], heads: int, head_dim: int, device: torch.device) -> dict:
-    """Seconds of each way by length, in milliseconds; the first way stores its scores. As figures."""
-    found, rows, ways = {}, [], []
-    for length, each in seconds.items():
-        ways, (stored, tiled, *others) = list(each), each.values()
-        found[str(length)] = {"gain": stored / tiled, "ms": {way: 1e3 * time for way, time in each.items()}}
+    heads, head_dim = (32, 128) if device.type == "cuda" else (4, 64)
+    by_length, rows, ways = {}, [], []
+    for length in track(lengths, "timing attention"):
+        seconds = attention_seconds(device, length, heads, head_dim, kernel)
+        ways, (stored, tiled, *others) = list(seconds), seconds.values()
+        ms = {way: 1e3 * time for way, time in seconds.items()}
+        by_length[str(length)] = {"gain": stored / tiled, "ms": ms}
         if device.type == "cuda":
-            found[str(length)]["share_of_best"] = min(others) / tiled
+            by_length[str(length)]["share_of_best"] = min(others) / tiled
         rate = heads * flash_traffic(length, head_dim, 1, 1).flops / tiled
-        cells = (f"{1e3 * time:,.2f}" for time in each.values())
+        cells = (f"{time:,.2f}" for time in ms.values())
         rows.append((f"{length:,}", *cells, f"{stored / tiled:.1f} ×", f"{rate / 1e9:,.0f}"))
     title = f"\n{heads} heads of {head_dim}, causal, {device_name(device)}: ms"
     table(title, ("tokens", *ways, "first against second", "GFLOP/s of the second"), rows)
-    return {"by_length": found, "gain": found[str(max(seconds))]["gain"]}
+    return {"by_length": by_length, "gain": by_length[str(max(lengths))]["gain"]}
 
 
 def show_guard(guarded: float) -> dict:
-    """The value of l after a fully masked tile, without a guard and with it. Returns the figures."""
+    """Print the value of l after a fully masked tile, without a guard and with it."""
     with np.errstate(invalid="ignore"):
         unguarded = float(np.exp(np.subtract(-np.inf, -np.inf)))  # what the first tile would leave in l and O
     console.print(f"A tile masked as a whole: exp(-inf - -inf) = {unguarded}, for good. Guarded, l = {guarded:.4f}.")
@@ -238,54 +198,39 @@ def show_guard(guarded: float) -> dict:
 
 
 def show_tiles(target: str, kernel: Any, tiles: Sequence[tuple[int, int, int]]) -> dict:
-    """What the compiler says of `flash_kernel` with tiles of (queries, keys, stages): what fits, and what spills.
-
-    It needs no GPU. Returns the figures.
-    """
+    """Compile `flash_kernel` with tiles of (queries, keys, stages), without a GPU; print what fits and what spills."""
     shape = {"queries": 4096, "keys": 4096, "scale": 0.1, "CAUSAL": True, "HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128}
     arguments = {**dict.fromkeys(("out", "q", "k", "v"), "*bf16"), "lse": "*fp32", **shape}
-    codes: dict[tuple[int, int, int], Compiled] = {}
+    rows, results = [], {}
     for block_q, block_k, stages in track(tiles, "compiling ahead of time"):
         blocks, options = {"BLOCK_Q": block_q, "BLOCK_K": block_k}, {"num_warps": 8, "num_stages": stages}
-        codes[block_q, block_k, stages] = compile_for(target, kernel, arguments | blocks, options)
-    rows = [
-        (f"{q} × {k}, {stages}", f"{code.shared:,}", "yes" if code.fits else "NO", f"{code.spilled:,}")
-        for (q, k, stages), code in codes.items()
-    ]
+        code = compile_for(target, kernel, arguments | blocks, options)
+        name = f"{block_q} × {block_k}, {stages}"
+        rows.append((name, f"{code.shared:,}", "yes" if code.fits else "NO", f"{code.spilled:,}"))
+        figures = {"shared": code.shared, "fits": code.fits, "spilled": code.spilled}
+        results[f"{block_q}x{block_k}x{stages}"] = figures
     columns = ("queries × keys, stages", "shared memory", "fits", "spilled registers")
     table(f"Compiled for {target}, head dim 128, in bytes; {SHARED_MEMORY[target]:,} are there", columns, rows)
-    return {
-        "x".join(map(str, tile)): {"shared": code.shared, "fits": code.fits, "spilled": code.spilled}
-        for tile, code in codes.items()
-    }
+    return results
 
 
-def conclude(found: dict, disturbance: str) -> None:
-    """Print the conclusions; if something disturbed the timings, none are drawn from them."""
-    powers, traffic = found["powers"], found["traffic"]
+def conclude(results: dict, disturbance: str) -> None:
+    """Print the conclusions, without those from timings if there was a `disturbance`."""
+    powers, traffic, gain = results["powers"], results["traffic"], results["time"]["gain"]
     closing(
-        f"The scores of {found['memory']['refused_at']:,} tokens broke the budget. Tiles keep 4 bytes a token: "
+        f"The scores of {results['memory']['refused_at']:,} tokens broke the budget. Tiles keep 4 bytes a token: "
         f"T^{powers['tiled_kept']:.0f} in place of T^{powers['naive_kept']:.0f}.",
         f"Traffic stays quadratic (T^{powers['tiled_moved']:.2f}), {traffic['less']:.1f} times less of it at "
         f"{traffic['lengths'][-1]:,} tokens. At the paper's shape, forward, nothing can save more than "
-        f"{found['figure_2']['ceiling']:.0f} times.",
-        Timed(
-            f"The same output, {found['time']['gain']:.1f} times faster than stored scores at the longest in this run."
-        ),
+        f"{results['figure_2']['ceiling']:.0f} times.",
+        Timed(f"The same output, {gain:.1f} times faster than stored scores at the longest in this run."),
         disturbance=disturbance,
     )
 
 
-def keep_row(row: dict, path: str | None) -> None:
-    """Write the model's row of scores to `path`, if given, for the widget to show."""
-    if path:
-        write_json(path, "attention_row", row)
-        wrote(path)
-
-
-def draw(row: dict, found: dict, path: str) -> None:
-    """A row of scores with its running maximum; how much less tiles move, and what is kept, against the length."""
-    traffic, scores = found["traffic"], np.array(row["scores"])
+def draw(row: dict, results: dict, path: str) -> None:
+    """Plot a row of scores with its running maximum, and by length how much less tiles move and keep."""
+    traffic, scores = results["traffic"], np.array(row["scores"])
     lengths, tile = traffic["lengths"], np.arange(len(scores)) // KEYS_A_TILE
     with panels(path, 3) as (left, middle, right):
         left.bar(np.arange(len(scores)), scores, color=[(palette.SKY, palette.BLUE)[index % 2] for index in tile])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from minivllm_lab.flash_attention.attention_traffic import Traffic
 
 
 @dataclass
@@ -30,33 +32,38 @@ class SlowArray(np.ndarray):
         self.trips = getattr(parent, "trips", None) or Trips()
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """The elements as a plain array; counted as read."""
+        """Return the elements as a plain array, and count them as read."""
         tile = np.asarray(self)[index]
         self.trips.read += tile.nbytes
         return tile
 
     def __setitem__(self, index: Any, tile: Any) -> None:
-        """Store `tile`; counted as written."""
+        """Store `tile`, and count it as written."""
         plain = np.asarray(self)
         plain[index] = tile
         self.trips.written += plain[index].nbytes
 
 
 def in_slow_memory(*arrays: np.ndarray) -> tuple[list[SlowArray], Trips]:
-    """The arrays in one slow memory, and the counter of its traffic from now on."""
+    """Put the arrays into one slow memory; return them and the counter of its traffic from now on."""
     trips, slow = Trips(), [array.view(SlowArray) for array in arrays]
     for array in slow:
         array.trips = trips
     return slow, trips
 
 
-def count_trips(function: Callable[..., object], *arrays: np.ndarray) -> tuple[Trips, float]:
-    """Call `function` on the arrays in slow memory; returns its traffic and its peak allocation in MiB."""
+def peak_of(attend: Callable[..., object], arrays: Iterable[np.ndarray], expected: Traffic) -> float:
+    """Call `attend` on the arrays in slow memory; return its peak allocation in MiB.
+
+    Raises:
+        AssertionError: it moves other bytes than `expected`.
+    """
     slow, trips = in_slow_memory(*arrays)
     tracemalloc.start()
     try:
-        function(*slow)
+        attend(*slow)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    return trips, peak / 2**20
+    assert (trips.read, trips.written) == (expected.read, expected.written), f"{trips}, not {expected}"
+    return peak / 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.memory import kv_bytes_per_token
@@ -16,11 +17,11 @@ LEFT, CELL, CELL_HEIGHT = 88, 52, 28
 TOKENS_Y, KEYS_Y, VALUES_Y, BARS_Y = 40, 118, 150, 238
 BAR_WIDTH = 480
 ORANGE_INK, GREEN_INK = "#8A5A00", "#00664A"
-"""Darker forms for text on white: at least 4.5 : 1."""
+"""Darker forms for text on white, with a contrast of at least 4.5 : 1."""
 
 
 def frames() -> Frames:
-    """A still for each step of the request: its prefill, then its decodes."""
+    """Draw a still for each step of the request: its prefill, then its decodes."""
     run = followed()
     rows = [row for step in run.steps if (row := step.row()) is not None]
     captions = [_caption(rows, index) for index in range(len(rows))]
@@ -35,7 +36,7 @@ def _still(tokens: Sequence[Token], rows: Sequence[Row], index: int) -> str:
 
 
 def _tokens(tokens: Sequence[Token], row: Row) -> list[str]:
-    """The text so far: what this step feeds in colour, and behind it what the step chooses."""
+    """Draw the text so far, the tokens that this step feeds in colour, and the token that it chooses."""
     middle = (_x(row.positions[0]) + _x(row.positions[-1] + 1)) / 2
     parts = [text(16, TOKENS_Y + 19, "tokens"), text(middle, 26, "fed", size=12, colour=ORANGE_INK, anchor="middle")]
     for position, token in enumerate(tokens[: row.seq_len]):
@@ -51,7 +52,7 @@ def _tokens(tokens: Sequence[Token], row: Row) -> list[str]:
 
 
 def _cache(slots: int, row: Row) -> list[str]:
-    """Keys and values: slots that were full, slots that this step fills, and empty ones."""
+    """Draw keys and values: slots that were full, slots that this step fills, and empty ones."""
     parts = [text(16, KEYS_Y + 19, "keys"), text(16, VALUES_Y + 19, "values")]
     parts.append(text(16, VALUES_Y + 43, "slot", size=11, colour=QUIET))
     for slot in range(slots):
@@ -64,7 +65,7 @@ def _cache(slots: int, row: Row) -> list[str]:
 
 
 def _query(seq_len: int) -> list[str]:
-    """The slots that the last token's query reads."""
+    """Mark the slots that the last token's query reads."""
     y, start, end = VALUES_Y + 52, LEFT, _x(seq_len) - 3
     ends = [line((x, y), (x, y - 6), BLUE, width=2) for x in (start, end)]
     words = f"the last token's query reads {seq_len} keys and values"
@@ -72,7 +73,7 @@ def _query(seq_len: int) -> list[str]:
 
 
 def _passes(rows: Sequence[Row], index: int) -> list[str]:
-    """Tokens that went through the model so far, with a cache and without one, and the memory of the cache."""
+    """Draw the tokens fed so far, with a cache and without one, and the memory of the cache."""
     lengths = [row.seq_len for row in rows]
     without, cached = sum(lengths[: index + 1]), lengths[index]
     scale = BAR_WIDTH / sum(lengths)
@@ -88,8 +89,8 @@ def _passes(rows: Sequence[Row], index: int) -> list[str]:
 
 def _caption(rows: Sequence[Row], index: int) -> str:
     row = rows[index]
+    fed, slot, count = row.tokens[0].shown, row.positions[0], len(row.tokens)
     if index == 0:
-        count = len(row.tokens)
         return (
             f"Prefill: the {count} tokens of the prompt go through the model together. Each leaves its key and value."
         )
@@ -97,7 +98,6 @@ def _caption(rows: Sequence[Row], index: int) -> str:
         return (
             f"After the last step {row.seq_len} slots are full. The token it chose never has to go through the model."
         )
-    fed, slot = row.tokens[0].shown, row.positions[0]
     return f"Decode: only {fed} goes through the model, and fills slot {slot}. Nothing in the slots before it changes."
 
 
@@ -106,18 +106,7 @@ def _x(position: int) -> float:
 
 
 def _cell(position: int, y: float, fill: str, stroke: str, label: str, dash: str | None = None) -> str:
-    """A slot or a token, with what stands in it."""
+    """Draw a slot or a token with its label."""
     size = 11 if len(label) > 5 else 12
-    return rect(
-        _x(position),
-        y,
-        CELL - 3,
-        CELL_HEIGHT,
-        fill,
-        stroke=stroke,
-        dash=dash,
-        radius=3,
-        label=label,
-        mono=True,
-        size=size,
-    )
+    style: dict[str, Any] = {"stroke": stroke, "dash": dash, "radius": 3, "mono": True, "size": size}
+    return rect(_x(position), y, CELL - 3, CELL_HEIGHT, fill, label=label, **style)

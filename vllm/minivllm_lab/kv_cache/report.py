@@ -1,62 +1,162 @@
-"""Lesson 01's tables, its figure and its command line."""
+"""Lesson 01's prompt, its rates, tables and figure, and its command line."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from minivllm.config import EMBEDDED_MODEL
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.units import GIB
+from minivllm.errors import MinivllmError
 from minivllm.memory import MemoryLedger
+from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, positive_int
+from minivllm_lab.device_rates import measure_device
 from minivllm_lab.figures import panels
-from minivllm_lab.tables import Timed, closing, table
+from minivllm_lab.tables import Timed, closing, console, table
+from minivllm_lab.timing import median_seconds
+from minivllm_simulate.known_models import CONFIGS, known_model
+
+if TYPE_CHECKING:
+    import torch
 
 
-def show_generation(found: Mapping) -> None:
-    """Time of a token against the tokens before it, without a cache and with one, and the work of both."""
-    times = zip(found["lengths"], found["ms_without"], found["ms_with"], strict=True)
-    rows = [(n, f"{slow:.1f}", f"{fast:.1f}", f"{slow / fast:.1f} ×") for n, slow, fast in times]
-    without, cached = found["token_passes_without"], found["token_passes_with"]
-    caption = f"token passes: {without:,} without, {cached:,} with a cache"
+def load_prompt(arguments: argparse.Namespace, device: torch.device) -> tuple:
+    """Load the model and its tokenizer; encode the prompt and check that its continuation fits.
+
+    Returns:
+        The model, the tokenizer, the prompt's token ids, and the number of tokens to generate.
+    """
+    from minivllm.models.loader import load_model
+
+    (model, config), tokenizer = load_model(arguments.model, device, "float32"), load_tokenizer(arguments.model)
+    prompt, limit = tokenizer.encode(arguments.prompt).ids, config.max_position_embeddings
+    new_tokens = arguments.tokens or (32 if arguments.quick else 1024 if arguments.full else 256)
+    if not prompt:
+        raise MinivllmError("the prompt is empty: the model needs a token to start from")
+    if len(prompt) + new_tokens > limit:
+        raise MinivllmError(f"{len(prompt)} tokens of prompt and {new_tokens} new ones are more than {limit} positions")
+    return model, tokenizer, prompt, new_tokens
+
+
+class Roofline:
+    """The share of a device's measured bandwidth and arithmetic rate that each step reaches.
+
+    Shares of measured rates can be compared across machines; seconds, or shares of a data sheet's peaks, cannot.
+    """
+
+    def __init__(self, device: torch.device, quick: bool) -> None:
+        self.device = device
+        self.rates = measure_device(device, ("bfloat16", "float32"), quick)
+        self.steps: dict[str, dict[str, float]] = {}
+
+    def measure(self, name: str, step: Callable[[], object], bytes_moved: int, flops: int) -> None:
+        """Time `step`, which must move `bytes_moved` bytes and do `flops` operations."""
+        seconds = median_seconds(step, device=self.device)
+        self.steps[name] = {
+            "ms": seconds * 1e3,
+            "intensity": flops / bytes_moved,
+            "of_bandwidth": bytes_moved / seconds / self.rates.bandwidth,
+            "of_arithmetic": flops / seconds / self.rates.flops[self.rates.fastest],
+        }
+
+    def show(self) -> dict[str, object]:
+        """Print the steps against the device's rates, and return the figures of both."""
+        cells = "{intensity:.1f} {ms:.2f} {of_bandwidth:.0%} {of_arithmetic:.0%}"
+        rows = [(name.replace("_", " "), *cells.format(**step).split()) for name, step in self.steps.items()]
+        rates = self.rates
+        speed = f"{rates.bandwidth / 1e9:,.0f} GB/s, {rates.flops[rates.fastest] / 1e9:,.0f} GFLOP/s"
+        caption = f"{rates.name}: {speed}, ridge at {rates.ridge:.0f} FLOPs a byte"
+        if rates.fastest != "bfloat16":
+            caption += f"; numbers in {rates.fastest}, in which matmuls are fastest here"
+        title = "What a decode step reads: weights for n sequences, or the cache"
+        table(title, ("", "FLOPs a byte", "ms", "of bandwidth", "of arithmetic"), rows, caption)
+        longer = self.steps["weights_64"]["ms"] / self.steps["weights_1"]["ms"]
+        return {"ridge": rates.ridge, "longer_64": longer, **self.steps}
+
+
+def show_generation(prompt_tokens: int, without, cached, tokenizer) -> dict:
+    """Print the time of a token against its position, without and with a cache, and the work of both.
+
+    `without` and `cached` are the script's `Generation`s of the same text.
+    """
+    new_tokens = len(cached.seconds)
+    parts = min(5, new_tokens)
+    windows = [slice(new_tokens * i // parts, new_tokens * (i + 1) // parts) for i in range(parts)]
+    lengths = [prompt_tokens + (window.start + window.stop) // 2 for window in windows]
+    slow, fast = ([1e3 * statistics.median(run.seconds[window]) for window in windows] for run in (without, cached))
+    times = zip(lengths, slow, fast, strict=True)
+    rows = [(length, f"{a:.1f}", f"{b:.1f}", f"{a / b:.1f} ×") for length, a, b in times]
+    caption = f"token passes: {without.token_passes:,} without, {cached.token_passes:,} with a cache"
     table("Milliseconds for one token", ("tokens before it", "without a cache", "with one", "ratio"), rows, caption)
+    console.print(tokenizer.decode(cached.tokens[:60]), style="dim", markup=False)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "token_passes_with": cached.token_passes,
+        "token_passes_without": without.token_passes,
+        "speedup": sum(without.seconds) / sum(cached.seconds),
+        "last_ratio": slow[-1] / fast[-1],
+        "lengths": lengths,
+        "ms_without": slow,
+        "ms_with": fast,
+    }
 
 
-def show_sizes(sizes: Mapping[str, int]) -> None:
-    """Bytes per token of models, the smallest first, and what one long request takes."""
+def show_sizes(kv_bytes_per_token: Callable[[ModelConfig], int]) -> dict[str, int]:
+    """Print the bytes per token of the known models, the smallest first, and the size of one long request."""
+    sizes = {name.split("/")[1]: kv_bytes_per_token(known_model(name)) for name in CONFIGS}
     order = sorted(sizes.items(), key=lambda item: item[1])
     rows = [(name, f"{size:,}", f"{size / 1024:g}", f"{size * 32768 / GIB:.1f}") for name, size in order]
     table("A 16-bit KV cache", ("model", "bytes a token", "KiB", "GiB for 32,768 tokens"), rows)
+    return sizes
 
 
-def show_sequences(rates: Mapping[str, float], gains: Mapping[str, float]) -> None:
-    """Tokens a second by how many sequences decode together."""
+def show_sequences(rates: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
+    """Print tokens per second by the number of sequences that decode together."""
+    gains = {count: rate / rates["1"] for count, rate in rates.items()}
     rows = [(count, f"{rate:,.0f}", f"{gains[count]:.1f} ×") for count, rate in rates.items()]
     table("Sequences that decode together", ("sequences", "tokens a second", "against one"), rows)
+    return {"tokens_per_second": rates, "gain": gains}
 
 
-def show_unused(found: Mapping[str, Mapping]) -> None:
-    """Share of the reserved slots that stay empty, by kind of request and by the slots of a reservation."""
-    slots = next(iter(found.values()))["unused"]
-    rows = [(x["title"], f"{x['mean']:,.0f}", *(f"{s:.1%}" for s in x["unused"].values())) for x in found.values()]
+def show_unused(workloads: Mapping[str, Mapping]) -> None:
+    """Print the share of reserved slots that stay empty, by kind of request and length of the reservation."""
+    slots = next(iter(workloads.values()))["unused"]
+    rows = [(x["title"], f"{x['mean']:,.0f}", *(f"{s:.1%}" for s in x["unused"].values())) for x in workloads.values()]
     columns = ("requests like", "mean tokens", *(f"of {int(n):,}" for n in slots))
     table("Reserved slots that never hold a token", columns, rows, "requests longer than the slots are turned away")
 
 
-def show_card(found: Mapping[str, Mapping], workloads: Mapping[str, Mapping], ledger: MemoryLedger) -> None:
-    """How many requests a card runs with whole reservations and without, by kind of request."""
+def show_card(ledger: MemoryLedger, running: int, workloads: Mapping[str, Mapping]) -> dict:
+    """Print how many requests a card runs with whole reservations and without, by kind of request."""
     slots = ledger.max_model_len
-    running = ledger.longest_request // slots
-    rows = [(workloads[n]["title"], running, f"{x['used']:.0%}", x["unreserved"]) for n, x in found.items()]
+    usage, rows = {}, []
+    for name, workload in workloads.items():
+        tokens = slots * (1 - workload["unused"][str(slots)])  # that one request holds when it ends
+        used, unreserved = running * tokens / ledger.tokens, int(ledger.tokens / max(tokens, 1))
+        usage[name] = {"used": used, "unreserved": unreserved}
+        rows.append((workload["title"], running, f"{used:.0%}", unreserved))
     title = f"{ledger.device.name}, room for {ledger.tokens:,} tokens, {slots:,} slots reserved for each request"
     table(title, ("requests like", "run reserved", "cache in use", "run unreserved"), rows)
+    return {
+        "name": ledger.device.name,
+        "tokens": ledger.tokens,
+        "running": running,
+        "longest": ledger.longest_request,
+        "cache_share": ledger.kv_bytes / ledger.device.memory_bytes,
+        "memory": {row.name: row.bytes for row in ledger.rows},
+        **usage,
+    }
 
 
-def close(found: dict, disturbance: str) -> None:
-    """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    run, card = found["generation"], found["card"]
-    longer, gain = found["intensity"]["longer_64"], found["sequences"]["gain"]["64"]
+def close(results: dict, disturbance: str) -> None:
+    """Print the conclusions, without those from timings if there was a `disturbance`."""
+    run, card = results["generation"], results["card"]
+    longer, gain = results["intensity"]["longer_64"], results["sequences"]["gain"]["64"]
     closing(
         Timed(
             f"The same {run['new_tokens']} tokens took {run['token_passes_without']:,} token passes without a cache "
@@ -72,10 +172,10 @@ def close(found: dict, disturbance: str) -> None:
     )
 
 
-def draw(found: dict, path: str) -> None:
-    """Time per token against length; the card's memory; how much of the reserved part is ever used."""
-    run, card, bottom = found["generation"], found["card"], 0.0
-    used = {kind["title"]: 1 - kind["unused"]["2048"] for kind in found["reservation"].values()}
+def draw(results: dict, path: str) -> None:
+    """Plot the time per token against length, the card's memory, and the used share of reservations."""
+    run, card, bottom = results["generation"], results["card"], 0.0
+    used = {kind["title"]: 1 - kind["unused"]["2048"] for kind in results["reservation"].values()}
     with panels(path, 3) as (left, middle, right):
         left.plot(run["lengths"], run["ms_without"], "o-", color=palette.VERMILLION, label="without a cache")
         left.plot(run["lengths"], run["ms_with"], "s-", color=palette.BLUE, label="with a cache")
@@ -95,7 +195,7 @@ def draw(found: dict, path: str) -> None:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
+    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     flags.add_argument("--prompt", default="def ", help="text to continue")
     flags.add_argument("--tokens", type=positive_int, help="how many to generate (default: 256, 32 quick, 1024 full)")

@@ -1,4 +1,4 @@
-"""Lesson 05's opening figure: a prefix hit. Names of the followed request's blocks, and who finds them."""
+"""Lesson 05's opening figure: a prefix-cache hit on the blocks of the followed request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRANGERS_PROMPT = "def sub(a, b):\n    return"
 
 
 def paper_name(parent: int, token_ids: Sequence[int]) -> int:
-    """The lesson's hash for paper: (7 × the name before it + the tokens, weighted 1, 2, 3, 4) mod 1000."""
+    """Hash on paper, as the lesson does: (7 × the parent's hash + the tokens, weighted 1, 2, 3, 4) mod 1000."""
     return (7 * parent + sum(weight * token for weight, token in enumerate(token_ids, start=1))) % 1000
 
 
@@ -36,17 +36,18 @@ class Prompt:
 
     @classmethod
     def of(cls, request: str, tokens: Sequence[Token]) -> Prompt:
-        """Cuts a prompt into blocks and names them."""
+        """Cut a prompt into blocks and name the full ones."""
         blocks = tuple(tuple(tokens[start : start + BLOCK_SIZE]) for start in range(0, len(tokens), BLOCK_SIZE))
         names: list[int] = []
-        for one in blocks:
-            if len(one) == BLOCK_SIZE:
-                names.append(paper_name(names[-1] if names else 0, [token.id for token in one]))
+        for tokens_of_block in blocks:
+            if len(tokens_of_block) == BLOCK_SIZE:
+                ids = [token.id for token in tokens_of_block]
+                names.append(paper_name(names[-1] if names else 0, ids))
         return cls(request, blocks, tuple(names))
 
 
 def frames() -> Frames:
-    """The names, the hit, the miss, and what is left when the requests have ended."""
+    """Draw the names, the hit, the miss, and the free queue when the requests have ended."""
     run = followed("prefix hit")
     first, second = (Prompt.of(name, run.requests[name].prompt) for name in (NAME, OTHER))
     stranger = Prompt.of(STRANGER, _tokens(STRANGERS_PROMPT))
@@ -99,7 +100,7 @@ def _still(
     other: Prompt | None = None,
     found: bool = False,
 ) -> str:
-    """`shown` names of the first prompt, the pool's blocks, and another prompt that looks for its names."""
+    """Draw `shown` names of the first prompt, the pool's blocks, and another prompt that looks its names up."""
     shapes = [text(LEFT, FIRST_Y - 28, "the first request's prompt", colour=QUIET), *_prompt(first, FIRST_Y, QUIET)]
     for index in range(shown):
         shapes.append(_name(_x(index), FIRST_Y + TALL + 8, first.names[index], BLUE))
@@ -120,7 +121,7 @@ def _still(
 
 
 def _prompt(prompt: Prompt, y: float, quiet: str) -> list[str]:
-    """A prompt's blocks side by side."""
+    """Draw a prompt's blocks side by side."""
     shapes = []
     for index, tokens in enumerate(prompt.blocks):
         slots = [token.shown for token in tokens] + [None] * (BLOCK_SIZE - len(tokens))
@@ -134,7 +135,7 @@ def _name(x: float, y: float, name: int, colour: str) -> str:
 
 
 def _sum(prompt: Prompt, index: int) -> str:
-    """The computation of one name, written out."""
+    """Write out the computation of one name."""
     tokens = [token.id for token in prompt.blocks[index]]
     parent = prompt.names[index - 1] if index else 0
     terms = " + ".join(f"{weight} × {token}" if weight > 1 else str(token) for weight, token in enumerate(tokens, 1))
@@ -144,7 +145,7 @@ def _sum(prompt: Prompt, index: int) -> str:
 
 
 def _pool(first: Prompt, pool: Sequence[int], named: Sequence[int], other: Prompt | None) -> list[str]:
-    """The blocks of the pool that hold something, each with its name if it has one."""
+    """Draw the blocks of the pool that hold tokens, each with its name if it has one."""
     shapes = [text(LEFT, POOL_Y - 28, "the pool", colour=QUIET)]
     for index, number in enumerate(pool):
         owner = first if index < 3 else other
@@ -162,7 +163,7 @@ def _pool(first: Prompt, pool: Sequence[int], named: Sequence[int], other: Promp
 
 
 def _looks(other: Prompt, named: Sequence[int], found: bool) -> list[str]:
-    """Another prompt below the pool, with the names that it looks for and what it finds."""
+    """Draw another prompt below the pool, with the names that it looks up and their hits."""
     colour = COLOURS[other.request]
     shapes = _prompt(other, SECOND_Y, QUIET)
     for index, name in enumerate(other.names):
@@ -180,7 +181,7 @@ def _looks(other: Prompt, named: Sequence[int], found: bool) -> list[str]:
 
 
 def _ended(run: Followed) -> str:
-    """The free queue after the last step: which block is taken next, and which last."""
+    """Draw the free queue after the last step, from the next block to be allocated to the last."""
     last, size = run.steps[-1], 44
     names = _names_of_blocks(run)
     shapes = [text(LEFT, FIRST_Y - 28, "the free queue", colour=QUIET)]
@@ -201,13 +202,13 @@ def _ended(run: Followed) -> str:
 
 
 def _names_of_blocks(run: Followed) -> dict[int, int]:
-    """The paper names of the blocks that the engine has under a name at the end."""
-    found: dict[int, int] = {}
+    """Return the paper names of the blocks that are cached at the end."""
+    named: dict[int, int] = {}
     for name, request in run.requests.items():
         names = Prompt.of(name, request.tokens).names
         rows = [row for step in run.steps for row in step.rows if row.request == name]
-        found |= dict(zip(rows[-1].block_table, names, strict=False))
-    return {number: name for number, name in found.items() if number in run.steps[-1].cached_blocks}
+        named |= dict(zip(rows[-1].block_table, names, strict=False))
+    return {number: name for number, name in named.items() if number in run.steps[-1].cached_blocks}
 
 
 def _x(column: int) -> float:

@@ -1,7 +1,6 @@
-"""Sessions on the engine's own scheduler and block pool: what a prefix cache found, evicted and found wrongly.
+"""Sessions on the engine's own scheduler and block pool: prefix-cache hits, evictions and wrong hits.
 
-The scheduler and the pool are the engine's. They are watched from outside: which request each step admits, and which
-blocks lose their names in it.
+The scheduler and the pool are watched from outside: which requests each step admits, and which blocks it evicts.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from minivllm_simulate.virtual_clock import percentile, simulate
 BLOCK_SIZE = 16
 CONFIG = SchedulerConfig(max_model_len=4096, max_num_batched_tokens=8192)
 SHARED = -1
-"""In place of a user: the beginning that all users share."""
+"""Stands in place of a user for the prefix that all users share."""
 
 
 @dataclass(frozen=True)
@@ -36,38 +35,38 @@ class Admission:
     requests: tuple[int, ...]
     """Indices in the workload."""
     lost: tuple[tuple[int, int], ...]
-    """(user, blocks of that user's context that were evicted meanwhile); `SHARED` stands for all users."""
+    """(user, blocks of that user's context that were evicted in these steps); `SHARED` stands for all users."""
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """What became of the prompts of all sessions. Requests are in the order of `sessions`."""
+    """The outcome of all sessions. Requests are in the order of `sessions`."""
 
     prompts: tuple[int, ...]
     """Prompt tokens of each request."""
     found: tuple[int, ...]
-    """Those that were found in the cache."""
+    """Prompt tokens of each request that were in the cache."""
     wrong: tuple[int, ...]
-    """Those found in a block whose keys and values belong to another text."""
+    """Prompt tokens of each request that were found in a block of another text."""
     ttfts: tuple[float, ...]
     """Time to first token of each request, in seconds."""
     evicted: int
-    """Blocks that lost their names, since their room was needed."""
+    """Blocks that were evicted."""
     admissions: tuple[Admission, ...]
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens found in the cache."""
+        """Return the share of the prompt tokens found in the cache."""
         return sum(self.found) / sum(self.prompts)
 
     def later_ttft(self, turns: int, share: float = 0.95) -> float:
-        """Time to first token that this share of the requests after each user's first keep to, in seconds."""
+        """Return a quantile of the time to first token, in seconds, without each user's first request."""
         return percentile([ttft for index, ttft in enumerate(self.ttfts) if index % turns or turns == 1], share)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Sessions to be served, as `sessions` takes them, and what names their blocks (None: the engine)."""
+    """Sessions to serve, as `sessions` takes them, and the function that hashes their blocks (None: the engine's)."""
 
     kind: Sharing
     users: int
@@ -77,11 +76,11 @@ class Load:
     hash_block_tokens: HashBlockTokens | None = None
 
     def findable(self) -> list[int]:
-        """Prompt tokens of each request that a cache without end would hold."""
+        """Return the prompt tokens of each request that an endless cache would hold."""
         return self.kind.findable(self.users, self.turns, self.prefix, BLOCK_SIZE)
 
     def context_blocks(self, turn: int) -> int:
-        """Full blocks of a prompt that this user's later turns repeat."""
+        """Return the full blocks of a prompt that this user's later turns repeat."""
         kind = self.kind
         if kind.prefix_of == "request":
             return 0
@@ -89,12 +88,12 @@ class Load:
 
     @property
     def shared_blocks(self) -> int:
-        """Full blocks of the beginning that all users share."""
+        """Return the full blocks of the prefix that all users share."""
         return self.prefix // BLOCK_SIZE if self.kind.prefix_of == "all" else 0
 
     @property
     def ample_blocks(self) -> int:
-        """Blocks of a pool that never evicts any: each request's, less those that it finds."""
+        """Return the size of a pool that never evicts: the blocks of each request, less its hits."""
         prompts = [self.prefix + self.kind.question + self.kind.answer] * self.users * self.turns
         if self.kind.grows:
             turn_tokens = self.kind.question + self.kind.answer
@@ -109,7 +108,7 @@ def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:
     """Serve the sessions on a pool of `num_blocks` usable blocks of `BLOCK_SIZE` tokens.
 
     Raises:
-        MinivllmError: the pool cannot hold a single request, or a block's name is not bytes.
+        MinivllmError: the pool cannot hold a single request, or a block's hash is not bytes.
     """
     work = sessions(load.kind, load.users, load.turns, load.prefix, at_random=load.at_random)
     naming, watch = _named(load.hash_block_tokens) if load.hash_block_tokens else _remembered, _Watch(load)
@@ -127,7 +126,7 @@ def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:
 
 
 class _WatchedPool(BlockPool):
-    """The engine's pool, which also says which blocks lost their names."""
+    """The engine's pool, which also records evicted blocks."""
 
     def __init__(self, num_gpu_blocks: int, enable_caching: bool = True) -> None:
         super().__init__(num_gpu_blocks, enable_caching)
@@ -147,18 +146,18 @@ class _WatchedPool(BlockPool):
 
 
 class _Watch:
-    """Keeps whose context each block of one scheduler holds."""
+    """Records whose context each block of one scheduler holds."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
         self.evicted = 0
         self.wrong: dict[int, int] = {}
-        """By request, once it has been admitted: tokens found in blocks of another text."""
-        self._whose: dict[int, int] = {}
+        """By admitted request: tokens found in blocks of another text."""
+        self._owners: dict[int, int] = {}
         self._admitted: list[tuple[list[int], Counter[int]]] = []
 
     def schedule(self, scheduler: Scheduler, step: Step) -> None:
-        """Fill a step as the engine does, and write down what it admitted and evicted."""
+        """Fill a step as the engine does, and record what it admitted and evicted."""
         running_then_waiting(scheduler, step)
         indices = [int(request.request_id) for request in step.admitted]
         new = [index for index in indices if index not in self.wrong]
@@ -171,36 +170,36 @@ class _Watch:
             self._note_blocks(request, scheduler.kv_cache_manager.get_block_ids(request.request_id), pool)
 
     def admissions(self) -> tuple[Admission, ...]:
-        """All steps that admitted requests."""
+        """Return all steps that admitted requests."""
         return tuple(Admission(tuple(new), tuple(sorted(lost.items()))) for new, lost in self._admitted)
 
     def _note_evictions(self, pool: _WatchedPool) -> None:
         self.evicted += len(pool.evicted)
         if self._admitted:
-            users = (self._whose.pop(block_id, None) for block_id in pool.evicted)
+            users = (self._owners.pop(block_id, None) for block_id in pool.evicted)
             self._admitted[-1][1].update(user for user in users if user is not None)
         pool.evicted.clear()
 
     def _note_blocks(self, request: Request, block_ids: Sequence[int], pool: BlockPool) -> None:
-        """The blocks of a request just admitted are its user's context from now on."""
+        """Record the blocks of an admitted request as its user's context."""
         load, index = self.load, int(request.request_id)
         user, turn = divmod(index, load.turns)
         shared, context = load.shared_blocks, load.context_blocks(turn)
-        for whose, ids in ((SHARED, block_ids[:shared]), (user, block_ids[shared:context])):
-            self._whose.update(dict.fromkeys(ids, whose))
+        for owner, ids in ((SHARED, block_ids[:shared]), (user, block_ids[shared:context])):
+            self._owners.update(dict.fromkeys(ids, owner))
         if index not in self.wrong:
             self.wrong[index] = self._wrong_tokens(request, [pool.blocks[block_id] for block_id in block_ids])
 
     def _wrong_tokens(self, request: Request, blocks: Sequence[KVCacheBlock]) -> int:
         if self.load.hash_block_tokens is None:
             return 0
-        found = request.num_cached_tokens // BLOCK_SIZE
-        pairs = ((request.block_hashes[i], blocks[i].block_hash) for i in range(found))
-        return BLOCK_SIZE * sum(_true(name) != _true(held) for name, held in pairs)
+        hits = request.num_cached_tokens // BLOCK_SIZE
+        pairs = ((request.block_hashes[i], blocks[i].block_hash) for i in range(hits))
+        return BLOCK_SIZE * sum(_true(expected) != _true(actual) for expected, actual in pairs)
 
 
 class _Name(bytes):
-    """A block's name by the reader's function; `true` is the engine's name of the same block."""
+    """A block's hash by the reader's function; `true` is the engine's hash of the same block."""
 
     true: BlockHash
 
@@ -211,15 +210,15 @@ def _true(name: BlockHash | None) -> BlockHash | None:
 
 @lru_cache(maxsize=4)
 def _named(own: HashBlockTokens) -> HashBlockTokens:
-    """The reader's function, asked once for each block, with the true name kept beside its answer."""
+    """Wrap the reader's function: call it once for each block, and keep the true hash beside its result."""
     known: dict[BlockHash, _Name] = {}
 
     def name(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
         true = hash_block_tokens(getattr(parent, "true", parent), token_ids, extra_keys)
         if true not in known:
-            given = own(bytes(parent), list(token_ids), extra_keys)
-            require(isinstance(given, bytes), f"hash_block_tokens gave {given!r}; a block's name is bytes")
-            known[true] = _Name(given)
+            result = own(bytes(parent), list(token_ids), extra_keys)
+            require(isinstance(result, bytes), f"hash_block_tokens gave {result!r}; a block's name is bytes")
+            known[true] = _Name(result)
             known[true].true = true
         return known[true]
 
@@ -232,5 +231,5 @@ def _hashed(parent: BlockHash, token_ids: tuple[int, ...], extra_keys: bytes) ->
 
 
 def _remembered(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
-    """The engine's own names; the same blocks come again for every size of pool."""
+    """Hash as the engine does, from a cache: the same blocks come again for every pool size."""
     return _hashed(parent, tuple(token_ids), extra_keys)

@@ -23,27 +23,27 @@ Take = Callable[[int], list[int]]
 
 
 def system_prompt(ask: Ask, take: Take, users: int) -> None:
-    """Users who each ask a short question after one long shared instruction."""
+    """Let users each ask a short question after one long shared instruction."""
     instruction = take(384)
     ask([instruction + take(32) for _ in range(users)])
 
 
 def chats(ask: Ask, take: Take, users: int) -> None:
-    """Conversations of five turns, each of which sends the whole conversation so far."""
+    """Hold conversations of five turns, each of which sends the whole conversation so far."""
     talks = [take(96) for _ in range(users)]
     for _ in range(5):
         talks = [talk + answer + take(24) for talk, answer in zip(talks, ask(talks), strict=True)]
 
 
 def agent(ask: Ask, take: Take, users: int) -> None:
-    """One agent's loop, two rounds per user: instructions, and all tool output so far."""
+    """Run one agent's loop, two rounds per user: instructions, and all tool output so far."""
     talk = take(256)
     for _ in range(2 * users):
         talk = talk + ask([talk])[0] + take(24)
 
 
 def strangers(ask: Ask, take: Take, users: int) -> None:
-    """Users who share nothing."""
+    """Serve users who share nothing."""
     ask([take(416) for _ in range(users)])
 
 
@@ -70,10 +70,10 @@ def serve(llm: LLM, work: Callable[[Ask, Take, int], None], text: Sequence[int],
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
 
     def take(count: int) -> list[int]:
-        taken = list(islice(stream, count))
-        if len(taken) < count:
+        tokens = list(islice(stream, count))
+        if len(tokens) < count:
             raise MinivllmError(f"{len(text)} tokens of text are not enough for {users} users")
-        return taken
+        return tokens
 
     def ask(prompts: list[list[int]]) -> list[list[int]]:
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -1,8 +1,8 @@
 """Workloads whose prompts share prefixes: prefix cache hits depend on who shares what with whom, and when.
 
-A session is one user's turns, each sent some time after the answer to the one before. Token ids are made up: a shared
-beginning is the same ids. All else begins with an id of its own and goes on with the same ids in every prompt, which is
-enough, since block hashes are chained; hashes that are not chained find the wrong blocks.
+A session is one user's turns, each sent some time after the previous answer. Token ids are made up: a shared prefix is
+the same ids. All else begins with a unique id and continues with the same ids in every prompt, which is enough, since
+block hashes are chained; hashes that are not chained find the wrong blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minivllm_simulate.simulated_engine import GENERATED
 from minivllm_simulate.virtual_clock import SimulatedRequest
 
 FILLER = 1
-"""Tokens that tell nobody apart have ids from here on, by their position."""
+"""Filler tokens, the same in every prompt, have ids from here on, by position."""
 
 
 @dataclass(frozen=True)
@@ -32,27 +32,27 @@ class Sharing:
     """New tokens of each turn."""
     answer: int = 8
     pause: float = 0.1
-    """For each user there is, between an answer and the next turn: the others' turns come in between."""
+    """Seconds per user between an answer and the next turn, in which the other users take their turns."""
 
     def kept(self, users: int, turns: int, prefix: int) -> int:
-        """Tokens that must stay cached for the last turn of every user to find all that it can."""
+        """Return the tokens that must stay cached for the last turn of every user to find all that it can."""
         if self.prefix_of == "request":
             return 0
         beginnings = prefix if self.prefix_of == "all" else users * prefix
         return beginnings + self.grows * users * (turns - 1) * (self.question + self.answer)
 
     def findable(self, users: int, turns: int, prefix: int, block_size: int = 16) -> list[int]:
-        """Prompt tokens of each request, in the order of `sessions`, that a cache without end would hold."""
-        found = []
+        """Return the prompt tokens of each request, in the order of `sessions`, that an endless cache would hold."""
+        tokens = []
         for user in range(users):
             for turn in range(turns):
-                nobody_yet = turn == 0 and (self.prefix_of != "all" or user == 0)
+                is_first = turn == 0 and (self.prefix_of != "all" or user == 0)
                 # The last token of an answer is never computed.
                 history = prefix + turn * (self.question + self.answer) - 1
                 repeated = history if self.grows and turn else prefix
-                none = nobody_yet or self.prefix_of == "request"
-                found.append(0 if none else repeated // block_size * block_size)
-        return found
+                none = is_first or self.prefix_of == "request"
+                tokens.append(0 if none else repeated // block_size * block_size)
+        return tokens
 
 
 SHARING = {
@@ -68,7 +68,7 @@ SHARING = {
 
 
 def sharing(name: str) -> Sharing:
-    """The kind with this name.
+    """Return the kind with this name.
 
     Raises:
         MinivllmError: unknown name; the message lists the known ones.
@@ -79,15 +79,15 @@ def sharing(name: str) -> Sharing:
 
 
 def sessions(kind: Sharing, users: int, turns: int, prefix: int, *, at_random: bool = False) -> list[SimulatedRequest]:
-    """The requests of all users, user by user: request `user * turns + turn`. Users come a tenth of a second apart.
+    """Make the requests of all users: request `user * turns + turn`. Users arrive a tenth of a second apart.
 
     Args:
         kind: who shares what.
         users: sessions.
         turns: requests of each session.
         prefix: tokens of the shared beginning.
-        at_random: pauses are drawn from an exponential distribution (reproducible) of the same mean; users come back
-            in any order. Otherwise all pauses are equal, and users come in turn.
+        at_random: draw pauses from an exponential distribution (reproducible) of the same mean, so that users return in
+            any order. Otherwise all pauses are equal, and users take turns.
 
     Raises:
         MinivllmError: fewer than one user, turn or token.
@@ -114,5 +114,5 @@ def _session(kind: Sharing, user: int, users: int, prefix: int, pauses: list[flo
 
 
 def _beginning(kind: Sharing, user: int, index: int, prefix: int) -> tuple[int, ...]:
-    whose = {"all": 2, "user": 3 + 2 * user, "request": 4 + 2 * index}[kind.prefix_of]
-    return (whose, *range(FILLER, prefix))
+    first_id = {"all": 2, "user": 3 + 2 * user, "request": 4 + 2 * index}[kind.prefix_of]
+    return (first_id, *range(FILLER, prefix))

@@ -1,11 +1,13 @@
-"""Cache memory allocators compared on the same requests: the contiguous ones that lesson 02 replaces."""
+"""The allocators that lesson 02 compares on the same requests: contiguous regions, and tables that grow."""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
+from minivllm.errors import MinivllmError
 from minivllm_lab.paged_attention.memory_replay import Memory, Occupancy, Running, replay
 from minivllm_lab.progress import track
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths
@@ -14,50 +16,44 @@ Region = Callable[[RequestLengths], int]
 """Slots that a request reserves when it is admitted and keeps until it ends."""
 
 
-class FirstFit:
-    """Contiguous regions of any length, each in the first hole that is long enough.
-
-    A `minivllm_lab.paged_attention.memory_replay.Memory`.
-    """
+class FirstFit(Memory):
+    """Contiguous regions of any length, each in the first hole that is long enough."""
 
     def __init__(self, slots: int, region: Region) -> None:
-        self.slots, self.region = slots, region
+        super().__init__(slots)
+        self.region = region
         self.taken: list[tuple[int, int]] = []  # (first slot, slots) of each region, in order
 
-    def admit(self, one: Running) -> bool:
+    def admit(self, request: Running) -> bool:
         """Reserve the whole region now, if there is a hole for it."""
-        size, hole = self.region(one.lengths), 0
+        size, hole = self.region(request.lengths), 0
         for first, length in [*self.taken, (self.slots, 0)]:
             if first - hole >= size:
-                one.home = (hole, size)
-                insort(self.taken, one.home)
+                request.home = (hole, size)
+                insort(self.taken, request.home)
                 return True
             hole = first + length
         return False
 
-    def grow(self, one: Running) -> bool:
-        """Always succeeds: the next token's slot is already reserved."""
-        return True
-
-    def release(self, one: Running) -> None:
+    def release(self, request: Running) -> None:
         """Free the region."""
-        self.taken.remove(one.home)
+        self.taken.remove(request.home)
 
-    def held(self, one: Running) -> int:
-        """The whole region, written or not."""
-        return one.home[1]
+    def held(self, request: Running) -> int:
+        """Return the whole region's length, written or not."""
+        return request.home[1]
 
 
-class Buddy:
-    """A buddy allocator: every region is a power of two long and lies at a multiple of its length.
+class Buddy(Memory):
+    """A buddy allocator: every region is a power of two long and begins at a multiple of its length.
 
     Memory is halved until a piece just fits; the other half is its buddy. A freed piece is merged with its buddy, if
-    that is free too. A `minivllm_lab.paged_attention.memory_replay.Memory`; the paper assumes such an allocator for
-    Orca (Kwon et al. 2023, section 6.1).
+    that is free too. The paper assumes such an allocator for Orca (Kwon et al. 2023, section 6.1).
     """
 
     def __init__(self, slots: int, region: Region) -> None:
-        self.slots, self.region = slots, region
+        super().__init__(slots)
+        self.region = region
         self.free: set[tuple[int, int]] = set()  # (slots, first slot) of each free piece
         first = 0
         for bit in reversed(range(slots.bit_length())):
@@ -65,9 +61,9 @@ class Buddy:
                 self.free.add((1 << bit, first))
                 first += 1 << bit
 
-    def admit(self, one: Running) -> bool:
-        """Reserve a piece for the whole region now: the smallest that is free, halved while a half is enough."""
-        reserved = self.region(one.lengths)
+    def admit(self, request: Running) -> bool:
+        """Reserve a piece for the whole region: the smallest free one, halved while a half is enough."""
+        reserved = self.region(request.lengths)
         fitting = [piece for piece in self.free if piece[0] >= reserved]
         if not fitting:
             return False
@@ -76,32 +72,60 @@ class Buddy:
         while length // 2 >= reserved:
             length //= 2
             self.free.add((length, first + length))
-        one.home = (first, length, reserved)
+        request.home = (first, length, reserved)
         return True
 
-    def grow(self, one: Running) -> bool:
-        """Always succeeds: the next token's slot is already reserved."""
-        return True
-
-    def release(self, one: Running) -> None:
+    def release(self, request: Running) -> None:
         """Free the piece, and merge it with its buddy for as long as that is free."""
-        first, length, _ = one.home
+        first, length, _ = request.home
         while (length, first ^ length) in self.free:
             self.free.remove((length, first ^ length))
             first, length = first & ~length, 2 * length
         self.free.add((length, first))
 
-    def held(self, one: Running) -> int:
-        """What was asked for. The rest of the piece counts as outside, as in the paper's figure 2."""
-        return one.home[2]
+    def held(self, request: Running) -> int:
+        """Return the reserved length. The rest of the piece counts as outside, as in the paper's figure 2."""
+        return request.home[2]
+
+
+class TablesOnDemand(Memory):
+    """Each request has a block table, which takes a block when a token needs it."""
+
+    def __init__(self, slots: int, block_size: int, new_table: Callable[[], Any]) -> None:
+        super().__init__(slots)
+        self.block_size, self.new_table = block_size, new_table
+
+    def admit(self, request: Running) -> bool:
+        """Allocate blocks for the request's current tokens."""
+        request.home = self.new_table()
+        return self._append(request, request.tokens)
+
+    def grow(self, request: Running) -> bool:
+        """Add one token, with a new block only if the last one is full."""
+        return self._append(request, 1)
+
+    def release(self, request: Running) -> None:
+        """Free the blocks."""
+        request.home.free()
+
+    def held(self, request: Running) -> int:
+        """Return the slots of whole blocks."""
+        return len(request.home.blocks) * self.block_size
+
+    def _append(self, request: Running, num_tokens: int) -> bool:
+        try:
+            request.home.append(num_tokens)
+        except MinivllmError:
+            return False
+        return True
 
 
 def reservations(longest: int) -> dict[str, Callable[[int], Memory]]:
-    """Contiguous memories by the rule for a region's length, each made for a given number of slots.
+    """Return contiguous memories by the rule for a region's length; each is made for a number of slots.
 
     The first three are Orca as the paper builds it (Kwon et al. 2023, section 6.1): `max` reserves the `longest`
-    request that is served, `pow2` rounds the output up to a power of two, and `oracle` is told the output's length. The
-    fourth, `exact`, is told it too, and its allocator rounds nothing up; the paper has no such baseline.
+    request that is served, `pow2` rounds the output up to a power of two, and `oracle` knows the output's length. The
+    fourth, `exact`, knows it too, and its allocator rounds nothing up; the paper has no such baseline.
     """
 
     def power_of_two(request: RequestLengths) -> int:
@@ -117,19 +141,16 @@ def reservations(longest: int) -> dict[str, Callable[[int], Memory]]:
 
 def replay_workloads(
     allocators: Mapping[str, Callable[[int], Memory]],
-    names: Iterable[str],
     slots: int,
     steps: int,
     longest: int,
     seed: int,
+    names: Iterable[str] = WORKLOADS,
 ) -> dict[str, dict[str, Occupancy]]:
-    """Occupancy of `slots` slots under each allocator, for requests from each of these workloads.
-
-    Each of `allocators` makes an empty memory of a given number of slots. Requests over `longest` tokens are left out.
-    """
+    """Replay requests of each workload under each allocator; requests over `longest` tokens are left out."""
     sampled = {name: WORKLOADS[name].sample(max(1000, steps * slots // 2000), seed) for name in names}  # enough of them
-    found: dict[str, dict[str, Occupancy]] = {name: {} for name in sampled}
+    results: dict[str, dict[str, Occupancy]] = {name: {} for name in sampled}
     for name, kind in track([(name, kind) for name in sampled for kind in allocators], "replaying requests"):
-        requests = [one for one in sampled[name] if one.total <= longest]
-        found[name][kind] = replay(allocators[kind](slots), requests, steps)
-    return found
+        requests = [lengths for lengths in sampled[name] if lengths.total <= longest]
+        results[name][kind] = replay(allocators[kind](slots), requests, steps)
+    return results

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from minivllm_lab.paged_attention.paged_cache import BlockTable, PagedCache, blocks_held
+from minivllm_lab.paged_attention.paged_cache import PagedCache, blocks_held
+from minivllm_lab.paged_attention.report import Plan
 from minivllm_lab.progress import track
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths
-
-Fork = Callable[[BlockTable], BlockTable]
-"""Makes a child's table from its parent's."""
-NewTable = Callable[[int, int], BlockTable]
-"""Makes an empty table in a new pool, given the number of blocks and the block size."""
 
 
 @dataclass
@@ -27,21 +24,21 @@ class Beam:
 
     tokens: list[int]
     score: float
-    table: BlockTable
+    table: Any
 
 
 # region: beam_search
 def beam_search(
-    cache: PagedCache, prompt: list[int], width: int, steps: int, fork: Fork
+    cache: PagedCache, prompt: list[int], width: int, steps: int, fork: Callable[[Any], Any]
 ) -> tuple[list[Beam], list[int]]:
-    """The `width` likeliest continuations of `steps` tokens, and the blocks held after each step.
+    """Find the `width` likeliest continuations of `steps` tokens; return them and the blocks held after each step.
 
     `fork` makes a child's table from its parent's.
     """
     beams, held = [Beam([], 0.0, cache.table())], []
     new = [prompt]
     for _ in range(steps):
-        logits = cache.forward([beam.table for beam in beams], new)
+        logits = cache.step([beam.table for beam in beams], new)
         held.append(blocks_held(cache.pool))
         scores = logits.log_softmax(-1) + torch.tensor([[beam.score] for beam in beams], device=logits.device)
         best, places = scores.flatten().topk(width)
@@ -59,13 +56,8 @@ def beam_search(
 # endregion
 
 
-def share(parent: BlockTable) -> BlockTable:
-    """A child that holds its parent's blocks, as `beam_search` forks."""
-    return parent.fork()
-
-
-def full_copy(cache: PagedCache, parent: BlockTable) -> BlockTable:
-    """A child that shares nothing: its own copies of all blocks."""
+def full_copy(cache: PagedCache, parent: Any) -> Any:
+    """Make a child that shares nothing: it has its own copies of all blocks."""
     child = cache.table()
     child.append(parent.num_tokens)
     cache.copy(zip(parent.block_ids(), child.block_ids(), strict=True))
@@ -75,59 +67,57 @@ def full_copy(cache: PagedCache, parent: BlockTable) -> BlockTable:
 def beams_both_ways(
     cache_of: Callable[[], PagedCache], prompt: list[int], widths: Iterable[int], steps: int
 ) -> tuple[dict[str, dict], list[int]]:
-    """Search with each width twice, with children sharing and copying blocks: the saving, and the best beam.
+    """Search with each width twice, with children that share blocks and with children that copy them.
 
-    `cache_of` makes an empty cache. By width: `saved`, the fraction of blocks saved on average over the steps, and the
-    most blocks held at once either way; then the tokens of the widest search's most likely beam.
+    `cache_of` makes an empty cache.
+
+    Returns:
+        By width, `saved`, the fraction of blocks saved on average over the steps, and the most blocks held at once
+        either way; then the tokens of the widest search's likeliest beam.
 
     Raises:
         AssertionError: the two searches found different beams.
     """
-    found, best = {}, []
+    results, best = {}, []
     for width in track(widths, "beam search"):
-        together, shared = beam_search(cache_of(), prompt, width, steps, share)
+        sharing, shared = beam_search(cache_of(), prompt, width, steps, lambda parent: parent.fork())
         cache = cache_of()
-        apart, alone = beam_search(cache, prompt, width, steps, lambda parent, cache=cache: full_copy(cache, parent))
-        same = [(beam.tokens, beam.score) for beam in together] == [(beam.tokens, beam.score) for beam in apart]
+        copying, alone = beam_search(cache, prompt, width, steps, lambda parent, cache=cache: full_copy(cache, parent))
+        same = [(beam.tokens, beam.score) for beam in sharing] == [(beam.tokens, beam.score) for beam in copying]
         assert same, "sharing changed the beams"
         saved = 1 - sum(shared) / sum(alone)
-        found[str(width)] = {"saved": saved, "most_alone": max(alone), "most_shared": max(shared)}
-        best = together[0].tokens
-    return found, best
+        results[str(width)] = {"saved": saved, "most_alone": max(alone), "most_shared": max(shared)}
+        best = sharing[0].tokens
+    return results, best
 
 
-def saved_by_samples(requests: Iterable[RequestLengths], samples: int, block_size: int, new_table: NewTable) -> float:
-    """The fraction of blocks saved if each request's `samples` outputs share one copy of its prompt."""
+def saved_by_samples(
+    requests: Iterable[RequestLengths], samples: int, block_size: int, new_table: Callable[[int, int], Any]
+) -> float:
+    """Return the fraction of blocks saved if each request's `samples` outputs share the blocks of its prompt.
+
+    `new_table` makes an empty table in a new pool, given the number of blocks and the block size.
+    """
     shared = alone = 0
     for lengths in requests:
         tables = [new_table(2 + samples * (1 + lengths.total // block_size), block_size)]
         tables[0].append(lengths.prompt_tokens)
         tables += [tables[0].fork() for _ in range(samples - 1)]
         for _ in range(lengths.output_tokens):
-            for one in tables:
-                one.append(1)
+            for table in tables:
+                table.append(1)
             shared += blocks_held(tables[0].pool)
-            alone += sum(len(one.blocks) for one in tables)
+            alone += sum(len(table.blocks) for table in tables)
     return 1 - shared / alone
 
 
 def measure_sharing(
-    cache_of: Callable[[], PagedCache],
-    new_table: NewTable,
-    prompt: list[int],
-    widths: Iterable[int],
-    steps: int,
-    block_size: int,
-    seed: int,
+    cache_of: Callable[[], PagedCache], new_table: Callable[[int, int], Any], prompt: list[int], plan: Plan
 ) -> dict:
-    """Blocks that sharing saves: for parallel samples of many requests, and in actual beam searches.
-
-    `samples` by workload and number of samples (`saved_by_samples`, 40 requests of each kind); `beams` and `best` as
-    `beams_both_ways` returns them.
-    """
+    """Count the blocks that sharing saves: for parallel samples of 40 requests of each kind, and in beam searches."""
     samples: dict[str, dict[str, float]] = {"alpaca": {}, "sharegpt": {}}
     for name, count in track([(name, count) for name in samples for count in (2, 4, 6)], "parallel samples"):
-        requests = WORKLOADS[name].sample(40, seed)
-        samples[name][str(count)] = saved_by_samples(requests, count, block_size, new_table)
-    beams, best = beams_both_ways(cache_of, prompt, widths, steps)
+        requests = WORKLOADS[name].sample(40, plan.seed)
+        samples[name][str(count)] = saved_by_samples(requests, count, plan.block_size, new_table)
+    beams, best = beams_both_ways(cache_of, prompt, plan.widths, plan.beam_steps)
     return {"samples": samples, "beams": beams, "best": best}

@@ -1,67 +1,62 @@
-"""What a block size costs requests of given lengths: slots that stay empty, and bytes that attention fetches in vain.
+"""Counts what a block size costs requests of given lengths: empty slots, and bytes that attention fetches in vain.
 
-Counted over requests at some point of their lives, those that live longer weighing more: what one would see on looking
-at a busy server at a random moment.
+Requests are counted at some point of their lives, and longer lives weigh more: a busy server at a random moment.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from minivllm.config.checks import require
-from minivllm_lab.paged_attention.paged_traffic import SECTOR, counted, paged_traffic
+from minivllm.config.checks import positive_count, require
+from minivllm_lab.paged_attention.paged_traffic import SECTOR, fetched
 from minivllm_simulate.workloads import RequestLengths
 
 GOLDEN = 0.618
-"""Multiples of it, without their whole part, lie evenly in 0 to 1 however many there are."""
+"""The fractional parts of its multiples are spread evenly over 0 to 1, however many there are."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One request as it is seen at some moment."""
+    """One request at some moment of its life."""
 
     prompt: int
     tokens: int
-    """Prompt and what each sample has written by then."""
+    """Prompt tokens and those that each sample has generated so far."""
     weight: int
-    """Steps that it lives."""
+    """Steps of its life."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Slots of a cache in blocks, over all requests that were looked at."""
+    """Slots in held blocks, summed over requests."""
 
     slots: int
-    """In blocks that somebody holds."""
     tokens: int
-    """Slots of those in which a token lies."""
+    """Slots that hold a token."""
     unshared: int
     """Slots that would be held if each sample had a copy of the prompt."""
 
     @property
     def empty(self) -> float:
-        """The share of the held slots in which no token lies."""
+        """Return the share of the held slots without a token."""
         return 1 - self.tokens / self.slots
 
     @property
     def saved(self) -> float:
-        """The share of blocks that sharing the prompt saves."""
+        """Return the share of blocks that sharing the prompt saves."""
         return 1 - self.slots / self.unshared
 
 
 def moments(requests: Iterable[RequestLengths]) -> tuple[Moment, ...]:
-    """Each request at a point of its life, the points spread evenly from its first output token to its last."""
-    return tuple(
-        Moment(
-            one.prompt_tokens,
-            one.prompt_tokens + 1 + int(number * GOLDEN % 1 * (one.output_tokens - 1)),
-            one.output_tokens,
-        )
-        for number, one in enumerate(requests)
-    )
+    """Look at each request at a point of its life, the points spread evenly over its output tokens."""
+    seen = []
+    for number, lengths in enumerate(requests):
+        generated = 1 + int(number * GOLDEN % 1 * (lengths.output_tokens - 1))
+        seen.append(Moment(lengths.prompt_tokens, lengths.prompt_tokens + generated, lengths.output_tokens))
+    return tuple(seen)
 
 
 def held(seen: Sequence[Moment], block_size: int, samples: int = 1) -> Held:
-    """Slots in blocks of `block_size`, `samples` answers to each request sharing the full blocks of its prompt.
+    """Count slots in blocks of `block_size`; each request's `samples` outputs share its prompt's full blocks.
 
     Raises:
         MinivllmError: no requests, or a block or a number of samples below 1.
@@ -69,31 +64,30 @@ def held(seen: Sequence[Moment], block_size: int, samples: int = 1) -> Held:
     require(bool(seen), "there are no requests to look at")
     require(min(block_size, samples) >= 1, f"a block of {block_size} slots, {samples} samples: each is at least 1")
     blocks = stored = unshared = 0
-    for one in seen:
-        whole = -(-one.tokens // block_size)
-        shared = one.prompt // block_size if samples > 1 else 0
-        blocks += one.weight * (shared + samples * (whole - shared))
-        stored += one.weight * (samples * one.tokens - (samples - 1) * shared * block_size)
-        unshared += one.weight * samples * whole
+    for moment in seen:
+        whole = -(-moment.tokens // block_size)
+        shared = moment.prompt // block_size if samples > 1 else 0
+        blocks += moment.weight * (shared + samples * (whole - shared))
+        stored += moment.weight * (samples * moment.tokens - (samples - 1) * shared * block_size)
+        unshared += moment.weight * samples * whole
     return Held(blocks * block_size, stored, unshared * block_size)
 
 
 def fetched_in_vain(
     seen: Sequence[Moment], block_size: int, row_bytes: int, piece: int = SECTOR, *, per_token: bool = False
 ) -> float:
-    """Bytes that attention fetches beyond those it needs, for each byte that it needs (see `paged_traffic`).
+    """Return the bytes that attention fetches in vain per byte that it needs (see `paged_traffic.fetched`).
 
     Each sample reads its whole past, shared or not, so their number makes no difference.
 
     Raises:
-        MinivllmError: no requests, or an argument that `paged_traffic` refuses.
+        MinivllmError: no requests, or an argument that is not a positive whole number.
     """
     require(bool(seen), "there are no requests to look at")
-    paged_traffic(1, block_size, row_bytes, piece)  # refuses what makes no sense
-    tokens = keys = entries = 0
-    for one in seen:
-        runs, reads = counted(one.tokens, block_size, row_bytes, piece, per_token)
-        tokens += one.weight * one.tokens
-        keys += one.weight * runs
-        entries += one.weight * reads
-    return (2 * keys + entries * piece) / (2 * tokens * row_bytes) - 1
+    for name, value in (("block_size", block_size), ("row_bytes", row_bytes), ("piece", piece)):
+        positive_count(name, value)
+    total = needed = 0
+    for moment in seen:
+        total += moment.weight * sum(fetched(moment.tokens, block_size, row_bytes, piece, per_token=per_token))
+        needed += moment.weight * 2 * moment.tokens * row_bytes
+    return total / needed - 1

@@ -5,9 +5,9 @@ the memory alone.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from minivllm.errors import MinivllmError
 from minivllm_simulate.workloads import RequestLengths
@@ -15,81 +15,39 @@ from minivllm_simulate.workloads import RequestLengths
 
 @dataclass(eq=False)
 class Running:
-    """One request: its lengths, the tokens that it has in the cache, and where they are (the memory's own business)."""
+    """One request: its lengths, its tokens in the cache, and where they are, as its memory records it."""
 
     lengths: RequestLengths
     tokens: int
     home: Any = None
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the request has all its tokens."""
+        return self.tokens >= self.lengths.total
 
-class Memory(Protocol):
+
+class Memory:
     """An allocator of `slots` token slots."""
 
-    slots: int
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
 
-    def admit(self, one: Running) -> bool:
-        """Allocate memory for the request's current tokens; False if there is not enough."""
-        ...
+    def admit(self, request: Running) -> bool:
+        """Allocate memory for the request's current tokens; return False if there is not enough."""
+        raise NotImplementedError
 
-    def grow(self, one: Running) -> bool:
-        """Make room for one more token; False if there is none."""
-        ...
-
-    def release(self, one: Running) -> None:
-        """Free the request's memory."""
-        ...
-
-    def held(self, one: Running) -> int:
-        """Slots that no other request can use while it runs."""
-        ...
-
-
-class Table(Protocol):
-    """One sequence's blocks: what lesson 02 builds."""
-
-    def append(self, num_tokens: int) -> Any:
-        """Allocate room for more tokens; raises a MinivllmError, changing nothing, if the pool has none."""
-        ...
-
-    def free(self) -> None:
-        """Free every block."""
-        ...
-
-    @property
-    def blocks(self) -> Sequence[Any]:
-        """The blocks held."""
-        ...
-
-
-class TablesOnDemand:
-    """A `Memory` in blocks: each request has a table, which takes a block when a token needs it."""
-
-    def __init__(self, slots: int, block_size: int, new_table: Callable[[], Table]) -> None:
-        self.slots, self.block_size, self.new_table = slots, block_size, new_table
-
-    def admit(self, one: Running) -> bool:
-        """Allocate blocks for the request's current tokens."""
-        one.home = self.new_table()
-        return self._append(one, one.tokens)
-
-    def grow(self, one: Running) -> bool:
-        """Add one token, with a new block only if the last one is full."""
-        return self._append(one, 1)
-
-    def release(self, one: Running) -> None:
-        """Free the blocks."""
-        one.home.free()
-
-    def held(self, one: Running) -> int:
-        """Whole blocks."""
-        return len(one.home.blocks) * self.block_size
-
-    def _append(self, one: Running, num_tokens: int) -> bool:
-        try:
-            one.home.append(num_tokens)
-        except MinivllmError:
-            return False
+    def grow(self, request: Running) -> bool:
+        """Make room for one more token; return False if there is none. A reservation has room already."""
         return True
+
+    def release(self, request: Running) -> None:
+        """Free the request's memory."""
+        raise NotImplementedError
+
+    def held(self, request: Running) -> int:
+        """Return the number of slots that no other request can use while this one runs."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -112,11 +70,11 @@ class Occupancy:
 
     @property
     def empty(self) -> float:
-        """The share of the held slots in which no token lies."""
+        """Return the share of the held slots without a token."""
         return (self.later + self.never) / (1 - self.outside)
 
     def figures(self) -> dict[str, float]:
-        """As they go into a results file, with the shares that hold no token: of all slots, and of those held."""
+        """Return the figures for a results file, with the shares without a token: of all slots, and of those held."""
         return {**asdict(self), "empty": 1 - self.tokens, "empty_of_held": self.empty}
 
 
@@ -134,42 +92,42 @@ def replay(memory: Memory, requests: Iterable[RequestLengths], steps: int) -> Oc
     sums = [0, 0, 0, 0, 0]
     served = evicted = 0
     for step in range(steps):
-        lost = _grow(memory, running, waiting)
-        while waiting and not lost and memory.admit(waiting[0]):
+        preempted = _grow(memory, running, waiting)
+        while waiting and not preempted and memory.admit(waiting[0]):
             running.append(waiting.popleft())
         if not waiting or not running:
             problem = "the queue ran empty: give more requests" if running else "the next request does not fit alone"
             raise MinivllmError(f"step {step} of {steps}: {problem}")
+        complete = [request for request in running if request.is_complete]
         if step >= steps // 4:
-            evicted += lost
-            served += sum(one.tokens >= one.lengths.total for one in running)
+            evicted += preempted
+            served += len(complete)
             sums = [a + b for a, b in zip(sums, _slots(memory, running), strict=True)]
-        for one in running:
-            if one.tokens >= one.lengths.total:
-                memory.release(one)
-        running = [one for one in running if one.tokens < one.lengths.total]
+        for request in complete:
+            memory.release(request)
+            running.remove(request)
     counted = steps - steps // 4
     tokens, later, never, outside = (amount / counted / memory.slots for amount in sums[:4])
     return Occupancy(tokens, later, never, outside, sums[4] / counted, 1000 * served / counted, evicted)
 
 
 def _grow(memory: Memory, running: list[Running], waiting: deque[Running]) -> int:
-    """Add one token to each running request; returns the number of preemptions."""
-    lost = 0
-    for one in list(running):
-        while one.home is not None and not memory.grow(one):
+    """Add one token to each running request; return the number of preemptions."""
+    preempted = 0
+    for request in list(running):
+        while request.home is not None and not memory.grow(request):
             last = running.pop()
             memory.release(last)
             last.home = None
             waiting.appendleft(last)
-            lost += 1
-        one.tokens += one.home is not None
-    return lost
+            preempted += 1
+        request.tokens += request.home is not None
+    return preempted
 
 
 def _slots(memory: Memory, running: list[Running]) -> tuple[int, int, int, int, int]:
-    """Slots that hold a token, that will, that never will, that nobody holds; and the requests that run."""
-    held = [memory.held(one) for one in running]
-    used = [min(size, one.lengths.total) for size, one in zip(held, running, strict=True)]
-    tokens = sum(one.tokens for one in running)
+    """Count the slots by the kinds of `Occupancy`, and the running requests."""
+    held = [memory.held(request) for request in running]
+    used = [min(size, request.lengths.total) for size, request in zip(held, running, strict=True)]
+    tokens = sum(request.tokens for request in running)
     return tokens, sum(used) - tokens, sum(held) - sum(used), memory.slots - sum(held), len(running)

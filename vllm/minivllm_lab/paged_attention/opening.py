@@ -10,7 +10,7 @@ from minivllm_lab.palette import BLUE, GREEN, ORANGE
 WIDTH, HEIGHT = 872, 372
 SLOT, TALL, GAP = 50, 28, 12
 KEY = 36
-"""Pixels of a colour's key beside its words."""
+"""Pixels that a colour's key takes beside its words."""
 COLUMNS, ROWS = 4, 3
 COLOURS = {NAME: BLUE, "for": ORANGE, "class": GREEN}
 OTHERS = {"for": "a second request", "class": "a third"}
@@ -18,22 +18,22 @@ LOGICAL_Y, TABLE_Y, POOL_Y, ROW_GAP = 62, 122, 212, 54
 
 
 def frames() -> Frames:
-    """One still for each step of the request, and one for the pool after it."""
+    """Draw one still for each step of the request, and one for the pool after it."""
     run = followed("company")
     pool: dict[int, tuple[str, str]] = {}  # slot -> (request, token), as the steps fill it
     stills, captions = [], []
     for step in run.steps:
-        mine = step.row()
-        if mine is None:
+        current = step.row()
+        if current is None:
             break
         pool.update((slot, (row.request, token.shown)) for row in step.rows for slot, token in _written(row))
-        stills.append(_still(run, mine, pool))
-        captions.append(_caption(mine))
+        stills.append(_still(run, current, pool))
+        captions.append(_caption(current))
         if NAME in step.finished:
-            held = {block for row in step.rows if row is not mine for block in row.block_table}
+            held = {block for row in step.rows if row is not current for block in row.block_table}
             pool = {slot: token for slot, token in pool.items() if slot // BLOCK_SIZE in held}
             stills.append(_still(run, None, pool))
-            captions.append(_after(step, mine))
+            captions.append(_after(step, current))
     return Frames(stills, captions)
 
 
@@ -73,18 +73,18 @@ def _still(run: Followed, row: Row | None, pool: dict[int, tuple[str, str]]) -> 
 
 
 def _keys() -> list[str]:
-    """Whose each colour is, up to the right margin."""
+    """Draw the key of colours, flush with the right margin."""
     words = {name: OTHERS.get(name, "our request") for name in COLOURS}
-    x, shapes = WIDTH - 16 - sum(KEY + text_width(one) for one in words.values()), []
-    for name, one in words.items():
+    x, shapes = WIDTH - 16 - sum(KEY + text_width(label) for label in words.values()), []
+    for name, label in words.items():
         shapes += [rect(x, POOL_Y - 35, 13, 13, tint(COLOURS[name], 0.45))]
-        shapes += [text(x + 19, POOL_Y - 24, one, colour=QUIET)]
-        x += KEY + text_width(one)
+        shapes += [text(x + 19, POOL_Y - 24, label, colour=QUIET)]
+        x += KEY + text_width(label)
     return shapes
 
 
 def _logical(run: Followed, row: Row, index: int) -> str:
-    """One logical block, its entry of the table below it, and the way from there to the pool."""
+    """Draw one logical block and, below it, its entry of the block table."""
     size = BLOCK_SIZE
     tokens = [token.shown for token in run.request.tokens[: row.seq_len]][index * size : (index + 1) * size]
     x, fresh = _x(index), row.positions[-1] // size == index or len(row.positions) > 1
@@ -102,20 +102,20 @@ def _logical(run: Followed, row: Row, index: int) -> str:
 
 
 def _physical(number: int, row: Row | None, pool: dict[int, tuple[str, str]]) -> str:
-    """One block of the pool. Our own request's tokens are written out, the others' are only coloured."""
+    """Draw one block of the pool; only the tokens of our own request are written out."""
     size, x, y = BLOCK_SIZE, _x(number % COLUMNS), POOL_Y + number // COLUMNS * ROW_GAP
     held = [pool.get(number * size + place) for place in range(size)]
     now = set(row.slots) if row is not None else set()
-    slots = [None if one is None else one[1] if one[0] == NAME else " " for one in held]
-    fills = [BLANK if one is None else _fill(one[0], number * size + place in now) for place, one in enumerate(held)]
+    slots = [None if owned is None else owned[1] if owned[0] == NAME else " " for owned in held]
+    fills = [BLANK if owned is None else _fill(owned[0], number * size + i in now) for i, owned in enumerate(held)]
     first, last = number * size, number * size + size - 1
     name = f"block {number}: slots {first} to {last}" if number else "block 0: the null block"
-    mine = row is not None and number in row.block_table
-    return block(x, y, slots, width=SLOT, height=TALL, fill=fills, name=name, stroke=BLUE if mine else "#80868B")
+    in_table = row is not None and number in row.block_table
+    return block(x, y, slots, width=SLOT, height=TALL, fill=fills, name=name, stroke=BLUE if in_table else "#80868B")
 
 
 def _fill(name: str, now: bool) -> str:
-    """What this step writes is strong, what was there is pale."""
+    """Return a strong colour for a slot that this step writes, a pale one for others."""
     return COLOURS[name] if now else tint(COLOURS[name], 0.35)
 
 

@@ -1,8 +1,8 @@
 """A few requests served on a small block pool, step by step: admit, fork, grow, copy, preempt, free.
 
 The pool is the engine's, or any class with its four methods. Tables and requests are kept here, so that after each step
-the pool's books can be held against who really holds what: a pool that forgets a holder, hands a block out twice or
-loses one is caught in the step where it happens.
+the pool's books can be compared with the tables: a pool that miscounts, allocates a block twice or loses one is caught
+in the step where it happens.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.paged_attention.pool_audit import Fault, HeldTable, Pool, audit, counted_blocks, named
+from minivllm_lab.block_tables import BlockTable, Pool
+from minivllm_lab.paged_attention.pool_audit import Fault, HeldTable, audit, counted_blocks, named
 from minivllm_simulate.workloads import RequestLengths
 
 MOST_FRAMES = 26
 TICKS_OF_A_LIFE = 6
 ROOM_FOR = 0.36
-"""Of all requests, the share for which the pool has room: enough for some, too little for all."""
+"""The pool has room for this share of the requests: enough for some, too little for all."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One step: what happened, and who holds what after it."""
+    """One step: what happened, and the tables after it."""
 
     did: str
     """admit, fork, grow, copy, preempt, free, free twice, or stuck."""
     caption: str
     tables: tuple[HeldTable, ...]
     free: int
-    """As the pool says."""
+    """The number of free blocks that the pool reports."""
     faults: tuple[Fault, ...]
-    """The gravest first; none, if the pool is right."""
+    """The gravest first; empty if the pool is right."""
 
 
 @dataclass(frozen=True)
@@ -49,48 +50,11 @@ class Play:
 
     @property
     def fault(self) -> str:
-        """What went wrong first, and the first clash that came of it; "" if nothing did."""
-        found = [fault for frame in self.frames for fault in frame.faults]
-        clash = next((fault for fault in found if fault.clash), None)
-        first = found[0].words if found else ""
-        return first if clash is None or clash is found[0] else f"{first}; later {clash.words}"
-
-
-@dataclass(eq=False)
-class _Table:
-    """The blocks of one sequence, and copy-on-write: lesson 02's `BlockTable`."""
-
-    pool: Pool
-    block_size: int
-    blocks: list[Any] = field(default_factory=list)
-    tokens: int = 0
-
-    def must_copy(self, count: int) -> bool:
-        return count > 0 and self.tokens % self.block_size > 0 and self.blocks[-1].ref_cnt > 1
-
-    def missing(self, count: int) -> int:
-        return -(-(self.tokens + count) // self.block_size) - len(self.blocks) + self.must_copy(count)
-
-    def append(self, count: int) -> list[tuple[int, int]]:
-        """Room for `count` tokens; the (source, target) blocks that are copied."""
-        new, copies = list(self.pool.get_new_blocks(self.missing(count))), []
-        if self.must_copy(count):
-            shared, own = self.blocks.pop(), new.pop(0)
-            self.pool.free_blocks([shared])
-            self.blocks.append(own)
-            copies.append((shared.block_id, own.block_id))
-        self.blocks += new
-        self.tokens += count
-        return copies
-
-    def fork(self) -> _Table:
-        child = _Table(self.pool, self.block_size, list(self.blocks), self.tokens)
-        self.pool.touch(child.blocks)
-        return child
-
-    def free(self) -> None:
-        blocks, self.blocks, self.tokens = self.blocks, [], 0
-        self.pool.free_blocks(reversed(blocks))
+        """Return the first fault and the first clash that follows from it, or "" if the pool is right."""
+        faults = [fault for frame in self.frames for fault in frame.faults]
+        clash = next((fault for fault in faults if fault.clash), None)
+        first = faults[0].words if faults else ""
+        return first if clash is None or clash is faults[0] else f"{first}; later {clash.words}"
 
 
 @dataclass(eq=False)
@@ -99,10 +63,10 @@ class _Request:
     lengths: RequestLengths
     samples: int
     written: int = 0
-    tables: list[_Table] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
 
     def most_blocks(self, block_size: int, written: int) -> int:
-        """Blocks of all samples once each has written so many tokens, the prompt's full blocks shared."""
+        """Return the blocks of all samples once each has `written` tokens, the prompt's full blocks shared."""
         prompt = self.lengths.prompt_tokens
         shared = prompt // block_size if self.samples > 1 else 0
         return shared + self.samples * (-(-(prompt + written) // block_size) - shared)
@@ -135,7 +99,8 @@ def play_pool(
         raise MinivllmError(f"a play needs requests, blocks with slots, and a block for each sample, not {problem}")
     shortened, waiting, usable = _fitted(requests, block_size, samples, most_blocks - 1)
     stage = _Stage(pool_class(usable + 1), block_size, deque(waiting))
-    stage.play(max(1, round(sum(one.lengths.output_tokens for one in waiting) / len(waiting) / TICKS_OF_A_LIFE)))
+    mean_output = sum(request.lengths.output_tokens for request in waiting) / len(waiting)
+    stage.play(max(1, round(mean_output / TICKS_OF_A_LIFE)))
     frames = stage.frames[:MOST_FRAMES]
     busy = [index for index, frame in enumerate(frames) if frame.faults or frame.free <= usable / 2]
     return Play(usable + 1, block_size, shortened, tuple(frames[: busy[-1] + 1] if busy else frames))
@@ -144,40 +109,43 @@ def play_pool(
 def _fitted(
     requests: Sequence[RequestLengths], block_size: int, samples: int, most: int
 ) -> tuple[int, list[_Request], int]:
-    """By how much lengths are divided, the requests then, and the blocks of the pool."""
-    shortened = 1
+    """Shorten the requests until a pool of `most` blocks is enough.
+
+    Returns:
+        The divisor of their lengths, the requests, and the blocks of the pool.
+    """
+    divisor = 1
     while True:
         shorter = [
-            RequestLengths(max(1, one.prompt_tokens // shortened), max(1, one.output_tokens // shortened))
-            for one in requests
+            RequestLengths(max(1, x.prompt_tokens // divisor), max(1, x.output_tokens // divisor)) for x in requests
         ]
         waiting = [_Request(number, lengths, samples) for number, lengths in enumerate(shorter, 1)]
-        sizes = [one.most_blocks(block_size, one.lengths.output_tokens) for one in waiting]
-        # One block more than they hold in the end: copies are taken before the shared block is let go of.
+        sizes = [request.most_blocks(block_size, request.lengths.output_tokens) for request in waiting]
+        # One block more than they hold in the end: a copy is allocated before the shared block is freed.
         usable = max(max(sizes) + (samples > 1), round(ROOM_FOR * sum(sizes)))
-        if usable <= most or max(one.total for one in shorter) <= 2:
-            return shortened, waiting, usable
-        shortened += max(1, shortened // 8)
+        if usable <= most or max(lengths.total for lengths in shorter) <= 2:
+            return divisor, waiting, usable
+        divisor += max(1, divisor // 8)
 
 
 class _Stage:
-    """The pool, who runs, who waits, and the frames so far."""
+    """The pool, the running and waiting requests, and the frames so far."""
 
     def __init__(self, pool: Pool, block_size: int, waiting: deque[_Request]) -> None:
         self.pool, self.block_size, self.waiting = pool, block_size, waiting
         self.running: list[_Request] = []
         self.frames: list[Frame] = []
-        self.tried_twice = False
+        self.freed_twice = False
 
     def play(self, stride: int) -> None:
-        """Ticks until all are served, nobody can go on, the pool refuses what is right, or it is long enough."""
+        """Step until all are served, none can go on, the pool refuses a valid call, or there are enough frames."""
         try:
             while (self.waiting or self.running) and len(self.frames) < MOST_FRAMES:
-                lost = self.grow(stride)
+                preempted = self.grow(stride)
                 self.finish()
-                if not lost:
+                if not preempted:
                     self.admit()
-                if self.waiting and not self.running and not lost:
+                if self.waiting and not self.running and not preempted:
                     free = self.pool.get_num_free_blocks()
                     self.show("stuck", f"Nobody runs, and request {self.waiting[0].number} does not fit: {free} free")
                     return
@@ -186,126 +154,116 @@ class _Stage:
 
     def show(self, did: str, caption: str, faults: Iterable[Fault] = ()) -> None:
         tables = tuple(
-            HeldTable(one.number, sample, tuple(block.block_id for block in table.blocks), table.tokens)
-            for one in self.running
-            for sample, table in enumerate(one.tables, 1)
+            HeldTable(request.number, sample, tuple(block.block_id for block in table.blocks), table.num_tokens)
+            for request in self.running
+            for sample, table in enumerate(request.tables, 1)
         )
-        found = [*faults, *audit(self.pool, tables, self.prompts(), self.block_size)]
-        caption = f"{caption}. ✕ {_capital(found[0].words)}." if found else f"{caption}."
-        self.frames.append(Frame(did, caption, tables, self.pool.get_num_free_blocks(), tuple(found)))
-
-    def prompts(self) -> dict[int, int]:
-        return {one.number: one.lengths.prompt_tokens for one in self.running}
+        prompts = {request.number: request.lengths.prompt_tokens for request in self.running}
+        faults = [*faults, *audit(self.pool, tables, prompts, self.block_size)]
+        caption = f"{caption}. ✕ {_capital(faults[0].words)}." if faults else f"{caption}."
+        self.frames.append(Frame(did, caption, tables, self.pool.get_num_free_blocks(), tuple(faults)))
 
     def grow(self, stride: int) -> int:
-        """Everybody writes on, and the request admitted last gives way where the pool is dry; how many did."""
-        taken, copies, lost, grown = 0, [], 0, []
-        for one in list(self.running):
-            count = min(stride, one.lengths.output_tokens - one.written)
-            while one.tables and self.missing(one, count) > self.pool.get_num_free_blocks():
+        """Let every request write on; where the pool is dry, preempt the last. Return how many were preempted."""
+        allocated, copies, preempted, grown = 0, [], 0, []
+        for request in list(self.running):
+            count = min(stride, request.lengths.output_tokens - request.written)
+            while request.tables and self.blocks_needed(request, count) > self.pool.get_num_free_blocks():
                 self.preempt()
-                lost += 1
-            if not one.tables:
+                preempted += 1
+            if not request.tables:
                 continue
-            for table in one.tables:
-                taken += table.missing(count)
+            for table in request.tables:
+                allocated += table.blocks_needed(count)
                 copies += table.append(count)
-            one.written += count
-            grown.append(one.number)
+            request.written += count
+            grown.append(request.number)
+        subject = _capital(f"{named(grown)} write{'' if len(set(grown)) > 1 else 's'}") if grown else ""
         if copies:
             pairs = ", ".join(f"{source} to {target}" for source, target in copies[:4])
             more = f" and {len(copies) - 4} more" if len(copies) > 4 else ""
-            self.show("copy", f"{_these(grown)} on. Copy-on-write into half full shared blocks: {pairs}{more}")
-        elif taken:
-            self.show("grow", f"{_these(grown)} on: {counted_blocks(taken)} taken")
-        return lost
+            self.show("copy", f"{subject} on. Copy-on-write into half full shared blocks: {pairs}{more}")
+        elif allocated:
+            self.show("grow", f"{subject} on: {counted_blocks(allocated)} taken")
+        return preempted
 
-    def missing(self, one: _Request, count: int) -> int:
-        """Blocks that all samples together take; of those who share a half full block, the last one needs no copy."""
-        needed = sum(table.missing(count) for table in one.tables)
-        copies = sum(table.must_copy(count) for table in one.tables)
-        return needed - (copies > 0 and copies == len(one.tables))
+    def blocks_needed(self, request: _Request, count: int) -> int:
+        """Count the blocks that all samples take; of those that share a half full block, the last needs no copy."""
+        needed = sum(table.blocks_needed(count) for table in request.tables)
+        copies = sum(table.must_copy(count) for table in request.tables)
+        return needed - (copies > 0 and copies == len(request.tables))
 
     def preempt(self) -> None:
         last = self.running.pop()
-        before = self.pool.get_num_free_blocks()
-        self.release(last)
+        freed = self.release(last)
         self.waiting.appendleft(last)
-        freed = self.pool.get_num_free_blocks() - before
         self.show("preempt", f"The pool is dry. Request {last.number} preempted: {counted_blocks(freed)} free again")
 
     def finish(self) -> None:
-        for one in [one for one in self.running if one.written >= one.lengths.output_tokens]:
-            before = self.pool.get_num_free_blocks()
-            blocks = list(one.tables[0].blocks)
-            self.running.remove(one)
-            self.release(one)
-            freed = self.pool.get_num_free_blocks() - before
-            self.show("free", f"Request {one.number} ends: {counted_blocks(freed)} free again")
-            if not self.tried_twice:
-                self.tried_twice = True
-                self.free_twice(one.number, blocks)
+        for request in [x for x in self.running if x.written >= x.lengths.output_tokens]:
+            blocks = list(request.tables[0].blocks)
+            self.running.remove(request)
+            freed = self.release(request)
+            self.show("free", f"Request {request.number} ends: {counted_blocks(freed)} free again")
+            if not self.freed_twice:
+                self.freed_twice = True
+                self.free_twice(request.number, blocks)
 
     def free_twice(self, number: int, blocks: list[Any]) -> None:
-        """What a forgetful caller does: a pool must refuse it."""
-        tried = f"A bug frees request {number}'s blocks again"
+        """Do what a forgetful caller does; the pool must refuse it."""
+        caption = f"A bug frees request {number}'s blocks again"
         try:
             self.pool.free_blocks(reversed(blocks))
         except ValueError:
-            self.show("free twice", f"{tried}: the pool refuses")
+            self.show("free twice", f"{caption}: the pool refuses")
             return
-        self.show(
-            "free twice",
-            tried,
-            [Fault("blocks freed twice, and the pool took them", tuple(block.block_id for block in blocks))],
-        )
+        block_ids = tuple(block.block_id for block in blocks)
+        self.show("free twice", caption, [Fault("blocks freed twice, and the pool took them", block_ids)])
 
-    def release(self, one: _Request) -> None:
-        for table in one.tables:
+    def release(self, request: _Request) -> int:
+        """Free all tables of a request; return by how many the free blocks grew."""
+        before = self.pool.get_num_free_blocks()
+        for table in request.tables:
             table.free()
-        one.tables = []
+        request.tables = []
+        return self.pool.get_num_free_blocks() - before
 
     def admit(self) -> None:
-        """The queue's head comes in while its tokens fit; then its samples fork."""
-        came: list[_Request] = []
+        """Admit up to three requests from the head of the queue while their tokens fit; then fork their samples."""
+        admitted: list[_Request] = []
         before, promised = self.pool.get_num_free_blocks(), 0
-        while self.waiting and len(came) < 3:
-            one = self.waiting[0]
-            wanted = one.most_blocks(self.block_size, one.written + 1)
-            if promised + wanted > before:
+        while self.waiting and len(admitted) < 3:
+            request = self.waiting[0]
+            needed = request.most_blocks(self.block_size, request.written + 1)
+            if promised + needed > before:
                 break
-            promised += wanted
-            table = _Table(self.pool, self.block_size)
-            table.append(one.lengths.prompt_tokens)
-            one.tables = [table]
-            came.append(self.waiting.popleft())
-            self.running.append(one)
-            if one.written:  # it was preempted: what it had is computed again, its samples apart
-                self.fork(one)
-        if not came:
+            promised += needed
+            table = BlockTable(self.pool, self.block_size)
+            table.append(request.lengths.prompt_tokens)
+            request.tables = [table]
+            admitted.append(self.waiting.popleft())
+            self.running.append(request)
+            if request.written:  # it was preempted: its tokens are computed again, for each sample apart
+                self.fork(request)
+        if not admitted:
             return
-        taken = before - self.pool.get_num_free_blocks()
-        again = [one for one in came if one.written]
-        note = f" ({named(one.number for one in again)} again)" if again else ""
-        self.show(
-            "admit", f"{_capital(named(one.number for one in came))} admitted{note}: {counted_blocks(taken)} taken"
-        )
-        fresh = [one for one in came if not one.written and one.samples > 1]
-        for one in fresh:
-            self.fork(one)
+        allocated = before - self.pool.get_num_free_blocks()
+        again = [request.number for request in admitted if request.written]
+        note = f" ({named(again)} again)" if again else ""
+        names = _capital(named(request.number for request in admitted))
+        self.show("admit", f"{names} admitted{note}: {counted_blocks(allocated)} taken")
+        fresh = [request for request in admitted if not request.written and request.samples > 1]
+        for request in fresh:
+            self.fork(request)
         if fresh:
-            held = sum(len(one.tables[0].blocks) for one in fresh)
-            names = _capital(named(one.number for one in fresh))
+            held = sum(len(request.tables[0].blocks) for request in fresh)
+            names = _capital(named(request.number for request in fresh))
             self.show("fork", f"{names} forked: {counted_blocks(held)} held {fresh[0].samples} times each, none taken")
 
-    def fork(self, one: _Request) -> None:
-        one.tables += [one.tables[0].fork() for _ in range(one.samples - 1)]
-        for table in one.tables if one.written else ():
-            table.append(one.written)
-
-
-def _these(numbers: list[int]) -> str:
-    return _capital(f"{named(numbers)} write{'' if len(set(numbers)) > 1 else 's'}")
+    def fork(self, request: _Request) -> None:
+        request.tables += [request.tables[0].fork() for _ in range(request.samples - 1)]
+        for table in request.tables if request.written else ():
+            table.append(request.written)
 
 
 def _capital(words: str) -> str:

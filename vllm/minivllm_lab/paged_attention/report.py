@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,16 +11,18 @@ from rich.markup import escape
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
+from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.figures import curves, panels
-from minivllm_lab.paged_attention.memory_replay import Occupancy
+from minivllm_lab.paged_attention.allocators import replay_workloads
+from minivllm_lab.paged_attention.memory_replay import Memory, Occupancy
 from minivllm_lab.tables import closing, console, table
 from minivllm_simulate.workloads import WORKLOADS
 
 if TYPE_CHECKING:
+    import torch
     from tokenizers import Tokenizer
-    from torch import Tensor
 
 PROMPT = (
     'class Stack:\n    """Keeps things in the order in which they came; the last one leaves first."""\n\n'
@@ -36,6 +38,8 @@ MOST_BEAMS = 64
 """Without sharing, each beam takes a whole sequence's blocks; with more beams a laptop needs minutes."""
 MOST_SLOTS = 2**18
 """As many as an 80 GB card has for a model of 8 billion parameters; the replay's time grows with them."""
+SHORT_REQUESTS = ("alpaca", "sharegpt", "azure-conversation")
+"""The workloads for which block sizes are compared."""
 TITLES = {
     "max": "greatest length",
     "pow2": "power of two",
@@ -51,7 +55,7 @@ SHARES = {"tokens": "a token", "later": "will, later", "never": "never will", "o
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """The lesson's own flags, besides the common ones; `doc` is the script's docstring."""
+    """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc, EMBEDDED_MODEL)
     flags.add_argument("--prompt", default=PROMPT, help="text that the beam search continues")
     flags.add_argument("--stranger", default=STRANGER, help="text of the other request where a reference is forgotten")
@@ -69,6 +73,8 @@ class Plan:
 
     slots: int
     block_size: int
+    longest: int
+    """Tokens of the longest request of the replay."""
     seed: int
     steps: int
     """Steps of the replay."""
@@ -80,13 +86,13 @@ class Plan:
     """Block sizes that are compared."""
 
     def cache_blocks(self, *texts: Sequence[int]) -> int:
-        """Blocks in which the widest search runs without sharing, on the longest of these texts (token ids)."""
+        """Return how many blocks the widest search takes without sharing, on the longest of these texts."""
         each = 1 + (max(map(len, texts)) + self.beam_steps) // self.block_size
         return 2 + 2 * self.widths[-1] * each
 
 
 def plan(arguments: argparse.Namespace, longest: int) -> Plan:
-    """The work that the flags ask for; `longest` is the longest request of the replay, in tokens.
+    """Plan the work that the flags ask for; `longest` is the longest request of the replay, in tokens.
 
     Raises:
         MinivllmError: a flag is out of range.
@@ -100,86 +106,102 @@ def plan(arguments: argparse.Namespace, longest: int) -> Plan:
     if width > MOST_BEAMS:
         raise MinivllmError(f"--beam-width must be at most {MOST_BEAMS}, not {width:,}")
     if arguments.quick:
-        return Plan(slots, size, arguments.seed, 300, 16, [width], (1, 16, 512))
+        return Plan(slots, size, longest, arguments.seed, 300, 16, [width], (1, 16, 512))
     sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    return Plan(slots, size, arguments.seed, 8000 if arguments.full else 2000, 48, sorted({2, 4, 6, width}), sizes)
+    steps = 8000 if arguments.full else 2000
+    return Plan(slots, size, longest, arguments.seed, steps, 48, sorted({2, 4, 6, width}), sizes)
 
 
-def prompts(arguments: argparse.Namespace, tokenizer: Tokenizer, room: int) -> list[list[int]]:
-    """Both prompts as token ids: the one that is continued, and the stranger's.
+def load_prompts(arguments: argparse.Namespace, device: torch.device, plan: Plan) -> tuple:
+    """Load the model and its tokenizer, and encode both prompts.
+
+    Returns:
+        The model, the tokenizer, and the token ids of the prompt to continue and of the stranger's.
 
     Raises:
-        MinivllmError: one of them is not 1 to `room` tokens long.
+        MinivllmError: a prompt is empty or too long.
     """
-    found = [tokenizer.encode(text).ids for text in (arguments.prompt, arguments.stranger)]
-    lengths = [len(ids) for ids in found]
-    if not all(0 < length <= room for length in lengths):
-        raise MinivllmError(f"both prompts must be 1 to {room} tokens, not {lengths[0]} and {lengths[1]}")
-    return found
+    from minivllm.models.loader import load_model
+
+    model, config = load_model(arguments.model, device, "auto" if device.type == "cuda" else "float32")
+    tokenizer = load_tokenizer(arguments.model)
+    prompt, stranger = (tokenizer.encode(text).ids for text in (arguments.prompt, arguments.stranger))
+    room = config.max_position_embeddings - plan.beam_steps
+    if not 0 < min(len(prompt), len(stranger)) <= max(len(prompt), len(stranger)) <= room:
+        raise MinivllmError(f"both prompts must be 1 to {room} tokens, not {len(prompt)} and {len(stranger)}")
+    return model, tokenizer, prompt, stranger
 
 
-def show_memory(found: Mapping[str, Mapping[str, Occupancy]], slots: int) -> dict[str, dict[str, dict]]:
-    """What the slots hold: all shares for requests like ShareGPT's, the tokens for every kind.
+def measure_memory(plan: Plan, allocators: Mapping[str, Callable[[int], Memory]]) -> dict:
+    """Print what the slots hold under each allocator: all shares for ShareGPT's requests, the tokens for every kind.
 
-    Returns the figures, by workload and allocator, each with how many times as much the blocks did.
+    Returns the figures by workload and allocator, each with how many times as much the blocks achieved.
     """
-    rows = [
-        (TITLES[kind], *(f"{getattr(one, share):.1%}" for share in SHARES), f"{one.running:.1f}", *_in_the_paper(kind))
-        for kind, one in found["sharegpt"].items()
-    ]
-    title = f"What {slots:,} slots hold, requests like {WORKLOADS['sharegpt'].title}"
+    results = replay_workloads(allocators, plan.slots, plan.steps, plan.longest, plan.seed)
+    rows = []
+    for kind, occupancy in results["sharegpt"].items():
+        shares = (f"{getattr(occupancy, share):.1%}" for share in SHARES)
+        paper = (f"{PAPER[kind][0]:.1%}", f"{PAPER[kind][1]:.1f}") if kind in PAPER else ("–", "–")
+        rows.append((TITLES[kind], *shares, f"{occupancy.running:.1f}", *paper))
+    title = f"What {plan.slots:,} slots hold, requests like {WORKLOADS['sharegpt'].title}"
     caption = "paper: Kwon et al. 2023, figures 2 and 13, with 15.7 thousand slots"
     table(title, ("reserved", *SHARES.values(), "run", "paper: a token", "run"), rows, caption)
-    rows = [(TITLES[kind], *(f"{kinds[kind].tokens:.1%}" for kinds in found.values())) for kind in TITLES]
-    table("Slots that hold a token, requests like", ("reserved", *(WORKLOADS[name].title for name in found)), rows)
+    rows = [(TITLES[kind], *(f"{kinds[kind].tokens:.1%}" for kinds in results.values())) for kind in TITLES]
+    table("Slots that hold a token, requests like", ("reserved", *(WORKLOADS[name].title for name in results)), rows)
     return {
-        name: {kind: {**one.figures(), "paged_over_this": _more(kinds["paged"], one)} for kind, one in kinds.items()}
-        for name, kinds in found.items()
+        name: {
+            kind: {**occupancy.figures(), "paged_over_this": _ratios(kinds["paged"], occupancy)}
+            for kind, occupancy in kinds.items()
+        }
+        for name, kinds in results.items()
     }
 
 
-def _in_the_paper(kind: str) -> tuple[str, str]:
-    """The paper's two figures for this allocator, if it has it."""
-    tokens, running = PAPER.get(kind, (None, None))
-    return ("–", "–") if tokens is None else (f"{tokens:.1%}", f"{running:.1f}")
-
-
-def _more(blocks: Occupancy, other: Occupancy) -> dict[str, float]:
-    """Ratios of tokens held, requests running and requests served: blocks over the other allocator."""
+def _ratios(blocks: Occupancy, other: Occupancy) -> dict[str, float]:
+    """Divide tokens held, requests running and requests served with blocks by those of another allocator."""
     return {key: getattr(blocks, key) / getattr(other, key) for key in ("tokens", "running", "served_per_1000_steps")}
 
 
-def show_sharing(found: dict, prompt_tokens: int, steps: int, tokenizer: Tokenizer) -> None:
-    """Blocks that sharing saves, for parallel samples and for beams; and how the best beam goes on."""
-    rows = [(WORKLOADS[n].title, *(f"{s:.1%}" for s in saved.values())) for n, saved in found["samples"].items()]
+def show_sharing(results: dict, prompt_tokens: int, steps: int, tokenizer: Tokenizer) -> None:
+    """Print the blocks that sharing saves, for parallel samples and for beams, and how the best beam goes on."""
+    rows = [
+        (WORKLOADS[name].title, *(f"{share:.1%}" for share in saved.values()))
+        for name, saved in results["samples"].items()
+    ]
     table("Blocks saved when samples share their prompt", ("requests like", "2 samples", "4", "6"), rows)
     rows = [
-        (width, one["most_alone"], one["most_shared"], f"{one['saved']:.1%}") for width, one in found["beams"].items()
+        (width, search["most_alone"], search["most_shared"], f"{search['saved']:.1%}")
+        for width, search in results["beams"].items()
     ]
     title = f"Beam search, {prompt_tokens} + {steps} tokens: the same beams both ways"
     table(title, ("beams", "most blocks, each its own", "shared", "saved on average"), rows)
-    console.print(f"the likeliest begins: {tokenizer.decode(found['best'])[:64]!r}", markup=False)
+    console.print(f"the likeliest begins: {tokenizer.decode(results['best'])[:64]!r}", markup=False)
 
 
-def price(seconds: Mapping[str, Sequence[float]], q: Tensor, data: Tensor) -> dict:
-    """Time of decode attention by block size against a contiguous cache; `again` is a second contiguous cache.
+def measure_block_sizes(
+    plan: Plan,
+    device: torch.device,
+    paged: Callable[[int, int], Memory],
+    decode: Callable[..., torch.Tensor],
+) -> dict:
+    """Measure both costs of a block size: empty slots in held blocks, by workload, and the time of attention.
 
-    `seconds` are of several rounds, of which the best counts: other work can only slow one down. q [sequences, heads,
-    head_dim] and data [2, sequences, length, kv_heads, head_dim] say what was attended to.
+    A GPU times `decode`, the lesson's kernel. A CPU times the engine's attention (lesson 03), which looks every token
+    up in either case: its times compare orders of memory, and say nothing about the lookup.
     """
-    best = {name: min(rounds) for name, rounds in seconds.items()}
-    ratio = {name: one / best["contiguous"] for name, one in best.items()}
-    again, _ = ratio.pop("contiguous again"), ratio.pop("contiguous")
-    _, sequences, length, kv_heads, _ = data.shape
-    shape = f"{sequences} sequences of {length:,} tokens, {q.shape[1]} heads on {kv_heads}"
-    return {"shape": shape, "contiguous_ms": best["contiguous"] * 1e3, "again": again, "ratio": ratio}
+    from minivllm_lab.paged_attention.paged_cache import time_by_block_size
 
-
-def show_block_sizes(price: dict, held: Mapping[str, Mapping[str, Occupancy]], longest: int) -> dict:
-    """Both costs of a block size: slots that stay empty in held blocks, by workload and size, and time."""
-    empty = {name: {size: one.empty for size, one in sizes.items()} for name, sizes in held.items()}
+    price = time_by_block_size(device, plan.sizes, decode)
+    allocators = {str(size): lambda slots, size=size: paged(slots, size) for size in plan.sizes}
+    held = replay_workloads(allocators, plan.slots, plan.steps // 3, plan.longest, plan.seed, SHORT_REQUESTS)
+    empty = {name: {size: kinds[size].empty for size in allocators} for name, kinds in held.items()}
     rows = [
-        (size, *(f"{shares[size]:.1%}" for shares in empty.values()), f"{longest // int(size):,}", f"{ratio:.2f} ×")
+        (
+            size,
+            *(f"{shares[size]:.1%}" for shares in empty.values()),
+            f"{plan.longest // int(size):,}",
+            f"{ratio:.2f} ×",
+        )
         for size, ratio in price["ratio"].items()
     ]
     columns = ("block", *(WORKLOADS[name].title for name in empty), "table entries", "time")
@@ -192,23 +214,23 @@ def show_block_sizes(price: dict, held: Mapping[str, Mapping[str, Occupancy]], l
     return {"price": price, "empty": empty}
 
 
-def show_break(found: dict, refused_twice: str, refused_dry: str) -> None:
-    """A double free, an empty pool and a leaked reference, with the error messages of the first two."""
-    console.print(f"freed twice without a check, the blocks {found['double_free']} went to two sequences at once")
+def show_break(results: dict, refused_twice: str, refused_dry: str) -> None:
+    """Print what a double free, an empty pool and a leaked reference do, with the errors of the first two."""
+    console.print(f"freed twice without a check, the blocks {results['double_free']} went to two sequences at once")
     console.print(f"freed twice: {refused_twice}")
     console.print(f"the pool is dry: {refused_dry}")
     rows = [
-        (line, *(escape(found[name][text].rstrip()) for name in ("counted", "forgotten")))
+        (line, *(escape(results[name][text].rstrip()) for name in ("counted", "forgotten")))
         for line, text in {"finds": "reads", "goes on": "writes"}.items()
     ]
     title = "A request is forked, its first half ends, a stranger comes in"
     table(title, ("the second half", "its reference counted", "forgotten"), rows, words=True)
 
 
-def conclude(found: dict, longest: int) -> None:
+def conclude(results: dict, longest: int) -> None:
     """Print the conclusions, all of them counted."""
-    reserved, blocks = (found["memory"]["sharegpt"][kind] for kind in ("max", "paged"))
-    empty, leaked = found["blocks"]["empty"]["alpaca"], found["broken"]["forgotten"]["reads"]
+    reserved, blocks = (results["memory"]["sharegpt"][kind] for kind in ("max", "paged"))
+    empty, leaked = results["blocks"]["empty"]["alpaca"], results["broken"]["forgotten"]["reads"]
     closing(
         f"Requests like ShareGPT's: {reserved['tokens']:.0%} of the slots hold a token where each keeps {longest:,}, "
         f"{blocks['tokens']:.0%} in blocks; {blocks['running'] / reserved['running']:.1f} times as many run at once.",
@@ -218,14 +240,14 @@ def conclude(found: dict, longest: int) -> None:
     )
 
 
-def draw(found: dict, path: str) -> None:
-    """What the slots hold and how many requests run under each allocator, and what stays empty by block size."""
-    kinds, empty = found["memory"]["sharegpt"], found["blocks"]["empty"]
+def draw(results: dict, path: str) -> None:
+    """Plot what the slots hold and how many requests run under each allocator, and empty slots by block size."""
+    kinds, empty = results["memory"]["sharegpt"], results["blocks"]["empty"]
     start = [0.0] * len(kinds)
     with panels(path, 3, height=4) as (left, middle, right):
         colours = (palette.BLUE, palette.SKY, palette.ORANGE, palette.PALE)
         for (share, label), colour in zip(SHARES.items(), colours, strict=True):
-            widths = [one[share] for one in kinds.values()]
+            widths = [figures[share] for figures in kinds.values()]
             left.barh([TITLES[kind] for kind in kinds], widths, left=start, color=colour, label=label)
             start = [before + width for before, width in zip(start, widths, strict=True)]
         left.set(title="What the slots hold", xlabel="share of the slots, requests like ShareGPT", xlim=(0, 1))
@@ -233,7 +255,7 @@ def draw(found: dict, path: str) -> None:
         left.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.2))
         titles = [TITLES[kind] for kind in kinds]
         paper = {titles.index(TITLES[kind]): running for kind, (_, running) in PAPER.items()}
-        middle.barh(titles, [one["running"] for one in kinds.values()], color=palette.BLUE, label="here")
+        middle.barh(titles, [figures["running"] for figures in kinds.values()], color=palette.BLUE, label="here")
         middle.scatter(
             list(paper.values()), list(paper), color=palette.ORANGE, marker="D", zorder=3, label="in the paper"
         )
