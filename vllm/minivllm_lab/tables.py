@@ -1,7 +1,8 @@
 """Tables on the terminal, all in one style, and in Markdown."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -77,3 +78,19 @@ def _bullet(sentence: str) -> None:
     """Print one sentence, wrapped at words to 80 columns or the terminal's width, whichever is less."""
     lines = textwrap.wrap(sentence, min(console.width, MOST_COLUMNS), initial_indent="  • ", subsequent_indent="    ")
     console.print("\n".join(lines), markup=False)
+
+
+def record_table(
+    title: str, records: Mapping[str, Mapping[str, Any]], columns: str, caption: str | None = None
+) -> None:
+    """Print a row for each of `records`, with `columns` such as "blocks {name} | p99, s {p99:.2f}".
+
+    A column is its heading and a `str.format` of a record's fields; `name` is the record's own.
+    """
+    headings, cells = [], []
+    for column in columns.split("|"):
+        heading, brace, cell = column.strip().partition("{")
+        headings.append(heading.strip())
+        cells.append(brace + cell)
+    rows = [[cell.format(name=name, **record) for cell in cells] for name, record in records.items()]
+    table(title, headings, rows, caption)

@@ -365,7 +365,7 @@ def endless(*_):
         pass
 
 
-@pytest.mark.parametrize(("own", "about"), [(lambda *_: None, "your victim says None"), (endless, "never end")])
+@pytest.mark.parametrize(("own", "about"), [(lambda *_: None, "your victim returns None"), (endless, "never end")])
 def test_a_choice_that_cannot_be_carried_out_is_refused(own, about: str, monkeypatch: pytest.MonkeyPatch):
     if about == "never end":
         monkeypatch.setattr("widgets.shell.swept.PATIENCE", 0.3)
