@@ -53,13 +53,8 @@ def test_the_peers_figures_join_ours(benchmark, tmp_path):
     assert benchmark.joined(str(tmp_path / "none.json"), theirs) == theirs
 
 
-def test_the_table_is_shown_from_the_file(capsys, monkeypatch, tmp_path):
-    path = tmp_path / "results.json"
-    monkeypatch.setattr(report, "SERVED", path)
-    report.recall_servers()
-    assert "not measured yet" in capsys.readouterr().out
-    one = dict.fromkeys(report.SERVER_COLUMNS, 12.0)
+def test_the_table_names_each_server(capsys):
+    record = dict.fromkeys(report.SERVER_COLUMNS, 12.0)
     work = {"chats": 8, "long": 8, "prompt": 1900, "bursts": 2}
-    path.write_text(json.dumps({"figures": {"work": work, "servers": {"part: first": {"2048": one}}}}))
-    report.recall_servers()
+    report.show_servers({"work": work, "servers": {"part: first": {"2048": record}}})
     assert "prefill first" in capsys.readouterr().out
