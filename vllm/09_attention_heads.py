@@ -318,29 +318,29 @@ def main(arguments: Namespace) -> None:
     device, control = begin("Lesson 09. Attention heads", arguments), Control()
     report.check(arguments)
     heading("1. The bytes of a token, and the operations for each byte")
-    found: dict = {"models": report.show_models(cached_per_token, decode_flops_per_byte)}
+    figures: dict = {"models": report.show_models(cached_per_token, decode_flops_per_byte)}
     heading("2. Fewer KV heads: bytes and time")
     with control.watch():
-        found["shared"] = report.measure_shared(grouped_attention, arguments, device)
+        figures["shared"] = report.measure_shared(grouped_attention, arguments, device)
     heading("3. One latent for all heads")
     with control.watch():
-        found["latent"] = report.measure_latent(plain_attention, absorbed_attention, arguments, device)
+        figures["latent"] = report.measure_latent(plain_attention, absorbed_attention, arguments, device)
     heading("4. The kernels")
-    found["kernels"] = prove(
+    figures["kernels"] = prove(
         partial(
             report.verify_kernels, grouped_attention, absorbed_attention, decode, latent_decode, quick=arguments.quick
         ),
         device,
     )
     heading("5. What sharing costs")
-    found["pooled"] = report.measure_pooled(pool_heads, arguments, device)
+    figures["pooled"] = report.measure_pooled(pool_heads, arguments, device)
     heading("6. Break it: more GPUs than KV heads")
-    found["ranks"] = report.show_ranks(kv_heads_of_rank)
-    found["two_ranks"] = report.run_two_ranks(pool_heads, kv_heads_of_rank, arguments)
+    figures["ranks"] = report.show_ranks(kv_heads_of_rank)
+    figures["two_ranks"] = report.run_two_ranks(pool_heads, kv_heads_of_rank, arguments)
     heading("7. Break it: groups that do not fill the rows")
-    found["padding"] = report.show_padding(padded_rows)
-    report.close(found, control.disturbance())
-    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+    figures["padding"] = report.show_padding(padded_rows)
+    report.close(figures, control.disturbance())
+    keep(__file__, figures, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

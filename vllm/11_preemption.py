@@ -326,22 +326,22 @@ def main(arguments: Namespace) -> None:
     device, control = begin("Lesson 11. Preemption", arguments), Control()
     load(arguments, device)
     heading("1 and 2. Memory runs out, step by step")
-    found: dict = {"trace": report.show_trace(Engine, arguments)}
+    figures: dict = {"trace": report.show_trace(Engine, arguments)}
     heading("3. The same tokens, recomputed or swapped")
-    found["tokens"] = report.compare_tokens(Engine, SwappingEngine, SwapSpace, arguments)
+    figures["tokens"] = report.compare_tokens(Engine, SwappingEngine, SwapSpace, arguments)
     heading("4. The kernel")
-    found["kernel"] = prove(partial(report.verify_kernel, launch), device)
+    figures["kernel"] = prove(partial(report.verify_kernel, launch), device)
     heading("5. Recompute against swap")
     with control.watch():
-        found["crossover"] = report.measure_crossover(SwapSpace, break_even_bandwidth, arguments)
-    found["gpus"] = report.show_gpus(recompute_seconds, swap_seconds, break_even_bandwidth, effective_bandwidth)
+        figures["crossover"] = report.measure_crossover(SwapSpace, break_even_bandwidth, arguments)
+    figures["gpus"] = report.show_gpus(recompute_seconds, swap_seconds, break_even_bandwidth, effective_bandwidth)
     heading("6. Tokens computed twice")
-    found["waste"] = report.show_waste(arguments)
-    found["cliff"] = report.show_pools(arguments)
+    figures["waste"] = report.show_waste(arguments)
+    figures["cliff"] = report.show_pools(arguments)
     heading("7. Break it")
-    found["broken"] = report.break_it(Engine, arguments)
-    report.close(found, control.disturbance())
-    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+    figures["broken"] = report.break_it(Engine, arguments)
+    report.close(figures, control.disturbance())
+    keep(__file__, figures, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

@@ -1,4 +1,4 @@
-"""Lesson 09: sharing and latents change no answer that they should not, kernels are right, checks catch mistakes."""
+"""Lesson 09: its attention and its kernels are the engine's, its numbers are right, its exercise catches mistakes."""
 
 import json
 import math
@@ -172,8 +172,8 @@ def test_a_pooled_checkpoint_loads_and_equal_heads_lose_nothing(tmp_path):
         return config.num_key_value_heads, model.compute_logits(model(tokens, positions, attend))
 
     with torch.inference_mode():
-        (one, first), (two, second), (last, third) = (logits(folder) for folder in (alike, doubled, again))
-    assert (one, two, last) == (1, 2, 1)
+        (each, first), (two, second), (last, third) = (logits(folder) for folder in (alike, doubled, again))
+    assert (each, two, last) == (1, 2, 1)
     assert torch.allclose(first, second, atol=1e-4)
     assert torch.equal(first, third)
     with pytest.raises(MinivllmError, match="2 KV heads cannot be pooled into 3"):
@@ -184,7 +184,7 @@ def test_a_pooled_checkpoint_loads_and_equal_heads_lose_nothing(tmp_path):
 
 
 def test_absorption_by_hand():
-    """The example of the text: two heads, latents of two numbers, three tokens' keys never made."""
+    """Follow the text's example of absorption, with latents of two numbers."""
     latents = torch.tensor([[3.0, 1.0], [1.0, 1.0]])
     w_uk = torch.tensor([[[1.0, 0.0], [1.0, 1.0]]])
     w_uv = torch.tensor([[[2.0, 0.0], [0.0, 1.0]]])
@@ -204,7 +204,7 @@ def test_absorption_by_hand():
 
 
 def test_the_figures_of_the_text():
-    """Bytes, operations for each byte, and operations of both forms: counted from the models' shapes."""
+    """Count bytes and operations from the models' shapes."""
     llama, deepseek = known_model("Llama-3.1-8B"), known_model("DeepSeek-V3")
     assert kv_bytes_per_token(llama, "bfloat16") == 128 * 1024
     assert lesson.decode_flops_per_byte(llama) == 4
@@ -218,7 +218,7 @@ def test_the_figures_of_the_text():
 
 
 def test_llama_2s_means_are_those_of_the_row_in_the_notes():
-    """Table 18 has eleven benchmarks; one alone may say the opposite of their mean."""
+    """A single one of table 18's eleven benchmarks may contradict their mean."""
     notes = (REPOSITORY / "lessons" / "notes" / "09_attention_heads.md").read_text()
     (row,) = [line for line in notes.splitlines() if "30B ablation models" in line]
     scores = {
@@ -530,8 +530,8 @@ test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests(
 
 
 @pytest.mark.interpreted
-def test_heads_that_are_dealt_round_are_told():
-    """Query head h asks KV head h % kv_heads: what `repeat` makes of the keys, in place of `repeat_interleave`."""
+def test_interleaved_heads_get_a_hint():
+    """With `repeat` in place of `repeat_interleave`, query head h uses KV head h % kv_heads."""
 
     def dealt(q, keys, values):
         times = q.shape[1] // keys.shape[1]
@@ -542,7 +542,6 @@ def test_heads_that_are_dealt_round_are_told():
 
 
 def test_the_engine_runs_with_the_learners_attention():
-    """The same tokens in the same steps."""
     plugged = plug_of("09")(load(script_path("09")))
     yours, ours = (serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
     assert (yours.token_ids, yours.steps, yours.rows) == (ours.token_ids, ours.steps, ours.rows)

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def workload(seed: int) -> tuple[list[tuple[str, int, int, int]], dict]:
-    """(name, prompt, output, priority) of requests that come at once, and settings with a small pool."""
+    """Draw requests (name, prompt, output, priority) that come at once, and settings with a small pool."""
     draw = random.Random(seed)
     requests = [
         (f"r{i}", draw.randint(1, 14), draw.randint(1, 14), draw.randint(0, 2)) for i in range(draw.randint(2, 7))
@@ -43,7 +43,7 @@ def workload(seed: int) -> tuple[list[tuple[str, int, int, int]], dict]:
 
 
 def engine_steps(requests, settings, policy, rules=DEFAULT_POLICY) -> tuple[list, Scheduler]:
-    """What the engine's scheduler gives in each step, and whom it preempts."""
+    """Return what the engine's scheduler schedules in each step, and what it preempts."""
     limits = SchedulerConfig(max_model_len=28, max_num_batched_tokens=settings["budget"], max_num_seqs=8, policy=policy)
     pool = CacheConfig(
         num_gpu_blocks=max(settings["blocks"], -(-28 // settings["size"])) + 1, block_size=settings["size"],
@@ -197,7 +197,7 @@ def test_it_agrees_with_the_engines_kernel(words, blocks, device):
     torch.manual_seed(words)
     tensors, staging = report.swap_case(words, device)
     regions, slots = BlockRegions.of(tensors), [5, 0, 3, 1][: len(blocks)]
-    ids = [torch.tensor(one, dtype=torch.int32, device=device) for one in (blocks, slots)]
+    ids = [torch.tensor(each, dtype=torch.int32, device=device) for each in (blocks, slots)]
     lesson.launch(tensors, *ids, staging, True)
     expected = torch.zeros(staging.numel() * 4, dtype=torch.uint8, device=device)
     gather_blocks(regions, ids[0], expected, ids[1], block_major=True)
@@ -218,7 +218,7 @@ def test_a_block_that_is_not_there_moves_nothing(device):
 def test_each_word_moves_once():
     tensors, staging = report.swap_case(40, CPU)
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
-    ids = [torch.tensor(one, dtype=torch.int32) for one in ([3, 8], [0, 4])]
+    ids = [torch.tensor(each, dtype=torch.int32) for each in ([3, 8], [0, 4])]
     trace = trace_kernel(
         lesson.swap_kernel, (2, 4, 3), addresses, *ids, staging, 40, TO_STAGING=True, BLOCK=16,
         reached={str(index): tensor for index, tensor in enumerate(tensors)},
@@ -242,7 +242,7 @@ def test_it_compiles():
 
 
 def test_the_published_example():
-    """Llama-3-8B on an H100: 32 µs to compute a token again, 2.6 to fetch it; break-even 4 and 8 GB/s."""
+    """Llama-3-8B on an H100 takes 32 µs to recompute a token, 2.6 to fetch it; break-even 4 and 8 GB/s."""
     parameters, flops, size = 8.03e9, 0.5 * 989e12, 131_072
     again, fetch = lesson.recompute_seconds(1, parameters, flops), lesson.swap_seconds(1, size, 50e9, 1)
     assert round(1e6 * again) == 32
@@ -261,7 +261,7 @@ def test_the_formulas_are_the_cost_models():
 
 
 def test_attention_makes_long_requests_dearer_to_recompute():
-    """The figures of the text, of the claim and of the notes' table."""
+    """Check the figures of the text, of the claim and of the notes' table."""
     gpu, (small, large) = get_hardware("H100"), map(known_model, ("Meta-Llama-3-8B", "Meta-Llama-3-70B"))
 
     def dearer(model, tokens):
@@ -472,7 +472,7 @@ MESSAGES = {
     "kernel: -1 is a block": "Is it block -1",
     "block: words for bytes": "An address is in bytes",
 }
-"""What a check says of the usual mistakes."""
+"""A part of a check's message for the usual mistakes."""
 
 
 test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("11", MUTANTS, MESSAGES)
@@ -483,7 +483,7 @@ def test_vllms_traces_alone_tell(mistake):
     from minivllm_lab.exercise import checks_of
     from minivllm_lab.mutants import load_mutant
 
-    (check,) = [one for one in checks_of("11") if one.__name__ == "check_vllm_decided_the_same"]
+    (check,) = [each for each in checks_of("11") if each.__name__ == "check_vllm_decided_the_same"]
     with pytest.raises((AssertionError, MinivllmError)):
         check(load_mutant(script_path("11"), MUTANTS[mistake]))
 

@@ -470,17 +470,17 @@ def show_padding(padded_rows: Callable[[int], int]) -> dict:
 # ---- the whole lesson ------------------------------------------------------------------------------------------------
 
 
-def close(found: dict, disturbance: str) -> None:
+def close(figures: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    models = found["models"]["models"]
-    llama, deepseek, mqa = models["Llama-3-1-8B"], models["DeepSeek-V3"], found["shared"]["by_kv_heads"]["1"]
-    ranks, two = found["ranks"]["Meta-Llama-3-70B"], found["two_ranks"]["one"]
+    models = figures["models"]["models"]
+    llama, deepseek, mqa = models["Llama-3-1-8B"], models["DeepSeek-V3"], figures["shared"]["by_kv_heads"]["1"]
+    ranks, two = figures["ranks"]["Meta-Llama-3-70B"], figures["two_ranks"]["one"]
     closing(
         f"Llama-3.1-8B keeps {llama['kib']:.0f} KiB of a token, a quarter of what 32 KV heads would take, and does "
         f"{llama['intensity']:.0f} operations a byte; DeepSeek-V3 keeps {deepseek['kib']:.0f} KiB, and does "
         f"{deepseek['intensity']:.0f}.",
         Timed(
-            f"With one KV head in place of {found['shared']['heads']}, a decode step reads {mqa['less']:.0f} times "
+            f"With one KV head in place of {figures['shared']['heads']}, a decode step reads {mqa['less']:.0f} times "
             f"less, and takes {1 / mqa['faster']:.2f} of the time."
         ),
         f"Beyond its KV heads a model's cache is copied: 8 heads on 16 GPUs take {ranks['16']['all']:.0f} KiB a token "
@@ -490,10 +490,10 @@ def close(found: dict, disturbance: str) -> None:
     )
 
 
-def draw(found: dict, path: str) -> None:
+def draw(figures: dict, path: str) -> None:
     """Draw operations a byte over bytes a token; bytes and time of a step by KV heads; bytes by ranks."""
     with panels(path, 3) as (left, middle, right):
-        for name, record in zip(MODELS, found["models"]["models"].values(), strict=True):
+        for name, record in zip(MODELS, figures["models"]["models"].values(), strict=True):
             point, at_right = (record["kib"], record["intensity"]), record["kib"] > 200
             colour = palette.ORANGE if record["kv_heads"] == "latent" else palette.BLUE
             left.plot(*point, "o", color=colour)
@@ -501,16 +501,16 @@ def draw(found: dict, path: str) -> None:
                 name.removeprefix("Meta-").removesuffix("-hf"), point, (-6 if at_right else 6, -9),
                 textcoords="offset points", ha="right" if at_right else "left", fontsize=8,
             )  # fmt: skip
-        left.axhline(found["models"]["ridge"], color=palette.GREY, linewidth=1)
+        left.axhline(figures["models"]["ridge"], color=palette.GREY, linewidth=1)
         left.annotate(
-            f"ridge of an {GPU}", (26, found["models"]["ridge"]), (0, 4), textcoords="offset points", fontsize=8
+            f"ridge of an {GPU}", (26, figures["models"]["ridge"]), (0, 4), textcoords="offset points", fontsize=8
         )
         left.set(title="Read and computed", xlabel="KiB a token", ylabel="FLOPs a byte", xscale="log", yscale="log")
         left.set(xlim=(24, 640), ylim=(0.7, 600))
         sizes = (32, 64, 128, 256, 512)
         left.set_xticks(sizes, [str(size) for size in sizes])
         left.minorticks_off()
-        shared = found["shared"]["by_kv_heads"]
+        shared = figures["shared"]["by_kv_heads"]
         places = range(len(shared))
         middle.plot(places, [1 / record["less"] for record in shared.values()], "o-", color=palette.BLUE, label="bytes")
         middle.plot(
@@ -524,7 +524,7 @@ def draw(found: dict, path: str) -> None:
         middle.legend(fontsize=8)
         lines = {
             name: {tp: record["all"] / by_ranks["1"]["all"] for tp, record in by_ranks.items()}
-            for name, by_ranks in found["ranks"].items()
+            for name, by_ranks in figures["ranks"].items()
         }
         curves(right, lines, octaves=True)
         right.set(title="Kept on all GPUs", xlabel="GPUs", ylabel="of that on one", ylim=(0, None))

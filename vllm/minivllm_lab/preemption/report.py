@@ -223,7 +223,7 @@ def measure_crossover(space: Make, break_even: Callable[..., float], arguments: 
     rounds, sizes = (1, (64, 256)) if arguments.quick else (5, (64, 256, 1024))
     model = paged_model(arguments, 2 * max(sizes) // CROSSOVER_BLOCK, CROSSOVER_BLOCK)
     ids = [1 + index % 4000 for index in range(max(sizes))]
-    found: dict[str, Any] = {"tokens": {}, "bytes_per_token": model.bytes_per_token}
+    figures: dict[str, Any] = {"tokens": {}, "bytes_per_token": model.bytes_per_token}
     rows = []
     for size in track(sizes, "bringing requests back"):
         blocks = random.Random(size).sample(range(1, model.num_blocks), size // CROSSOVER_BLOCK)
@@ -233,13 +233,13 @@ def measure_crossover(space: Make, break_even: Callable[..., float], arguments: 
         times = in_turns(calls, rounds, arguments.device)
         us = {name: 1e6 * min(seconds) / size for name, seconds in times.items()}
         copies = {name: each.num_copies // (rounds + 1) for name, each in spaces.items()}
-        found["tokens"][str(size)] = {"us": us, "copies": copies}
+        figures["tokens"][str(size)] = {"us": us, "copies": copies}
         small, gathered = (cell for name in spaces for cell in ((f"{us[name]:.2f}", copies[name]),))
         rows.append((size, f"{us['recompute']:.2f}", *small, *gathered, f"{us['recompute'] / us['gathered']:.0f} ×"))
     slow_size = 64 if arguments.quick else 256
     parameters = num_parameters(decoder_of(arguments).config)
-    flops = 2 * parameters / (found["tokens"][str(slow_size)]["us"]["recompute"] / 1e6)
-    least = found["break_even"] = break_even(model.bytes_per_token, parameters, flops)
+    flops = 2 * parameters / (figures["tokens"][str(slow_size)]["us"]["recompute"] / 1e6)
+    least = figures["break_even"] = break_even(model.bytes_per_token, parameters, flops)
     table(
         "A request is brought back, on this machine",
         ("tokens", "recompute", "small pieces", "copies", "gathered", "copies", "cheaper by"),
@@ -247,8 +247,8 @@ def measure_crossover(space: Make, break_even: Callable[..., float], arguments: 
         f"µs for each token, out and back. {model.bytes_per_token:,} bytes a token, so the break-even is "
         f"{least / 1e6:.0f} MB/s.",
     )
-    found["slow"] = _measure_slow_tier(space, model, ids[:slow_size], least, arguments)
-    return found
+    figures["slow"] = _measure_slow_tier(space, model, ids[:slow_size], least, arguments)
+    return figures
 
 
 def _there_and_back(space: Any, blocks: list[int], pause: float = 0.0) -> None:
@@ -511,10 +511,10 @@ def _tier(arguments: argparse.Namespace) -> dict[str, Any]:
 # ---- the whole lesson ------------------------------------------------------------------------------------------------
 
 
-def close(found: dict, disturbance: str) -> None:
+def close(figures: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    again, small = found["tokens"]["recompute, fcfs"]["again"], found["waste"]["400"]
-    us = list(found["crossover"]["tokens"].values())[-1]["us"]
+    again, small = figures["tokens"]["recompute, fcfs"]["again"], figures["waste"]["400"]
+    us = list(figures["crossover"]["tokens"].values())[-1]["us"]
     closing(
         f"Preempted requests generated the same tokens as undisturbed ones: {again} tokens were recomputed, or none "
         "and their blocks copied.",
@@ -528,10 +528,10 @@ def close(found: dict, disturbance: str) -> None:
     )
 
 
-def draw(found: dict, path: str) -> None:
+def draw(figures: dict, path: str) -> None:
     """Draw blocks by request over the steps of the trace; waste by pool; recompute and swap by GPU."""
     with panels(path, 3) as (left, middle, right):
-        steps, bottom = found["trace"]["steps"], [0] * len(found["trace"]["steps"])
+        steps, bottom = figures["trace"]["steps"], [0] * len(figures["trace"]["steps"])
         for name, colour in zip(TEXTS, (palette.BLUE, palette.ORANGE, palette.GREY), strict=True):
             held = [step["held"][name] for step in steps]
             left.bar(range(1, 1 + len(steps)), held, 1.0, bottom=bottom, color=colour, label=name)
@@ -545,11 +545,11 @@ def draw(found: dict, path: str) -> None:
             "found": "whole, found again",
         }
         lines = {
-            label: {pool: record[field] for pool, record in found["waste"].items()} for field, label in labels.items()
+            label: {pool: record[field] for pool, record in figures["waste"].items()} for field, label in labels.items()
         }
         curves(middle, lines, factor=100)
         middle.set(title="Computed a second time", xlabel="blocks of the pool", ylabel="% of all computed tokens")
-        gpus = found["gpus"].values()
+        gpus = figures["gpus"].values()
         for shift, colour, label, values in (
             (-0.27, palette.INK, "recompute", [gpu["recompute_us"] for gpu in gpus]),
             (0.0, palette.ORANGE, "swap, small pieces", [gpu["small"]["us"] for gpu in gpus]),
@@ -557,7 +557,7 @@ def draw(found: dict, path: str) -> None:
         ):
             right.barh([place + shift for place in range(len(gpus))], values, 0.25, color=colour, label=label)
         right.set(title="µs for each token, modelled", xlabel="µs", xscale="log")
-        right.set_yticks(range(len(gpus)), [short(name) for name in found["gpus"]])
+        right.set_yticks(range(len(gpus)), [short(name) for name in figures["gpus"]])
         right.invert_yaxis()
         right.legend(fontsize=8)
 
