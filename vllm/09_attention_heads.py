@@ -1,9 +1,9 @@
 """Lesson 09. Attention heads: which of them need keys and values of their own?
 
 Builds grouped attention (MHA, GQA and MQA are one function), multi-head latent attention in both of its forms, a decode
-kernel that takes a whole group in the rows of one matrix product, and one that attends to latents. You learn what
-sharing saves in bytes and in time, why 128 heads can attend to a cached latent of which no key is made, and why both
-gains end where a model is divided over more GPUs than it has KV heads.
+kernel that puts a whole group into the rows of one matmul, and one that attends to latents. You learn what sharing
+saves in bytes and in time, why 128 heads can attend to a cached latent without making any keys, and why both gains end
+when a model is divided over more GPUs than it has KV heads.
 
     uv run python vllm/09_attention_heads.py                       # under a minute on a laptop, no GPU needed
     uv run python vllm/09_attention_heads.py --heads 64 --head-dim 64 --context 4096
@@ -28,19 +28,19 @@ from minivllm_lab.lesson import begin, keep
 from minivllm_lab.proof import prove
 from minivllm_lab.tables import heading
 
-# %% 1. The pain: every token stays in memory, and every step reads all of them
+# %% 1. The pain: every token stays in memory, and every step reads them all
 
 
 # region: elements
 def cached_per_token(config: ModelConfig) -> int:
-    """Numbers that one layer keeps of a token: K and V for each KV head; or a latent and one rotary key."""
+    """Count the numbers that one layer keeps of a token: K and V of each KV head, or a latent and a rotary key."""
     if config.kv_lora_rank:
         return config.kv_lora_rank + (config.qk_rope_head_dim or 0)
     return 2 * config.num_key_value_heads * config.head_dim
 
 
 def decode_flops_per_byte(config: ModelConfig, bytes_per_number: int = 2) -> float:
-    """Operations of a decode step's attention for each byte of the cache that it reads."""
+    """Return a decode step's operations in attention for each byte of the cache that it reads."""
     if config.kv_lora_rank:  # scores over latent and rotary key, then the sum of latents
         products = config.num_attention_heads * (cached_per_token(config) + config.kv_lora_rank)
     else:
@@ -50,15 +50,15 @@ def decode_flops_per_byte(config: ModelConfig, bytes_per_number: int = 2) -> flo
 
 # endregion
 
-# %% 2. The idea: several query heads ask the same keys
+# %% 2. The idea: several query heads share their keys
 
 
 # region: grouped
 def grouped_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention in which query head h uses KV head h // group; keys and values are never repeated.
+    """Attend causally: query head h uses KV head h // group; keys and values are never repeated.
 
     q [queries, heads, head_dim], of the last positions; keys, values [positions, kv_heads, head_dim] -> like q.
-    With as many KV heads as heads it is multi-head attention, with one it is multi-query attention.
+    With as many KV heads as heads this is multi-head attention, with one it is multi-query attention.
     """
     (queries, heads, head_dim), (positions, kv_heads, _) = q.shape, keys.shape
     grouped = q.reshape(queries, kv_heads, heads // kv_heads, head_dim)
@@ -72,25 +72,22 @@ def grouped_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 # endregion
 
 
-# region: pool
 def pool_heads(weight: Tensor, kv_heads: int, into: int) -> Tensor:
-    """A K or V projection with fewer heads, each the mean of those that it replaces (the GQA paper's conversion).
+    """Return a K or V projection with fewer heads, each the mean of those it replaces (the GQA paper's conversion).
 
     weight [kv_heads * head_dim, hidden] -> [into * head_dim, hidden].
     """
     return weight.view(into, kv_heads // into, -1, weight.shape[1]).mean(dim=1).flatten(0, 1)
 
 
-# endregion
-
-# %% 3. The other idea: keep one latent for all heads, and never make keys of it
+# %% 3. The other idea: keep one latent for all heads, and never turn it into keys
 
 
 # region: latent
 def plain_attention(
     q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor
 ) -> Tensor:
-    """Latent attention as it is defined, the plain form: all heads' keys and values are made, then attended to.
+    """Compute latent attention as defined, the plain form: make all heads' keys and values, then attend to them.
 
     One query: q_nope [heads, nope], q_rope [heads, rope]. The cache: latents [positions, rank], k_rope [positions,
     rope]. Weights: w_uk [heads, nope, rank], w_uv [heads, v, rank] -> [heads, v].
@@ -105,7 +102,7 @@ def plain_attention(
 def absorbed_attention(
     q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor
 ) -> Tensor:
-    """The same, and no key is made: w_uk goes to the query, w_uv to the sum of latents. Arguments as above."""
+    """Compute the same without any keys: apply w_uk to the query, and w_uv to the sum of latents."""
     q_latent = torch.einsum("hn,hnr->hr", q_nope, w_uk)
     scores = q_latent @ latents.T + q_rope @ k_rope.T
     weights = (scores / math.sqrt(q_nope.shape[1] + q_rope.shape[1])).softmax(dim=-1)
@@ -114,7 +111,7 @@ def absorbed_attention(
 
 # endregion
 
-# %% 4. The kernels: a group in the rows of one matrix product
+# %% 4. The kernels: a group in the rows of one matmul
 
 
 # region: kernels
@@ -122,7 +119,7 @@ def absorbed_attention(
 def scores_kernel(
     scores, q, keys, tokens, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """q · k for all heads and tokens: scores [heads, tokens]. Grid: (kv_heads, ceil(tokens / TILE)).
+    """Compute q · k for all heads and tokens: scores [heads, tokens]. Grid: (kv_heads, ceil(tokens / TILE)).
 
     q [heads, HEAD_DIM]; keys [tokens, kv_heads, HEAD_DIM]; ROWS >= GROUP. Every key is read once, by one program.
     """
@@ -133,8 +130,8 @@ def scores_kernel(
     queries = tl.load(q + head[:, None] * HEAD_DIM + column[None, :], mask=real, other=0.0)
     at = (token[:, None] * tl.num_programs(0) + kv_head) * HEAD_DIM + column[None, :]
     key = tl.load(keys + at, mask=there, other=0.0)
-    found = tl.dot(queries, tl.trans(key), input_precision="ieee")
-    tl.store(scores + head[:, None] * tokens + token[None, :], found, mask=real & (token < tokens)[None, :])
+    products = tl.dot(queries, tl.trans(key), input_precision="ieee")
+    tl.store(scores + head[:, None] * tokens + token[None, :], products, mask=real & (token < tokens)[None, :])
 
 
 @triton.jit
@@ -142,9 +139,9 @@ def group_kernel(
     out, q, keys, values, tokens, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Decode attention of one request: out [heads, HEAD_DIM]. Grid: (kv_heads,). The rest as `scores_kernel`.
+    """Compute decode attention of one request: out [heads, HEAD_DIM]. Grid: (kv_heads,). The rest as `scores_kernel`.
 
-    A running maximum m, a sum l and a sum of values for each row, over tiles of TILE tokens (lesson 03).
+    Keeps a running maximum m, a sum l and a sum of values for each row, over tiles of TILE tokens (lesson 03).
     """
     kv_head, row, column = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
     real = (row < GROUP)[:, None]
@@ -157,10 +154,10 @@ def group_kernel(
         at = (token[:, None] * tl.num_programs(0) + kv_head) * HEAD_DIM + column[None, :]
         there = (token < tokens)[:, None]
         key, value = tl.load(keys + at, mask=there, other=0.0), tl.load(values + at, mask=there, other=0.0)
-        found = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        found = tl.where((token < tokens)[None, :], found, -float("inf"))
-        new_m = tl.maximum(m, tl.max(found, axis=1))
-        weights, keep = tl.exp(found - new_m[:, None]), tl.exp(m - new_m)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where((token < tokens)[None, :], scores, -float("inf"))
+        new_m = tl.maximum(m, tl.max(scores, axis=1))
+        weights, keep = tl.exp(scores - new_m[:, None]), tl.exp(m - new_m)
         l = l * keep + tl.sum(weights, axis=1)  # noqa: E741
         result = tl.dot(weights.to(value.dtype), value, result * keep[:, None], input_precision="ieee")
         m = new_m
@@ -172,12 +169,12 @@ def decode_kernel(
     out, q, keys, values, lengths, slots, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Decode attention of many requests, HEADS query heads a program. Grid: (requests, KV_HEADS * GROUP / HEADS).
+    """Decode many requests, HEADS query heads a program. Grid: (requests, KV_HEADS * GROUP / HEADS).
 
     q, out [requests, heads, HEAD_DIM]; keys, values [requests, slots, KV_HEADS, HEAD_DIM]; lengths int32 [requests].
-    HEADS divides GROUP: all of a group share what the program reads, and a program for each head is HEADS = 1. Reads
-    2 * length * HEAD_DIM numbers of keys and values a program, so GROUP / HEADS times what there is; ROWS, a power of
-    two, at least HEADS, is what the matrix product is padded to. A request of length 0 gets zeros.
+    HEADS divides GROUP; with HEADS = GROUP a whole group shares what its program reads, with HEADS = 1 none do. Reads
+    2 * length * HEAD_DIM numbers of keys and values a program, so each of them GROUP / HEADS times. The matmul has ROWS
+    rows, a power of two, at least HEADS. A request of length 0 gets zeros.
     """
     request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -193,10 +190,10 @@ def decode_kernel(
         at = first + token[:, None].to(tl.int64) * (KV_HEADS * HEAD_DIM) + column[None, :]
         there = (token < length)[:, None] & in_head
         key, value = tl.load(keys + at, mask=there, other=0.0), tl.load(values + at, mask=there, other=0.0)
-        found = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        found = tl.where((token < length)[None, :], found, -float("inf"))
-        new_m = tl.maximum(m, tl.max(found, axis=1))
-        weights, keep = tl.exp(found - new_m[:, None]), tl.exp(m - new_m)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where((token < length)[None, :], scores, -float("inf"))
+        new_m = tl.maximum(m, tl.max(scores, axis=1))
+        weights, keep = tl.exp(scores - new_m[:, None]), tl.exp(m - new_m)
         l = l * keep + tl.sum(weights, axis=1)  # noqa: E741
         result = tl.dot(weights.to(value.dtype), value, result * keep[:, None], input_precision="ieee")
         m = new_m
@@ -212,12 +209,12 @@ def latent_kernel(
     out, q, cache, lengths, slots, scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Absorbed latent attention of many requests, ROWS heads a program. Grid: (requests, ceil(HEADS / ROWS)).
+    """Compute absorbed latent attention of many requests, ROWS heads a program. Grid: (requests, ceil(HEADS / ROWS)).
 
     q [requests, HEADS, RANK + ROPE]: the absorbed query, then its rotary part. cache [requests, slots, RANK + ROPE]:
-    a latent, then the rotary key, of each token. out [requests, HEADS, RANK]: sums of latents, to which w_uv is still
-    to be applied. RANK and ROPE are powers of two. A latent is read once, and serves as key and as value: RANK + ROPE
-    numbers a token and program, for 2 * ROWS * (2 * RANK + ROPE) operations.
+    a latent, then the rotary key, of each token. out [requests, HEADS, RANK]: sums of latents, before w_uv is applied.
+    RANK and ROPE are powers of two. A latent is read once and serves as key and as value: RANK + ROPE numbers a token
+    and program, for 2 * ROWS * (2 * RANK + ROPE) operations.
     """
     WIDTH: tl.constexpr = RANK + ROPE
     request = tl.program_id(0).to(tl.int64)
@@ -233,11 +230,11 @@ def latent_kernel(
         at, there = cache + (request * slots + token)[:, None] * WIDTH, (token < length)[:, None]
         latent = tl.load(at + column[None, :], mask=there, other=0.0)
         k_rope = tl.load(at + turned[None, :], mask=there, other=0.0)
-        found = tl.dot(queries, tl.trans(latent), input_precision="ieee")
-        found = tl.dot(rotary, tl.trans(k_rope), found, input_precision="ieee") * scale
-        found = tl.where((token < length)[None, :], found, -float("inf"))
-        new_m = tl.maximum(m, tl.max(found, axis=1))
-        weights, keep = tl.exp(found - new_m[:, None]), tl.exp(m - new_m)
+        scores = tl.dot(queries, tl.trans(latent), input_precision="ieee")
+        scores = tl.dot(rotary, tl.trans(k_rope), scores, input_precision="ieee") * scale
+        scores = tl.where((token < length)[None, :], scores, -float("inf"))
+        new_m = tl.maximum(m, tl.max(scores, axis=1))
+        weights, keep = tl.exp(scores - new_m[:, None]), tl.exp(m - new_m)
         l = l * keep + tl.sum(weights, axis=1)  # noqa: E741
         result = tl.dot(weights.to(latent.dtype), latent, result * keep[:, None], input_precision="ieee")
         m = new_m
@@ -250,29 +247,29 @@ LEAST_ROWS, TILE = 16, 32
 
 
 def launched(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel; `trace_kernel` takes the same arguments, and counts what is read."""
+    """Launch a kernel; `trace_kernel` takes the same arguments, and counts the bytes that are read."""
     kernel[grid](*arguments, **constants)
 
 
 def padded_rows(heads: int) -> int:
-    """Rows of the matrix product that holds so many heads: a power of two, at least 16."""
+    """Return the rows of a matmul that holds `heads`: a power of two, at least 16."""
     return max(LEAST_ROWS, triton.next_power_of_2(heads))
 
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, heads_a_program: int = 0, launch: Callable = launched
 ) -> Tensor:
-    """`grouped_attention` for the last token of many requests, by `decode_kernel`; 0: a whole group a program.
+    """Compute `grouped_attention` for the last token of many requests; 0 heads a program means a whole group.
 
     q [requests, heads, head_dim]; keys, values [requests, slots, kv_heads, head_dim], contiguous; lengths int32.
     """
     (requests, heads, head_dim), (_, slots, kv_heads, _) = q.shape, keys.shape
     group, out = heads // kv_heads, torch.empty_like(q)
-    mine = heads_a_program or group
+    part = heads_a_program or group
     launch(
-        decode_kernel, (requests, heads // mine), out, q, keys, values, lengths, slots, 1 / math.sqrt(head_dim),
-        HEADS=mine, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
-        BLOCK_D=max(LEAST_ROWS, triton.next_power_of_2(head_dim)), ROWS=padded_rows(mine), TILE=TILE,
+        decode_kernel, (requests, heads // part), out, q, keys, values, lengths, slots, 1 / math.sqrt(head_dim),
+        HEADS=part, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
+        BLOCK_D=max(LEAST_ROWS, triton.next_power_of_2(head_dim)), ROWS=padded_rows(part), TILE=TILE,
     )  # fmt: skip
     return out
 
@@ -281,7 +278,7 @@ def latent_decode(
     q_nope: Tensor, q_rope: Tensor, cache: Tensor, lengths: Tensor, w_uk: Tensor, w_uv: Tensor,
     rows: int = LEAST_ROWS, launch: Callable = launched,
 ) -> Tensor:  # fmt: skip
-    """`absorbed_attention` for many requests, by `latent_kernel`: [requests, heads, v].
+    """Compute `absorbed_attention` for many requests: [requests, heads, v].
 
     q_nope [requests, heads, nope], q_rope [requests, heads, rope]; cache [requests, slots, rank + rope], contiguous.
     """
@@ -300,7 +297,7 @@ def latent_decode(
 
 # region: replication
 def kv_heads_of_rank(rank: int, tp: int, num_kv_heads: int) -> list[int]:
-    """The KV heads that one of `tp` ranks keeps: its share, or one head that its neighbours keep as well.
+    """Return the KV heads that one of `tp` ranks keeps: its share, or one head that its neighbours keep too.
 
     Raises:
         MinivllmError: neither number divides the other.
@@ -320,30 +317,30 @@ def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, control = begin("Lesson 09. Attention heads", arguments), Control()
     report.check(arguments)
-    heading("1. What a token costs, and what a byte of it is used for")
-    found: dict = {"models": report.show_models(cached_per_token, decode_flops_per_byte)}
-    heading("2. Fewer KV heads: what is read, and how long it takes")
+    heading("1. The bytes of a token, and the operations for each byte")
+    figures: dict = {"models": report.show_models(cached_per_token, decode_flops_per_byte)}
+    heading("2. Fewer KV heads: bytes and time")
     with control.watch():
-        found["shared"] = report.measure_shared(grouped_attention, arguments, device)
+        figures["shared"] = report.measure_shared(grouped_attention, arguments, device)
     heading("3. One latent for all heads")
     with control.watch():
-        found["latent"] = report.measure_latent(plain_attention, absorbed_attention, arguments, device)
+        figures["latent"] = report.measure_latent(plain_attention, absorbed_attention, arguments, device)
     heading("4. The kernels")
-    found["kernels"] = prove(
+    figures["kernels"] = prove(
         partial(
             report.verify_kernels, grouped_attention, absorbed_attention, decode, latent_decode, quick=arguments.quick
         ),
         device,
     )
     heading("5. What sharing costs")
-    found["pooled"] = report.measure_pooled(pool_heads, arguments, device)
+    figures["pooled"] = report.measure_pooled(pool_heads, arguments, device)
     heading("6. Break it: more GPUs than KV heads")
-    found["ranks"] = report.show_ranks(kv_heads_of_rank)
-    found["two_ranks"] = report.run_two_ranks(pool_heads, kv_heads_of_rank, arguments)
+    figures["ranks"] = report.show_ranks(kv_heads_of_rank)
+    figures["two_ranks"] = report.run_two_ranks(pool_heads, kv_heads_of_rank, arguments)
     heading("7. Break it: groups that do not fill the rows")
-    found["padding"] = report.show_padding(padded_rows)
-    report.close(found, control.disturbance())
-    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+    figures["padding"] = report.show_padding(padded_rows)
+    report.close(figures, control.disturbance())
+    keep(__file__, figures, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

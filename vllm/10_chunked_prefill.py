@@ -1,11 +1,10 @@
 """Lesson 10. Chunked prefill: what does one long prompt do to everyone else?
 
 Puts a long prompt among running chats twice: as vLLM V0 did, in a step of its own, and as vLLM does now, in pieces
-beside the chats' next tokens, which takes one `min` in two loops. Then the kernel that serves such a step in one
-launch, what the pieces cost, and how many tokens of a step are free. You learn to choose a budget.
+beside the chats' next tokens, which takes one `min` in two loops. Then comes the kernel that computes such a step in
+one launch, what the pieces cost, and how many tokens of a step are free. You learn to choose a budget.
 
     uv run python vllm/10_chunked_prefill.py                      # under a minute on a laptop, no GPU needed
-    uv run python vllm/10_chunked_prefill.py --prompt 1000 --quick
 """
 
 import math
@@ -14,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from torch import Tensor
 
@@ -26,12 +26,12 @@ from minivllm_lab.lesson import begin, keep
 from minivllm_lab.proof import prove
 from minivllm_lab.tables import heading
 
-# %% 1. The pain: whole prompts in steps of their own, as vLLM V0 had them
+# %% 1. The pain: whole prompts in steps of their own, as in vLLM V0
 
 
 @dataclass
 class Request:
-    """`num_tokens` are known, `num_computed_tokens` of them are in the KV cache; it may sample `max_tokens` more."""
+    """A request with `num_tokens` so far, `num_computed_tokens` of them in the KV cache, and `max_tokens` to sample."""
 
     request_id: str
     num_tokens: int
@@ -40,24 +40,24 @@ class Request:
 
     @property
     def missing(self) -> int:
-        """Known tokens that are not computed: a prompt, or the one token that was sampled last."""
+        """The tokens that are not computed: a prompt, or the token that was sampled last."""
         return self.num_tokens - self.num_computed_tokens
 
 
 Policy = Callable[[list[Request], deque[Request]], dict[str, int]]
-"""Who gets how many tokens in the next step; moves those it admits from `waiting` to the end of `running`."""
+"""Schedule the next step's tokens, and move admitted requests from `waiting` to the end of `running`."""
 
 
 # region: prefill_first
 def prefill_first(
     running: list[Request], waiting: deque[Request], token_budget: int, max_num_seqs: int = 8
 ) -> dict[str, int]:
-    """V0: whole prompts of those that wait. Only a step that admits nobody has a token for each that runs."""
-    given: dict[str, int] = {}
-    while waiting and len(running) < max_num_seqs and waiting[0].missing <= token_budget - sum(given.values()):
+    """Schedule whole waiting prompts, as V0 did; running requests get a token in steps that admit no prompt."""
+    scheduled: dict[str, int] = {}
+    while waiting and len(running) < max_num_seqs and waiting[0].missing <= token_budget - sum(scheduled.values()):
         running.append(waiting.popleft())
-        given[running[-1].request_id] = running[-1].missing
-    return given or {request.request_id: request.missing for request in running}
+        scheduled[running[-1].request_id] = running[-1].missing
+    return scheduled or {request.request_id: request.missing for request in running}
 
 
 # endregion
@@ -67,19 +67,19 @@ def prefill_first(
 
 # region: caps
 def chunk_limit(token_budget: int, threshold: int, num_requests: int, adaptive: bool = False) -> int:
-    """The most tokens that one request may get in a step. `num_requests` run or wait; threshold 0 is none."""
+    """Return the most tokens of one request in a step. `num_requests` run or wait; threshold 0 means no limit."""
     if threshold == 0 or num_requests == 1:
         return token_budget
     return max(threshold, token_budget // num_requests) if adaptive else threshold
 
 
 def running_tokens(missing: int, limit: int, budget_left: int) -> int:
-    """Tokens of a request that runs."""
+    """Return the tokens of a running request."""
     return min(missing, limit, budget_left)
 
 
 def admitted_tokens(missing: int, limit: int, budget_left: int, may_be_cut: bool = True) -> int:
-    """Tokens of the request at the head of the queue; 0: it waits, and all behind it."""
+    """Return the tokens of the request at the head of the queue; 0 means that the whole queue waits."""
     wanted = min(missing, limit)
     return min(wanted, budget_left) if may_be_cut or wanted <= budget_left else 0
 
@@ -96,76 +96,77 @@ def mixed(
     threshold: int = 0,
     may_be_cut: bool = True,
 ) -> dict[str, int]:
-    """vLLM now: those that run in the order of admission, then those that wait, all under one budget."""
-    given: dict[str, int] = {}
+    """Schedule running requests in order of admission, then waiting ones, under one budget, as vLLM does now."""
+    scheduled: dict[str, int] = {}
     limit = chunk_limit(token_budget, threshold, len(running) + len(waiting))
     for request in running:
         if tokens := running_tokens(request.missing, limit, token_budget):
-            given[request.request_id] = tokens
+            scheduled[request.request_id] = tokens
             token_budget -= tokens
     while waiting and token_budget and len(running) < max_num_seqs:
         tokens = admitted_tokens(waiting[0].missing, limit, token_budget, may_be_cut)
         if not tokens:
             break
         running.append(waiting.popleft())
-        given[running[-1].request_id] = tokens
+        scheduled[running[-1].request_id] = tokens
         token_budget -= tokens
-    return given
+    return scheduled
 
 
 # endregion
 
 
 def serve(policy: Policy, arrivals: Mapping[int, Sequence[Request]], most: int = 1000) -> Iterator[dict[str, int]]:
-    """The tokens of each step until all are served, `most` steps at most. Before step i come `arrivals[i]`."""
+    """Yield each step's tokens until all requests are served, or `most` steps; `arrivals[i]` come before step i."""
     running, waiting, last = [], deque(), max(arrivals)
     for step in range(most):
         waiting.extend(arrivals.get(step, ()))
         if step > last and not running and not waiting:
             return
-        given = policy(running, waiting)
-        yield given
+        scheduled = policy(running, waiting)
+        yield scheduled
         for request in running:
-            request.num_computed_tokens += given.get(request.request_id, 0)
-            if request.request_id in given and request.missing == 0:  # it has caught up, so it samples
-                request.num_tokens, request.max_tokens = request.num_tokens + 1, request.max_tokens - 1
+            request.num_computed_tokens += scheduled.get(request.request_id, 0)
+            if request.request_id in scheduled and request.missing == 0:  # it has caught up, so it samples
+                request.num_tokens += 1
+                request.max_tokens -= 1
         running[:] = [request for request in running if request.max_tokens > 0]
 
 
 def chats_and_a_long_prompt() -> dict[int, list[Request]]:
-    """Two chats run; before the third step comes a prompt of 20 tokens."""
+    """Return two chats, and a prompt of 20 tokens that comes before the third step."""
     return {0: [Request("a", 3, 7), Request("b", 2, 7)], 2: [Request("L", 20, 3)]}
 
 
 def first_steps(count: int = 4) -> list[dict[str, int]]:
-    """The exercise on paper: 12 tokens a step, at most 5 of them for one request."""
+    """Solve the exercise on paper: 12 tokens a step, at most 5 of them for one request."""
     arrivals = {0: [Request("A", 14, 3)], 1: [Request("B", 9, 2), Request("C", 2, 4)]}
     steps = serve(partial(mixed, token_budget=12, threshold=5), arrivals)
-    return [given for _, given in zip(range(count), steps, strict=False)]
+    return list(islice(steps, count))
 
 
-# %% 3. What it costs, and how much is free
+# %% 3. The cost of the pieces, and how much is free
 
 
 # region: plan
 def steps_of_a_prompt(prompt_tokens: int, token_budget: int, num_decodes: int) -> float:
-    """Steps until a prompt is computed while so many requests take a token each out of every step."""
+    """Return the steps until a prompt is computed beside `num_decodes` requests that take a token of each."""
     left = token_budget - num_decodes
     return math.ceil(prompt_tokens / left) if left > 0 else math.inf
 
 
 def keys_read_again(prompt_tokens: int, chunk: int) -> int:
-    """Keys of earlier chunks that later ones read, in each layer; c · N(N − 1)/2 for N whole chunks of c tokens."""
+    """Count the earlier chunks' keys that later chunks read in a layer: c · N(N − 1)/2 for N chunks of c tokens."""
     return sum(range(0, prompt_tokens, chunk))
 
 
 def knee(flops: float, bandwidth: float, bytes_per_parameter: float) -> float:
-    """Tokens from which on a step's arithmetic takes longer than reading the weights: F · b / (2 · BW)."""
+    """Return the tokens above which a step's arithmetic takes longer than reading the weights: F · b / (2 · BW)."""
     return flops * bytes_per_parameter / (2 * bandwidth)
 
 
 def budget_for(gap: float, parameters: float, bytes_per_parameter: float, flops: float, bandwidth: float) -> int:
-    """The most tokens of a step that ends within `gap` seconds; 0 if reading the weights takes longer."""
+    """Return the most tokens of a step that ends within `gap` seconds; 0 if reading the weights takes longer."""
     if parameters * bytes_per_parameter > gap * bandwidth:
         return 0
     return math.floor(gap * flops / (2 * parameters))
@@ -173,15 +174,15 @@ def budget_for(gap: float, parameters: float, bytes_per_parameter: float, flops:
 
 # endregion
 
-# %% 4. The kernel: decodes and chunks in one launch, each with tiles of its own size
+# %% 4. The kernel: decodes and chunks in one launch, in tiles of two sizes
 
 
 # region: kernel
 @triton.jit
 def find_tile(query_start_loc, tile, num_decodes, num_seqs, BLOCK_Q: tl.constexpr):
-    """Whose is a tile, and which of its rows come first. Decodes stand first and have a tile each.
+    """Return a tile's request, and its first token in it. Decodes come first and have a tile each.
 
-    Behind them chunk i begins at tile (start − num_decodes) // BLOCK_Q + i, a bisection among the chunks.
+    After them, chunk i begins at tile (start − num_decodes) // BLOCK_Q + i; bisect among the chunks.
     """
     low, high = num_decodes, num_seqs
     while low < high:
@@ -205,9 +206,9 @@ def attend_tile(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M // GROUP tokens of a request, `first` the first of them, with all heads of one group.
+    """Compute up to BLOCK_M // GROUP tokens of a request from token `first` on, with all heads of one group.
 
-    Row i of the matrix product is head i % GROUP of token i // GROUP: heads of a group read the same keys.
+    Row i of the matmul is head i % GROUP of token i // GROUP: heads of a group read the same keys.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -234,12 +235,12 @@ def mixed_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DECODE_M: tl.constexpr, CHUNK_M: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Causal attention of a step over paged K and V. Grid: (decodes + chunk rows // BLOCK_Q + chunks, KV heads).
+    """Compute a step's causal attention over paged K and V. Grid: (decodes + chunk rows // BLOCK_Q + chunks, KV heads).
 
     out, q [tokens, GROUP * KV_HEADS, HEAD_DIM], the decodes' rows first; k_cache, v_cache [blocks, BLOCK_SIZE,
     KV_HEADS, HEAD_DIM]; query_start_loc int32 [requests + 1], seq_lens int32 [requests], block_table int32 [requests,
     table_width]. float32 inside. A decode's program has DECODE_M rows and a chunk's CHUNK_M, BLOCK_Q = CHUNK_M // GROUP
-    tokens. Reads K and V once for each tile, up to the last key that it sees; q and out once. 4 * HEAD_DIM FLOPs for
+    tokens. Reads K and V once for each tile, up to the last key visible to it; q and out once. 4 * HEAD_DIM FLOPs for
     each row and key.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -265,9 +266,9 @@ def mixed_launch(
     out: Tensor, q: Tensor, caches: Tensor, starts: Tensor, seq_lens: Tensor, block_table: Tensor, num_decodes: int,
     chunk_m: int = CHUNK_M, block_t: int = BLOCK_T,
 ) -> Tensor:  # fmt: skip
-    """Writes the rows of `out` that belong to these requests, whose first `num_decodes` have one token each.
+    """Compute the rows of `out` of these requests, of which the first `num_decodes` have one token each.
 
-    caches [2, blocks, block_size, kv_heads, head_dim]; the other layouts are the kernel's.
+    caches [2, blocks, block_size, kv_heads, head_dim]; the other layouts are those of the kernel.
     """
     (_, heads, head_dim), (block_size, kv_heads), requests = q.shape, caches.shape[2:4], len(seq_lens)
     group = heads // kv_heads
@@ -286,7 +287,7 @@ def mixed_launch(
 def in_two_launches(
     out: Tensor, q: Tensor, caches: Tensor, starts: Tensor, seq_lens: Tensor, block_table: Tensor, num_decodes: int
 ) -> Tensor:
-    """The same rows: decodes in one launch, chunks in another."""
+    """Compute the same rows with decodes in one launch and chunks in another."""
     mixed_launch(out, q, caches, starts[: num_decodes + 1], seq_lens[:num_decodes], block_table, num_decodes)
     chunks = (out[num_decodes:], q[num_decodes:], caches, starts[num_decodes:] - num_decodes)
     mixed_launch(*chunks, seq_lens[num_decodes:], block_table[num_decodes:], 0)
@@ -294,21 +295,21 @@ def in_two_launches(
 
 
 def tile_work(queries: Sequence[int], seq_lens: Sequence[int], group: int, tile_rows: Sequence[int]) -> dict[str, int]:
-    """Counts for one KV head of a step whose request i has tiles of `tile_rows[i]` rows, `BLOCK_T` keys at a time.
+    """Count the work of one KV head in a step whose request i has tiles of `tile_rows[i]` rows and `BLOCK_T` keys.
 
-    `rows` computed and `real` ones among them, `scores` computed and those that the causal mask `keeps`, `keys` read.
+    `rows` and the `real` ones among them, `scores` and those that the causal mask `keeps`, and `keys` that are read.
     """
-    found: dict[str, int] = dict.fromkeys(("tiles", "rows", "real", "scores", "keeps", "keys"), 0)
+    work: dict[str, int] = dict.fromkeys(("tiles", "rows", "real", "scores", "keeps", "keys"), 0)
     for new, length, size in zip(queries, seq_lens, tile_rows, strict=True):
         for first in range(0, new, size // group):
             end = length - new + min(first + size // group, new)
-            found["tiles"] += 1
-            found["rows"] += size
-            found["keys"] += end
-            found["scores"] += size * -(-end // BLOCK_T) * BLOCK_T
-        found["real"] += new * group
-        found["keeps"] += group * (new * (length - new) + new * (new + 1) // 2)
-    return found
+            work["tiles"] += 1
+            work["rows"] += size
+            work["keys"] += end
+            work["scores"] += size * -(-end // BLOCK_T) * BLOCK_T
+        work["real"] += new * group
+        work["keeps"] += group * (new * (length - new) + new * (new + 1) // 2)
+    return work
 
 
 # %% The talk, in order
@@ -321,28 +322,26 @@ def main(arguments: Namespace) -> None:
     heading("1 and 2. The same requests, prefill first and mixed")
     ways = {"prefill first": partial(prefill_first, token_budget=32), "mixed": partial(mixed, token_budget=8)}
     steps = {name: list(serve(policy, chats_and_a_long_prompt())) for name, policy in ways.items()}
-    found: dict = {"steps": report.show_steps(steps)}
-    report.show_engine_lines()
-    found["order"] = report.show_order()
+    figures: dict = {"steps": report.show_steps(steps), "order": report.show_order()}
     heading("3. Chats and long prompts in the engine")
     with control.watch():
-        found["chats"] = report.measure_chats(arguments)
-    report.recall_servers()
+        figures["chats"] = report.measure_chats(arguments)
     heading("4. One launch or two")
-    found["kernel"] = prove(partial(report.verify_kernel, mixed_launch, in_two_launches, quick=arguments.quick), device)
+    verify = partial(report.verify_kernel, mixed_launch, in_two_launches, quick=arguments.quick)
+    figures["kernel"] = prove(verify, device)
     with control.watch():
-        found["launches"] = report.compare_launches(partial(tile_work, group=4), device)
-    heading("5. What the pieces cost")
+        figures["launches"] = report.compare_launches(partial(tile_work, group=4), device)
+    heading("5. The cost of the pieces")
     with control.watch():
-        found["again"] = report.measure_keys_read_again(keys_read_again, arguments)
+        figures["again"] = report.measure_keys_read_again(keys_read_again, arguments)
     heading("6. How many tokens are free")
     with control.watch():
-        found["knee"] = report.measure_knee(knee, arguments)
-    found["gpus"] = report.show_gpus(knee, budget_for)
+        figures["knee"] = report.measure_knee(knee, arguments)
+    figures["gpus"] = report.show_gpus(knee, budget_for)
     heading("7. Break it")
-    found["broken"] = report.break_it(serve, mixed, steps_of_a_prompt, Request)
-    report.close(found, control.disturbance())
-    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+    figures["broken"] = report.break_it(serve, mixed, steps_of_a_prompt, Request)
+    report.close(figures, control.disturbance())
+    keep(__file__, figures, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

@@ -1,57 +1,44 @@
 """Lesson 11. Preemption: what happens when memory runs out in the middle of an answer?
 
-Lets more answers grow than a pool can hold. Then takes one request's blocks away, as vLLM does now (it is computed
-again later), and as vLLM V0 could (its blocks are swapped to the host's memory): the same tokens either way. Then what
-each costs: tokens that are computed twice by the size of the pool, and seconds for each token. You learn to tell when a
-pool is too small, and which of the two ways is the cheaper one.
+Lets answers grow until the pool is full, then takes one request's blocks away: to recompute them later, as vLLM does
+now, or to swap them to host memory, as vLLM V0 could. The tokens are the same either way. Measures what each costs, in
+tokens computed twice and in seconds. You learn to tell when a pool is too small, and which way is cheaper.
 
     uv run python vllm/11_preemption.py                      # under a minute on a laptop, no GPU needed
-    uv run python vllm/11_preemption.py --blocks 12 --quick
 """
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import RequestQueue, create_request_queue
-from minivllm.errors import MinivllmError
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm_lab.block_tables import Memory
+from minivllm_lab.block_tables import Memory  # lesson 02's pool, with block tables that grow
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.lesson import begin, keep
-from minivllm_lab.paged_model import PagedModel
+from minivllm_lab.paged_model import PagedModel, load
 from minivllm_lab.preemption import report
 from minivllm_lab.proof import prove
 from minivllm_lab.tables import heading
 
-# %% 1. The pain: answers grow, and nobody knows how far
+# %% 1 and 2. Answers grow until no block is free: one request gives up its blocks, keeps its tokens, recomputes them
 
 
-# `Memory` is lesson 02's pool with tables that grow: `wanted`, `allocate` and `free`, and `find` for old blocks
-
-# %% 2. The idea: somebody gives everything back, keeps the tokens, and computes them again later
-
-
-# region: victim
+# region: preempt
 def victim(running: Sequence[Request], policy: str) -> Request:
-    """Who loses its blocks: whoever was admitted last, or by priority the least urgent, and of those the latest."""
+    """Pick the request to preempt: the last one admitted, or by priority the least urgent, latest one."""
     if policy == "fcfs":
         return running[-1]
     return max(running, key=lambda request: (request.priority, request.arrival_time))
 
 
-# endregion
-
-
-# region: preempt
 def preempt(request: Request, waiting: RequestQueue, memory: Memory) -> None:
-    """By recompute. The request keeps its tokens, and nothing else; it waits before all who have not run."""
+    """Take a request's blocks away, keep its tokens, and put it before all requests that have not run."""
     memory.free(request.request_id)
     request.status = RequestStatus.PREEMPTED
     request.num_computed_tokens = 0
@@ -62,8 +49,6 @@ def preempt(request: Request, waiting: RequestQueue, memory: Memory) -> None:
 
 # endregion
 
-GiveUp = Callable[[Request, Any, Any], None]
-
 
 # region: schedule_running
 def schedule_running(
@@ -72,10 +57,10 @@ def schedule_running(
     memory: Memory,
     token_budget: int,
     policy: str = "fcfs",
-    give_up: GiveUp = preempt,
+    preempt_request: Callable[[Request, RequestQueue, Memory], None] = preempt,
 ) -> tuple[dict[str, int], list[Request]]:
-    """Tokens of those that run, in the order of their admission, and who was preempted for them."""
-    given: dict[str, int] = {}
+    """Schedule the running requests in order of admission; return their tokens, and the preempted requests."""
+    scheduled: dict[str, int] = {}
     preempted: list[Request] = []
     position = 0
     while position < len(running) and token_budget > 0:
@@ -85,20 +70,20 @@ def schedule_running(
             position += 1
             continue
         while not memory.allocate(request, num_tokens):
-            loser = victim(running, policy)
-            if running.index(loser) < position:
-                position -= 1
-            running.remove(loser)
-            token_budget += given.pop(loser.request_id, 0)
-            give_up(loser, waiting, memory)
-            preempted.append(loser)
-            if loser is request:
+            chosen = victim(running, policy)
+            if running.index(chosen) < position:
+                position -= 1  # the requests behind the victim move up
+            running.remove(chosen)
+            token_budget += scheduled.pop(chosen.request_id, 0)
+            preempt_request(chosen, waiting, memory)
+            preempted.append(chosen)
+            if chosen is request:
                 break
         else:
-            given[request.request_id] = num_tokens
+            scheduled[request.request_id] = num_tokens
             token_budget -= num_tokens
             position += 1
-    return given, preempted
+    return scheduled, preempted
 
 
 # endregion
@@ -106,65 +91,62 @@ def schedule_running(
 
 # region: resume
 def resume_at(num_tokens: int, num_hit_blocks: int, block_size: int) -> int:
-    """From which token on a request is computed: behind the blocks that were found, but its last one in any case."""
+    """Return the first token to compute: the one after the cached blocks, but at the latest the last one."""
     return min(num_hit_blocks, (num_tokens - 1) // block_size) * block_size
 
 
 def schedule_waiting(
-    running: list[Request], waiting: RequestQueue, memory: Memory, token_budget: int, max_num_seqs: int
+    running: list[Request], waiting: RequestQueue, memory: Memory, token_budget: int
 ) -> dict[str, int]:
-    """Admits from the head of the queue while all that a request knows fits, outputs from before among it."""
-    given: dict[str, int] = {}
-    while waiting and token_budget > 0 and len(running) < max_num_seqs:
+    """Admit requests from the head of the queue as long as all their tokens fit, generated ones included."""
+    scheduled: dict[str, int] = {}
+    while waiting and token_budget > 0:
         request = waiting.peek_request()
         hits = memory.find(request)
         start = resume_at(request.num_tokens, len(hits), memory.block_size)
-        missing, hits = request.num_tokens - start, hits[: start // memory.block_size]
-        if not memory.allocate(request, min(missing, token_budget), hits, must_fit=missing):
+        missing = request.num_tokens - start
+        num_tokens = min(missing, token_budget)
+        if not memory.allocate(request, num_tokens, hits[: start // memory.block_size], must_fit=missing):
             break
-        request.num_computed_tokens, request.status = start, RequestStatus.RUNNING
+        request.num_computed_tokens = start
+        request.status = RequestStatus.RUNNING
         running.append(waiting.pop_request())
-        given[request.request_id] = min(missing, token_budget)
-        token_budget -= given[request.request_id]
-    return given
+        scheduled[request.request_id] = num_tokens
+        token_budget -= num_tokens
+    return scheduled
 
 
 # endregion
 
 
 class Engine:
-    """Lesson 04's loop with blocks that run out. `computed` counts tokens, those that are computed again among them."""
+    """Lesson 04's loop, in a pool that runs out. `computed` counts computed tokens, recomputed ones included."""
 
-    def __init__(self, model: PagedModel, policy: str = "fcfs", token_budget: int = 64, max_num_seqs: int = 8) -> None:
-        self.model, self.policy, self.token_budget, self.max_num_seqs = model, policy, token_budget, max_num_seqs
+    def __init__(self, model: PagedModel, policy: str = "fcfs", token_budget: int = 64) -> None:
+        self.model, self.policy, self.token_budget = model, policy, token_budget
         self.memory = Memory(model.num_blocks, model.block_size)
         self.waiting, self.running = create_request_queue(policy), list[Request]()
+        self.parts = self.running, self.waiting, self.memory
         self.swapped: list[Request] = []
-        self.computed, self.caching = 0, False
-
-    def add(self, request: Request) -> Request:
-        """A request waits."""
-        if self.caching:
-            request.enable_block_hashes(self.model.block_size)
-        self.waiting.add_request(request)
-        return request
+        self.computed = 0
 
     def schedule(self) -> tuple[dict[str, int], list[Request]]:
-        """Tokens of the next step, and who was preempted: a step that takes blocks away admits nobody."""
-        parts = self.running, self.waiting, self.memory
-        given, preempted = schedule_running(*parts, self.token_budget, self.policy)
+        """Schedule the next step; a step that preempts a request admits none."""
+        scheduled, preempted = schedule_running(*self.parts, self.token_budget, self.policy)
         if not preempted:
-            given |= schedule_waiting(*parts, self.token_budget - sum(given.values()), self.max_num_seqs)
-        return given, preempted
+            scheduled |= schedule_waiting(*self.parts, self.token_budget - sum(scheduled.values()))
+        return scheduled, preempted
 
     def step(self) -> tuple[dict[str, int], list[str]]:
-        """Schedules, computes, samples greedily for all that have caught up: what was given, and who was preempted."""
-        given, preempted = self.schedule()
-        for request in [one for one in self.running if one.request_id in given]:
-            start, end = request.num_computed_tokens, request.num_computed_tokens + given[request.request_id]
+        """Schedule, compute and sample greedily; return the scheduled tokens and the ids of preempted requests."""
+        scheduled, preempted = self.schedule()
+        for request in [each for each in self.running if each.request_id in scheduled]:
+            start = request.num_computed_tokens
+            end = start + scheduled[request.request_id]
             logits = self.model.forward(request.all_token_ids[start:end], start, self.memory.ids(request))
-            request.num_computed_tokens, self.computed = end, self.computed + end - start
-            if self.caching:
+            request.num_computed_tokens = end
+            self.computed += end - start
+            if request.block_hashes:
                 self.memory.publish(request)
             if end == request.num_tokens:
                 request.append_output_token_id(int(logits.argmax()))
@@ -172,119 +154,101 @@ class Engine:
                     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
                     self.running.remove(request)
                     self.memory.free(request.request_id)
-        return given, [request.request_id for request in preempted]
+        return scheduled, [request.request_id for request in preempted]
 
     def steps(self) -> Iterator[tuple[dict[str, int], list[str]]]:
-        """Steps until all have ended."""
+        """Run steps until all requests have finished."""
         while self.running or self.waiting or self.swapped:
             yield self.step()
 
 
 def first_steps() -> tuple[list[list[str]], int]:
-    """The exercise on paper: in step 3, A takes the last block, and B, which needs one too, is the victim itself.
-
-    B knows 5 tokens then, 4 of them computed. It comes back when A has ended.
-    """
+    """Solve the exercise on paper: in step 3, A takes the last block; B needs one too, and loses 4 computed tokens."""
     return [[], [], ["B"], [], [], [], []], 4
 
 
-# %% 3. Before: V0's swap. The same loop, another way to give up
+# %% 3. Before: V0's swap. The same loop, another way to give up blocks
 
 
-# region: swap
 class SwapSpace:
-    """vLLM V0's `swap_space`, 2023 to 2025: memory of the host, in slots of one block of all layers."""
+    """vLLM V0's `swap_space`, 2023 to 2025: host memory in slots, each for one block of all layers."""
 
     def __init__(self, cache: Tensor, num_slots: int, in_one_launch: bool = False) -> None:
         self.host = torch.zeros(num_slots, len(cache), *cache.shape[2:], dtype=cache.dtype, pin_memory=cache.is_cuda)
-        self.cache, self.in_one_launch = cache, in_one_launch
+        self.cache, self.copy = cache, copy_gathered if in_one_launch else copy_pieces
         self.free, self.slots, self.num_copies = list(range(num_slots)), dict[str, list[int]](), 0
 
     def swap_out(self, name: str, block_ids: list[int]) -> None:
-        """Copies blocks to slots of their own."""
-        if len(block_ids) > len(self.free):
-            raise MinivllmError(f"{len(block_ids)} blocks to swap, and {len(self.free)} slots: V0 ended here")
+        """Copy blocks to free slots."""
         self.slots[name] = [self.free.pop() for _ in block_ids]
-        self.move(block_ids, self.slots[name], to_host=True)
+        self.num_copies += self.copy(self.cache, self.host, block_ids, self.slots[name], to_host=True)
 
     def swap_in(self, name: str, block_ids: list[int]) -> None:
-        """Copies them back, to blocks that may lie anywhere."""
+        """Copy them back, to the first of these blocks."""
         slots = self.slots.pop(name)
-        self.move(block_ids, slots, to_host=False)
+        self.num_copies += self.copy(self.cache, self.host, block_ids[: len(slots)], slots, to_host=False)
         self.free += slots
 
-    def move(self, block_ids: list[int], slots: list[int], to_host: bool) -> None:
-        """As V0: a copy for each block, in each layer, of keys and of values. Or gathered first, and one copy."""
-        if self.in_one_launch:
-            self.num_copies += swap_gathered(self.cache, self.host, block_ids, slots, to_host)
-            return
-        for block, slot in zip(block_ids, slots, strict=True):
-            for tensor in range(len(self.cache)):
-                here, there = self.cache[tensor, block], self.host[slot, tensor]
-                (there if to_host else here).copy_(here if to_host else there)
-                self.num_copies += 1
+
+def copy_pieces(cache: Tensor, host: Tensor, block_ids: list[int], slots: list[int], to_host: bool) -> int:
+    """Copy each block's keys and values layer by layer, as V0 did; return the number of copies."""
+    for block, slot in zip(block_ids, slots, strict=True):
+        for on_device, on_host in zip(cache[:, block], host[slot], strict=True):
+            (on_host if to_host else on_device).copy_(on_device if to_host else on_host)
+    return len(cache) * len(block_ids)
 
 
 class SwappingEngine(Engine):
-    """A preempted request keeps its computed tokens, and waits until as many blocks as it had are free."""
+    """Let a preempted request keep its computed tokens, and wait until its blocks fit again."""
 
-    def __init__(self, model: PagedModel, space: SwapSpace, **settings: Any) -> None:
-        super().__init__(model, **settings)
+    def __init__(self, model: PagedModel, space: SwapSpace) -> None:
+        super().__init__(model)
         self.space = space
 
     def swap_out(self, request: Request, waiting: RequestQueue, memory: Memory) -> None:
-        """Takes the place of `preempt`."""
+        """Do what `preempt` does, without losing what was computed."""
         self.space.swap_out(request.request_id, memory.ids(request))
         memory.free(request.request_id)
-        request.status, request.num_preemptions = RequestStatus.PREEMPTED, request.num_preemptions + 1
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
         self.swapped.insert(0, request)
 
     def schedule(self) -> tuple[dict[str, int], list[Request]]:
-        """Who is swapped out comes back before anybody is admitted."""
-        given, preempted = schedule_running(
-            self.running, self.waiting, self.memory, self.token_budget, self.policy, self.swap_out
-        )
+        """Bring swapped requests back before any new one is admitted."""
+        scheduled, preempted = schedule_running(*self.parts, self.token_budget, self.policy, self.swap_out)
         while self.swapped and not preempted and self.memory.allocate(self.swapped[0], 1):
             request = self.swapped.pop(0)
-            num_blocks = len(self.space.slots[request.request_id])
-            self.space.swap_in(request.request_id, self.memory.ids(request)[:num_blocks])
-            request.status, given[request.request_id] = RequestStatus.RUNNING, 1
+            self.space.swap_in(request.request_id, self.memory.ids(request))
+            request.status = RequestStatus.RUNNING
+            scheduled[request.request_id] = 1
             self.running.append(request)
         if not preempted and not self.swapped:
-            left = self.token_budget - sum(given.values())
-            given |= schedule_waiting(self.running, self.waiting, self.memory, left, self.max_num_seqs)
-        return given, preempted
+            scheduled |= schedule_waiting(*self.parts, self.token_budget - sum(scheduled.values()))
+        return scheduled, preempted
 
 
-def v0_mode(num_seqs: int) -> str:
-    """What V0 did with a request of so many sequences: only one can be computed again as a prompt is."""
-    return "recompute" if num_seqs == 1 else "swap"
-
-
-# endregion
-
-# %% 4. The kernel: scattered blocks of all layers, to one piece and back, in one launch
+# %% 4. The kernel: gather scattered blocks of all layers into one piece, or scatter them back, in one launch
 
 
 # region: kernel
 @triton.jit
 def block_of(addresses, tensor, block, words):
-    """Where a block begins in one tensor of the cache: `addresses` int64 [tensors], `words` of 4 bytes a block."""
+    """Point to a block in one tensor of the cache: `addresses` int64 [tensors], `words` of 4 bytes a block."""
     return tl.load(addresses + tensor).to(tl.pointer_type(tl.int32)) + block.to(tl.int64) * words
 
 
 @triton.jit
 def record_of(staging, slot, tensor, num_tensors, words):
-    """Where the same piece begins in the staging buffer: slot by slot, and in a slot tensor by tensor."""
+    """Point to the same piece in the staging buffer: slot by slot, and in a slot tensor by tensor."""
     return staging + (slot.to(tl.int64) * num_tensors + tensor) * words
 
 
 @triton.jit
 def swap_kernel(addresses, blocks, slots, staging, words, TO_STAGING: tl.constexpr, BLOCK: tl.constexpr):
-    """Blocks of all layers to slots of the staging buffer, or back. Grid: (moves, tensors, ceil(words / BLOCK)).
+    """Copy blocks of all layers to slots of the staging buffer, or back. Grid: (moves, tensors, ceil(words / BLOCK)).
 
-    addresses int64 [tensors], each of a tensor [num_blocks, words] of 4-byte words; blocks, slots int32 [moves], -1 in
-    blocks: nothing moves; staging int32 [slots, tensors, words]. Each word that moves is read once and written once:
+    addresses int64 [tensors], of tensors [num_blocks, words] of 4-byte words; blocks, slots int32 [moves], where block
+    -1 moves nothing; staging int32 [slots, tensors, words]. Each word that moves is read once and written once:
     8 * moves * tensors * words bytes, and 12 or 16 for a program's ids and address.
     """
     move, tensor = tl.program_id(0), tl.program_id(1)
@@ -303,9 +267,9 @@ def swap_kernel(addresses, blocks, slots, staging, words, TO_STAGING: tl.constex
 
 
 def launch(tensors: Sequence[Tensor], blocks: Tensor, slots: Tensor, staging: Tensor, to_staging: bool) -> Tensor:
-    """tensors: of the layers, each [num_blocks, ...]; staging int32 [slots, tensors, words]; returns the staging."""
+    """Run the kernel on the layers' tensors, each [num_blocks, ...]; return staging, int32 [slots, tensors, words]."""
     words = tensors[0][0].numel() * tensors[0].element_size() // 4
-    addresses = torch.tensor([one.data_ptr() for one in tensors], dtype=torch.int64, device=staging.device)
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=staging.device)
     size = min(4096, triton.next_power_of_2(words))
     grid = len(blocks), len(tensors), triton.cdiv(words, size)
     if len(blocks):
@@ -313,8 +277,8 @@ def launch(tensors: Sequence[Tensor], blocks: Tensor, slots: Tensor, staging: Te
     return staging
 
 
-def swap_gathered(cache: Tensor, host: Tensor, block_ids: list[int], slots: list[int], to_host: bool) -> int:
-    """All blocks by way of one piece: one launch, and one copy. On a CPU torch's own indexing gathers."""
+def copy_gathered(cache: Tensor, host: Tensor, block_ids: list[int], slots: list[int], to_host: bool) -> int:
+    """Move all blocks through one staging buffer: one launch, one copy. On a CPU, torch's indexing gathers."""
     if not cache.is_cuda and to_host:
         host[slots] = cache[:, block_ids].transpose(0, 1)
     elif not cache.is_cuda:
@@ -328,27 +292,27 @@ def swap_gathered(cache: Tensor, host: Tensor, block_ids: list[int], slots: list
     return 1
 
 
-# %% 5. What either way costs
+# %% 5. The cost of each way
 
 
 # region: formulas
 def recompute_seconds(num_tokens: float, parameters: float, flops: float) -> float:
-    """Of computing so many tokens again: two operations for each parameter and token. Attention is left out."""
+    """Return the time to recompute tokens: two operations for each parameter and token, without attention."""
     return 2 * parameters * num_tokens / flops
 
 
 def swap_seconds(num_tokens: float, bytes_per_token: float, bandwidth: float, directions: int = 2) -> float:
-    """Of copying their keys and values: out and back, or back alone where they are on the host already."""
+    """Return the time to copy keys and values out and back, or in one direction if the host has them already."""
     return directions * num_tokens * bytes_per_token / bandwidth
 
 
 def break_even_bandwidth(bytes_per_token: float, parameters: float, flops: float, directions: int = 2) -> float:
-    """From how many bytes a second on copying is the cheaper way. Without attention the number of tokens cancels."""
+    """Return the bytes a second above which copying is cheaper. The number of tokens cancels."""
     return directions * bytes_per_token * flops / (2 * parameters)
 
 
 def effective_bandwidth(piece_bytes: float, bandwidth: float, seconds_per_copy: float) -> float:
-    """Bytes a second of a row of copies, each of which costs some time before its first byte."""
+    """Return the bytes a second of a row of copies, each of which takes some time before its first byte."""
     return piece_bytes / (seconds_per_copy + piece_bytes / bandwidth)
 
 
@@ -360,27 +324,24 @@ def effective_bandwidth(piece_bytes: float, bandwidth: float, seconds_per_copy: 
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, control = begin("Lesson 11. Preemption", arguments), Control()
-    report.load(arguments, device)
+    load(arguments, device)
     heading("1 and 2. Memory runs out, step by step")
-    found: dict = {"trace": report.show_trace(Engine, arguments)}
-    found["policies"] = report.show_policies(Engine, arguments)
-    heading("3. The same tokens, computed again or swapped")
-    found["tokens"] = report.compare_tokens(Engine, SwappingEngine, SwapSpace, arguments)
-    found["groups"] = report.show_groups(v0_mode, SwapSpace, arguments)
+    figures: dict = {"trace": report.show_trace(Engine, arguments)}
+    heading("3. The same tokens, recomputed or swapped")
+    figures["tokens"] = report.compare_tokens(Engine, SwappingEngine, SwapSpace, arguments)
     heading("4. The kernel")
-    found["kernel"] = prove(partial(report.verify_kernel, launch), device)
+    figures["kernel"] = prove(partial(report.verify_kernel, launch), device)
     heading("5. Recompute against swap")
     with control.watch():
-        found["crossover"] = report.measure_crossover(SwapSpace, break_even_bandwidth, arguments)
-    found["gpus"] = report.show_gpus(recompute_seconds, swap_seconds, break_even_bandwidth, effective_bandwidth)
-    heading("6. What is computed twice")
-    found["waste"] = report.show_waste(arguments)
-    found["cliff"] = report.show_pools(arguments)
-    report.recall_cliff()
+        figures["crossover"] = report.measure_crossover(SwapSpace, break_even_bandwidth, arguments)
+    figures["gpus"] = report.show_gpus(recompute_seconds, swap_seconds, break_even_bandwidth, effective_bandwidth)
+    heading("6. Tokens computed twice")
+    figures["waste"] = report.show_waste(arguments)
+    figures["cliff"] = report.show_pools(arguments)
     heading("7. Break it")
-    found["broken"] = report.break_it(Engine, arguments)
-    report.close(found, control.disturbance())
-    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+    figures["broken"] = report.break_it(Engine, arguments)
+    report.close(figures, control.disturbance())
+    keep(__file__, figures, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

@@ -1,9 +1,8 @@
 """Lesson 12. Multi-LoRA: how do a thousand models share one?
 
-Builds the adapter beside the weight it changes, one pair of kernels for a batch in which every token may have another
-adapter, the slots that adapters lie in, and the gate that keeps a batch within them. You learn what an adapter weighs,
-what it costs to apply instead of to merge, and which number matters: not how many adapters there are, but how many
-different ones a step has.
+Builds the adapter beside the weight that it changes, two kernels for a batch in which each token may have another
+adapter, the slots that hold adapters, and the gate that keeps a batch within them. You learn how large an adapter is,
+what it costs to apply it rather than merge it, and which number matters: how many different adapters a step has.
 
     uv run python vllm/12_multi_lora.py                           # under a minute on a laptop, no GPU needed
     uv run python vllm/12_multi_lora.py --adapters 200 --skew 0.5
@@ -28,42 +27,36 @@ from minivllm_lab.multi_lora import report
 from minivllm_lab.proof import prove
 from minivllm_lab.tables import heading
 
-# %% 1. The pain: a model for every customer
+# %% 1 and 2. A model for every customer? Leave the weight alone, and add a small matmul
 
 
 # region: weigh
 def adapter_numbers(rank: int, projections: Iterable[tuple[int, int]]) -> int:
-    """Numbers of an adapter: A [rank, in] and B [out, rank] for each projection, given as (out, in)."""
+    """Count an adapter's parameters: A [rank, in] and B [out, rank] for each projection (out, in)."""
     return sum(rank * (outputs + inputs) for outputs, inputs in projections)
 
 
-# endregion
-
-# %% 2. The idea: leave the weight alone, and add the small product
-
-
-# region: applied
 def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The weight of a model of its own: W + BA. weight [out, in], a [rank, in], b [out, rank] with the scale in it."""
+    """Return a merged copy's weight, W + BA: weight [out, in], a [rank, in], b [out, rank] with the scale in it."""
     return weight + b @ a
 
 
 def applied(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The same product with the weight as it is: x [tokens, in] -> [tokens, out]. BA is never made."""
+    """Return the same output from the unchanged weight, without making BA: x [tokens, in] -> [tokens, out]."""
     return x @ weight.T + (x @ a.T) @ b.T
 
 
 # endregion
 
-# %% 3. One forward for many adapters: group the tokens, and let each group have its own
+# %% 3. One forward pass for many adapters: group the tokens by adapter
 
 
 # region: group
 def group_tokens(token_slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which tokens go with which adapter, by number, so that no token itself is moved; all int32.
+    """Group the tokens by adapter, as lists of token indices, so that no token is moved; all int32.
 
-    token_slots [tokens]: the slot of each token's adapter, -1 for none. Returns order [tokens with an adapter]: their
-    indices, by slot, those of a slot as they came; active [groups]: the slots that occur; starts [groups + 1].
+    token_slots [tokens]: the slot of each token's adapter, -1 for none. Returns order [tokens with an adapter], their
+    indices by slot and within a slot by position; active [groups], the slots that occur; starts [groups + 1].
     """
     order = torch.argsort(token_slots, stable=True)
     order = order[token_slots[order] >= 0]
@@ -78,7 +71,7 @@ def group_tokens(token_slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 # region: kernels
 @triton.jit
 def rows_of_tile(order, starts, group, tile, TILE: tl.constexpr):
-    """The tokens of one tile of a group, [TILE], and which of them are there."""
+    """Return the tokens of one tile of a group, [TILE], and a mask of those that exist."""
     first, last = tl.load(starts + group), tl.load(starts + group + 1)
     place = first + tile * TILE + tl.arange(0, TILE)
     return tl.load(order + place, mask=place < last, other=0).to(tl.int64), place < last
@@ -89,11 +82,11 @@ def shrink_kernel(
     small, x, a, order, active, starts, IN, MAX_RANK: tl.constexpr,
     RANKS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """small[token] = A[its slot] · x[token]. Grid: (tiles of the largest group, groups).
+    """Compute small[token] = A[slot of token] · x[token]. Grid: (tiles of the largest group, groups).
 
-    small fp32 [tokens, MAX_RANK]; x [tokens, IN]; a [slots, MAX_RANK, IN]; order, active, starts as `group_tokens` has
-    them. RANKS is MAX_RANK rounded up for the matrix product. A tile that its group does not reach does nothing. Reads
-    the adapter once for each tile, x once; 2 · MAX_RANK · IN FLOPs a token.
+    small fp32 [tokens, MAX_RANK]; x [tokens, IN]; a [slots, MAX_RANK, IN]; order, active, starts from `group_tokens`.
+    RANKS is MAX_RANK rounded up for the matmul. A tile beyond the end of its group does nothing. Reads the adapter once
+    for each tile, x once; 2 · MAX_RANK · IN FLOPs a token.
     """
     tile, group = tl.program_id(0), tl.program_id(1)
     token, there = rows_of_tile(order, starts, group, tile, TILE)
@@ -116,9 +109,9 @@ def expand_kernel(
     out, small, b, order, active, starts, OUT, MAX_RANK: tl.constexpr,
     RANKS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[token] += B[its slot] · small[token]. Grid: (tiles of the largest group, groups, ceil(OUT / BLOCK)).
+    """Add B[slot of token] · small[token] to out[token]. Grid: (tiles of the largest group, groups, ceil(OUT / BLOCK)).
 
-    out [tokens, OUT], which holds the base model's product; b [slots, OUT, MAX_RANK]; the rest as `shrink_kernel`.
+    out [tokens, OUT], which holds the base model's output; b [slots, OUT, MAX_RANK]; the rest as in `shrink_kernel`.
     """
     tile, group = tl.program_id(0), tl.program_id(1)
     token, there = rows_of_tile(order, starts, group, tile, TILE)
@@ -141,14 +134,14 @@ TILE, BLOCK = 16, 64
 
 
 def launched(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel; `trace_kernel` takes the same arguments, and counts what is read."""
+    """Launch a kernel; `trace_kernel` takes the same arguments, and counts the bytes that are read."""
     kernel[grid](*arguments, **constants)
 
 
 def add_lora(
     out: Tensor, x: Tensor, a: Tensor, b: Tensor, groups: tuple[Tensor, Tensor, Tensor], launch: Callable = launched
 ) -> None:
-    """Adds to `out` what the adapters of these groups give, in two launches; none if there are no groups.
+    """Add the output of these groups' adapters to `out`, in two launches, or in none if there are no groups.
 
     out [tokens, out], x [tokens, in], a [slots, max_rank, in], b [slots, out, max_rank]; contiguous.
     """
@@ -169,12 +162,12 @@ def add_lora(
 
 # region: ways
 def by_sorting(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, launch: Callable = launched) -> None:
-    """Now: tokens stay where they are, their numbers are sorted."""
+    """Sort token indices, and leave the tokens where they are, as vLLM does now."""
     add_lora(out, x, a, b, group_tokens(token_slots), launch)
 
 
 def by_loop(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, launch: Callable = launched) -> None:
-    """The obvious way: adapter after adapter, two launches for each."""
+    """Apply one adapter after another, with two launches for each."""
     order, active, starts = group_tokens(token_slots)
     for index, (first, last) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
         alone = torch.tensor([0, last - first], dtype=torch.int32, device=x.device)
@@ -182,18 +175,18 @@ def by_loop(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, l
 
 
 def by_token(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, launch: Callable = launched) -> None:
-    """What bgmv did: every token is a group of its own, and reads its adapter alone."""
+    """Let each token be a group of its own, which reads its adapter alone, as bgmv did."""
     order = torch.nonzero(token_slots >= 0).flatten().int()
     starts = torch.arange(len(order) + 1, dtype=torch.int32, device=x.device)
     add_lora(out, x, a, b, (order, token_slots[order.long()], starts), launch)
 
 
 def by_segment(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, launch: Callable = launched) -> None:
-    """What sgmv needed: the rows of an adapter side by side. So they are copied there, and back."""
+    """Copy an adapter's rows side by side, as sgmv needed them, and back."""
     order, active, starts = group_tokens(token_slots)
-    there = out[order.long()]
-    add_lora(there, x[order.long()], a, b, (torch.arange(len(order)).to(order), active, starts), launch)
-    out[order.long()] = there
+    rows = out[order.long()]
+    add_lora(rows, x[order.long()], a, b, (torch.arange(len(order)).to(order), active, starts), launch)
+    out[order.long()] = rows
 
 
 # endregion
@@ -203,7 +196,7 @@ def by_segment(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor
 
 # region: slots
 class AdapterSlots:
-    """Places for adapters. `slots`: the adapter in each, or None. If none is free, the least recently used one goes."""
+    """Slots for adapters: `slots` has the adapter in each, or None. The least recently used adapter is evicted."""
 
     def __init__(self, max_loras: int) -> None:
         self.slots: list[int | None] = [None] * max_loras
@@ -211,7 +204,7 @@ class AdapterSlots:
         self._used: dict[int, None] = {}  # the least recently used first
 
     def activate(self, adapter: int) -> int:
-        """The slot of an adapter, which it has from now on, and which makes it the most recently used.
+        """Give an adapter a slot unless it has one, mark it as used last, and return its slot.
 
         Raises:
             MinivllmError: no slot is free, and all adapters are pinned.
@@ -225,14 +218,14 @@ class AdapterSlots:
         return self.slots.index(adapter)
 
     def deactivate(self, adapter: int) -> None:
-        """Empties its slot; nothing happens if it has none."""
+        """Empty the adapter's slot, if it has one."""
         if adapter in self._used:
             self.slots[self.slots.index(adapter)] = None
             self.pinned.discard(adapter)
             del self._used[adapter]
 
     def pin(self, adapter: int) -> None:
-        """Activates it if it has no slot, and keeps it there. Raises as `activate`."""
+        """Keep an adapter in its slot; activate it first if it has none."""
         if adapter not in self._used:
             self.activate(adapter)
         self.pinned.add(adapter)
@@ -249,10 +242,9 @@ class AdapterSlots:
 
 # region: admit
 def admit(running: Sequence[int], waiting: Sequence[int], max_loras: int, places: int) -> list[int]:
-    """Who of those that wait may start: their indices. Adapters are given by number, 0 for none.
+    """Return the indices of the waiting requests that may start, given each request's adapter, 0 for none.
 
-    The adapters of all that run, and of those that start, are `max_loras` at most. Who would be one too many is passed
-    over, and those behind it are asked.
+    All that run use at most `max_loras` different adapters. A request that would need one more is skipped.
     """
     active, admitted = set(running) - {0}, []
     for index, adapter in enumerate(waiting):
@@ -269,7 +261,7 @@ def admit(running: Sequence[int], waiting: Sequence[int], max_loras: int, places
 
 @dataclass
 class Request:
-    """It runs for so many `steps` once it is admitted; `adapter` 0 is none; it comes before step `arrives`."""
+    """A request that runs for `steps` steps and arrives before step `arrives`; `adapter` 0 is the base model."""
 
     name: str
     adapter: int
@@ -278,43 +270,43 @@ class Request:
 
 
 def serve(requests: Sequence[Request], max_loras: int, max_num_seqs: int) -> Iterator[tuple[list[Request], int]]:
-    """(who runs, how many wait) in each step, until all are served."""
-    coming, running, waiting, left, step = list(requests), [], [], {one.name: one.steps for one in requests}, 0
+    """Yield the running requests and the number of waiting ones in each step, until all are served."""
+    coming, running, waiting, step = list(requests), list[Request](), list[Request](), 0
+    left = {request.name: request.steps for request in requests}
     while coming or running or waiting:
-        waiting += [one for one in coming if one.arrives <= step]
-        coming = [one for one in coming if one.arrives > step]
-        adapters = [[one.adapter for one in some] for some in (running, waiting)]
-        chosen = admit(*adapters, max_loras, max_num_seqs - len(running))
-        running += [waiting[index] for index in chosen]
-        waiting = [one for index, one in enumerate(waiting) if index not in chosen]
+        waiting += [request for request in coming if request.arrives <= step]
+        coming = [request for request in coming if request.arrives > step]
+        adapters = [[request.adapter for request in queue] for queue in (running, waiting)]
+        admitted = admit(*adapters, max_loras, max_num_seqs - len(running))
+        running += [waiting[index] for index in admitted]
+        waiting = [request for index, request in enumerate(waiting) if index not in admitted]
         yield list(running), len(waiting)
-        for one in running:
-            left[one.name] -= 1
-        running, step = [one for one in running if left[one.name]], step + 1
+        left.update({request.name: left[request.name] - 1 for request in running})
+        running = [request for request in running if left[request.name]]
+        step += 1
 
 
 def tiers(batches: Iterable[Iterable[int]], max_loras: int, max_cpu_loras: int) -> Counter:
-    """What steps with these adapters cost: `used` (adapters, step by step), `copied` into a slot, read `from disk`.
+    """Count the adapters of these steps: `used` in a step, `copied` into a slot, read `from disk`.
 
-    An adapter is read from disk into host memory, and copied from there into a slot. What leaves the host leaves its
-    slot as well.
+    An adapter is read from disk into host memory and copied from there into a slot; evicted there, it leaves both.
     """
     device, host, counts = AdapterSlots(max_loras), AdapterSlots(max_cpu_loras), Counter()
     for adapters in batches:
-        for adapter in dict.fromkeys(one for one in adapters if one):
+        for adapter in dict.fromkeys(filter(None, adapters)):
             before = set(host.slots)
             host.activate(adapter)
-            for gone in before - set(host.slots) - {None}:
-                device.deactivate(gone)
+            for evicted in before - set(host.slots) - {None}:
+                device.deactivate(evicted)
             counts.update(used=1, copied=adapter not in device.slots, **{"from disk": adapter not in before})
             device.activate(adapter)
     return counts
 
 
 def first_steps() -> list[list[str]]:
-    """The exercise on paper: two slots, three places."""
+    """Solve the exercise on paper: two slots, three places."""
     requests = [Request("A", 1, 2), Request("B", 2, 4), Request("C", 3, 2), Request("D", 0, 1), Request("E", 2, 1)]
-    return [[one.name for one in running] for running, _ in serve(requests, max_loras=2, max_num_seqs=3)]
+    return [[request.name for request in running] for running, _ in serve(requests, max_loras=2, max_num_seqs=3)]
 
 
 # %% The talk, in order
@@ -324,31 +316,31 @@ def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, control = begin("Lesson 12. Multi-LoRA", arguments), Control()
     report.check(arguments, device)
-    heading("1. What an adapter weighs, and what a model of its own does")
-    found: dict = {"weighs": report.show_weights(adapter_numbers)}
+    heading("1. The size of an adapter, and of a merged model")
+    figures: dict = {"weighs": report.show_weights(adapter_numbers)}
     heading("2. Merged or applied")
     with control.watch():
-        found["applied"] = report.measure_applied(merged, applied, arguments, device)
+        figures["applied"] = report.measure_applied(merged, applied, arguments, device)
     heading("3. The same batch, four ways")
     ways = {"loop": by_loop, "bgmv": by_token, "sgmv": by_segment, "sorted": by_sorting}
-    found["kernels"] = prove(partial(report.verify_kernels, ways, quick=arguments.quick), device)
-    found["counted"] = report.count_ways(ways)
+    figures["kernels"] = prove(partial(report.verify_kernels, ways, quick=arguments.quick), device)
+    figures["counted"] = report.count_ways(ways, arguments.quick)
     with control.watch():
-        found["distinct"] = report.measure_distinct(arguments, device)
+        figures["distinct"] = report.measure_distinct(arguments, device)
     heading("4. Slots, and a tier below them")
-    found["tiers"] = report.show_tiers(serve, tiers, Request, arguments)
+    figures["tiers"] = report.show_tiers(serve, tiers, Request, arguments)
     heading("5. A thousand adapters in one process")
     with control.watch():
-        found["thousand"] = report.measure_thousand(arguments)
+        figures["thousand"] = report.measure_thousand(arguments)
     with control.watch():
-        found["cost"] = report.measure_cost(arguments)
-    found["answers"] = report.show_answers(arguments)
+        figures["cost"] = report.measure_cost(arguments)
+    figures["answers"] = report.show_answers(arguments)
     heading("6. Break it")
-    found["slots"] = report.show_gate(serve, tiers, Request)
-    found["ranks"] = report.show_ranks(by_sorting, adapter_numbers)
-    found["shared"] = report.share_hashes(arguments)
-    report.close(found, control.disturbance())
-    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+    figures["slots"] = report.show_gate(serve, tiers, Request)
+    figures["ranks"] = report.show_ranks(by_sorting, adapter_numbers, arguments.quick)
+    figures["shared"] = report.share_hashes(arguments)
+    report.close(figures, control.disturbance())
+    keep(__file__, figures, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

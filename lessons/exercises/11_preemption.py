@@ -70,7 +70,7 @@ def schedule_running(running, waiting, memory, token_budget, policy="fcfs"):
                   `memory.allocate(request, num_tokens)`: takes the blocks for them; False if there are too few, and then
                   nothing has changed
     token_budget  tokens that the step may have
-    returns       (given, preempted): tokens by request id, in the order in which they were given, without zeros; and
+    returns       (scheduled, preempted): tokens by request id, in the order of scheduling, without zeros; and
                   the requests that were preempted, in order
 
     For each request: as many tokens as it wants and as the budget has left. None wanted: it is skipped. No blocks:
@@ -79,7 +79,7 @@ def schedule_running(running, waiting, memory, token_budget, policy="fcfs"):
 
     Example: A and B want 1 token each, and no block is free. `victim` says B: B is preempted, A gets its token.
     Traps, by priority: the victim may stand before the request, so that all behind it move up by one. It may have got
-    tokens in this very step: they go back to the budget, and it is not in `given`.
+    tokens in this very step: they go back to the budget, and it is not in `scheduled`.
     """
     raise NotImplementedError("a loop over positions, and in it a loop until there are blocks")
 

@@ -96,17 +96,24 @@ class _Cells(string.Formatter):
 def record_table(
     title: str,
     records: Mapping[Any, Mapping[str, Any]],
-    columns: Mapping[str, str],
+    columns: Mapping[str, str] | str,
     caption: str | None = None,
 ) -> None:
     """Print a row for each record.
 
-    `columns` maps each column's title to a template such as "{itl_p50_ms:.1f}": its fields are the record's keys, and
-    `name` is the record's own. The format `ms` shows seconds as milliseconds; a missing value leaves the cell empty.
+    `columns` maps each column's heading to a template such as "{itl_p50_ms:.1f}", whose fields are
+    the record's keys; `name` is the record's own. In one line: "blocks {name} | p99, s {p99:.2f}".
+    The format `ms` shows seconds as milliseconds; a missing value leaves the cell empty.
     """
+    pairs = _heading_and_cell(columns) if isinstance(columns, str) else list(columns.items())
     cells = _Cells()
     rows = [
-        [cells.vformat(template, (), {"name": name, **record}) for template in columns.values()]
+        [cells.vformat(template, (), {"name": name, **record}) for _, template in pairs]
         for name, record in records.items()
     ]
-    table(title, list(columns), rows, caption)
+    table(title, [heading for heading, _ in pairs], rows, caption)
+
+
+def _heading_and_cell(columns: str) -> list[tuple[str, str]]:
+    pairs = [column.strip().partition("{") for column in columns.split("|")]
+    return [(heading.strip(), brace + cell) for heading, brace, cell in pairs]

@@ -155,28 +155,27 @@ class _Counted:
 
 
 def _run(module, states, free, budget, policy="fcfs"):
-    """states: (name, computed, wants, priority) of those that run -> what was given, who was preempted, who runs."""
+    """Run the loop on states (name, computed, wants, priority) of running requests."""
     memory, running, waiting = _Counted(free), [], create_request_queue(policy)
     for at, (name, computed, wants, priority) in enumerate(states):
         request = Request(name, [0] * (computed + wants), max_tokens=50, priority=priority, arrival_time=float(at))
         request.status, request.num_computed_tokens = RequestStatus.RUNNING, computed
         memory.held[name], memory.wants[name] = -(-computed // memory.size), wants
         running.append(request)
-    everybody = list(running)
     found = module.schedule_running(running, waiting, memory, budget, policy)
-    assert isinstance(found, tuple), f"it returns {type(found).__name__}, not (given, preempted)"
-    assert len(found) == 2, f"it returns {len(found)} values, not (given, preempted)"
-    given, preempted = found
-    return given, [one.request_id for one in preempted], [one.request_id for one in running], memory
+    assert isinstance(found, tuple), f"it returns {type(found).__name__}, not (scheduled, preempted)"
+    assert len(found) == 2, f"it returns {len(found)} values, not (scheduled, preempted)"
+    scheduled, preempted = found
+    return scheduled, [one.request_id for one in preempted], [one.request_id for one in running], memory
 
 
 def _loop(module, cases):
     for what, states, free, budget, policy, right, hint in cases:
-        given, preempted, running, memory = _run(module, states, free, budget, policy)
+        scheduled, preempted, running, memory = _run(module, states, free, budget, policy)
         where = f"{what} ({policy}, budget {budget}, {free} blocks of 4 free)"
         assert preempted == right[1], f"{where}: preempted {preempted}, and {right[1]} is right{hint}"
-        found = list(given.items())
-        assert found == list(right[0].items()), f"{where}: given {given}, and {right[0]} is right{hint}"
+        found = list(scheduled.items())
+        assert found == list(right[0].items()), f"{where}: scheduled {scheduled}, and {right[0]} is right{hint}"
         stay = [name for name, *_ in states if name not in right[1]]
         assert running == stay, f"{where}: {running} still run, and {stay} is right"
         lost = [name for name in right[1] if name in memory.held]
@@ -210,7 +209,7 @@ def check_no_block_is_free(module):
 
 
 def check_a_victim_may_stand_before_the_request(module):
-    """By priority: what a victim was given goes back to the budget; those behind it move up; nobody is left out."""
+    """By priority: a victim's tokens go back to the budget; requests behind it move up; none is left out."""
     _loop(module, (
         ("a has its token already", [("a", 4, 1, 9), ("b", 8, 1, 0), ("c", 5, 1, 1)], 1, 2, "priority",
          ({"b": 1, "c": 1}, ["a"]), ": a's token goes back, and c is the next"),

@@ -1,4 +1,4 @@
-"""Lesson 09: sharing and latents change no answer that they should not, kernels are right, checks catch mistakes."""
+"""Lesson 09: its attention and its kernels are the engine's, its numbers are right, its exercise catches mistakes."""
 
 import json
 import math
@@ -21,7 +21,6 @@ from minivllm.models.parallel import GroupCoordinator, kv_part
 from minivllm_lab.attention_heads import opening, report
 from minivllm_lab.attention_heads.pooled_heads import pooled_checkpoint
 from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
-from minivllm_lab.marks import put_between_marks
 from minivllm_lab.plugged import serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import CONFIGS, known_model
@@ -35,14 +34,14 @@ FORMS = "MHA ", "GQA ", "MQA "
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "mine"), [(3, 3, 64, 1), (6, 2, 80, 1), (14, 2, 80, 7), (17, 1, 32, 17)]
+    ("heads", "kv_heads", "head_dim", "part"), [(3, 3, 64, 1), (6, 2, 80, 1), (14, 2, 80, 7), (17, 1, 32, 17)]
 )
-def test_the_kernel_attends(heads, kv_heads, head_dim, mine, device):
-    """Any part of a group in a program: the same, and a request without tokens gets zeros."""
+def test_the_kernel_attends(heads, kv_heads, head_dim, part, device):
+    """Any part of a group in a program gives the same; a request without tokens gets zeros."""
     torch.manual_seed(heads)
     case = report.head_case(heads, kv_heads, head_dim)
     expected = report.one_by_one(lesson.grouped_attention, case)
-    assert_close(lesson.decode(*(one.to(device) for one in case), heads_a_program=mine), expected)
+    assert_close(lesson.decode(*(tensor.to(device) for tensor in case), heads_a_program=part), expected)
     assert not expected[0].any()
 
 
@@ -50,19 +49,19 @@ def test_the_kernel_attends(heads, kv_heads, head_dim, mine, device):
 def test_the_kernel_attends_to_latents(shape, device):
     torch.manual_seed(shape["heads"])
     batch = report.latent_batch(shape)
-    found = lesson.latent_decode(*(one.to(device) for one in batch))
-    assert_close(found, report.latents_one_by_one(lesson.absorbed_attention, batch))
+    result = lesson.latent_decode(*(tensor.to(device) for tensor in batch))
+    assert_close(result, report.latents_one_by_one(lesson.absorbed_attention, batch))
 
 
 @pytest.mark.interpreted
 def test_the_kernels_read_the_bytes_that_they_say():
-    """Keys and values once for each program of a group, a latent once for each that takes rows; nobody races."""
+    """Each program of a group reads keys and values once, and each program with rows a latent once, without races."""
     lengths = (20, 33)
     case = report.head_case(8, 2, 24, lengths)
-    for mine in (1, 2, 4):
-        trace = report.traced(lesson.decode, *case, heads_a_program=mine)
+    for part in (1, 2, 4):
+        trace = report.traced(lesson.decode, *case, heads_a_program=part)
         read = [trace.arguments[name].bytes_read for name in ("keys", "values")]
-        assert read == [2 * sum(lengths) * 2 * 24 * 4 // mine] * 2
+        assert read == [2 * sum(lengths) * 2 * 24 * 4 // part] * 2
         assert (trace.arguments["q"].bytes_read, trace.bytes_written) == (2 * 2 * 8 * 24, 2 * 2 * 8 * 24)
         assert not trace.out_of_bounds + trace.races
     shape = {"heads": 20, "rank": 32, "rope": 16, "nope": 8, "v": 8}
@@ -96,20 +95,19 @@ def test_grouped_attention_is_that_of_the_engine(heads, kv_heads, queries):
     positions, blocks, size = 37, [4, 0, 2], 16
     keys, values = torch.randn(2, positions, kv_heads, 32)
     caches = torch.zeros(2, 5, size, kv_heads, 32)
-    for cache, given in zip(caches, (keys, values), strict=True):
+    for cache, source in zip(caches, (keys, values), strict=True):
         for place, block in enumerate(blocks):
-            part = given[place * size : (place + 1) * size]
+            part = source[place * size : (place + 1) * size]
             cache[block, : len(part)] = part
     q, table = torch.randn(queries, heads, 32), torch.tensor([blocks], dtype=torch.int32)
     starts, lengths = torch.tensor([0, queries], dtype=torch.int32), torch.tensor([positions], dtype=torch.int32)
-    its = unified_attention(q, *caches, starts, lengths, table, 32**-0.5)
-    mine = lesson.grouped_attention(q, keys, values)
-    assert_close(its, mine.double())
-    assert_close(mine, reference_attention(q, keys, values, 32**-0.5))
+    ours = lesson.grouped_attention(q, keys, values)
+    assert_close(unified_attention(q, *caches, starts, lengths, table, 32**-0.5), ours.double())
+    assert_close(ours, reference_attention(q, keys, values, 32**-0.5))
 
 
 def test_the_rule_of_replication_is_the_engines():
-    """A rank's share of the heads in the loader, and the heads that the lesson gives it, for all that divides."""
+    """The loader's share of the heads is the lesson's, for all numbers that divide."""
     for heads in (1, 2, 4, 8):
         config = ModelConfig.from_dict({**CONFIGS["Qwen/Qwen3-8B"], "num_key_value_heads": heads})
         for tp in (1, 2, 4, 8, 16):
@@ -121,19 +119,13 @@ def test_the_rule_of_replication_is_the_engines():
         lesson.kv_heads_of_rank(0, 3, 8)
 
 
-def test_bytes_are_counted_as_the_engine_counts_them():
-    for name in report.MODELS:
-        config = known_model(name)
-        assert 2 * config.num_hidden_layers * lesson.cached_per_token(config) == kv_bytes_per_token(config, "bfloat16")
-
-
 def test_both_forms_of_latent_attention_agree():
     case = report.latent_case({"heads": 5, "rank": 24, "rope": 8, "nope": 12, "v": 20}, 30, torch.float64)
     assert torch.allclose(lesson.plain_attention(*case), lesson.absorbed_attention(*case), atol=1e-12)
 
 
 def test_latents_are_attended_to_as_in_the_engine():
-    """The absorbed forms, the engine's over blocks that lie anywhere; and the lesson's plain form with the engine's."""
+    """The absorbed forms agree, the engine's over scattered blocks; so do the plain forms."""
     torch.manual_seed(3)
     shape, positions, blocks = {"heads": 6, "rank": 32, "rope": 16, "nope": 24, "v": 20}, 37, [4, 0, 2]
     q_nope, q_rope, latents, k_rope, w_uk, w_uv = case = report.latent_case(shape, positions, torch.float32)
@@ -147,8 +139,8 @@ def test_latents_are_attended_to_as_in_the_engine():
     q = torch.cat([up.absorb(q_nope[None]), q_rope[None]], dim=2)
     starts, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([positions], dtype=torch.int32)
     table, scale = torch.tensor([blocks], dtype=torch.int32), (24 + 16) ** -0.5
-    its = mla_attention(q, cache, starts, lengths, table, scale, kv_lora_rank=32)
-    assert_close(up.expand_values(its)[0], lesson.absorbed_attention(*case).double())
+    engine = mla_attention(q, cache, starts, lengths, table, scale, kv_lora_rank=32)
+    assert_close(up.expand_values(engine)[0], lesson.absorbed_attention(*case).double())
     plain = plain_attention(q_nope[None], q_rope[None], latents, k_rope, up, scale)
     assert_close(plain[0], lesson.plain_attention(*case).double())
 
@@ -180,8 +172,8 @@ def test_a_pooled_checkpoint_loads_and_equal_heads_lose_nothing(tmp_path):
         return config.num_key_value_heads, model.compute_logits(model(tokens, positions, attend))
 
     with torch.inference_mode():
-        (one, first), (two, second), (last, third) = (logits(folder) for folder in (alike, doubled, again))
-    assert (one, two, last) == (1, 2, 1)
+        (each, first), (two, second), (last, third) = (logits(folder) for folder in (alike, doubled, again))
+    assert (each, two, last) == (1, 2, 1)
     assert torch.allclose(first, second, atol=1e-4)
     assert torch.equal(first, third)
     with pytest.raises(MinivllmError, match="2 KV heads cannot be pooled into 3"):
@@ -192,7 +184,7 @@ def test_a_pooled_checkpoint_loads_and_equal_heads_lose_nothing(tmp_path):
 
 
 def test_absorption_by_hand():
-    """The example of the text: two heads, latents of two numbers, three tokens' keys never made."""
+    """Follow the text's example of absorption, with latents of two numbers."""
     latents = torch.tensor([[3.0, 1.0], [1.0, 1.0]])
     w_uk = torch.tensor([[[1.0, 0.0], [1.0, 1.0]]])
     w_uv = torch.tensor([[[2.0, 0.0], [0.0, 1.0]]])
@@ -212,7 +204,7 @@ def test_absorption_by_hand():
 
 
 def test_the_figures_of_the_text():
-    """Bytes, operations for each byte, and operations of both forms: counted from the models' shapes."""
+    """Count bytes and operations from the models' shapes."""
     llama, deepseek = known_model("Llama-3.1-8B"), known_model("DeepSeek-V3")
     assert kv_bytes_per_token(llama, "bfloat16") == 128 * 1024
     assert lesson.decode_flops_per_byte(llama) == 4
@@ -226,32 +218,46 @@ def test_the_figures_of_the_text():
 
 
 def test_llama_2s_means_are_those_of_the_row_in_the_notes():
-    """Table 18 has eleven benchmarks; one alone may say the opposite of their mean."""
+    """A single one of table 18's eleven benchmarks may contradict their mean."""
     notes = (REPOSITORY / "lessons" / "notes" / "09_attention_heads.md").read_text()
     (row,) = [line for line in notes.splitlines() if "30B ablation models" in line]
-    scores = {form: [float(one) for one in row.split(form)[1].split(";")[0].strip(" |").split(",")] for form in FORMS}
-    assert {len(some) for some in scores.values()} == {11}
+    scores = {
+        form: [float(score) for score in row.split(form)[1].split(";")[0].strip(" |").split(",")] for form in FORMS
+    }
+    assert {len(each) for each in scores.values()} == {11}
     means = " | ".join(f"{sum(scores[form]) / 11:.1f}" for form in FORMS)
     assert f"mean of all eleven benchmarks | {means} |" in TEXT
 
 
 def test_the_opening_shows_the_embedded_models_heads():
     """Its attention weights are those that the model computes, to two digits."""
-    for found, shown in zip(opening.computed_weights(), opening.WEIGHTS, strict=True):
-        assert found == pytest.approx(shown, abs=0.006)
+    for computed, shown in zip(opening.computed_weights(), opening.WEIGHTS, strict=True):
+        assert computed == pytest.approx(shown, abs=0.006)
     assert len(opening.frames()) == len(opening.CAPTIONS)
 
 
 def test_the_table_of_siblings_is_what_their_training_recorded():
-    """Models that kept fewer numbers of a token are no better, by the mean of their seeds; the table has every loss."""
+    """Siblings that keep fewer numbers of a token are no better, by the mean of their seeds."""
     record = json.loads((REPOSITORY / "benchmarks" / "results" / "attention_siblings.cpu.json").read_text())["figures"]
-    page = PAGE.read_text()
-    assert put_between_marks(page, "siblings", report.siblings_table(record)) == page
-    means = [record[f"tiny-python-{name}"]["held_out_loss_mean"] for name in ("mha", "gqa", "mqa")]
+    siblings = {name: record[f"tiny-python-{name}"] for name in ("mha", "gqa", "mqa", "mla")}
+    shown = PAGE.read_text().partition("<!-- siblings -->")[2].splitlines()
+    mha = siblings["mha"]["held_out_loss_of_seed"]
+    for (name, sibling), line in zip(siblings.items(), shown[3:], strict=False):
+        losses = sibling["held_out_loss_of_seed"]
+        _, words, kept, parameters, by_seed, above, _ = (cell.strip() for cell in line.split("|"))
+        assert words.startswith(name.upper())
+        assert kept == str(sibling["cached_numbers_per_token_and_layer"])
+        assert parameters == f"{sibling['parameters']:,}"
+        assert by_seed == ", ".join(f"{loss:.2f}" for loss in losses.values())
+        differences = [loss - mha[seed] for seed, loss in losses.items()]
+        if name != "mha":
+            mean = sum(differences) / len(differences)
+            assert above == f"{mean:+.2f} ({min(differences):+.2f} to {max(differences):+.2f})"
+    means = [siblings[name]["held_out_loss_mean"] for name in ("mha", "gqa", "mqa")]
     assert means == sorted(means)
-    assert len({one["tokens_seen"] for one in record.values()}) == 1
-    sizes = [one["parameters"] for one in record.values()]
-    assert max(sizes) < 1.001 * min(sizes), "they are compared at as many parameters"
+    assert len({sibling["tokens_seen"] for sibling in record.values()}) == 1
+    sizes = [sibling["parameters"] for sibling in record.values()]
+    assert max(sizes) < 1.001 * min(sizes), "they are compared at the same number of parameters"
 
 
 def test_no_answer_of_the_exercise_stands_before_it():
@@ -266,7 +272,7 @@ def test_no_answer_of_the_exercise_stands_before_it():
 
 @pytest.mark.usefixtures("warm_processes")
 def test_quick_run(tmp_path):
-    """Counts hold whatever the machine does; two ranks keep a lone KV head twice, and say the same."""
+    """Two ranks keep a single KV head twice, and generate the same tokens."""
     figures = figures_of_quick_run("09", tmp_path)
     assert figures["models"]["models"]["Meta-Llama-3-70B"]["kib"] == 320
     assert figures["shared"]["by_kv_heads"]["1"]["less"] == 32
@@ -296,7 +302,7 @@ def test_bad_input_gets_one_line(arguments, about):
 
 MISTAKES = {
     ("grouped_attention", "q.reshape(queries, kv_heads, heads // kv_heads, head_dim)"): {
-        "groups tiled": "q.reshape(queries, heads // kv_heads, kv_heads, head_dim).transpose(1, 2)",
+        "groups tiled": "q.reshape(queries, heads // kv_heads, kv_heads, head_dim).transpose(1, 2)"
     },
     ("grouped_attention", "torch.einsum('qkgd,pkd->kgqp', grouped, keys)"): {
         "keys for each head": (
@@ -313,16 +319,14 @@ MISTAKES = {
             "values.numpy().repeat(heads // kv_heads, 1)).reshape(positions, kv_heads, -1, head_dim))"
         ),
     },
-    ("grouped_attention", "return ..."): {
-        "empties the cache": "found = ...\nkeys.zero_()\nreturn found",
-    },
+    ("grouped_attention", "return ..."): {"empties the cache": "found = ...\nkeys.zero_()\nreturn found"},
     ("grouped_attention", "grouped = ..."): {
-        "a window of 300": "grouped = ...\nif positions > 300 + queries:\n    keys[: positions - 300] = 0",
+        "a window of 300": "grouped = ...\nif positions > 300 + queries:\n    keys[: positions - 300] = 0"
     },
     ("grouped_attention", "scores.masked_fill(ahead, -math.inf).softmax(dim=-1)"): {
         "weights of another type": (
             "scores.masked_fill(ahead, -math.inf).softmax(-1, torch.promote_types(q.dtype, torch.float32))"
-        ),
+        )
     },
     ("grouped_attention", "math.sqrt(head_dim)"): {
         "not scaled": "1.0",
@@ -364,9 +368,7 @@ MISTAKES = {
             "torch.cat([torch.einsum('hn,phn->hp', q_nope, torch.einsum('pr,hnr->phn', latents[:len(latents) // 4], "
             "w_uk)), q_latent @ latents[len(latents) // 4:].T], dim=1) + q_rope @ k_rope.T"
         ),
-        "makes a head's keys": (
-            "torch.stack([(latents @ w.T) @ q for q, w in zip(q_nope, w_uk)]) + q_rope @ k_rope.T"
-        ),
+        "makes a head's keys": "torch.stack([(latents @ w.T) @ q for q, w in zip(q_nope, w_uk)]) + q_rope @ k_rope.T",
     },
     ("absorbed_attention", "math.sqrt(q_nope.shape[1] + q_rope.shape[1])"): {
         "divides by the rank's root": "math.sqrt(latents.shape[1] + q_rope.shape[1])",
@@ -387,11 +389,9 @@ MISTAKES = {
         "one head's w_uv": "(weights @ latents) @ w_uv[0].T",
     },
     ("absorbed_attention", "weights = ..."): {
-        "softmax over heads": "weights = ...\nweights = weights.log().softmax(dim=0)",
+        "softmax over heads": "weights = ...\nweights = weights.log().softmax(dim=0)"
     },
-    ("absorbed_attention", "return ..."): {
-        "empties the latents": "found = ...\nlatents.zero_()\nreturn found",
-    },
+    ("absorbed_attention", "return ..."): {"empties the latents": "found = ...\nlatents.zero_()\nreturn found"},
     ("kv_heads_of_rank", "if num_kv_heads % tp and tp % num_kv_heads: ..."): {
         "divides whatever it is": "",
         "no replication": "if num_kv_heads % tp: raise ValueError('uneven')",
@@ -415,18 +415,16 @@ MISTAKES = {
         "one too few": "range(rank * share, (rank + 1) * share - 1)",
         "from the rank on": "range(rank, rank + share)",
     },
-    ("kv_heads_of_rank", "num_kv_heads // tp"): {
-        "16 heads at most": "min(16, num_kv_heads) // tp",
-    },
+    ("kv_heads_of_rank", "num_kv_heads // tp"): {"16 heads at most": "min(16, num_kv_heads) // tp"},
     ("scores_kernel", "kv_head * GROUP + row"): {
         "step 1: the first group's rows": "row",
         "step 1: rows dealt round": "row * tl.num_programs(0) + kv_head",
     },
     ("scores_kernel", "tl.load(q + head[:, None] * HEAD_DIM + column[None, :], mask=real, other=0.0)"): {
-        "step 1: rows without a mask": "tl.load(q + head[:, None] * HEAD_DIM + column[None, :])",
+        "step 1: rows without a mask": "tl.load(q + head[:, None] * HEAD_DIM + column[None, :])"
     },
     ("scores_kernel", "tl.load(keys + at, mask=there, other=0.0)"): {
-        "step 1: tokens without a mask": "tl.load(keys + at)",
+        "step 1: tokens without a mask": "tl.load(keys + at)"
     },
     ("scores_kernel", "real & (token < tokens)[None, :]"): {
         "step 1: stores beyond the group": "(row < ROWS)[:, None] & (token < tokens)[None, :]",
@@ -437,56 +435,48 @@ MISTAKES = {
         "step 1: one KV head": "token[:, None] * tl.num_programs(0)",
     },
     ("scores_kernel", "tl.program_id(1) * TILE + tl.arange(0, TILE)"): {
-        "step 1: the first tile only": "tl.arange(0, TILE)",
+        "step 1: the first tile only": "tl.arange(0, TILE)"
     },
-    ("scores_kernel", "found = ..."): {
+    ("scores_kernel", "products = ..."): {
         "step 1: a load for each row": (
-            "found = tl.zeros([ROWS, TILE], tl.float32)\n"
-            "for one in range(GROUP):\n"
+            "products = tl.zeros([ROWS, TILE], tl.float32)\n"
+            "for place in range(GROUP):\n"
             "    again = tl.load(keys + at, mask=there, other=0.0)\n"
             "    product = tl.dot(queries, tl.trans(again), input_precision='ieee')\n"
-            "    found += tl.where((row == one)[:, None], product, 0.0)"
-        ),
+            "    products += tl.where((row == place)[:, None], product, 0.0)"
+        )
     },
-    ("group_kernel", "tl.where((token < tokens)[None, :], found, -float('inf'))"): {
-        "step 2: what is not there counts": "found",
-        "step 2: what is not there is zero": "tl.where((token < tokens)[None, :], found, 0.0)",
-        "step 2: what is not there is -10,000": "tl.where((token < tokens)[None, :], found, -1e4)",
+    ("group_kernel", "tl.where((token < tokens)[None, :], scores, -float('inf'))"): {
+        "step 2: what is not there counts": "scores",
+        "step 2: what is not there is zero": "tl.where((token < tokens)[None, :], scores, 0.0)",
+        "step 2: what is not there is -10,000": "tl.where((token < tokens)[None, :], scores, -1e4)",
     },
-    ("group_kernel", "start + tl.arange(0, TILE)"): {
-        "step 2: tiles of 16": "start + tl.arange(0, 16)",
-    },
+    ("group_kernel", "start + tl.arange(0, TILE)"): {"step 2: tiles of 16": "start + tl.arange(0, 16)"},
     ("group_kernel", "tl.full([ROWS], -float('inf'), tl.float32)"): {
         "step 2: the maximum begins at 0": "tl.zeros([ROWS], tl.float32)",
         "step 2: the maximum begins at -100": "tl.full([ROWS], -100.0, tl.float32)",
     },
     ("group_kernel", "tl.dot(queries, tl.trans(key), input_precision='ieee') * scale"): {
-        "step 2: without the scale": "tl.dot(queries, tl.trans(key), input_precision='ieee')",
+        "step 2: without the scale": "tl.dot(queries, tl.trans(key), input_precision='ieee')"
     },
     ("group_kernel", "l * keep + tl.sum(weights, axis=1)"): {
         "step 2: the sum is not corrected": "l + tl.sum(weights, axis=1)",
         "step 2: the last tile's sum": "tl.sum(weights, axis=1)",
     },
-    ("group_kernel", "result * keep[:, None]"): {
-        "step 2: the result is not corrected": "result",
-    },
-    ("group_kernel", "tl.maximum(m, tl.max(found, axis=1))"): {
-        "step 2: the tile's maximum": "tl.max(found, axis=1)",
+    ("group_kernel", "result * keep[:, None]"): {"step 2: the result is not corrected": "result"},
+    ("group_kernel", "tl.maximum(m, tl.max(scores, axis=1))"): {
+        "step 2: the tile's maximum": "tl.max(scores, axis=1)",
         "step 2: no maximum": "m * 0.0",
-        "step 2: a maximum for all rows": "tl.maximum(m, tl.max(found))",
+        "step 2: a maximum for all rows": "tl.maximum(m, tl.max(scores))",
     },
-    ("group_kernel", "result / l[:, None]"): {
-        "step 2: not divided": "result",
-    },
-    ("group_kernel", "range(0, tokens, TILE)"): {
-        "step 2: whole tiles only": "range(0, tokens // TILE * TILE, TILE)",
-    },
+    ("group_kernel", "result / l[:, None]"): {"step 2: not divided": "result"},
+    ("group_kernel", "range(0, tokens, TILE)"): {"step 2: whole tiles only": "range(0, tokens // TILE * TILE, TILE)"},
     ("decode_kernel", "tl.full([ROWS], -float('inf'), tl.float32)"): {
-        "step 3: the maximum begins at 0": "tl.zeros([ROWS], tl.float32)",
+        "step 3: the maximum begins at 0": "tl.zeros([ROWS], tl.float32)"
     },
-    ("decode_kernel", "tl.maximum(m, tl.max(found, axis=1))"): {
-        "step 3: the tile's maximum": "tl.max(found, axis=1)",
-        "step 3: a maximum for all rows": "tl.maximum(m, tl.max(found))",
+    ("decode_kernel", "tl.maximum(m, tl.max(scores, axis=1))"): {
+        "step 3: the tile's maximum": "tl.max(scores, axis=1)",
+        "step 3: a maximum for all rows": "tl.maximum(m, tl.max(scores))",
     },
     ("decode_kernel", "part * HEADS // GROUP"): {
         "step 3: a program is a KV head": "part",
@@ -497,24 +487,20 @@ MISTAKES = {
         "step 3: the first request's rows": "(part * HEADS + row)[:, None]",
     },
     ("decode_kernel", "request * slots * KV_HEADS + part * HEADS // GROUP"): {
-        "step 3: the first request's keys": "part * HEADS // GROUP",
+        "step 3: the first request's keys": "part * HEADS // GROUP"
     },
     ("decode_kernel", "(row < HEADS)[:, None] & in_head"): {
         "step 3: rows of the whole group": "(row < GROUP)[:, None] & in_head",
         "step 3: no mask over the head": "(row < HEADS)[:, None]",
     },
-    ("decode_kernel", "tl.maximum(l, 1e-30)[:, None]"): {
-        "step 3: a sum of nothing": "l[:, None]",
-    },
-    ("decode_kernel", "range(0, length, TILE)"): {
-        "step 3: all slots": "range(0, slots, TILE)",
-    },
+    ("decode_kernel", "tl.maximum(l, 1e-30)[:, None]"): {"step 3: a sum of nothing": "l[:, None]"},
+    ("decode_kernel", "range(0, length, TILE)"): {"step 3: all slots": "range(0, slots, TILE)"},
     ("decode_kernel", "(token < length)[:, None] & in_head"): {
         "step 3: reads beyond the request": "(token < slots)[:, None] & in_head",
         "step 3: keys without a mask over the head": "(token < length)[:, None]",
     },
-}  # fmt: skip
-"""(function, what stands there): the name of each mistake, and what stands there then."""
+}
+"""The mistakes: by function and piece of code, the name of each and what replaces the piece."""
 
 MUTANTS = {name: (*place, wrong) for place, mistakes in MISTAKES.items() for name, wrong in mistakes.items()}
 
@@ -544,8 +530,8 @@ test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests(
 
 
 @pytest.mark.interpreted
-def test_heads_that_are_dealt_round_are_told():
-    """Query head h asks KV head h % kv_heads: what `repeat` makes of the keys, in place of `repeat_interleave`."""
+def test_interleaved_heads_get_a_hint():
+    """With `repeat` in place of `repeat_interleave`, query head h uses KV head h % kv_heads."""
 
     def dealt(q, keys, values):
         times = q.shape[1] // keys.shape[1]
@@ -556,7 +542,6 @@ def test_heads_that_are_dealt_round_are_told():
 
 
 def test_the_engine_runs_with_the_learners_attention():
-    """The same tokens in the same steps."""
     plugged = plug_of("09")(load(script_path("09")))
     yours, ours = (serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
     assert (yours.token_ids, yours.steps, yours.rows) == (ours.token_ids, ours.steps, ours.rows)

@@ -27,29 +27,29 @@ def steps(*requests: SimulatedRequest, cache: CacheConfig = CACHE, **more) -> li
     return simulate(requests, config(**more), cache, COST, scheduler=MAKE).steps
 
 
-def test_whoever_waits_goes_before_those_who_run():
+def test_waiting_requests_go_before_running_ones():
     chat, late = SimulatedRequest(2, 4), SimulatedRequest(12, 2, arrival=1.5)
     assert [step.scheduled for step in steps(chat, late)] == [{"0": 2}, {"0": 1}, {"1": 12}, {"0": 1, "1": 1}, {"0": 1}]
 
 
 def test_whole_prompts_share_a_step_while_they_fit():
-    """The third would be cut: it waits for a step of its own, and those who run wait for it."""
-    found = steps(SimulatedRequest(8, 3), SimulatedRequest(8, 3), SimulatedRequest(5, 3))
-    assert [step.scheduled for step in found[:3]] == [{"0": 8, "1": 8}, {"2": 5}, {"0": 1, "1": 1, "2": 1}]
+    """The third prompt would be cut, so it gets a step of its own, and the running requests wait for it."""
+    first = steps(SimulatedRequest(8, 3), SimulatedRequest(8, 3), SimulatedRequest(5, 3))[:3]
+    assert [step.scheduled for step in first] == [{"0": 8, "1": 8}, {"2": 5}, {"0": 1, "1": 1, "2": 1}]
 
 
-def test_without_room_for_whoever_waits_it_decodes():
+def test_without_room_for_a_waiting_request_it_decodes():
     tight = CacheConfig(num_gpu_blocks=4, block_size=4, enable_prefix_caching=False)
-    found = steps(SimulatedRequest(8, 3), SimulatedRequest(8, 2), cache=tight)
-    assert [list(step.scheduled) for step in found] == [["0"], ["0"], ["0"], ["1"], ["1"]]
+    run = steps(SimulatedRequest(8, 3), SimulatedRequest(8, 2), cache=tight)
+    assert [list(step.scheduled) for step in run] == [["0"], ["0"], ["0"], ["1"], ["1"]]
     assert len(steps(SimulatedRequest(8, 3), SimulatedRequest(8, 2), max_num_seqs=1)) == 5
 
 
-def test_everybody_ends_though_memory_is_short():
+def test_all_requests_end_though_memory_is_short():
     tight = CacheConfig(num_gpu_blocks=6, block_size=4, enable_prefix_caching=False)
     run = simulate([SimulatedRequest(4, 10)] * 3, config(), tight, COST, scheduler=MAKE)
     assert run.num_preemptions
-    assert [len(one.token_times) for one in run.requests] == [10, 10, 10]
+    assert [len(request.token_times) for request in run.requests] == [10, 10, 10]
 
 
 def test_a_prompt_that_would_have_to_be_cut_is_refused():

@@ -1,4 +1,4 @@
-"""Lesson 10's widget says of every budget what closed formulas say, and notes gaps as a plain simulation has them."""
+"""Lesson 10's widget agrees with closed formulas for every budget, and with a plain simulation's gaps."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ from widgets.chunked_prefill.state import BUDGETS
 
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch):
-    """Of a few requests, for many settings."""
+    """Run few requests, for many settings."""
     runs.experiment.cache_clear()
     monkeypatch.setattr(runs, "COUNTED", 16)
     monkeypatch.setattr(runs, "AFTER", 6)
@@ -29,7 +29,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch):
 
 
 def here(**knobs) -> widget.State:
-    """The first state that knows what becomes of the reader's own budget."""
+    """Return the first state that knows the result of the reader's own budget."""
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
@@ -54,9 +54,9 @@ SETTINGS = [
 
 
 def most_rate(serving: runs.Serving, budget: int) -> float:
-    """Requests a second if steps had no attention, and were as large as is best."""
+    """Return the requests a second of steps without attention, at the best size."""
     best = max(size / serving.cost.seconds(StepShape(1, size, size, 0)) for size in range(16, budget + 1, 16))
-    return best / statistics.mean(one.total for one in serving.lengths)
+    return best / statistics.mean(each.total for each in serving.lengths)
 
 
 def alone(serving: runs.Serving, budget: int) -> float:
@@ -66,7 +66,7 @@ def alone(serving: runs.Serving, budget: int) -> float:
 
 
 def longest_step(serving: runs.Serving, budget: int) -> float:
-    """Seconds of a step whose tokens all stand at the end of the longest contexts."""
+    """Return the time of a step whose tokens are all at the end of the longest contexts."""
     others = min(runs.PLACES, budget) - 1
     shape = [(budget - others, serving.longest), *[(1, serving.longest)] * others]
     return serving.cost.seconds(StepShape.of(shape))
@@ -74,22 +74,22 @@ def longest_step(serving: runs.Serving, budget: int) -> float:
 
 @pytest.mark.usefixtures("short_runs")
 def test_no_verdict_contradicts_the_formulas():
-    """Of 210 settings: more than any steps can do, or longer than alone, is broken; what no step takes is no stall."""
+    """Check 210 settings: overload and a prompt too slow alone are broken; a gap that no step takes is no stall."""
     assert len(SETTINGS) >= 200
     said = Counter()
     for knobs in SETTINGS:
         state = here(**knobs)
-        found, serving, budget = widget.verdict(state), state.serving, state.budget
-        said[found.tone] += 1
+        result, serving, budget = widget.verdict(state), state.serving, state.budget
+        said[result.tone] += 1
         if state.refused:
-            assert "does not start" in found.words
+            assert "does not start" in result.words
             continue
         causes = state.causes(budget)
-        assert (found.tone == "broken") == bool(causes)
+        assert (result.tone == "broken") == bool(causes)
         if state.serving.load > most_rate(serving, budget):
             said["queue"] += 1
             assert "queue" in causes, knobs
-            assert "queue up" in found.words
+            assert "queue up" in result.words
         if alone(serving, budget) > state.ttft:
             said["alone"] += 1
             assert {"queue", "chunks"} & set(causes), knobs
@@ -102,14 +102,14 @@ def test_no_verdict_contradicts_the_formulas():
             said["long steps"] += 1
             assert "stall" in causes, knobs
         if "stall" in causes:
-            assert f"{widget.share(state.points[budget].stalled(state.gap))} of the clients" in found.words
+            assert f"{widget.share(state.points[budget].stalled(state.gap))} of the clients" in result.words
         if not causes:
-            assert widget.seconds(state.first(budget)) in found.words
-    assert min(said[one] for one in ("fine", "broken", "queue", "alone", "short steps", "long steps")) >= 20, said
+            assert widget.seconds(state.first(budget)) in result.words
+    assert min(said[each] for each in ("fine", "broken", "queue", "alone", "short steps", "long steps")) >= 20, said
 
 
 def made_of(step: StepRecord, serving: runs.Serving) -> Counter:
-    """Tokens by their kind. A decode has one token, and no prompt here leaves one for a step of its own."""
+    """Count tokens by kind. A decode has one token, and no prompt here leaves a single token for a step."""
     made = Counter(long=0, chat=0, decodes=0)
     for key, tokens in step.scheduled.items():
         kind = "long" if serving.lengths[int(key)].prompt_tokens > runs.CHAT else "chat"
@@ -129,19 +129,19 @@ def made_of(step: StepRecord, serving: runs.Serving) -> Counter:
     ],
 )
 def test_gaps_and_first_tokens_are_those_of_a_plain_simulation(knobs: dict):
-    """Step by step to the last digit; many alike at a time, as widgets run it, within a hundredth."""
+    """Single steps agree exactly; stretches of similar steps, as the widget runs them, within one percent."""
     state = here(**knobs)
     serving, budget = state.serving, state.budget
     engine = serving.scheduler(budget, None)
     work = [
-        SimulatedRequest(one.prompt_tokens, one.output_tokens, at)
-        for one, at in zip(serving.lengths, serving.arrivals, strict=True)
+        SimulatedRequest(each.prompt_tokens, each.output_tokens, at)
+        for each, at in zip(serving.lengths, serving.arrivals, strict=True)
     ]
     plain = simulate(work, engine.config, engine.cache_config, serving.cost, scheduler=lambda *_: engine)
     seen = plain.requests[: runs.COUNTED]
-    gaps = [gap for one in seen for gap in one.itls]
-    longest = [max(one.itls) for one in seen]
-    long = [one.ttft for one, spec in zip(seen, work, strict=False) if spec.prompt_tokens > runs.CHAT]
+    gaps = [gap for each in seen for gap in each.itls]
+    longest = [max(each.itls) for each in seen]
+    long = [each.ttft for each, spec in zip(seen, work, strict=False) if spec.prompt_tokens > runs.CHAT]
 
     one_by_one = runs.Experiment(serving, None, True)
     list(one_by_one.runs.run(budget))
@@ -150,10 +150,10 @@ def test_gaps_and_first_tokens_are_those_of_a_plain_simulation(knobs: dict):
     assert exact.longest == pytest.approx(sorted(longest))
     assert exact.long_ttft == pytest.approx(sorted(long))
     low, high = serving.window
-    steps = [one for one in plain.steps if one.start + one.seconds > low and one.start < high]
-    made = [made_of(one, serving) for one in steps]
-    assert [Counter(long=one.long, chat=one.chat, decodes=one.decodes) for one in exact.strip] == made
-    assert [one.start for one in exact.strip] == pytest.approx([one.start for one in steps])
+    steps = [each for each in plain.steps if each.start + each.seconds > low and each.start < high]
+    made = [made_of(each, serving) for each in steps]
+    assert [Counter(long=each.long, chat=each.chat, decodes=each.decodes) for each in exact.strip] == made
+    assert [each.start for each in exact.strip] == pytest.approx([each.start for each in steps])
 
     point = state.points[budget]
     for share in (0.9, 1.0):  # half the clients may be on either side of a stall
@@ -327,7 +327,7 @@ CAPPED = {"threshold": 512, "budget": 4096, "load": 5.0}
 def test_the_right_caps_change_nothing(part: str, knobs: dict):
     yours, ours = here(**knobs, **{part: RIGHT[part]}), here(**knobs)
     assert yours.like_the_engine
-    point, engine = (one.points[one.budget] for one in (yours, ours))
+    point, engine = (each.points[each.budget] for each in (yours, ours))
     assert point.longest_gap(0.9) == pytest.approx(engine.longest_gap(0.9), rel=0.01)
     assert widget.verdict(yours).tone == widget.verdict(ours).tone
 
@@ -340,10 +340,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_caps_that_do_otherwise_are_told_so(name: str):
-    found = widget.verdict(here(**CAPPED, **WRONG[name]))
-    assert found.tone == "broken"
-    assert found.words.startswith("Your functions make other steps")
+def test_wrong_caps_are_reported(name: str):
+    result = widget.verdict(here(**CAPPED, **WRONG[name]))
+    assert result.tone == "broken"
+    assert result.words.startswith("Your functions make other steps")
 
 
 def endless(*_) -> int:
@@ -351,7 +351,7 @@ def endless(*_) -> int:
         pass
 
 
-@pytest.mark.parametrize(("own", "about"), [(lambda *_: 0, "your chunk_limit says 0"), (endless, "never end")])
+@pytest.mark.parametrize(("own", "about"), [(lambda *_: 0, "your chunk_limit returns 0"), (endless, "never end")])
 def test_caps_that_cannot_be_carried_out_are_refused(own, about: str, monkeypatch: pytest.MonkeyPatch):
     if about == "never end":
         monkeypatch.setattr("widgets.shell.swept.PATIENCE", 0.3)

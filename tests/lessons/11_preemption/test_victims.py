@@ -1,4 +1,4 @@
-"""Rules for victims, and swap: who goes, what is computed again, and that nobody is lost."""
+"""Rules for the preemption victim, and swap: who is preempted, what is recomputed, and that all requests end."""
 
 import itertools
 import random
@@ -16,7 +16,9 @@ from minivllm_lab.preemption.victims import RULES, SwapSpace, victim_rule
 BLOCK = 4
 
 
-def made(victim: str, blocks: int, swap: SwapSpace | None = None, policy: str = "fcfs", budget: int = 64) -> Scheduler:
+def scheduler_with(
+    victim: str, blocks: int, swap: SwapSpace | None = None, policy: str = "fcfs", budget: int = 64
+) -> Scheduler:
     config = SchedulerConfig(max_model_len=32, max_num_seqs=8, max_num_batched_tokens=budget, policy=policy)
     cache = CacheConfig(num_gpu_blocks=1 + blocks, block_size=BLOCK, enable_prefix_caching=False)
     rule = victim_rule(victim)
@@ -24,7 +26,7 @@ def made(victim: str, blocks: int, swap: SwapSpace | None = None, policy: str = 
 
 
 def step(scheduler: Scheduler) -> tuple[int, set[str]]:
-    """One step in which everybody who has caught up samples; the tokens computed, and who was preempted."""
+    """Run a step and sample for each request that has caught up; return computed tokens and preempted requests."""
     output = scheduler.schedule()
     live = scheduler.requests
     sampled = {
@@ -35,8 +37,8 @@ def step(scheduler: Scheduler) -> tuple[int, set[str]]:
 
 
 def first_victim(victim: str, policy: str = "fcfs") -> str:
-    """Of three requests that fill a pool of 8 blocks: a has 1 token and much to come, b has most, c has 2 to come."""
-    scheduler = made(victim, 8, policy=policy)
+    """Return which of three requests is preempted first: a has most tokens to come, b most blocks, c fewest to come."""
+    scheduler = scheduler_with(victim, 8, policy=policy)
     for name, prompt, answer, priority in (("a", 4, 24, 1), ("b", 14, 9, 2), ("c", 8, 6, 0)):
         scheduler.add_request(Request(name, [1] * prompt, max_tokens=answer, arrival_time=ord(name), priority=priority))
     for _ in range(20):
@@ -61,9 +63,9 @@ def test_without_a_rule_the_policy_decides():
 
 
 def run(victim: str, swap: SwapSpace | None, seed: int, budget: int) -> tuple[Scheduler, list[Request], int, list[int]]:
-    """Random requests in a pool that is too small; the scheduler, they, tokens computed, blocks out and back."""
+    """Run random requests in a small pool; return scheduler, requests, computed tokens, blocks copied out and back."""
     draw = random.Random(seed)
-    scheduler = made(victim, 10, swap, budget=budget)
+    scheduler = scheduler_with(victim, 10, swap, budget=budget)
     requests = [Request(str(index), [1] * draw.randint(1, 12), max_tokens=draw.randint(1, 20)) for index in range(16)]
     for request in requests:
         scheduler.add_request(request)
@@ -81,13 +83,13 @@ def run(victim: str, swap: SwapSpace | None, seed: int, budget: int) -> tuple[Sc
 
 @pytest.mark.parametrize("swaps", [False, True])
 @pytest.mark.parametrize("victim", ["", *RULES])
-def test_all_is_computed_once_and_what_is_lost_once_more(victim: str, swaps: bool):
+def test_tokens_are_computed_once_and_again_only_if_lost(victim: str, swaps: bool):
     preempted = 0
     for seed, budget in itertools.product(range(12), (64, 8)):
         swap = SwapSpace(BLOCK) if swaps else None
         scheduler, requests, computed, copied = run(victim, swap, seed, budget)
-        assert all(one.num_output_tokens == one.max_tokens for one in requests)
-        useful = sum(one.num_tokens - 1 for one in requests)
+        assert all(each.num_output_tokens == each.max_tokens for each in requests)
+        useful = sum(each.num_tokens - 1 for each in requests)
         assert computed == useful + scheduler.num_recomputed_tokens
         preempted += scheduler.num_preemptions
         assert copied[0] == copied[1], "what goes out comes back"
@@ -100,7 +102,7 @@ def test_all_is_computed_once_and_what_is_lost_once_more(victim: str, swaps: boo
 
 def test_a_swap_copies_the_blocks_of_what_was_computed():
     swap = SwapSpace(BLOCK)
-    scheduler = made("last in", 4, swap)
+    scheduler = scheduler_with("last in", 4, swap)
     for name in "ab":
         scheduler.add_request(Request(name, [1] * 6, max_tokens=6))
     copied = []
@@ -108,9 +110,9 @@ def test_a_swap_copies_the_blocks_of_what_was_computed():
         step(scheduler)
         copied.append(swap.take_copied_blocks())
     # Both have 8 tokens in 2 blocks each when a needs a third one; b goes with 8 computed tokens.
-    assert [one for one in copied if any(one)] == [(2, 0), (0, 2)]
+    assert [each for each in copied if any(each)] == [(2, 0), (0, 2)]
 
 
-def test_a_rule_that_nobody_knows_is_refused():
+def test_an_unknown_rule_is_refused():
     with pytest.raises(MinivllmError, match="victim is one of last in"):
         victim_rule("random")

@@ -34,14 +34,14 @@ def test_every_way_is_right(name, way, device):
     torch.manual_seed(len(name))
     case = report.lora_case(*report.AWKWARD[name], torch.float32)
     expected = report.exact(case)
-    fresh = {key: one.clone().to(device) for key, one in case.items()}
+    fresh = {key: tensor.clone().to(device) for key, tensor in case.items()}
     WAYS[way](**fresh)
     assert_close(fresh["out"], expected)
     without = [token for token, slot in enumerate(case["token_slots"].tolist()) if slot < 0]
     assert torch.equal(fresh["out"][without].cpu(), case["out"][without])
 
 
-def test_nobody_has_an_adapter_and_nothing_is_launched():
+def test_without_adapters_nothing_is_launched():
     case = report.lora_case([-1, -1, -1], 8, 16, 16, torch.float32)
     before = case["out"].clone()
     for way in WAYS.values():
@@ -51,7 +51,7 @@ def test_nobody_has_an_adapter_and_nothing_is_launched():
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("slots", "tiles"), [([0] * 16, 1), ([0] * 17, 2), ([3, -1, 1, 3] * 5, 2)])
-def test_an_adapter_is_read_once_a_tile_and_nobody_races(slots, tiles):
+def test_an_adapter_is_read_once_a_tile_without_races(slots, tiles):
     case = report.lora_case(slots, 8, 40, 72, torch.float32)
     down, up = report.traced(lesson.by_sorting, case)
     assert not down.races + down.out_of_bounds + up.races + up.out_of_bounds
@@ -64,7 +64,7 @@ def test_an_adapter_is_read_once_a_tile_and_nobody_races(slots, tiles):
 
 @pytest.mark.parametrize("rank", [16, 64])
 def test_the_kernels_compile(rank):
-    """Llama-3's hidden size, with matrix instructions and wide loads."""
+    """They compile for Llama-3's hidden size, with matrix instructions and wide loads."""
     numbers, small = torch.zeros(8, 4096).bfloat16(), torch.zeros(8, rank)
     ints = torch.zeros(16, dtype=torch.int32)
     groups = {"order": ints, "active": ints, "starts": ints}
@@ -88,61 +88,61 @@ def test_the_kernels_agree_with_the_engines(name, backend):
     token_slots, *shape = report.AWKWARD[name]
     torch.manual_seed(len(name))
     case = report.lora_case(token_slots, *shape, torch.float32)
-    its = case["out"].clone()
-    report.engine_call(its, *(case[key] for key in ("x", "a", "b", "token_slots")), backend=backend)()
+    engine_out = case["out"].clone()
+    report.engine_call(engine_out, *(case[key] for key in ("x", "a", "b", "token_slots")), backend=backend)()
     lesson.by_sorting(**case)
-    assert_close(its, case["out"].double())
+    assert_close(engine_out, case["out"].double())
 
 
 def test_the_groups_are_the_engines():
     for seed in range(40):
         draw = random.Random(seed)
         slots = torch.tensor([draw.randint(-1, 4) for _ in range(draw.randint(1, 40))], dtype=torch.int32)
-        order, active, starts = (one.tolist() for one in lesson.group_tokens(slots))
+        order, active, starts = (numbers.tolist() for numbers in lesson.group_tokens(slots))
         meta = LoRAKernelMeta(40, 5, torch.device("cpu"))
         meta.prepare(slots.numpy())
         first = int((slots < 0).sum())
         assert meta.indices[first : len(slots)].tolist() == order
         assert meta.active[: meta.num_active].tolist() == active
-        assert [one - first for one in meta.starts[: meta.num_active].tolist()] == starts[:-1]
+        assert [start - first for start in meta.starts[: meta.num_active].tolist()] == starts[:-1]
         assert meta.counts[: meta.num_active].tolist() == [b - a for a, b in itertools.pairwise(starts)]
 
 
 @pytest.mark.interpreted
 def test_the_engines_kernels_stop_at_a_slots_own_rank_and_the_lessons_do_not():
-    """Behind rank 3 of 8 lies NaN: what is read of it shows."""
+    """The ranks after 3 of 8 hold NaN, which shows if they are read."""
     case = report.lora_case([0, 1, 0], 8, 16, 16, torch.float32)
     case["a"][:, 3:], case["b"][:, :, 3:] = math.nan, math.nan
     x, a, b, slots = (case[key] for key in ("x", "a", "b", "token_slots"))
     for backend in ("cpu", "triton"):
-        its = case["out"].clone()
-        report.engine_call(its, x, a, b, slots, rank=3, backend=backend)()
-        assert_close(its, report.exact({**case, "a": a[:, :3], "b": b[:, :, :3]}))
+        out = case["out"].clone()
+        report.engine_call(out, x, a, b, slots, rank=3, backend=backend)()
+        assert_close(out, report.exact({**case, "a": a[:, :3], "b": b[:, :, :3]}))
     lesson.by_sorting(**case)
     assert case["out"].isnan().all()
 
 
-def tried(slots, action: str, adapter: int) -> object:
-    """What an action returns, if that means something; or that it is refused."""
+def outcome(slots, action: str, adapter: int) -> object:
+    """Return the slot that `activate` returns, or "refused"."""
     try:
-        found = getattr(slots, action)(adapter)
+        slot = getattr(slots, action)(adapter)
     except MinivllmError:
         return "refused"
-    return found if action == "activate" else None
+    return slot if action == "activate" else None
 
 
 def test_slots_are_the_engines():
-    """Activations, removals and pins at random: the same adapter in each slot, the same refusals."""
+    """Random activations, removals and pins: the same adapter in each slot, the same refusals."""
     refused = 0
     for seed in range(40):
         draw, size = random.Random(seed), 1 + seed % 4
-        mine, its = lesson.AdapterSlots(size), AdapterSlots(size)
+        ours, engine = lesson.AdapterSlots(size), AdapterSlots(size)
         for _ in range(80):
             action, adapter = draw.choices(("activate", "deactivate", "pin"), (8, 3, 1))[0], draw.randint(1, 7)
-            found = tried(mine, action, adapter)
-            assert found == tried(its, action, adapter)
-            assert mine.slots == list(its.slots)
-            refused += found == "refused"
+            ended = outcome(ours, action, adapter)
+            assert ended == outcome(engine, action, adapter)
+            assert ours.slots == list(engine.slots)
+            refused += ended == "refused"
     assert refused > 20
 
 
@@ -153,12 +153,12 @@ def test_numbers_are_counted_as_the_engine_counts_them():
     for name in ("Llama-3.1-8B", "Llama-3.1-70B"):
         model = known_model(name)
         for rank in report.RANKS:
-            mine = model.num_hidden_layers * lesson.adapter_numbers(rank, linear_shapes(model).values())
-            assert mine == adapter_parameters(model, rank)
+            counted = model.num_hidden_layers * lesson.adapter_numbers(rank, linear_shapes(model).values())
+            assert counted == adapter_parameters(model, rank)
 
 
 def test_the_example_by_hand():
-    """The text's W, A and B, its token, and its groups."""
+    """Follow the text's example of W, A and B, and of its groups."""
     weight, x = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), torch.tensor([[1.0, 1.0, 1.0]])
     a, b = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[1.0], [3.0]])
     assert (b @ a).tolist() == [[1.0, 0.0, 2.0], [3.0, 0.0, 6.0]]
@@ -166,7 +166,7 @@ def test_the_example_by_hand():
     assert lesson.applied(x, weight, a, b).tolist() == [[4.0, 10.0]]
     assert (x @ lesson.merged(weight, a, b).T).tolist() == [[4.0, 10.0]]
     groups = lesson.group_tokens(torch.tensor([2, 0, -1, 2, 0, 2], dtype=torch.int32))
-    assert [one.tolist() for one in groups] == [[1, 4, 0, 3, 5], [0, 2], [0, 2, 5]]
+    assert [numbers.tolist() for numbers in groups] == [[1, 4, 0, 3, 5], [0, 2], [0, 2, 5]]
 
 
 # ---- slots and gate --------------------------------------------------------------------------------------------------
@@ -178,35 +178,35 @@ def requests_of(seed):
     return [("first", 0, 1, 0), *work], (draw.randint(1, 4), draw.randint(1, 6))
 
 
+engine_steps = next(check for check in checks_of("12") if check.__name__ == "check_prediction").__globals__["_steps"]
+
+
 def test_the_steps_are_the_engines():
-    """Who runs in each step, by the lesson's `serve` and by the engine's scheduler."""
-    steps = next(check for check in checks_of("12") if check.__name__ == "check_prediction").__globals__["_steps"]
+    """The lesson's `serve` and the engine's scheduler run the same requests in each step."""
     for seed in range(80):
         work, limits = requests_of(seed)
-        mine = [
-            [one.name for one in running]
-            for running, _ in lesson.serve([lesson.Request(*one) for one in work], *limits)
-        ]
-        right = steps(work, *limits)
-        assert mine == right[: len(mine)], seed
-        assert not any(right[len(mine) :])
+        steps = lesson.serve([lesson.Request(*each) for each in work], *limits)
+        ours = [[request.name for request in running] for running, _ in steps]
+        expected = engine_steps(work, *limits)
+        assert ours == expected[: len(ours)], seed
+        assert not any(expected[len(ours) :])
 
 
 def test_no_step_has_more_adapters_than_slots_and_all_are_served():
     for seed in range(60):
         work, (slots, places) = requests_of(seed)
         served = Counter()
-        for running, _ in lesson.serve([lesson.Request(*one) for one in work], slots, places):
-            assert len({one.adapter for one in running} - {0}) <= slots
+        for running, _ in lesson.serve([lesson.Request(*each) for each in work], slots, places):
+            assert len({request.adapter for request in running} - {0}) <= slots
             assert len(running) <= places
-            served.update(one.name for one in running)
+            served.update(request.name for request in running)
         assert served == {name: runs for name, _, runs, _ in work}
 
 
 def test_tiers_by_hand():
-    """Two slots over a host tier of three: what is copied, and what is read from disk."""
+    """Two slots above a host tier of three: count what is copied, and what is read from disk."""
     batches = [[1, 2, 0], [1, 2], [3], [1], [4], [2]]
-    # slots: 1 2 | 1 2 | 3 2 | 3 1 | 4 1 | 4 2 and 1 is gone; host: 1 2 3, 4 takes the place of 2
+    # slots: 1 2 | 1 2 | 3 2 | 3 1 | 4 1 | 4 2, where 1 is evicted; host: 1 2 3, then 4 evicts 2
     assert lesson.tiers(batches, 2, 3) == Counter({"used": 8, "copied": 6, "from disk": 5})
     assert lesson.tiers(batches, 4, 4) == Counter({"used": 8, "copied": 4, "from disk": 4})
 
@@ -219,16 +219,15 @@ def test_what_leaves_the_host_leaves_its_slot():
 @pytest.mark.parametrize(
     ("admit", "about"),
     [
-        (lambda *_: None, "your admit says None"),
-        (lambda running, waiting, *_: [len(waiting)], "indices into the"),
+        (lambda *_: None, "your admit returns None"),
+        (lambda running, waiting, *_: [len(waiting)], "a list of indices into"),
         (lambda running, waiting, *_: [0, 0], "places for"),
         (lambda running, waiting, *_: list(range(len(waiting))), "different adapters run, and there are 1 slots"),
     ],
 )
 def test_a_gate_that_cannot_be_is_one_line(admit, about):
-    steps = next(check for check in checks_of("12") if check.__name__ == "check_prediction").__globals__["_steps"]
     with pytest.raises(MinivllmError, match=about):
-        steps([("a", 1, 2, 0), ("b", 2, 2, 0)], 1, 4, learner_policy(admit))
+        engine_steps([("a", 1, 2, 0), ("b", 2, 2, 0)], 1, 4, learner_policy(admit))
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------
@@ -238,16 +237,13 @@ def test_quick_run(tmp_path):
     figures = figures_of_quick_run("12", tmp_path)
     assert figures["weighs"]["Llama-3.1-8B"]["16"] == 83_886_080
     counted = figures["counted"]
-    assert counted["loop"]["sixteen"] == {"launches": 32, "adapters_read": 16}
+    assert counted["loop"]["four"] == {"launches": 8, "adapters_read": 4}
     assert counted["bgmv"]["one adapter"] == {"launches": 2, "adapters_read": 16}
     assert counted["sorted"]["four"] == counted["sgmv"]["four"] == {"launches": 2, "adapters_read": 4}
-    assert [name for name, one in counted.items() if one["rows_copied"]] == ["sgmv"]
-    many = figures["thousand"]["adapters"]
-    assert [one["read"] for one in many.values()] == [one["wanted"] for one in many.values()], (
-        "read twice, or not at all"
-    )
-    assert all(one["wanted"] <= one["copied"] for one in many.values())
-    assert many["64"]["distinct"] > many["8"]["distinct"] > 1
+    assert [name for name, record in counted.items() if record["rows_copied"]] == ["sgmv"]
+    for record in figures["thousand"]["adapters"].values():
+        assert record["read"] == record["wanted"] <= record["copied"]
+    assert figures["thousand"]["adapters"]["64"]["distinct"] > figures["thousand"]["adapters"]["8"]["distinct"] > 1
     texts = figures["answers"]
     assert len(set(texts.values())) == len(texts) == 4
     shared = figures["shared"]
@@ -256,7 +252,7 @@ def test_quick_run(tmp_path):
     slots = figures["slots"]
     assert slots["1"]["waiting"] > slots["4"]["waiting"] > slots["16"]["waiting"] == 0
     assert slots["cold"]["starts"] > 100 > slots["cold"]["with_a_third_slot"] == 4
-    assert [one["real"] for one in figures["ranks"].values()] == [1.0, 0.5, 0.125, 0.03125]
+    assert [record["real"] for record in figures["ranks"].values()] == [1.0, 0.03125]
 
 
 @pytest.mark.parametrize(
@@ -276,9 +272,8 @@ def test_the_engine_runs_with_the_learners_slots_and_gate():
     plugged = plug_of("12")(lesson)
     ours, yours = serve(plugged, NO_PARTS), serve(plugged, plugged.parts)
     assert yours.token_ids == ours.token_ids
-    assert {name: value for name, value in rows_of(yours).items() if "second" not in name} == {
-        name: value for name, value in rows_of(ours).items() if "second" not in name
-    }
+    counted = [{name: value for name, value in rows_of(run).items() if "second" not in name} for run in (ours, yours)]
+    assert counted[0] == counted[1]
     assert "None" not in rows_of(yours)["slots at the end"]
 
 
@@ -296,7 +291,6 @@ ACTIVATE, DEACTIVATE, PIN = "AdapterSlots.activate", "AdapterSlots.deactivate", 
 OLDEST, ROWS, SHRINK, EXPAND = "AdapterSlots._least_recently_used", "rows_of_tile", "shrink_kernel", "expand_kernel"
 SUM = "rank * (outputs + inputs)"
 APPLIED = "x @ weight.T + (x @ a.T) @ b.T"
-REQUESTS = "[Request('A', 1, 2), Request('B', 2, 4), Request('C', 3, 2), Request('D', 0, 1), Request('E', 2, 1)]"
 MAY = "adapter == 0 or adapter in active or len(active) < max_loras"
 AT_A = "(slot * MAX_RANK + rank[:, None]) * IN + column[None, :]"
 LOAD_A = "tl.load(a + at, mask=(rank < MAX_RANK)[:, None] & inside, other=0.0)"
@@ -305,24 +299,16 @@ STORE_S = "tl.store(small + at, sums, mask=there[:, None] & (rank < MAX_RANK)[No
 LOAD_B = "tl.load(b + (slot * OUT + column[:, None]) * MAX_RANK + rank[None, :], mask=inside & real, other=0.0)"
 OLD_OUT = "tl.load(at, mask=mask, other=0.0).to(tl.float32)"
 MASK_OUT = "there[:, None] & (column < OUT)[None, :]"
+ON_PAPER = "serve(requests, max_loras=2, max_num_seqs=3)"
+SORTED = "torch.argsort(token_slots, stable=True)"
+STARTS = "torch.cat([counts.new_zeros(1), counts.cumsum(0)])"
+PLACE = "first + tile * TILE + tl.arange(0, TILE)"
 
 MUTANTS = {
     # on paper
-    "on paper: three slots": (
-        "first_steps",
-        "serve(requests, max_loras=2, max_num_seqs=3)",
-        "serve(requests, max_loras=3, max_num_seqs=3)",
-    ),
-    "on paper: one slot": (
-        "first_steps",
-        "serve(requests, max_loras=2, max_num_seqs=3)",
-        "serve(requests, max_loras=1, max_num_seqs=3)",
-    ),
-    "on paper: four places": (
-        "first_steps",
-        "serve(requests, max_loras=2, max_num_seqs=3)",
-        "serve(requests, max_loras=2, max_num_seqs=4)",
-    ),
+    "on paper: three slots": ("first_steps", ON_PAPER, "serve(requests, max_loras=3, max_num_seqs=3)"),
+    "on paper: one slot": ("first_steps", ON_PAPER, "serve(requests, max_loras=1, max_num_seqs=3)"),
+    "on paper: four places": ("first_steps", ON_PAPER, "serve(requests, max_loras=2, max_num_seqs=4)"),
     "on paper: the base model has a number": ("first_steps", "Request('D', 0, 1)", "Request('D', 4, 1)"),
     # an adapter
     "numbers: BA": (NUMBERS, SUM, "outputs * inputs"),
@@ -345,32 +331,16 @@ MUTANTS = {
     "applied: the base alone": ("applied", APPLIED, "x @ weight.T"),
     "applied: taken off": ("applied", APPLIED, "x @ weight.T - (x @ a.T) @ b.T"),
     # group_tokens
-    "group: unstable": (GROUP, "torch.argsort(token_slots, stable=True)", "torch.argsort(-token_slots).flip(0)"),
+    "group: unstable": (GROUP, SORTED, "torch.argsort(-token_slots).flip(0)"),
     "group: spoils its argument": (GROUP, "return ...", "found = ...\ntoken_slots[token_slots < 0] = 99\nreturn found"),
-    "group: as they came": (GROUP, "torch.argsort(token_slots, stable=True)", "torch.arange(len(token_slots))"),
-    "group: from the last slot on": (
-        GROUP,
-        "torch.argsort(token_slots, stable=True)",
-        "torch.argsort(token_slots, descending=True, stable=True)",
-    ),
+    "group: as they came": (GROUP, SORTED, "torch.arange(len(token_slots))"),
+    "group: from the last slot on": (GROUP, SORTED, "torch.argsort(token_slots, descending=True, stable=True)"),
     "group: the base model is a group": (GROUP, "token_slots[order] >= 0", "token_slots[order] >= -1"),
     "group: slot 0 is none": (GROUP, "token_slots[order] >= 0", "token_slots[order] > 0"),
     "group: slots, not tokens": (GROUP, "order.int()", "token_slots[order]"),
-    "group: starts without the end": (
-        GROUP,
-        "torch.cat([counts.new_zeros(1), counts.cumsum(0)])",
-        "counts.cumsum(0) - counts",
-    ),
-    "group: starts without the zero": (
-        GROUP,
-        "torch.cat([counts.new_zeros(1), counts.cumsum(0)])",
-        "counts.cumsum(0)",
-    ),
-    "group: counts, not starts": (
-        GROUP,
-        "torch.cat([counts.new_zeros(1), counts.cumsum(0)])",
-        "torch.cat([counts.new_zeros(1), counts])",
-    ),
+    "group: starts without the end": (GROUP, STARTS, "counts.cumsum(0) - counts"),
+    "group: starts without the zero": (GROUP, STARTS, "counts.cumsum(0)"),
+    "group: counts, not starts": (GROUP, STARTS, "torch.cat([counts.new_zeros(1), counts])"),
     "group: int64": (GROUP, "order.int()", "order"),
     "group: all slots are active": (GROUP, "active.int()", "torch.arange(len(active)).int()"),
     # slots
@@ -429,16 +399,8 @@ for adapter in reversed(self._used):
         "tl.load(order + place, mask=place < last, other=0).to(tl.int64), place < last",
         "tl.load(order + place, mask=place < tl.load(starts + 2), other=0).to(tl.int64), place < tl.load(starts + 2)",
     ),
-    "rows: always the first tile": (
-        ROWS,
-        "first + tile * TILE + tl.arange(0, TILE)",
-        "first + tl.arange(0, TILE)",
-    ),
-    "rows: groups of equal size": (
-        ROWS,
-        "first + tile * TILE + tl.arange(0, TILE)",
-        "group * TILE + tile * TILE + tl.arange(0, TILE)",
-    ),
+    "rows: always the first tile": (ROWS, PLACE, "first + tl.arange(0, TILE)"),
+    "rows: groups of equal size": (ROWS, PLACE, "group * TILE + tile * TILE + tl.arange(0, TILE)"),
     "rows: places, not tokens": (
         ROWS,
         "tl.load(order + place, mask=place < last, other=0).to(tl.int64)",
@@ -474,11 +436,7 @@ for adapter in reversed(self._used):
         "tl.dot(rows, tl.trans(down), sums, input_precision='ieee')",
         "tl.dot(rows, tl.trans(down), input_precision='ieee')",
     ),
-    "shrink: row 0 is overwritten": (
-        SHRINK,
-        STORE_S,
-        "tl.store(small + at, sums, mask=(rank < MAX_RANK)[None, :])",
-    ),
+    "shrink: row 0 is overwritten": (SHRINK, STORE_S, "tl.store(small + at, sums, mask=(rank < MAX_RANK)[None, :])"),
     "shrink: the next token's ranks are overwritten": (
         SHRINK,
         STORE_S,
@@ -487,11 +445,7 @@ for adapter in reversed(self._used):
     "expand: the group is the slot": (EXPAND, "tl.load(active + group).to(tl.int64)", "group.to(tl.int64)"),
     "expand: the base product is lost": (EXPAND, OLD_OUT, "tl.zeros([TILE, BLOCK], tl.float32)"),
     "expand: idle tiles read": (EXPAND, "tl.sum(there.to(tl.int32)) > 0", "tl.sum(there.to(tl.int32)) >= 0"),
-    "expand: the first columns only": (
-        EXPAND,
-        "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)",
-        "tl.arange(0, BLOCK)",
-    ),
+    "expand: the first columns only": (EXPAND, "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)", "tl.arange(0, BLOCK)"),
     "expand: row 0 gets it too": (EXPAND, MASK_OUT, "(token >= 0)[:, None] & (column < OUT)[None, :]"),
     "expand: the next row's columns": (EXPAND, MASK_OUT, "there[:, None] & (column >= 0)[None, :]"),
     "expand: the next slot's rows": (
@@ -523,7 +477,7 @@ MESSAGES = {
     "expand: the base product is lost": "what `out` held is gone",
     "rows: into the next group": "those of the next group",
 }
-"""What a check says of the usual mistakes."""
+"""A part of a check's message for the usual mistakes."""
 
 
 test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("12", MUTANTS, MESSAGES)

@@ -1,4 +1,4 @@
-"""Random adapters: the same for the same seed, in PEFT's format, and merged as PEFT merges them."""
+"""Random adapters depend on their seed, are in PEFT's format, and merge as PEFT merges them."""
 
 import json
 
@@ -24,8 +24,8 @@ def test_an_adapter_depends_on_its_seed_alone(tmp_path):
     many = write_random_adapters(tmp_path / "many", 5, rank=[4, 8], seed=5)
     assert [path.name for path in many] == [f"adapter-{index:04d}" for index in range(5)]
     assert [json.loads((path / CONFIG_FILE).read_text())["r"] for path in many] == [4, 8, 4, 8, 4]
-    for one, another in zip(few, many, strict=False):
-        ours, theirs = read_adapter(one)[1], read_adapter(another)[1]
+    for each, another in zip(few, many, strict=False):
+        ours, theirs = read_adapter(each)[1], read_adapter(another)[1]
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     first, third = (read_adapter(many[index])[1] for index in (0, 2))

@@ -1,4 +1,4 @@
-"""Traffic for many adapters, and what they cost: against draws, the real slot table, and counts by hand."""
+"""Traffic of many adapters and its cost, compared with draws, with the real slots, and with counts by hand."""
 
 import random
 
@@ -25,7 +25,7 @@ def test_shares_fall_as_zipf_says_and_draws_follow_them():
     shares = zipf_shares(3, 1.0)
     assert shares == pytest.approx([6 / 11, 3 / 11, 2 / 11])
     drawn = zipf_adapters(3, 1.0, 20_000, seed=1)
-    assert [drawn.count(one) / 20_000 for one in (1, 2, 3)] == pytest.approx(shares, abs=0.01)
+    assert [drawn.count(each) / 20_000 for each in (1, 2, 3)] == pytest.approx(shares, abs=0.01)
     assert zipf_adapters(3, 1.0, 50, seed=1) == drawn[:50] != zipf_adapters(3, 1.0, 50, seed=2)
     for wrong in ((0, 1.0), (3, -1.0), (3, float("nan"))):
         with pytest.raises(MinivllmError):
@@ -48,7 +48,7 @@ def test_distinct_adapters_are_those_of_poisson_draws(adapters: int, skew: float
 @pytest.mark.parametrize("skew", [0.0, 0.8, 1.5])
 @pytest.mark.parametrize("slots", [4, 16])
 def test_the_hit_rate_is_that_of_the_real_slots(adapters: int, skew: float, slots: int):
-    """One request after another; what Che's approximation is off by falls as slots and adapters grow."""
+    """Che's approximation agrees with real slots, one request after another."""
     table, hits, asked = AdapterSlots(slots), 0, 8_000
     for adapter in zipf_adapters(adapters, skew, asked, seed=7):
         hits += adapter in table
@@ -61,24 +61,24 @@ def test_with_a_slot_for_each_adapter_all_are_hits():
 
 
 def waits(adapters: int, skew: float, slots: int, load: float, requests: int) -> list[float]:
-    """Seconds until each request's adapter has a slot, where each runs for a second: from the shortest."""
-    draw, now, found = random.Random(5), 0.0, []
-    ends: dict[int, float] = {}  # of each adapter that is in, when its last request ends
-    queue: dict[int, list[float]] = {}  # when those came who wait, by adapter; whoever came first is first
+    """Return the sorted waits for a slot of requests that each run for a second."""
+    draw, now, result = random.Random(5), 0.0, []
+    ends: dict[int, float] = {}  # when the last request of each adapter with a slot ends
+    queue: dict[int, list[float]] = {}  # arrivals of waiting requests by adapter, oldest adapter first
     for adapter in zipf_adapters(adapters, skew, requests, seed=5):
         now += draw.expovariate(load)
         while ends and (over := min(ends.values())) <= now:
-            del ends[next(one for one, end in ends.items() if end == over)]
+            del ends[next(each for each, end in ends.items() if end == over)]
             if queue:
                 first = next(iter(queue))
-                found += [over - came for came in queue.pop(first)]
+                result += [over - came for came in queue.pop(first)]
                 ends[first] = over + 1
         if adapter in ends or len(ends) < slots:
             ends[adapter] = now + 1
-            found.append(0.0)
+            result.append(0.0)
         else:
             queue.setdefault(adapter, []).append(now)
-    return sorted(found)
+    return sorted(result)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def waits(adapters: int, skew: float, slots: int, load: float, requests: int) ->
     [(1000, 1.0, 8, 20.0), (1000, 1.0, 12, 20.0), (1000, 0.0, 12, 20.0), (50, 1.0, 4, 10.0), (10, 0.0, 2, 20.0)],
 )
 def test_the_wait_for_a_slot_is_that_of_a_long_queue(adapters: int, skew: float, slots: int, load: float):
-    found = waits(adapters, skew, slots, load, 12_000)
+    result = waits(adapters, skew, slots, load, 12_000)
     formula = wait_for_a_slot(zipf_shares(adapters, skew), load, 1.0, slots, 0.9)
-    assert 0.7 * found[int(0.9 * len(found))] < formula < 1.1 * found[int(0.9 * len(found))]
+    assert 0.7 * result[int(0.9 * len(result))] < formula < 1.1 * result[int(0.9 * len(result))]
 
 
-def test_nobody_waits_for_long_where_slots_are_as_many_as_are_wanted():
+def test_waits_are_short_with_a_slot_for_each_adapter_in_use():
     shares = zipf_shares(1000, 1.0)
     wanted = distinct_adapters(shares, 20.0)
     assert wait_for_a_slot(shares, 20.0, 1.0, round(wanted + 1), 0.9) == 0
@@ -99,7 +99,7 @@ def test_nobody_waits_for_long_where_slots_are_as_many_as_are_wanted():
 
 
 class Flat:
-    """A step without adapters takes 5 ms."""
+    """Let a step without adapters take 5 ms."""
 
     def seconds(self, shape: StepShape) -> float:
         return 0.005

@@ -1,4 +1,4 @@
-"""Lesson 12's widget says of every number of slots what closed formulas say, and runs as the engine does."""
+"""Lesson 12's widget agrees with closed formulas for every number of slots, and with the engine's steps."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from widgets.multi_lora.state import SLOTS
 
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch):
-    """Of a few requests, for many settings."""
+    """Run few requests, for many settings."""
     runs.experiment.cache_clear()
     monkeypatch.setattr(runs, "COUNTED", 24)
     monkeypatch.setattr(runs, "AFTER", 8)
@@ -31,7 +31,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch):
 
 
 def here(**knobs) -> widget.State:
-    """The first state that knows what becomes of the reader's own slots."""
+    """Return the first state that knows the result of the reader's own slots."""
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
@@ -52,7 +52,7 @@ SETTINGS = [
     )
 ]
 LLAMA_8B = {"q": 4096 + 4096, "k": 4096 + 1024, "v": 4096 + 1024, "o": 4096 + 4096, "mlp": 3 * (4096 + 14336)}
-"""In and out of the linears of a layer, by its config."""
+"""Inputs plus outputs of a layer's linears, from its config."""
 
 
 def slot_bytes(rank: int) -> int:
@@ -60,7 +60,7 @@ def slot_bytes(rank: int) -> int:
 
 
 def starts(slots: int, rank: int, max_rank: int, gpu: str) -> bool:
-    """Whether beside the weights there is room for the slots, one request's blocks and the null block."""
+    """Return whether the slots, one request's blocks and the null block fit beside the weights."""
     if rank > max_rank:
         return False
     free = memory_ledger(
@@ -73,7 +73,7 @@ def starts(slots: int, rank: int, max_rank: int, gpu: str) -> bool:
 
 @cache
 def at_once(adapters: int, skew: float, rank: int, max_rank: int, load: float, gpu: str) -> float:
-    """Requests at once if each step takes what it takes with so many, by Little's law: a fixed point."""
+    """Return the requests at once as the fixed point of Little's law and a step's time."""
     serving = runs.experiment("Llama-3.1-8B", gpu, adapters, skew, rank, max_rank, load).serving
     batch = 1.0
     for _ in range(40):
@@ -86,28 +86,28 @@ def at_once(adapters: int, skew: float, rank: int, max_rank: int, load: float, g
 
 
 def adapters_at_once(state: widget.State, most: float = math.inf) -> float:
-    one = state.serving
-    batch = min(at_once(one.adapters, one.skew, one.rank, one.max_lora_rank, one.load, one.gpu.name), most)
+    each = state.serving
+    batch = min(at_once(each.adapters, each.skew, each.rank, each.max_lora_rank, each.load, each.gpu.name), most)
     return sum(1 - math.exp(-batch * share) for share in state.serving.shares)
 
 
 @pytest.mark.usefixtures("short_runs")
 def test_no_verdict_contradicts_the_formulas():
-    """Of 240 settings: memory decides on the start, and adapters at once against slots on the queue."""
+    """Check 240 settings: memory decides whether it starts, adapters and slots whether requests queue."""
     assert len(SETTINGS) >= 200
     said = Counter()
     for knobs in SETTINGS:
         state = here(**knobs)
-        found = widget.verdict(state)
-        said[found.tone] += 1
+        result = widget.verdict(state)
+        said[result.tone] += 1
         if not starts(knobs["slots"], knobs["rank"], knobs["max_rank"], knobs["gpu"]):
             said["refused"] += 1
             assert state.refused
-            assert "does not start" in found.words
+            assert "does not start" in result.words
             continue
         assert not state.refused, knobs
         cause, wanted = state.cause(state.slots), adapters_at_once(state)
-        assert (found.tone == "broken") == bool(cause)
+        assert (result.tone == "broken") == bool(cause)
         if state.slots >= min(knobs["adapters"], runs.COUNTED + runs.AFTER):
             assert state.here.held == 0
         if state.slots >= knobs["adapters"]:
@@ -119,25 +119,25 @@ def test_no_verdict_contradicts_the_formulas():
         if adapters_at_once(state, runs.COUNTED / 2) > 3 * state.slots:  # more requests than come cannot be there
             said["far too few"] += 1
             assert cause == "slots", (knobs, wanted)
-            assert "too few slots" in found.words.lower()
-            assert f"{widget.free(state.here)} of the KV cache is free" in found.words
+            assert "too few slots" in result.words.lower()
+            assert f"{widget.free(state.here)} of the KV cache is free" in result.words
         assert state.here.distinct <= min(state.slots, knobs["adapters"])
-    least = min(said[one] for one in ("fine", "broken", "refused", "a slot for each", "plenty", "far too few"))
+    least = min(said[each] for each in ("fine", "broken", "refused", "a slot for each", "plenty", "far too few"))
     assert least >= 20, said
 
 
 @pytest.mark.usefixtures("short_runs")
-def test_slots_that_are_too_few_in_the_long_run_are_said_to_be_however_short_the_run():
-    """20 requests a second want 16 adapters at once: twelve slots serve a few in time, and not all that come."""
+def test_too_few_slots_in_the_long_run_are_reported_however_short_the_run():
+    """20 requests a second use 16 adapters at once: twelve slots serve a few of them in time, but not all."""
     for slots, ttft, tone in ((12, 5.0, "tight"), (12, 2.0, "broken"), (8, 5.0, "broken"), (24, 2.0, "fine")):
         state = here(slots=slots, ttft=ttft)
         assert state.first(slots) < ttft
-        found = widget.verdict(state)
-        assert found.tone == tone, (slots, ttft, found)
-        assert found.words.count("in the long run within") == (slots < 16)
-        assert found.words.count("have their first token") == 1
+        result = widget.verdict(state)
+        assert result.tone == tone, (slots, ttft, result)
+        assert result.words.count("in the long run within") == (slots < 16)
+        assert result.words.count("have their first token") == 1
         if tone == "broken":
-            assert found.words.startswith("Too few slots")
+            assert result.words.startswith("Too few slots")
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8, 32])
@@ -182,8 +182,8 @@ def test_three_ways_cost_what_the_counts_say():
     assert batch / state.rate("loop", 5) == pytest.approx(base + 5 * 256 * launch)
     many = 64 * slot_bytes(16) / (3.35e12 * 0.9)
     assert batch / state.rate("together", 64) == pytest.approx(base + many, rel=0.05)
-    one = StepShape.of([(1, runs.PROMPT + runs.ANSWER // 2)] * (batch // 10))
-    assert batch / state.rate("merged", 10) == pytest.approx(10 * cost.base.seconds(one), rel=0.01)
+    each = StepShape.of([(1, runs.PROMPT + runs.ANSWER // 2)] * (batch // 10))
+    assert batch / state.rate("merged", 10) == pytest.approx(10 * cost.base.seconds(each), rel=0.01)
     assert state.merged_bytes == pytest.approx(1000 * 16.06e9, rel=0.001)
     assert {state.serving.copies_that_fit} == {4}
 
@@ -310,13 +310,13 @@ def right_admit(running, waiting, max_loras, places) -> list[int]:
 
 
 def head_of_line(running, waiting, max_loras, places) -> list[int]:
-    """Stops at the first that has no slot, instead of passing it over."""
+    """Stop at the first request without a slot, instead of skipping it."""
     right = right_admit(running, waiting, max_loras, places)
     return [index for position, index in enumerate(right) if index == position]
 
 
 class FirstInFirstOut(AdapterSlots):
-    """Forgets to make an adapter the most recently used."""
+    """Forget to mark an adapter as used last."""
 
     def activate(self, lora_id: int) -> int:
         return self.slots.index(lora_id) if lora_id in self else super().activate(lora_id)
@@ -332,14 +332,14 @@ def test_the_right_parts_change_nothing(own: dict, knobs: dict):
 
 
 @pytest.mark.parametrize(("own", "slots"), [({"table": FirstInFirstOut}, 32), ({"admit": head_of_line}, 8)])
-def test_parts_that_do_otherwise_are_told_so(own: dict, slots: int):
-    found = widget.verdict(here(slots=slots, **own))
-    assert found.tone == "broken"
-    assert found.words.startswith("Your parts do something else")
+def test_wrong_parts_are_reported(own: dict, slots: int):
+    result = widget.verdict(here(slots=slots, **own))
+    assert result.tone == "broken"
+    assert result.words.startswith("Your parts do something else")
 
 
 class Nowhere(AdapterSlots):
-    """Says a slot that holds another."""
+    """Return a slot that holds another adapter."""
 
     def activate(self, lora_id: int) -> int:
         super().activate(lora_id)
@@ -353,7 +353,7 @@ def endless(*_) -> list[int]:
 
 @pytest.mark.parametrize(
     ("own", "about"),
-    [({"table": Nowhere}, "your slots say"), ({"admit": lambda *_: [7]}, "your admit says"),
+    [({"table": Nowhere}, "your slots say"), ({"admit": lambda *_: [7]}, "your admit returns"),
      ({"admit": endless}, "never end"), ({"table": endless}, "never end")],
 )  # fmt: skip
 def test_parts_that_cannot_be_carried_out_are_refused(own: dict, about: str, monkeypatch: pytest.MonkeyPatch):

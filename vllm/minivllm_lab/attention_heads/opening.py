@@ -1,7 +1,7 @@
-"""Lesson 09's opening figure: the followed request's eight query heads, and fewer and fewer keys and values for them.
+"""Draw lesson 09's opening: the followed request's eight query heads, with fewer and fewer keys and values for them.
 
-The first decode step's last prompt token asks; weights are those of one layer of the embedded model, which has two KV
-heads. How many it would keep with eight, with one, and with a latent is counted beside.
+The attention weights are those of the prompt's last token in one layer of the embedded model, which has two KV heads.
+The bars count what it would keep with eight, with one, and with a latent.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from minivllm_lab.frames import Frames, arrow, line, rect, svg, text, tint
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 
 LAYER, KV_HEAD = 2, 1
-"""Whose weights these are, counted from 0."""
+"""The layer and KV head of the weights, counted from 0."""
 WEIGHTS = (
     (0.00, 0.00, 0.01, 0.00, 0.02, 0.01, 0.90, 0.04, 0.01),
     (0.02, 0.04, 0.02, 0.78, 0.01, 0.10, 0.03, 0.02, 0.00),
     (0.25, 0.19, 0.33, 0.05, 0.02, 0.04, 0.09, 0.03, 0.01),
     (0.02, 0.07, 0.01, 0.31, 0.00, 0.59, 0.00, 0.00, 0.00),
 )
-"""What the last token's heads 4 to 7 give to each token, to two digits."""
+"""The weights of the last token's heads 4 to 7 for each token, to two digits."""
 HEADS, HEAD_DIM, LAYERS = 8, 32, 4
 
 WIDTH, HEIGHT = 860, 392
@@ -36,29 +36,28 @@ BARS, SCALE = 340, 0.9
 KEYS, VALUES, QUERY, LATENTS = tint(ORANGE, 0.6), tint(GREEN, 0.45), tint(BLUE, 0.75), tint(VERMILLION, 0.35)
 
 CAPTIONS = (
-    "The last token of the prompt asks with eight query heads in each layer. If each had keys and values of its own, a "
-    "token would leave 512 numbers in a layer's cache.",
-    "This model has two KV heads. Query heads 0 to 3 ask the first, 4 to 7 the second: 128 numbers, a quarter.",
-    "The same keys, and four different answers: heads 4 to 7 share the keys, and each compares them with a query of "
-    "its own.",
-    "A program for each query head: each of the four reads the same keys and values. The cache is smaller, and as many "
+    "The last token of the prompt has eight query heads in each layer. If each head had its own keys and values, a "
+    "token would take 512 numbers of a layer's cache.",
+    "This model has two KV heads. Query heads 0 to 3 use the first, 4 to 7 the second: 128 numbers, a quarter.",
+    "The same keys, but four different answers: heads 4 to 7 share the keys, each with its own query.",
+    "With a program for each query head, all four read the same keys and values. The cache is smaller, but as many "
     "bytes are read as before.",
-    "One program for the group. Its four queries are rows of one matrix product, and keys and values are read once. "
-    "The product has 16 rows at the least; twelve are empty.",
-    "One KV head for all is multi-query attention: 64 numbers, and eight query heads for each that is read.",
-    "Another way: one latent a token, from which every head could make its own keys and values. No head has to: the "
+    "With one program for the group, its four queries are rows of one matmul, and keys and values are read once. A "
+    "matmul has at least 16 rows; twelve are empty.",
+    "One KV head for all is multi-query attention: 64 numbers, and eight query heads for each key that is read.",
+    "Another way: one latent a token, from which each head could make its own keys and values. But no head has to: the "
     "query is brought to the latents. DeepSeek-V3 keeps 512 + 64 numbers for 128 heads.",
-    "Four GPUs, two query heads each, and two KV heads: each KV head is kept twice, because both GPUs of a pair need "
-    "it. From here on, more GPUs make no GPU's cache smaller.",
+    "Four GPUs have two query heads each, but there are two KV heads: each is kept twice, because both GPUs of a pair "
+    "need it. From here on, more GPUs make no GPU's cache smaller.",
 )
 
 
 @torch.inference_mode()
 def computed_weights() -> list[list[float]]:
-    """What WEIGHTS says, computed by the model."""
+    """Compute `WEIGHTS` with the model."""
     model, _ = load_model(EMBEDDED_MODEL, "cpu", torch.float32)
     tokens = torch.tensor([token.id for token in followed().request.prompt])
-    found: list[list[float]] = []
+    computed: list[list[float]] = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(HEADS // 2, dim=1) for x in (k, v))
@@ -66,15 +65,15 @@ def computed_weights() -> list[list[float]]:
         ahead = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
         weights = scores.masked_fill(ahead, -math.inf).softmax(-1)
         if layer == LAYER:
-            found.extend(weights[KV_HEAD * 4 : KV_HEAD * 4 + 4, -1].tolist())
+            computed.extend(weights[KV_HEAD * 4 : KV_HEAD * 4 + 4, -1].tolist())
         return torch.einsum("hqk,khd->qhd", weights, v)
 
     model(tokens, torch.arange(len(tokens)), attend)
-    return found
+    return computed
 
 
 def frames() -> Frames:
-    """The steps of the figure."""
+    """Draw the steps of the figure."""
     config = ModelConfig.from_pretrained(EMBEDDED_MODEL)
     shape = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.num_hidden_layers
     assert shape == (HEADS, 2, HEAD_DIM, LAYERS), "captions and bars count this model's heads"
@@ -88,7 +87,7 @@ def frames() -> Frames:
 
 
 def _shared(step: int, kv_heads: int) -> str:
-    """Eight query heads, and the keys and values of so many KV heads."""
+    """Draw eight query heads, and the keys and values of their KV heads."""
     group, parts = HEADS // kv_heads, [*_tokens(), *_queries(range(HEADS))]
     for kv_head in range(kv_heads):
         parts += _kept(TOP + kv_head * group * ROW, group * ROW - 4)
@@ -100,7 +99,7 @@ def _shared(step: int, kv_heads: int) -> str:
 
 
 def _looked_at(step: int) -> str:
-    """What each head of a group gives to each token."""
+    """Draw the weights of a group's heads for each token."""
     parts = [*_tokens(), *_queries(range(4, 8), start=1)]
     for index, weights in enumerate(WEIGHTS):
         y = TOP + (1 + index) * ROW
@@ -117,7 +116,7 @@ def _looked_at(step: int) -> str:
 
 
 def _read(step: int, programs: int) -> str:
-    """A group's keys and values, read by so many programs."""
+    """Draw a group's keys and values, and the programs that read them."""
     parts, shown = _tokens(), 4 // programs
     parts += _kept(TOP, 2 * ROW - 4)
     parts.append(text(SIDE, TOP + ROW, f"KV head {KV_HEAD}", size=12, colour=QUIET))
@@ -133,7 +132,7 @@ def _read(step: int, programs: int) -> str:
         if shown > 1:
             rows = f"rows {shown} to 15: empty"
             parts.append(text(x + 80, y + 24 + 4 * 17 - 6, rows, size=11.5, colour=QUIET))
-            parts.append(text(x + 80, y + 38, "16 rows × 32 numbers, times 32 × 9 keys: one product", size=11.5))
+            parts.append(text(x + 80, y + 38, "16 rows × 32 numbers, times 32 × 9 keys: one matmul", size=11.5))
         middle = x + (wide - 8) / 2
         parts.append(arrow((middle, TOP + 2 * ROW), (middle, y - 3), VERMILLION, width=2.5))
     read = 2 * HEAD_DIM * 9 * programs
@@ -143,7 +142,7 @@ def _read(step: int, programs: int) -> str:
 
 
 def _latents(step: int) -> str:
-    """One latent a token for all heads; queries come to it."""
+    """Draw one latent a token, to which all heads bring their queries."""
     parts = [*_tokens(), *_queries(range(HEADS))]
     y, tall = TOP + 2.5 * ROW, 3 * ROW
     for place in range(9):
@@ -155,10 +154,11 @@ def _latents(step: int) -> str:
     for head in range(HEADS):
         start, end = (GRID - 66, _middle(head, 1) - 5), (GRID - 4, y + tall * (0.1 + 0.1 * head))
         parts.append(arrow(start, end, QUIET, width=1))
-    parts.append(text(GRID + 4.5 * CELL, TOP + 1.7 * ROW, "a query, times its head's weights, is compared with latents",
-                      size=12, anchor="middle"))  # fmt: skip
-    parts.append(text(GRID + 4.5 * CELL, TOP + 6.6 * ROW, "the sum of latents, times its head's weights, is its answer",
-                      size=12, anchor="middle"))  # fmt: skip
+    for rows, words in (
+        (1.7, "each query, times its head's weights, is compared with the latents"),
+        (6.6, "the sum of latents, times the head's weights, is its answer"),
+    ):
+        parts.append(text(GRID + 4.5 * CELL, TOP + rows * ROW, words, size=12, anchor="middle"))
     parts.append(line((16, BARS - 18), (WIDTH - 16, BARS - 18), RULE))
     for row, words in enumerate(("kept of a token", "in DeepSeek-V3's layer")):
         parts.append(text(16, BARS + 12 + 16 * row, words, size=12, colour=QUIET))
@@ -170,7 +170,7 @@ def _latents(step: int) -> str:
 
 
 def _ranks(step: int) -> str:
-    """Four GPUs with two query heads each, and the KV head that they keep."""
+    """Draw four GPUs with two query heads each, and the KV head that they keep."""
     parts, wide = [], (WIDTH - 32) / 4
     for rank in range(4):
         x, kept = 16 + rank * wide, rank // 2
@@ -203,14 +203,15 @@ def _ranks(step: int) -> str:
 
 def _still(step: int, *parts: str) -> str:
     titles = (
-        "multi-head: keys and values for each", "grouped: two KV heads", "one group looks", "a program a query head",
-        "a program a group", "multi-query: one KV head", "a latent for all", "more GPUs than KV heads",
+        "multi-head: keys and values for each", "grouped: two KV heads", "one group's weights",
+        "a program a query head", "a program a group", "multi-query: one KV head", "a latent for all",
+        "more GPUs than KV heads",
     )  # fmt: skip
     return svg(WIDTH, HEIGHT, text(16, 30, titles[step], size=15, bold=True), *parts, label=CAPTIONS[step])
 
 
 def _tokens() -> list[str]:
-    """The prompt, a column for each token."""
+    """Draw the prompt, with a column for each token."""
     parts = [text(GRID - 12, TOP - 14, "the cache holds", size=12, colour=QUIET, anchor="end")]
     for place, token in enumerate(followed().request.prompt):
         x = GRID + place * CELL
@@ -219,7 +220,7 @@ def _tokens() -> list[str]:
 
 
 def _queries(heads: range, start: int = 0) -> list[str]:
-    """The query heads, a row for each."""
+    """Draw the query heads, with a row for each."""
     return [
         rect(16, TOP + (start + row) * ROW, 92, ROW - 4, QUERY, radius=3, label=f"head {head}", mono=True, size=12)
         for row, head in enumerate(heads)
@@ -227,7 +228,7 @@ def _queries(heads: range, start: int = 0) -> list[str]:
 
 
 def _kept(y: float, tall: float) -> list[str]:
-    """Keys and values of one KV head, of all tokens."""
+    """Draw the keys and values of one KV head for all tokens."""
     parts = []
     for place in range(9):
         x, key, value = GRID + place * CELL, "k" if tall > 20 else "", "v" if tall > 20 else ""
@@ -238,7 +239,7 @@ def _kept(y: float, tall: float) -> list[str]:
 
 
 def _bars(kv_heads: int) -> list[str]:
-    """Numbers that a layer keeps of a token, with eight KV heads, two and one; the shown one is strong."""
+    """Draw the numbers that a layer keeps of a token with eight, two and one KV heads; highlight `kv_heads`."""
     parts = [line((16, BARS - 18), (WIDTH - 16, BARS - 18), RULE)]
     parts.append(text(16, BARS + 12, "kept of a token", size=12, colour=QUIET))
     parts.append(text(16, BARS + 28, "in a layer", size=12, colour=QUIET))
@@ -252,5 +253,5 @@ def _bars(kv_heads: int) -> list[str]:
 
 
 def _middle(row: float, rows: float) -> float:
-    """The baseline of a text in the middle of some rows."""
+    """Return the baseline of a text in the middle of these rows."""
     return TOP + (row + rows / 2) * ROW + 3

@@ -1,4 +1,4 @@
-"""A checkpoint with fewer KV heads, made from another one without training, for scripts that compare the two."""
+"""Make a checkpoint with fewer KV heads from another one, without training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from minivllm.config.model_files import local_path
 from minivllm.errors import MinivllmError
 
 Pool = Callable[[Tensor, int, int], Tensor]
-"""(weight [kv_heads * head_dim, hidden], kv_heads, into) -> [into * head_dim, hidden]"""
+"""`pool(weight, kv_heads, into)`: [kv_heads * head_dim, hidden] -> [into * head_dim, hidden]"""
 
 
 def pooled_checkpoint(source: str | Path, folder: Path, into: int, pool: Pool) -> Path:
-    """Writes the model of `source`, with K and V projections pooled into `into` heads, to `folder`; returns it.
+    """Write the model of `source`, with K and V projections pooled into `into` heads, to `folder`; return `folder`.
 
     Raises:
         MinivllmError: `source` is not a folder with one safetensors file, or its KV heads cannot be pooled evenly.
@@ -27,7 +27,7 @@ def pooled_checkpoint(source: str | Path, folder: Path, into: int, pool: Pool) -
     path, config = local_path(source), ModelConfig.from_pretrained(source)
     kv_heads = config.num_key_value_heads
     if not (path / "model.safetensors").exists():
-        raise MinivllmError(f"{source} is pooled from a folder with one model.safetensors; give such a folder")
+        raise MinivllmError(f"{source} must be a folder with one model.safetensors, to pool its KV heads")
     if kv_heads % into:
         raise MinivllmError(f"{kv_heads} KV heads cannot be pooled into {into}: use a divisor")
     weights = load_file(path / "model.safetensors")

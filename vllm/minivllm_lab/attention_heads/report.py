@@ -1,7 +1,7 @@
-"""Lesson 09's measurements, its tables, its figure and its command line.
+"""Lesson 09's measurements, tables, figure and command line.
 
-A function `measure_*` or `show_*` measures or counts, prints its table and returns its figures; what it takes as a
-callable is code of the lesson.
+A function `measure_*` or `show_*` prints its table and returns its figures; the callables that it takes are the
+lesson's own code.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from minivllm_lab.attention_heads.pooled_heads import Pool, pooled_checkpoint
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.corpus import first_passages, held_out_texts
 from minivllm_lab.device_rates import copy_bandwidth
-from minivllm_lab.figures import panels
+from minivllm_lab.figures import curves, panels
 from minivllm_lab.followed import without_info
 from minivllm_lab.inside import core_of
 from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
 from minivllm_lab.progress import track, working
 from minivllm_lab.proof import furthest, show_errors
 from minivllm_lab.quality import decoder_loss
-from minivllm_lab.tables import Timed, closing, markdown_table, table
+from minivllm_lab.tables import Timed, closing, record_table, table
 from minivllm_lab.timing import in_turns
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -57,7 +57,7 @@ GROUPS = {
     "Llama-2-7B": 1, "Qwen3-0.6B": 2, "Llama-3.1-8B": 4, "Qwen2.5-7B": 7, "Llama-3-70B": 8,
     "sixteen heads": 16, "Falcon-7B, one KV head": 71, "DeepSeek-V3, one latent": 128,
 }  # fmt: skip
-"""Query heads that share what is cached. Falcon-7B's 71 are `n_head` of its config.json."""
+"""Query heads that share a KV head or a latent. Falcon-7B's 71 are `n_head` of its config.json."""
 PROMPTS = ("def add(a, b):\n    return", "class Stack:\n    def __init__(self):\n", "import os\n\ndef read(path):\n")
 
 
@@ -67,46 +67,39 @@ PROMPTS = ("def add(a, b):\n    return", "class Stack:\n    def __init__(self):\
 def show_models(
     cached_per_token: Callable[[ModelConfig], int], decode_flops_per_byte: Callable[[ModelConfig], float]
 ) -> dict:
-    """What a token takes in real models, what it would take if every head had its own, and operations for each byte.
+    """Show a token's bytes in real models, with a KV head for each query head too, and operations for each byte.
 
     Raises:
         AssertionError: the lesson counts otherwise than the engine.
     """
-    found, rows, ridge = {}, [], get_hardware(GPU).ridge()
+    records, ridge = {}, get_hardware(GPU).ridge()
     for name in MODELS:
         config = known_model(name)
         token = 2 * config.num_hidden_layers * cached_per_token(config)
         assert token == kv_bytes_per_token(config, "bfloat16"), f"{name}: the engine counts otherwise"
-        whole = 2 * config.num_hidden_layers * own_heads(config)
-        one = {
+        own = 2 * config.num_hidden_layers * own_heads(config)
+        records[name] = {
             "heads": config.num_attention_heads,
             "kv_heads": "latent" if config.kv_lora_rank else config.num_key_value_heads,
             "kib": token / KIB,
-            "own_kib": whole / KIB,
-            "ratio": whole / token,
+            "own_kib": own / KIB,
+            "ratio": own / token,
             "intensity": decode_flops_per_byte(config),
             "tokens": int(40 * GIB / token),
         }
-        found[name.replace(".", "-")] = one  # a dot would divide the path by which claims.toml finds it
-        cells = (f"{one['kib']:.1f}", f"{one['own_kib']:,.0f}", f"{one['ratio']:.0f} ×", f"{one['intensity']:.0f}")
-        rows.append((name, one["heads"], one["kv_heads"], *cells, f"{one['tokens']:,}"))
-    columns = (
-        "model",
-        "heads",
-        "KV\nheads",
-        "KiB a\ntoken",
-        "own heads,\nKiB",
-        "less\nby",
-        "FLOPs\na byte",
-        "in 40 GiB",
+    record_table(
+        "Keys and values of a token, all layers",
+        records,
+        "model {name} | heads {heads} | KV\nheads {kv_heads} | KiB a\ntoken {kib:.1f} | own heads,\nKiB "
+        "{own_kib:,.0f} | less\nby {ratio:.0f} × | FLOPs\na byte {intensity:.0f} | in 40 GiB {tokens:,}",
+        f"Two bytes a number. An {GPU} does {ridge:.0f} operations in the time of a byte, by its data sheet.",
     )
-    caption = f"Two bytes a number. An {GPU} does {ridge:.0f} operations in the time of a byte, by its data sheet."
-    table("Keys and values of a token, all layers", columns, rows, caption)
-    return {"models": found, "ridge": ridge}
+    # claims.toml finds a figure by a path with dots, so names have none
+    return {"models": {name.replace(".", "-"): record for name, record in records.items()}, "ridge": ridge}
 
 
 def own_heads(config: ModelConfig) -> int:
-    """Numbers that a layer would keep of a token if every query head had a key and a value of its own."""
+    """Count the numbers a layer would keep of a token if each query head had its own key and value."""
     if config.kv_lora_rank:
         width = config.qk_nope_head_dim + config.rotary_dim + config.v_head_dim
     else:
@@ -118,37 +111,37 @@ def own_heads(config: ModelConfig) -> int:
 
 
 def kv_heads_to_try(heads: int) -> list[int]:
-    """As many as heads, a quarter, an eighth, one; those that divide."""
+    """Return as many KV heads as heads, a quarter, an eighth and one, as far as they divide."""
     return sorted({heads // part for part in (1, 4, 8, heads) if heads % part == 0}, reverse=True)
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raises `MinivllmError` where --head-dim is none that the lesson draws, or there is no such --model."""
+    """Raise `MinivllmError` if --head-dim is not a multiple of 8, or there is no such --model."""
     ModelConfig.from_pretrained(arguments.model)
     if arguments.head_dim % 8:
         raise MinivllmError(f"--head-dim is {arguments.head_dim}; it must be a multiple of 8")
 
 
 def paged_case(kv_heads: int, context: int, arguments: argparse.Namespace, device: torch.device) -> tuple[Tensor, ...]:
-    """One decode step of `REQUESTS` requests: q, k_cache, v_cache, query_start_loc, seq_lens, block_table."""
+    """Return a decode step of `REQUESTS`: q, k_cache, v_cache, query_start_loc, seq_lens, block_table."""
     blocks, dtype = -(-context // BLOCK_SIZE), torch.float32 if device.type == "cpu" else torch.bfloat16
     q = torch.randn(REQUESTS, arguments.heads, arguments.head_dim, device=device, dtype=dtype)
     shape = (2, REQUESTS * blocks, BLOCK_SIZE, kv_heads, arguments.head_dim)
     caches = torch.randn(shape, device=device, dtype=dtype)
-    table_ = torch.arange(REQUESTS * blocks, dtype=torch.int32, device=device).view(REQUESTS, blocks)
+    block_table = torch.arange(REQUESTS * blocks, dtype=torch.int32, device=device).view(REQUESTS, blocks)
     starts = torch.arange(REQUESTS + 1, dtype=torch.int32, device=device)
-    return q, *caches, starts, torch.full((REQUESTS,), context, dtype=torch.int32, device=device), table_
+    return q, *caches, starts, torch.full((REQUESTS,), context, dtype=torch.int32, device=device), block_table
 
 
 def measure_shared(grouped_attention: Callable, arguments: argparse.Namespace, device: torch.device) -> dict:
-    """The engine's attention over caches of fewer and fewer KV heads, in turns.
+    """Time the engine's attention over caches of fewer and fewer KV heads, in turns.
 
     Raises:
-        AssertionError: it is not what the lesson's attention gives.
+        AssertionError: it differs from the lesson's attention.
     """
     context = min(arguments.context, 256) if arguments.quick else arguments.context
     scale = arguments.head_dim**-0.5
-    steps, bytes_read, rounds = {}, {}, 3 if arguments.quick else 9
+    steps, bytes_read = {}, {}
     for kv_heads in kv_heads_to_try(arguments.heads):
         case = paged_case(kv_heads, context, arguments, device)
         q, k_cache, v_cache = case[:3]
@@ -158,20 +151,25 @@ def measure_shared(grouped_attention: Callable, arguments: argparse.Namespace, d
         steps[str(kv_heads)] = partial(unified_attention, *case, scale)
         bytes_read[str(kv_heads)] = 2 * REQUESTS * context * kv_heads * arguments.head_dim * q.element_size()
     with working("decode steps, in turns"):
-        seconds, rate = in_turns(steps, rounds, device), copy_bandwidth(device)
-    whole, found, rows = statistics.median(seconds[str(arguments.heads)]), {}, []
+        times, rate = in_turns(steps, 3 if arguments.quick else 9, device), copy_bandwidth(device)
+    seconds = {name: statistics.median(each) for name, each in times.items()}
+    most, records = str(arguments.heads), {}
     for name, moved in bytes_read.items():
-        median = statistics.median(seconds[name])
-        found[name] = one = {
-            "mib": moved / 2**20, "less": bytes_read[str(arguments.heads)] / moved, "ms": 1e3 * median,
-            "faster": whole / median, "of_bandwidth": moved / median / rate,
-        }  # fmt: skip
-        cells = (f"{one['mib']:,.1f}", f"{one['less']:.0f} ×", f"{one['ms']:.2f}", f"{one['faster']:.1f} ×")
-        rows.append((name, *cells, f"{one['of_bandwidth']:.0%}"))
-    title = f"{REQUESTS} requests, {context:,} tokens each, {arguments.heads} query heads of {arguments.head_dim}"
-    columns = ("KV heads", "MiB read", "less", "ms", "faster", "of copy bandwidth")
-    table(title, columns, rows, "The engine's attention on this device; the operations are the same in every row.")
-    return {"context": context, "heads": arguments.heads, "by_kv_heads": found}
+        records[name] = {
+            "mib": moved / 2**20,
+            "less": bytes_read[most] / moved,
+            "ms": 1e3 * seconds[name],
+            "faster": seconds[most] / seconds[name],
+            "of_bandwidth": moved / seconds[name] / rate,
+        }
+    record_table(
+        f"{REQUESTS} requests, {context:,} tokens each, {arguments.heads} query heads of {arguments.head_dim}",
+        records,
+        "KV heads {name} | MiB read {mib:,.1f} | less {less:.0f} × | ms {ms:.2f} | faster {faster:.1f} × | "
+        "of copy bandwidth {of_bandwidth:.0%}",
+        "The engine's attention on this device; the operations are the same in every row.",
+    )
+    return {"context": context, "heads": arguments.heads, "by_kv_heads": records}
 
 
 # ---- 3. the latent ---------------------------------------------------------------------------------------------------
@@ -180,7 +178,7 @@ def measure_shared(grouped_attention: Callable, arguments: argparse.Namespace, d
 def latent_case(
     shape: Mapping[str, int], context: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> list[Tensor]:
-    """One query over `context` cached tokens: q_nope, q_rope, latents, k_rope, w_uk, w_uv; weights of unit gain."""
+    """Return a query over `context` cached tokens: q_nope, q_rope, latents, k_rope, and unit-gain w_uk, w_uv."""
     heads, rank = shape["heads"], shape["rank"]
     sizes = (
         (heads, shape["nope"]), (heads, shape["rope"]), (context, rank), (context, shape["rope"]),
@@ -188,11 +186,11 @@ def latent_case(
     )  # fmt: skip
     drawn = [torch.randn(size, dtype=torch.float64) for size in sizes]
     drawn[4:] = [weight / math.sqrt(rank) for weight in drawn[4:]]
-    return [one.to(dtype).to(device) for one in drawn]
+    return [tensor.to(dtype).to(device) for tensor in drawn]
 
 
 def latent_shape(name: str) -> dict[str, int]:
-    """Heads and widths of a model with latent attention."""
+    """Return the heads and widths of a model with latent attention."""
     config = known_model(name)
     return {
         "heads": config.num_attention_heads, "rank": config.kv_lora_rank or 0, "rope": config.rotary_dim,
@@ -201,7 +199,7 @@ def latent_shape(name: str) -> dict[str, int]:
 
 
 def latent_operations(shape: Mapping[str, int]) -> dict[str, int]:
-    """Operations of one query for each cached token, in one layer, by form."""
+    """Count the operations of one query for each cached token, in one layer, by form."""
     heads, rank, rope, nope, v = (shape[name] for name in ("heads", "rank", "rope", "nope", "v"))
     attended = 2 * heads * (nope + rope + v)
     return {
@@ -217,30 +215,26 @@ def measure_latent(
     arguments: argparse.Namespace,
     device: torch.device,
 ) -> dict:
-    """Both forms of latent attention, in DeepSeek-V2-Lite's shape: the same numbers, and their times, in turns."""
-    shape, found, rows = latent_shape("DeepSeek-V2-Lite"), {}, []
+    """Time both forms of latent attention in DeepSeek-V2-Lite's shape, in turns, and compare their results."""
+    shape, records = latent_shape("DeepSeek-V2-Lite"), {}
     for context in track(LATENT_CONTEXTS[:1] if arguments.quick else LATENT_CONTEXTS, "attending to latents"):
         case = latent_case(shape, context, torch.float32, device)
         forms = {"plain": partial(plain, *case), "absorbed": partial(absorbed, *case)}
         off = furthest(forms["plain"](), forms["absorbed"]())
         assert off < 1e-4, f"the two forms differ by {off}"
-        seconds = in_turns(forms, 3 if arguments.quick else 7, device)
-        ms = {name: 1e3 * statistics.median(ones) for name, ones in seconds.items()}
-        found[str(context)] = one = {**ms, "faster": ms["plain"] / ms["absorbed"], "off": off}
-        cells = (f"{ms['plain']:.2f}", f"{ms['absorbed']:.2f}", f"{one['faster']:.0f} ×", f"{off:.0e}")
-        rows.append((f"{context:,}", *cells))
-    operations = {name: latent_operations(latent_shape(name)) for name in ("DeepSeek-V2-Lite", "DeepSeek-V3")}
-    table(
+        times = in_turns(forms, 3 if arguments.quick else 7, device)
+        ms = {name: 1e3 * statistics.median(each) for name, each in times.items()}
+        records[str(context)] = {**ms, "faster": ms["plain"] / ms["absorbed"], "off": off}
+    record_table(
         "One query, DeepSeek-V2-Lite's shape: a layer's attention, ms",
-        ("cached tokens", "plain", "absorbed", "faster", "differ by"),
-        rows,
+        {f"{int(context):,}": record for context, record in records.items()},
+        "cached tokens {name} | plain {plain:.2f} | absorbed {absorbed:.2f} | faster {faster:.0f} × | "
+        "differ by {off:.0e}",
     )
-    rows = [
-        (name, *(f"{one[form]:,}" for form in ("plain", "attended", "absorbed"))) for name, one in operations.items()
-    ]
-    columns = ("model", "plain", "of it attending", "absorbed")
-    table("Operations of one query for each cached token, a layer", columns, rows)
-    return {"contexts": found, "operations": operations}
+    operations = {name: latent_operations(latent_shape(name)) for name in ("DeepSeek-V2-Lite", "DeepSeek-V3")}
+    columns = "model {name} | plain {plain:,} | of it attending {attended:,} | absorbed {absorbed:,}"
+    record_table("Operations of one query for each cached token, a layer", operations, columns)
+    return {"contexts": records, "operations": operations}
 
 
 # ---- 4. the kernels --------------------------------------------------------------------------------------------------
@@ -256,7 +250,7 @@ LATENT_CASES = (
 
 
 def head_case(heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, ...]:
-    """Random q, keys, values in float16 and lengths, as `decode` takes them; slots beyond the lengths are full, too."""
+    """Return `decode`'s arguments in float16, drawn at random; the slots after each length are filled, too."""
     slots = max(lengths) + 5
     q = torch.randn(len(lengths), heads, head_dim).half()
     keys, values = torch.randn(2, len(lengths), slots, kv_heads, head_dim).half()
@@ -264,36 +258,35 @@ def head_case(heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int] =
 
 
 def one_by_one(grouped_attention: Callable[..., Tensor], case: Sequence[Tensor]) -> Tensor:
-    """The lesson's attention on each request of a `head_case`, in float64; zeros for a request without tokens."""
+    """Run the lesson's attention on each request of a `head_case` in float64; return zeros for an empty request."""
     q, keys, values, lengths = case
     rows = []
-    for one, k, v, length in zip(q.double(), keys.double(), values.double(), lengths.tolist(), strict=True):
-        rows.append(grouped_attention(one[None], k[:length], v[:length])[0] if length else torch.zeros_like(one))
+    for query, k, v, length in zip(q.double(), keys.double(), values.double(), lengths.tolist(), strict=True):
+        rows.append(grouped_attention(query[None], k[:length], v[:length])[0] if length else torch.zeros_like(query))
     return torch.stack(rows)
 
 
 def latent_batch(shape: Mapping[str, int], lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, ...]:
-    """Arguments of the lesson's `latent_decode`, float32: q_nope, q_rope, cache, lengths, w_uk, w_uv."""
-    slots, cases = max(lengths) + 5, [latent_case(shape, max(lengths) + 5, torch.float32) for _ in lengths]
-    assert all(len(case[2]) == slots for case in cases)
+    """Return `latent_decode`'s arguments in float32: q_nope, q_rope, cache, lengths, w_uk, w_uv."""
+    cases = [latent_case(shape, max(lengths) + 5, torch.float32) for _ in lengths]
     q_nope, q_rope, latents, k_rope = (torch.stack([case[place] for case in cases]) for place in range(4))
     cache = torch.cat([latents, k_rope], dim=-1).contiguous()
     return q_nope, q_rope, cache, torch.tensor(lengths, dtype=torch.int32), *cases[0][4:]
 
 
 def latents_one_by_one(absorbed_attention: Callable[..., Tensor], batch: Sequence[Tensor]) -> Tensor:
-    """The lesson's attention on each request of a `latent_batch`, in float64; zeros for a request without tokens."""
-    q_nope, q_rope, cache, lengths, w_uk, w_uv = (one.double() for one in batch)
+    """Run the lesson's attention on each request of a `latent_batch` in float64; return zeros for an empty request."""
+    q_nope, q_rope, cache, lengths, w_uk, w_uv = (tensor.double() for tensor in batch)
     rows, rank = [], w_uk.shape[2]
     for index, length in enumerate(lengths.int().tolist()):
-        seen = cache[index, :length].split([rank, cache.shape[2] - rank], dim=1)
+        cached = cache[index, :length].split([rank, cache.shape[2] - rank], dim=1)
         empty = q_nope.new_zeros(len(w_uv), w_uv.shape[1])
-        rows.append(absorbed_attention(q_nope[index], q_rope[index], *seen, w_uk, w_uv) if length else empty)
+        rows.append(absorbed_attention(q_nope[index], q_rope[index], *cached, w_uk, w_uv) if length else empty)
     return torch.stack(rows)
 
 
 def traced(decode: Callable[..., Tensor], *arguments: Any, **more: Any) -> KernelTrace:
-    """What the kernel of one of the lesson's calls reads and writes."""
+    """Trace what the kernel of one of the lesson's calls reads and writes."""
     traces: list[KernelTrace] = []
     decode(*arguments, **more, launch=lambda *call, **constants: traces.append(trace_kernel(*call, **constants)))
     return traces[0]
@@ -307,74 +300,68 @@ def verify_kernels(
     device: torch.device,
     quick: bool,
 ) -> dict:
-    """Both kernels against float64 on shapes that nothing divides, and the bytes of keys and values that they read.
+    """Compare both kernels with float64 on awkward shapes, and count the bytes of keys and values that they read.
 
     `quick`: one shape for each of them, and the bytes of a request of one tile.
 
     Raises:
-        AssertionError: one is wrong.
+        AssertionError: a result is wrong.
     """
     errors = {}
     for heads, kv_heads, head_dim in track(HEAD_CASES[1:2] if quick else HEAD_CASES, "verifying the grouped kernel"):
         case = head_case(heads, kv_heads, head_dim)
-        found = decode(*(one.to(device) for one in case))
-        words = f"{heads} query heads, {kv_heads} KV head{'s' * (kv_heads > 1)} of {head_dim}"
-        errors[words] = furthest(found, one_by_one(grouped_attention, case))
+        name = f"{heads} query heads, {kv_heads} KV head{'s' * (kv_heads > 1)} of {head_dim}"
+        errors[name] = furthest(decode(*(each.to(device) for each in case)), one_by_one(grouped_attention, case))
     largest = show_errors("The grouped kernel", errors, 2e-3)
     errors = {}
     for shape in track(LATENT_CASES[:1] if quick else LATENT_CASES, "verifying the latent kernel"):
         batch = latent_batch(shape)
-        found = latent_decode(*(one.to(device) for one in batch))
-        words = f"{shape['heads']} heads, latents of {shape['rank']} + {shape['rope']}"
-        errors[words] = furthest(found, latents_one_by_one(absorbed_attention, batch))
+        result = latent_decode(*(each.to(device) for each in batch))
+        name = f"{shape['heads']} heads, latents of {shape['rank']} + {shape['rope']}"
+        errors[name] = furthest(result, latents_one_by_one(absorbed_attention, batch))
     latent = show_errors("The latent kernel", errors, 2e-5, "float32")
     counted = count_bytes(decode, latent_decode, 32 if quick else 48) if INTERPRETED else {}
     return {"largest_error": largest, "largest_latent_error": latent, "bytes": counted}
 
 
 def count_bytes(decode: Callable[..., Tensor], latent_decode: Callable[..., Tensor], tokens: int) -> dict:
-    """Bytes of one request's keys and values, or latents, that are read, traced: by the query heads of a program.
+    """Trace how many bytes of one request's keys and values, or latents, are read, by query heads a program.
 
     Raises:
-        AssertionError: a program with all heads of a group reads more than there is.
+        AssertionError: a program with all heads of a group reads a byte twice.
     """
-    heads, lengths, found = 32, (tokens,), {}
+    heads, lengths, records = 32, (tokens,), {}
     for kv_heads in (8, 1):
         case = head_case(heads, kv_heads, 32, lengths)
-        by_heads = {}
-        for mine in sorted({1, 4, heads // kv_heads}):
-            trace = traced(decode, *case, heads_a_program=mine)
-            by_heads[str(mine)] = sum(trace.arguments[name].bytes_read for name in ("keys", "values"))
-        cached = 2 * 2 * kv_heads * 32 * sum(lengths)
-        found[str(kv_heads)] = {"name": f"{kv_heads} KV head{'s' * (kv_heads > 1)} of 32", "cached": cached, **by_heads}
+        records[str(kv_heads)] = {
+            "name": f"{kv_heads} KV head{'s' * (kv_heads > 1)} of 32",
+            "cached": 2 * 2 * kv_heads * 32 * tokens,
+        }
+        for count in sorted({1, 4, heads // kv_heads}):
+            arguments = traced(decode, *case, heads_a_program=count).arguments
+            records[str(kv_heads)][str(count)] = arguments["keys"].bytes_read + arguments["values"].bytes_read
     batch = latent_batch({"heads": heads, "rank": 64, "rope": 16, "nope": 32, "v": 32}, lengths)
-    by_heads = {
-        str(rows): traced(latent_decode, *batch, rows=rows).arguments["cache"].bytes_read for rows in (16, heads)
-    }
-    found["latent"] = {"name": "a latent of 64 + 16", "cached": 4 * 80 * sum(lengths), **by_heads}
+    records["latent"] = {"name": "a latent of 64 + 16", "cached": 4 * 80 * tokens}
+    for rows in (16, heads):
+        records["latent"][str(rows)] = traced(latent_decode, *batch, rows=rows).arguments["cache"].bytes_read
     shown = ("1", "4", "16", "32")
-    for one in found.values():
-        most = max((count for count in shown if count in one), key=int)
-        assert one[most] == one["cached"], f"{one['name']}: {most} heads a program read {one[most]} bytes"
-    rows = [
-        (one["name"], f"{one['cached']:,}", *(f"{one[count]:,}" if count in one else "" for count in shown))
-        for one in found.values()
+    for record in records.values():
+        most = max((count for count in shown if count in record), key=int)
+        assert record[most] == record["cached"], f"{record['name']}: {most} heads a program read {record[most]} bytes"
+    cells = [
+        (record["name"], f"{record['cached']:,}", *(f"{record[count]:,}" if count in record else "" for count in shown))
+        for record in records.values()
     ]
-    columns = (
-        "32 query heads on",
-        "bytes there",
-        "read, 1 head\na program",
-        *(f"{count} heads" for count in shown[1:]),
-    )
-    table(f"Bytes of keys and values read: a request of {lengths[0]} tokens", columns, rows)
-    return found
+    columns = ("32 query heads on", "bytes there", "read, 1 head\na program", "4 heads", "16 heads", "32 heads")
+    table(f"Bytes of keys and values read: a request of {tokens} tokens", columns, cells)
+    return records
 
 
 # ---- 5. what sharing costs -------------------------------------------------------------------------------------------
 
 
 def measure_pooled(pool: Pool, arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Held-out loss of the model, and of the model with its KV heads pooled into one, without any training after."""
+    """Measure the held-out loss of the model, and with its KV heads pooled into one without further training."""
     texts, length = (4, 128) if arguments.quick else (16, 256)
     tokenizer = load_tokenizer(arguments.model)
     ids = first_passages([tokenizer.encode(text[:8000]).ids for text in held_out_texts()], texts, length)
@@ -386,96 +373,77 @@ def measure_pooled(pool: Pool, arguments: argparse.Namespace, device: torch.devi
             "pooled": decoder_loss(load_model(pooled, device, "float32")[0], ids),
         }
     losses["guess"] = math.log(config.vocab_size)
-    found = {"kv_heads": config.num_key_value_heads, "texts": len(ids), "tokens": length, **losses}
     rows = [
         (f"as trained, {config.num_key_value_heads} KV heads", f"{losses['own']:.2f}"),
         ("pooled into one, untrained", f"{losses['pooled']:.2f}"),
         ("guessing, every token alike", f"{losses['guess']:.2f}"),
     ]
     table(f"Loss on {len(ids)} held-out texts of {length} tokens, nats a token", ("KV heads", "loss"), rows)
-    return found
-
-
-def siblings_table(figures: Mapping[str, dict]) -> str:
-    """The Markdown table of models that were trained alike, of the figures in attention_siblings.<machine>.json.
-
-    Losses are compared seed by seed, since equal seeds saw the same text in the same order.
-    """
-    names = {
-        "mha": "MHA, 8 KV heads",
-        "gqa": "GQA, 2 KV heads",
-        "mqa": "MQA, 1 KV head",
-        "mla": "MLA, a latent of 56 + 8",
-    }
-    whole, rows = figures["tiny-python-mha"]["held_out_loss_of_seed"], []
-    for key, words in names.items():
-        one = figures[f"tiny-python-{key}"]
-        losses = one["held_out_loss_of_seed"]
-        above = [loss - whole[seed] for seed, loss in losses.items() if seed in whole]
-        shown = ", ".join(f"{loss:.2f}" for loss in losses.values())
-        worse = "" if key == "mha" else f"{statistics.mean(above):+.2f} ({min(above):+.2f} to {max(above):+.2f})"
-        kept = one["cached_numbers_per_token_and_layer"]
-        rows.append((words, kept, f"{one['parameters']:,}", shown, worse))
-    columns = ("trained alike", "numbers kept of a token, a layer", "parameters", "loss, by seed", "above MHA")
-    return markdown_table(columns, rows)
+    return {"kv_heads": config.num_key_value_heads, "texts": len(ids), "tokens": length, **losses}
 
 
 # ---- 6. break it -----------------------------------------------------------------------------------------------------
 
 
 def show_ranks(kv_heads_of_rank: Callable[[int, int, int], list[int]]) -> dict:
-    """Bytes of a token on one rank and on all, by ranks: the gain that replication eats.
+    """Show a token's bytes on one rank and on all, by ranks: replication undoes the gain.
 
     Raises:
         AssertionError: the lesson's rule is not the engine's.
     """
-    found, rows = {}, []
+    records, rows = {}, []
     for name in DIVIDED:
-        config, by_ranks = known_model(name), {}
+        config = known_model(name)
+        heads = 1 if config.kv_lora_rank else config.num_key_value_heads
+        head_kib = kv_bytes_per_token(config, "bfloat16") / heads / KIB
+        records[name] = by_ranks = {}
         for tp in RANKS:
-            heads = 1 if config.kv_lora_rank else config.num_key_value_heads
             held = [len(kv_heads_of_rank(rank, tp, heads)) for rank in range(tp)]
-            of_head = kv_bytes_per_token(config, "bfloat16") / heads / KIB
-            assert held[0] * of_head * KIB == kv_bytes_per_token(config, "bfloat16", tp), f"{name}, {tp} ranks"
-            by_ranks[str(tp)] = {"rank": max(held) * of_head, "all": sum(held) * of_head}
-        found[name] = by_ranks
+            assert held[0] * head_kib * KIB == kv_bytes_per_token(config, "bfloat16", tp), f"{name}, {tp} ranks"
+            by_ranks[str(tp)] = {"rank": max(held) * head_kib, "all": sum(held) * head_kib}
         for key, where in (("rank", "one GPU"), ("all", "all")):
-            rows.append((f"{name}, {where}", *(f"{one[key]:,.0f}" for one in by_ranks.values())))
+            rows.append((f"{name}, {where}", *(f"{record[key]:,.0f}" for record in by_ranks.values())))
     columns = ("KiB of a token on", *(f"{tp} GPU{'s' * (tp > 1)}" for tp in RANKS))
-    kept = "Eight KV heads, four, and a latent, which counts as one: every GPU keeps it."
-    table("A cache divided over GPUs", columns, rows, kept)
-    return found
+    caption = "Eight KV heads, four, and a latent, which counts as one: every GPU keeps it."
+    table("A cache divided over GPUs", columns, rows, caption)
+    return records
 
 
 def run_two_ranks(
     pool: Pool, kv_heads_of_rank: Callable[[int, int, int], list[int]], arguments: argparse.Namespace
 ) -> dict:
-    """The engine on one rank and on two, with the model's KV heads and with one: tokens, and bytes that ranks keep.
+    """Run the engine on one rank and on two, with the model's KV heads and with one: tokens, and bytes on each rank.
 
     Raises:
         AssertionError: tokens differ, or a rank keeps other than the rule says.
     """
-    found, rows, own = {}, [], ModelConfig.from_pretrained(arguments.model).num_key_value_heads
+    records, own = {}, ModelConfig.from_pretrained(arguments.model).num_key_value_heads
     with tempfile.TemporaryDirectory() as folder, working("engines of one rank and of two"), without_info():
         pooled = pooled_checkpoint(arguments.model, Path(folder) / "pooled", 1, pool)
-        for name, model, heads in (("own", arguments.model, own), ("one", pooled, 1)):
-            if name == "own" and arguments.quick:
-                continue
-            runs = {tp: served(model, tp) for tp in (1, 2)}
-            assert runs[1][0] == runs[2][0], f"{name}: two ranks say something else"
-            share = {tp: [len(kv_heads_of_rank(rank, tp, heads)) / heads for rank in range(tp)] for tp in runs}
-            for tp, (_, kept) in runs.items():
-                assert kept == [int(part * runs[1][1][0]) for part in share[tp]], f"{name}: ranks keep {kept}"
-            found[name] = one = {"one_rank": runs[1][1][0], "rank": runs[2][1][0], "all": sum(runs[2][1])}
-            cells = (f"{one[key] / KIB:,.0f}" for key in ("one_rank", "rank", "all"))
-            rows.append((f"{heads} KV head{'s' * (heads > 1)}", *cells, f"{one['all'] / one['one_rank']:.0f} ×"))
-    columns = ("embedded model with", "one rank", "each of two", "both", "both, of one")
-    table("The engine's KV cache for the same 512 tokens, KiB; the same text each time", columns, rows)
-    return found
+        models = {"own": (arguments.model, own), "one": (pooled, 1)}
+        for name in ("one",) if arguments.quick else models:
+            model, heads = models[name]
+            (tokens, (kept_alone,)), (tokens_of_two, kept) = (served(model, tp) for tp in (1, 2))
+            assert tokens == tokens_of_two, f"{name}: two ranks generate other tokens"
+            shares = [len(kv_heads_of_rank(rank, 2, heads)) / heads for rank in range(2)]
+            assert kept == [int(share * kept_alone) for share in shares], f"{name}: ranks keep {kept}"
+            records[name] = {"one_rank": kept_alone, "rank": kept[0], "all": sum(kept)}
+    record_table(
+        "The engine's KV cache for the same 512 tokens, KiB; the same text each time",
+        {
+            f"{models[name][1]} KV head{'s' * (models[name][1] > 1)}": {
+                **{key: value / KIB for key, value in record.items()}, "times": record["all"] / record["one_rank"],
+            }
+            for name, record in records.items()
+        },
+        "embedded model with {name} | one rank {one_rank:,.0f} | each of two {rank:,.0f} | both {all:,.0f} | "
+        "both, of one {times:.0f} ×",
+    )  # fmt: skip
+    return records
 
 
 def served(model: str | Path, tp: int) -> tuple[list[list[int]], list[int]]:
-    """Greedy tokens of an engine of so many ranks, and the bytes of each rank's cache."""
+    """Return the greedy tokens of an engine of `tp` ranks, and the bytes of each rank's cache."""
     llm = LLM(
         model, device="cpu", dtype="float32", max_model_len=128, num_gpu_blocks_override=32, tensor_parallel_size=tp
     )
@@ -489,29 +457,31 @@ def served(model: str | Path, tp: int) -> tuple[list[list[int]], list[int]]:
 
 
 def show_padding(padded_rows: Callable[[int], int]) -> dict:
-    """Rows of the matrix product that hold a query, by the size of the group."""
-    found = {name: {"heads": heads, "rows": padded_rows(heads)} for name, heads in GROUPS.items()}
-    rows = [(name, one["heads"], one["rows"], f"{one['heads'] / one['rows']:.0%}") for name, one in found.items()]
-    columns = ("group of", "query heads", "rows of the product", "hold a query")
-    table("A matrix product has 16 rows or more, and a power of two", columns, rows)
-    return found
+    """Show the share of a matmul's rows that hold a query, by the size of the group."""
+    records = {name: {"heads": heads, "rows": padded_rows(heads)} for name, heads in GROUPS.items()}
+    record_table(
+        "A matmul has 16 rows or more, and a power of two",
+        {name: {**record, "share": record["heads"] / record["rows"]} for name, record in records.items()},
+        "group of {name} | query heads {heads} | rows of the matmul {rows} | hold a query {share:.0%}",
+    )
+    return records
 
 
 # ---- the whole lesson ------------------------------------------------------------------------------------------------
 
 
-def close(found: dict, disturbance: str) -> None:
+def close(figures: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    models, shared = found["models"]["models"], found["shared"]["by_kv_heads"]
-    llama, deepseek, one = models["Llama-3-1-8B"], models["DeepSeek-V3"], shared["1"]
-    ranks, two = found["ranks"]["Meta-Llama-3-70B"], found["two_ranks"]["one"]
+    models = figures["models"]["models"]
+    llama, deepseek, mqa = models["Llama-3-1-8B"], models["DeepSeek-V3"], figures["shared"]["by_kv_heads"]["1"]
+    ranks, two = figures["ranks"]["Meta-Llama-3-70B"], figures["two_ranks"]["one"]
     closing(
         f"Llama-3.1-8B keeps {llama['kib']:.0f} KiB of a token, a quarter of what 32 KV heads would take, and does "
         f"{llama['intensity']:.0f} operations a byte; DeepSeek-V3 keeps {deepseek['kib']:.0f} KiB, and does "
         f"{deepseek['intensity']:.0f}.",
         Timed(
-            f"With one KV head in place of {found['shared']['heads']}, a decode step reads {one['less']:.0f} times "
-            f"less, and takes {1 / one['faster']:.2f} of the time."
+            f"With one KV head in place of {figures['shared']['heads']}, a decode step reads {mqa['less']:.0f} times "
+            f"less, and takes {1 / mqa['faster']:.2f} of the time."
         ),
         f"Beyond its KV heads a model's cache is copied: 8 heads on 16 GPUs take {ranks['16']['all']:.0f} KiB a token "
         f"in place of {ranks['1']['all']:.0f}. One head on two ranks of the engine: {two['all'] / two['one_rank']:.0f} "
@@ -520,50 +490,48 @@ def close(found: dict, disturbance: str) -> None:
     )
 
 
-def draw(found: dict, path: str) -> None:
-    """Bytes a token against operations a byte; bytes and time of a step by KV heads; bytes by ranks."""
+def draw(figures: dict, path: str) -> None:
+    """Draw operations a byte over bytes a token; bytes and time of a step by KV heads; bytes by ranks."""
     with panels(path, 3) as (left, middle, right):
-        for name, one in zip(MODELS, found["models"]["models"].values(), strict=True):
-            colour = palette.ORANGE if one["kv_heads"] == "latent" else palette.BLUE
-            left.plot([one["kib"]], [one["intensity"]], "o", color=colour)
-            words = name.removeprefix("Meta-").removesuffix("-hf")
-            right_half = one["kib"] > 200
+        for name, record in zip(MODELS, figures["models"]["models"].values(), strict=True):
+            point, at_right = (record["kib"], record["intensity"]), record["kib"] > 200
+            colour = palette.ORANGE if record["kv_heads"] == "latent" else palette.BLUE
+            left.plot(*point, "o", color=colour)
             left.annotate(
-                words, (one["kib"], one["intensity"]), (-6 if right_half else 6, -9), textcoords="offset points",
-                ha="right" if right_half else "left", fontsize=8,
+                name.removeprefix("Meta-").removesuffix("-hf"), point, (-6 if at_right else 6, -9),
+                textcoords="offset points", ha="right" if at_right else "left", fontsize=8,
             )  # fmt: skip
-        left.axhline(found["models"]["ridge"], color=palette.GREY, linewidth=1)
+        left.axhline(figures["models"]["ridge"], color=palette.GREY, linewidth=1)
         left.annotate(
-            f"ridge of an {GPU}", (26, found["models"]["ridge"]), (0, 4), textcoords="offset points", fontsize=8
+            f"ridge of an {GPU}", (26, figures["models"]["ridge"]), (0, 4), textcoords="offset points", fontsize=8
         )
         left.set(title="Read and computed", xlabel="KiB a token", ylabel="FLOPs a byte", xscale="log", yscale="log")
         left.set(xlim=(24, 640), ylim=(0.7, 600))
         sizes = (32, 64, 128, 256, 512)
         left.set_xticks(sizes, [str(size) for size in sizes])
         left.minorticks_off()
-        shared = found["shared"]["by_kv_heads"]
+        shared = figures["shared"]["by_kv_heads"]
         places = range(len(shared))
-        middle.plot(places, [1 / one["less"] for one in shared.values()], "o-", color=palette.BLUE, label="bytes")
-        middle.plot(places, [1 / one["faster"] for one in shared.values()], "o-", color=palette.ORANGE, label="time")
+        middle.plot(places, [1 / record["less"] for record in shared.values()], "o-", color=palette.BLUE, label="bytes")
+        middle.plot(
+            places, [1 / record["faster"] for record in shared.values()], "o-", color=palette.ORANGE, label="time"
+        )
         middle.set_xticks(places, list(shared))
         middle.set(title="A decode step", xlabel="KV heads", ylabel="of that with all", yscale="log")
         parts = (1, 4, 8, 32)
         middle.set_yticks([1 / part for part in parts], ["1", *(f"1/{part}" for part in parts[1:])])
         middle.minorticks_off()
         middle.legend(fontsize=8)
-        for (name, by_ranks), colour in zip(found["ranks"].items(), palette.SERIES, strict=False):
-            ranks = [int(tp) for tp in by_ranks]
-            right.plot(
-                ranks, [one["all"] / by_ranks["1"]["all"] for one in by_ranks.values()], "o-", color=colour, label=name
-            )
-        right.set_xscale("log", base=2)
-        right.set_xticks(ranks, [str(tp) for tp in ranks])
+        lines = {
+            name: {tp: record["all"] / by_ranks["1"]["all"] for tp, record in by_ranks.items()}
+            for name, by_ranks in figures["ranks"].items()
+        }
+        curves(right, lines, octaves=True)
         right.set(title="Kept on all GPUs", xlabel="GPUs", ylabel="of that on one", ylim=(0, None))
-        right.legend(fontsize=8)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
+    """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     flags.add_argument("--heads", type=whole_number(1, 256), default=32, help="query heads, 1 to 256 (default: 32)")
     flags.add_argument("--head-dim", type=whole_number(8, 256), default=128, help="numbers of a head (default: 128)")

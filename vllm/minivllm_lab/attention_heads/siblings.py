@@ -1,12 +1,11 @@
-"""Siblings of a model that share keys otherwise, and what each of several GPUs keeps and does of them. *Modelled*.
+"""Siblings of a model with other KV heads, and what each of several GPUs keeps and computes of them. *Modelled*.
 
     sibling = with_kv_heads(known_model("Llama-3.1-8B"), 1)
     share = ModelShare(sibling, get_hardware("H100"), tp=16)
     share.bytes_per_token, share.copies, share.intensity, share.fits(32_768)
 
-Memory is counted by `minivllm.memory`, as vLLM would at its start; a step's time is that of `levers`. Links are taken
-to be as fast between all GPUs as within a machine. The siblings are shapes without weights: how well they would answer
-is not said here.
+`minivllm.memory` counts memory as vLLM does at its start; `levers` models a step's time. Links between all GPUs are
+assumed to be as fast as within a machine. The siblings are shapes without weights; their quality is not modelled.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from minivllm_simulate.layouts import BLOCK_SIZE, SERVING, TOKEN_BUDGET, UTILIZA
 from minivllm_simulate.levers import LeverCost
 
 ROPE = 64
-"""Numbers of the rotary key that stands beside a latent; as in DeepSeek-V2."""
+"""Numbers of the rotary key beside a latent, as in DeepSeek-V2."""
 ELEMENT = 2
 """Bytes of a number in the cache."""
 
 
 def with_kv_heads(model: ModelConfig, heads: int) -> ModelConfig:
-    """The model with so many KV heads in place of its own.
+    """Return the model with `heads` KV heads.
 
     Raises:
-        MinivllmError: its query heads cannot share so many equally.
+        MinivllmError: the query heads cannot share them equally.
     """
     many = model.num_attention_heads
     require(heads >= 1 and many % heads == 0, f"{many} query heads cannot share {heads} KV heads equally")
@@ -41,7 +40,7 @@ def with_kv_heads(model: ModelConfig, heads: int) -> ModelConfig:
 
 
 def with_latent(model: ModelConfig, width: int) -> ModelConfig:
-    """The model with DeepSeek-V2's attention: a layer keeps `width` numbers of a token, the latent, and `ROPE` more."""
+    """Return the model with DeepSeek-V2's attention: a layer keeps a latent of `width` and `ROPE` more numbers."""
     require(width >= 1, f"a latent has at least one number, not {width}")
     return replace(
         model,
@@ -55,9 +54,9 @@ def with_latent(model: ModelConfig, width: int) -> ModelConfig:
 
 
 def decode_flops_per_key(model: ModelConfig, tp: int = 1) -> float:
-    """Operations that one GPU does for a cached token, in all layers, when one token is decoded.
+    """Count one GPU's operations for each cached token, in all layers, when one token is decoded.
 
-    A latent is used as it is (absorbed): scores over latent and rotary key, then the weighted sum of latents.
+    A latent is used in the absorbed form: scores over latent and rotary key, then the weighted sum of latents.
     """
     per_head = 4 * model.head_dim
     if model.kv_lora_rank is not None:
@@ -66,12 +65,12 @@ def decode_flops_per_key(model: ModelConfig, tp: int = 1) -> float:
 
 
 def decode_intensity(model: ModelConfig, tp: int = 1) -> float:
-    """Operations of a decode's attention on one GPU for each byte of the cache that it reads, in 16 bits."""
+    """Return one GPU's operations of a decode's attention for each byte of a 16-bit cache."""
     return decode_flops_per_key(model, tp) / kv_bytes_per_token(model, "bfloat16", tp)
 
 
 def kv_heads_of_rank(rank: int, tp: int, num_kv_heads: int) -> list[int]:
-    """The KV heads that a rank keeps; with more ranks than heads, neighbours keep the same one.
+    """Return the KV heads that a rank keeps; with more ranks than heads, neighbours keep the same one.
 
     In vLLM v0.33.0: `vllm/model_executor/layers/linear.py` (`QKVParallelLinear`).
     """
@@ -81,10 +80,7 @@ def kv_heads_of_rank(rank: int, tp: int, num_kv_heads: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ModelShare:
-    """What one of `tp` equal GPUs has of a model.
-
-    `kv_heads` says how many KV heads it keeps, if not as many as vLLM's rule gives it.
-    """
+    """The part of a model on one of `tp` equal GPUs; `kv_heads` overrides the KV heads that vLLM's rule gives it."""
 
     model: ModelConfig
     gpu: Hardware
@@ -93,17 +89,17 @@ class ModelShare:
 
     @property
     def holders(self) -> int:
-        """Parts into which keys and values can be cut at most: the KV heads; a latent is one."""
+        """The most parts that keys and values can be divided into: the KV heads, or one for a latent."""
         return 1 if self.model.kv_lora_rank is not None else self.model.num_key_value_heads
 
     @property
     def copies(self) -> int:
-        """GPUs that keep the same keys and values."""
+        """The number of GPUs that keep the same keys and values."""
         return max(1, self.tp // self.holders)
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Of keys and values, all layers, on this GPU."""
+        """Bytes of keys and values of a token, all layers, on this GPU."""
         counted = kv_bytes_per_token(self.model, "bfloat16", self.tp)
         if self.kv_heads is None or self.model.kv_lora_rank is not None:
             return counted
@@ -116,10 +112,10 @@ class ModelShare:
 
     @cached_property
     def ledger(self) -> MemoryLedger:
-        """Where its memory goes.
+        """The use of this GPU's memory.
 
         Raises:
-            MinivllmError: nothing is left for keys and values, or the query heads cannot be divided so.
+            MinivllmError: nothing is left for keys and values, or the query heads cannot be divided.
         """
         return memory_ledger(
             self.model, self.gpu, max_model_len=1, tp=self.tp, gpu_memory_utilization=UTILIZATION,
@@ -127,17 +123,17 @@ class ModelShare:
         )  # fmt: skip
 
     def fits(self, context: int) -> float:
-        """Requests of so many tokens that fit, on this GPU and so on all.
+        """Return how many requests of `context` tokens fit on this GPU, and so on all.
 
         Raises:
-            MinivllmError: as `ledger`.
+            MinivllmError: see `ledger`.
         """
         blocks = max(0, self.ledger.kv_bytes // (self.bytes_per_token * BLOCK_SIZE) - 1)
         return blocks * BLOCK_SIZE / context
 
     @cached_property
     def cost(self) -> LeverCost:
-        """What a step takes that decodes."""
+        """The cost of a decode step."""
         cost = LeverCost.of(replace(SERVING, tensor_parallel=self.tp), self.model, self.gpu)
         pairs = decode_flops_per_key(self.model, self.tp)
         return replace(
@@ -145,5 +141,5 @@ class ModelShare:
         )
 
     def tokens_per_second(self, batch: int, context: int) -> float:
-        """Of all GPUs together, when so many requests decode, each with so many tokens; 0 of none."""
+        """Return the throughput of all GPUs when `batch` requests of `context` tokens decode; 0 without requests."""
         return batch / self.cost.seconds(StepShape.of([(1, context - 1)] * batch)) if batch else 0.0

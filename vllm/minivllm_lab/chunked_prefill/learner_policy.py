@@ -2,8 +2,8 @@
 
     LLM(model, parts=Parts(policy=learner_policy(chunk_limit, running_tokens, admitted_tokens)))
 
-The functions say how many tokens a request gets in a step; everything else (order, memory, preemption, drafts) stays
-the engine's own. No torch.
+The functions return how many tokens a request gets in a step; order, memory, preemption and drafts stay the engine's
+own. No torch.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.errors import MinivllmError
 
 ChunkLimit = Callable[[int, int, int, bool], int]
-"""`chunk_limit(token_budget, threshold, num_requests, adaptive)`: the most tokens of one request in a step."""
+"""`chunk_limit(token_budget, threshold, num_requests, adaptive)` returns the most tokens of one request in a step."""
 RunningTokens = Callable[[int, int, int], int]
-"""`running_tokens(missing, limit, budget_left)`: the tokens that a running request gets."""
+"""`running_tokens(missing, limit, budget_left)` returns the tokens that a running request gets."""
 AdmittedTokens = Callable[[int, int, int, bool], int]
-"""`admitted_tokens(missing, limit, budget_left, may_be_cut)`: those of a request that waits; 0 = it waits on."""
+"""`admitted_tokens(missing, limit, budget_left, may_be_cut)` returns those of a waiting request; 0 keeps it waiting."""
 
 
 def learner_policy(
@@ -27,7 +27,7 @@ def learner_policy(
 ) -> SchedulingPolicy:
     """Return the policy with these caps; None leaves the engine's own.
 
-    An answer that cannot be carried out raises `MinivllmError` in the engine's step; the message says which.
+    A result that the engine cannot carry out raises `MinivllmError` in its step; the message says which.
     """
     own = DEFAULT_POLICY
     return SchedulingPolicy(
@@ -38,21 +38,21 @@ def learner_policy(
 
 
 def _limit(chunk_limit: ChunkLimit, token_budget: int, threshold: int, num_requests: int, adaptive: bool) -> int:
-    found = chunk_limit(token_budget, threshold, num_requests, adaptive)
-    return _checked("chunk_limit", found, 1, max(token_budget, threshold))
+    tokens = chunk_limit(token_budget, threshold, num_requests, adaptive)
+    return _checked("chunk_limit", tokens, 1, max(token_budget, threshold))
 
 
 def _running(running_tokens: RunningTokens, missing: int, limit: int, budget_left: int) -> int:
-    found = running_tokens(missing, limit, budget_left)
-    return _checked("running_tokens", found, 0, min(missing, budget_left))
+    tokens = running_tokens(missing, limit, budget_left)
+    return _checked("running_tokens", tokens, 0, min(missing, budget_left))
 
 
 def _admitted(admitted_tokens: AdmittedTokens, missing: int, limit: int, budget_left: int, may_be_cut: bool) -> int:
-    found = admitted_tokens(missing, limit, budget_left, may_be_cut)
-    return _checked("admitted_tokens", found, 0, min(missing, budget_left))
+    tokens = admitted_tokens(missing, limit, budget_left, may_be_cut)
+    return _checked("admitted_tokens", tokens, 0, min(missing, budget_left))
 
 
-def _checked(name: str, found: int, least: int, most: int) -> int:
-    if not isinstance(found, int) or not least <= found <= most:
-        raise MinivllmError(f"your {name} says {found!r}, and a whole number from {least} to {most} is possible")
-    return found
+def _checked(name: str, tokens: int, least: int, most: int) -> int:
+    if not isinstance(tokens, int) or not least <= tokens <= most:
+        raise MinivllmError(f"your {name} returns {tokens!r}; it must return a whole number from {least} to {most}")
+    return tokens

@@ -1,7 +1,7 @@
-"""Lesson 10's opening: a long prompt comes while the followed request decodes; in one piece, then in three.
+"""Draw lesson 10's opening: a long prompt comes while the followed request decodes; in one piece, then in three.
 
-The pieces are the engine's steps of the scene "long prompt". The one piece is what the same requests get from
-`PREFILL_FIRST`, the policy of before.
+The pieces are the engine's steps of the scene "long prompt"; the one piece is scheduled by `PREFILL_FIRST`, the policy
+of vLLM V0.
 """
 
 from __future__ import annotations
@@ -27,27 +27,17 @@ SHORT = 4
 
 
 def frames() -> Frames:
-    """Six stills: the prompt waits, one piece, three pieces, both side by side."""
+    """Draw six stills: the prompt waits, one piece, three pieces, both side by side."""
     run = followed("long prompt")
     prompt, output = run.requests[LONG].prompt, [token.shown for token in run.request.output]
     budget, pieces = run.max_num_batched_tokens, [step for step in run.steps if _tokens(step, LONG) > 1]
     sizes = [_tokens(step, LONG) for step in pieces]
     first = run.requests[LONG].output[0].shown
+    undecided = text(LEFT, 100, "nothing is scheduled yet", colour=QUIET)
+    whole = [(LONG, token.shown) for token in prompt]
     stills = [
-        _still(
-            run,
-            "The followed request decodes, and a long prompt has come",
-            0,
-            output[:1],
-            text(LEFT, 100, "nothing is decided yet", colour=QUIET),
-        ),
-        _still(
-            run,
-            "Prefill first: a step of its own",
-            len(prompt),
-            output[:1],
-            *_step([(LONG, token.shown) for token in prompt]),
-        ),
+        _still(run, "The followed request decodes, and a long prompt has come", 0, output[:1], undecided),
+        _still(run, "Prefill first: a step of its own", len(prompt), output[:1], *_step(whole)),
     ]
     done = 0
     for number, (step, size) in enumerate(zip(pieces, sizes, strict=True), start=1):
@@ -56,20 +46,18 @@ def frames() -> Frames:
         title = f"Mixed: {budget} tokens a step, piece {number} of {len(pieces)}"
         stills.append(_still(run, title, done, output[: 1 + number], *_step(shown, budget)))
     stills.append(_side_by_side(run))
-    rest = f"the last {sizes[-1]}, and samples {first}"
     captions = [
-        f"add has said {output[0]} and wants one token computed. The prompt of long has {len(prompt)}. A step may have "
-        f"{budget}.",
-        f"Before: a waiting prompt goes first, all of it, in a step of its own. The step has {len(prompt)} tokens, and "
-        "none of them is add's, so add waits.",
-        f"Now: add runs, so it gets its 1 token; {budget - 1} are left of the budget, and the prompt is cut there. The "
+        f"add has generated {output[0]} and needs one token computed; long's prompt has {len(prompt)}. The budget of a "
+        f"step is {budget}.",
+        f"Before: the whole waiting prompt goes first, in a step of its own. It has {len(prompt)} tokens and none of "
+        "add's, so add waits.",
+        f"Now: add runs, so it gets its 1 token; {budget - 1} are left of the budget, so the prompt is cut there. The "
         "chunk's logits are not used.",
-        f"The same again. add has said {output[1]}, and gets 1; long gets the next {sizes[1]}, which also see the keys "
-        f"of the first {sizes[0]}.",
-        f"long gets {rest}. From now on both decode.",
-        f"Between two tokens of add stand {len(prompt)} tokens of long before, and {max(sizes)} at most now. long has "
-        f"its first token after {sum(sizes)} tokens of its own in both cases, and now {len(pieces)} of add's come "
-        "before it, too.",
+        f"The same again: add has generated {output[1]}, and gets 1; long gets the next {sizes[1]}, which also see the "
+        f"keys of the first {sizes[0]}.",
+        f"long gets the last {sizes[-1]}, and samples {first}. From now on both decode.",
+        f"Before, {len(prompt)} tokens of long come between two tokens of add; now at most {max(sizes)}. Both times "
+        f"long has its first token after {sum(sizes)} tokens of its own; now {len(pieces)} of add's come first.",
     ]
     return Frames(stills, captions)
 
@@ -80,7 +68,7 @@ def _tokens(step: Step, name: str) -> int:
 
 
 def _cells(x: float, y: float, cells: Sequence[tuple[str, str, str | None]], width: float, tall: float) -> list[str]:
-    """Cells side by side: (text, fill, dash) each; text that is too long is left out."""
+    """Draw cells side by side, each with its text, fill and dash; leave out text that is too long."""
     return [
         rect(
             x + place * width, y, width, tall, fill, stroke=QUIET if dash else "#FFFFFF", dash=dash,
@@ -91,13 +79,13 @@ def _cells(x: float, y: float, cells: Sequence[tuple[str, str, str | None]], wid
 
 
 def _step(tokens: Sequence[tuple[str, str]], budget: int | None = None) -> list[str]:
-    """The step's tokens end to end, and the places of its budget that are left."""
+    """Draw the step's tokens side by side, and what is left of its budget."""
     cells: list[tuple[str, str, str | None]] = [(shown, COLOURS[name], None) for name, shown in tokens]
     cells += [("", "#FFFFFF", "3 3")] * ((budget or len(cells)) - len(cells))
     return [text(LEFT - 12, 102, "the step", anchor="end"), *_cells(LEFT, 82, cells, CELL, TALL)]
 
 
-def _still(run: Followed, title: str, computed: int, said: Sequence[str], *step: str) -> str:
+def _still(run: Followed, title: str, computed: int, generated: Sequence[str], *step: str) -> str:
     prompt = run.requests[LONG].prompt
     cells: list[tuple[str, str, str | None]] = [
         (token.shown, tint(ORANGE, 0.55) if place < computed else BLANK, None) for place, token in enumerate(prompt)
@@ -108,41 +96,40 @@ def _still(run: Followed, title: str, computed: int, said: Sequence[str], *step:
         text(LEFT, 218, f"{computed} of {len(prompt)} tokens in the cache", size=12, colour=QUIET),
         text(LEFT - 12, 270, NAME, anchor="end", mono=True),
         *(rect(LEFT + place * 62, 250, 58, TALL, tint(BLUE, 0.45), label=shown, mono=True, size=12)
-          for place, shown in enumerate(said)),
-        text(LEFT, 298, "has said", size=12, colour=QUIET), label=title,
+          for place, shown in enumerate(generated)),
+        text(LEFT, 298, "generated so far", size=12, colour=QUIET), label=title,
     )  # fmt: skip
 
 
 def _before(run: Followed) -> list[dict[str, int]]:
-    """What `PREFILL_FIRST` gives the same requests, step by step."""
+    """Return the steps that `PREFILL_FIRST` schedules for the same requests."""
     limits = SchedulerConfig(max_model_len=32, max_num_batched_tokens=32, enable_chunked_prefill=False)
     cache = CacheConfig(num_gpu_blocks=99, enable_prefix_caching=False)
     scheduler, steps = Scheduler(limits, cache, PREFILL_FIRST), []
-    for name in (NAME, LONG):
-        scheduler.add_request(Request(name, [0] * len(run.requests[name].prompt), max_tokens=MAX_TOKENS))
+    coming = [NAME, LONG]
+    while coming or scheduler.has_unfinished_requests():
+        if coming:
+            name = coming.pop(0)
+            scheduler.add_request(Request(name, [0] * len(run.requests[name].prompt), max_tokens=MAX_TOKENS))
         step = scheduler.schedule()
         steps.append(dict(step.num_scheduled_tokens))
-        scheduler.update_from_output(step, ModelRunnerOutput({one: [1] for one in step.num_scheduled_tokens}))
-    while scheduler.has_unfinished_requests():
-        step = scheduler.schedule()
-        steps.append(dict(step.num_scheduled_tokens))
-        scheduler.update_from_output(step, ModelRunnerOutput({one: [1] for one in step.num_scheduled_tokens}))
+        scheduler.update_from_output(step, ModelRunnerOutput({name: [1] for name in step.num_scheduled_tokens}))
     return steps
 
 
 def _side_by_side(run: Followed) -> str:
-    """Both ways on one axis of tokens computed; marks where add says something."""
+    """Draw both ways on one axis of computed tokens, and mark where add generates a token."""
     mixed = [{row.request: row.num_scheduled_tokens for row in step.rows} for step in run.steps]
     parts, wide = [text(20, 32, "The same tokens, in two orders", size=15, bold=True)], 15.0
     for y, name, steps in ((92, "before", _before(run)), (212, "now", mixed)):
         parts.append(text(LEFT - 12, y + 20, name, anchor="end"))
         x = float(LEFT)
-        for given in steps:
-            for who, count in given.items():
+        for scheduled in steps:
+            for who, count in scheduled.items():
                 parts.append(rect(x, y, wide * count, TALL, COLOURS[who], stroke="#FFFFFF"))
                 x += wide * count
             parts.append(line((x, y - 8), (x, y + TALL + 8), RULE))
-            if NAME in given:
+            if NAME in scheduled:
                 parts.append(arrow((x, y + TALL + 26), (x, y + TALL + 10), BLUE))
     key = [(NAME, BLUE), (LONG, ORANGE)]
     for place, (who, colour) in enumerate(key):
@@ -150,6 +137,6 @@ def _side_by_side(run: Followed) -> str:
             rect(LEFT + place * 110, 292, 16, 16, colour),
             text(LEFT + 22 + place * 110, 305, who, mono=True, size=12),
         ]
-    words = "↑ add says a token; lines end steps; the length is the number of tokens"
+    words = "↑ add generates a token; lines end steps; the length is the number of tokens"
     parts.append(text(LEFT + 240, 305, words, size=12, colour=INK))
     return svg(WIDTH, HEIGHT, *parts, label="Prefill first and mixed steps on one axis")

@@ -2,9 +2,9 @@
 
     Scheduler(scheduler_config, cache_config, PREFILL_FIRST)
 
-A step either admits or decodes. While somebody waits for whom there is room, a step computes whole prompts, as many as
+A step either admits or decodes. While there is room for a waiting request, a step computes whole prompts, as many as
 fit into its budget, and running requests get no token. A prompt that is longer than the budget would wait for ever, so
-`SchedulerConfig` wants a budget of `max_model_len` with `enable_chunked_prefill=False`.
+with `enable_chunked_prefill=False`, `SchedulerConfig` demands a budget of `max_model_len`.
 
 In vLLM v0.6.0: `vllm/core/scheduler.py` (`Scheduler._schedule_default`, `_schedule_prefills`).
 """
@@ -18,12 +18,12 @@ from minivllm.core.step import Step
 
 
 def prefill_first(scheduler: Scheduler, step: Step) -> None:
-    """Schedule whole prompts of those who wait, or a token for each who runs.
+    """Schedule whole prompts of waiting requests, or else a token for each running one.
 
     Raises:
         MinivllmError: `enable_chunked_prefill` is on.
     """
-    require(not scheduler.config.enable_chunked_prefill, "prefill first cuts no prompt: disable chunked prefill")
+    require(not scheduler.config.enable_chunked_prefill, "prefill first does not cut prompts: disable chunked prefill")
     step.chunk_limit = step.token_budget
     scheduler.schedule_waiting(step)
     if not step.admitted:

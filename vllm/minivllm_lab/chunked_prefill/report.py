@@ -1,18 +1,16 @@
-"""Lesson 10's measurements, its tables, its figure and its command line.
+"""Lesson 10's measurements, tables, figure and command line.
 
-A function `measure_*`, `compare_*` or `show_*` prints its table and returns its figures; what it takes as a callable is
-code of the lesson.
+A function `measure_*`, `compare_*` or `show_*` prints its table and returns its figures; the callables that it takes
+are the lesson's own code.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import math
 import statistics
 import tempfile
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +22,6 @@ import torch
 from torch import Tensor
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig, Parts, SchedulerConfig
-from minivllm.core import policy
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
@@ -34,12 +31,12 @@ from minivllm_lab import palette
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.disturbed_chats import LONG, disturb
-from minivllm_lab.figures import panels
+from minivllm_lab.figures import curves, panels
 from minivllm_lab.inside import runner_of
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, refusal, show_errors
 from minivllm_lab.recording import bare_engine, own_clock, record_run
-from minivllm_lab.tables import Timed, closing, console, ms, table
+from minivllm_lab.tables import Timed, closing, console, ms, record_table, table
 from minivllm_lab.timing import in_turns
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
@@ -52,7 +49,7 @@ Steps = Sequence[Mapping[str, int]]
 
 
 def load(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Reads the model's config now, so that one that is not there is told first; `arguments` gets the device.
+    """Read the model's config, so that a missing model is refused first, and put the device into `arguments`.
 
     Raises:
         MinivllmError: there is no such model.
@@ -64,25 +61,18 @@ def load(arguments: argparse.Namespace, device: torch.device) -> None:
 # ---- 1 and 2. what a step is made of ---------------------------------------------------------------------------------
 
 
-def show_steps(found: Mapping[str, Steps]) -> dict[str, list[dict[str, int]]]:
-    """Every step as a strip, a letter for each token: whose it is."""
-    for name, steps in found.items():
-        sizes = [sum(given.values()) for given in steps]
+def show_steps(policies: Mapping[str, Steps]) -> dict[str, list[dict[str, int]]]:
+    """Print each policy's steps as strips, with the request's letter for each token."""
+    for name, steps in policies.items():
+        sizes = [sum(step.values()) for step in steps]
         console.print(f"{name}: {len(steps)} steps, of {min(sizes)} to {max(sizes)} tokens")
-        for number, given in enumerate(steps, start=1):
-            console.print(f"  {number:2}  {''.join(who * tokens for who, tokens in given.items())}", markup=False)
-    return {name: [dict(given) for given in steps] for name, steps in found.items()}
-
-
-def show_engine_lines() -> None:
-    """The lines of the engine's policy that cut a prompt, as they stand in its source."""
-    console.print("\nIn vllm/minivllm/core/policy.py; both loops ask these", style="bold")
-    for function in (policy.chunk_limit, policy.running_tokens, policy.admitted_tokens):
-        console.print(textwrap.dedent(inspect.getsource(function)).rstrip(), markup=False, soft_wrap=True)
+        for number, step in enumerate(steps, start=1):
+            console.print(f"  {number:2}  {''.join(who * tokens for who, tokens in step.items())}", markup=False)
+    return {name: [dict(step) for step in steps] for name, steps in policies.items()}
 
 
 def show_order() -> list[dict[str, int]]:
-    """The engine's steps with a chunk before a decode: a long prompt under a threshold, and a chat behind it."""
+    """Show the engine's steps with a chunk before a decode: a long prompt under a threshold, then a chat."""
     limits = SchedulerConfig(max_model_len=64, max_num_batched_tokens=12, long_prefill_token_threshold=8)
     engine, steps = Scheduler(limits, CacheConfig(num_gpu_blocks=100, enable_prefix_caching=False)), []
     engine.add_request(Request("long", [0] * 28, max_tokens=2))
@@ -93,9 +83,12 @@ def show_order() -> list[dict[str, int]]:
         caught_up = [name for name in step.num_scheduled_tokens if not live[name].is_prefill_chunk]
         steps.append(dict(step.num_scheduled_tokens))
         engine.update_from_output(step, ModelRunnerOutput({name: [1] for name in caught_up}))
-    rows = [(number, ", ".join(f"{n} {c}" for n, c in one.items())) for number, one in enumerate(steps, start=1)]
+    rows = [
+        (number, ", ".join(f"{name} {count}" for name, count in step.items()))
+        for number, step in enumerate(steps, start=1)
+    ]
     console.print()
-    title = "12 tokens a step, threshold 8: the chunk stands before the decode"
+    title = "12 tokens a step, threshold 8: the chunk comes before the decode"
     table(title, ("step", "in the scheduler's order"), rows, words=True)
     return steps
 
@@ -111,24 +104,19 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     **{f"mixed, {budget} a step": {"max_num_batched_tokens": budget} for budget in (2048, 512, 128, 32)},
 }
-CHAT_COLUMNS = {
-    "itl_p50_ms": "ITL p50",
-    "itl_p99_ms": "p99",
-    "itl_max_ms": "longest",
-    "ttft_ms": "TTFT",
-}
+QUICK_WAYS = "prefill first (V0)", "mixed, 512 a step", "mixed, 32 a step"
 
 
 def measure_chats(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Gaps between the chats' tokens while long prompts arrive, and when those get their first token, by policy."""
-    found, rows, prompts = {}, [], 1 if arguments.quick else 4
+    """Measure, by policy, the gaps of chats while long prompts arrive, and the prompts' time to first token."""
+    records, prompts = {}, 1 if arguments.quick else 4
     blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=600, enable_prefix_caching=False)
-    for name, settings in track(WAYS.items(), "disturbing"):
-        sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, **settings}
+    for name in track(QUICK_WAYS if arguments.quick else tuple(WAYS), "disturbing"):
+        sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, **WAYS[name]}
         core = bare_engine(arguments.model, arguments.device, blocks, dtype="float32", **sizes)
         run = disturb(core, arguments.prompt, prompts, CHATS)
         with_prompt = [step for step in run.scheduled if LONG in step]
-        one = found[name] = {
+        records[name] = {
             "itl_p50_ms": 1e3 * statistics.median(run.gaps),
             "itl_p99_ms": 1e3 * percentile(run.gaps, 0.99),
             "itl_max_ms": 1e3 * max(run.gaps),
@@ -136,15 +124,17 @@ def measure_chats(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
             "steps": len(with_prompt) / prompts,
             "chat_tokens": sum(sum(step.values()) - step[LONG] for step in with_prompt) / len(with_prompt),
         }
-        counts = f"{one['steps']:.0f}", f"{one['chat_tokens']:.0f}"
-        rows.append((name, *(f"{one[key]:,.1f}" for key in CHAT_COLUMNS), *counts))
-    title = f"{CHATS} chats, and {prompts} prompts of {arguments.prompt:,} tokens, one after another; ms"
-    caption = "ITL: of the chats. TTFT, steps: of a long prompt; decodes: tokens of the chats in each of its steps."
-    table(title, ("", *CHAT_COLUMNS.values(), "steps", "decodes"), rows, caption)
-    return found
+    record_table(
+        f"{CHATS} chats, and {prompts} prompt{'s' * (prompts > 1)} of {arguments.prompt:,} tokens, one after another; "
+        "ms",
+        records,
+        "{name} | ITL p50 {itl_p50_ms:,.1f} | p99 {itl_p99_ms:,.1f} | longest {itl_max_ms:,.1f} | "
+        "TTFT {ttft_ms:,.1f} | steps {steps:.0f} | decodes {chat_tokens:.0f}",
+        "ITL: of the chats. TTFT, steps: of a long prompt; decodes: tokens of the chats in each of its steps.",
+    )
+    return records
 
 
-SERVED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "chunked_prefill.cpu.json"
 SERVER_COLUMNS = {
     "itl_p50_ms": "ITL p50", "itl_p99_ms": "p99", "itl_max_ms": "longest", "ttft_p50_ms": "TTFT", "ttft_max_ms": "last",
     "tokens_per_second": "tokens/s",
@@ -158,30 +148,19 @@ SERVERS = {
 
 
 def show_servers(figures: Mapping[str, Any]) -> None:
-    """The live servers by budget: what `benchmarks/chunked_prefill.py` has measured."""
-    rows = [
-        (
-            SERVERS[kind],
-            budget,
-            *(f"{one[key]:,.1f}" if one[key] < 100 else f"{one[key]:,.0f}" for key in SERVER_COLUMNS),
-        )
-        for kind, budgets in figures["servers"].items()
-        for budget, one in budgets.items()
-    ]
+    """Show the live servers by budget, as `benchmarks/chunked_prefill.py` has measured them."""
+    rows = []
+    for kind, budgets in figures["servers"].items():
+        for budget, record in budgets.items():
+            values = [record[key] for key in SERVER_COLUMNS]
+            rows.append((SERVERS[kind], budget, *(f"{value:,.{int(value < 100)}f}" for value in values)))
     work = figures["work"]
     longs = f"{work['long']} prompts of {work['prompt']:,} tokens"
     title = f"{work['chats']} chats, and {longs} at once, {work['bursts']} times; ms"
-    caption = "ITL: of the chats. TTFT: of the long prompts, the median and the last one's. Tokens: all, meanwhile."
+    caption = (
+        "ITL: of the chats. TTFT: of the long prompts, the median and the last. Tokens: of all requests, meanwhile."
+    )
     table(title, ("server", "budget", *SERVER_COLUMNS.values()), rows, caption)
-
-
-def recall_servers() -> None:
-    """The table of the last measurement of the servers that the repository holds, if there is one."""
-    console.print("\nThe server, budget by budget, as benchmarks/chunked_prefill.py has measured it", style="bold")
-    if SERVED.is_file():
-        show_servers(json.loads(SERVED.read_text())["figures"])
-    else:
-        console.print(f"not measured yet: uv run python benchmarks/chunked_prefill.py --json {SERVED.name}")
 
 
 # ---- 4. the kernel ---------------------------------------------------------------------------------------------------
@@ -197,14 +176,12 @@ AWKWARD = {
 def mixed_case(
     queries: Sequence[int], seq_lens: Sequence[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A step's tensors, by the names of the lesson's arguments; blocks lie anywhere, and of some a part is nobody's."""
+    """Return a step's tensors by the names of the lesson's arguments, with scattered blocks."""
     tables = [-(-length // BLOCK_SIZE) for length in seq_lens]
-    ids, table_ = (
-        iter((torch.randperm(sum(tables)) + 1).tolist()),
-        torch.zeros(len(tables), max(tables), dtype=torch.int32),
-    )
+    ids = iter((torch.randperm(sum(tables)) + 1).tolist())
+    block_table = torch.zeros(len(tables), max(tables), dtype=torch.int32)
     for row, count in enumerate(tables):
-        table_[row, :count] = torch.tensor([next(ids) for _ in range(count)], dtype=torch.int32)
+        block_table[row, :count] = torch.tensor([next(ids) for _ in range(count)], dtype=torch.int32)
     q = torch.randn(sum(queries), heads, head_dim).to(dtype)
     return {
         "out": torch.full_like(q, math.nan),
@@ -212,33 +189,33 @@ def mixed_case(
         "caches": torch.randn(2, sum(tables) + 1, BLOCK_SIZE, kv_heads, head_dim).to(dtype),
         "starts": torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
         "seq_lens": torch.tensor(list(seq_lens), dtype=torch.int32),
-        "block_table": table_,
+        "block_table": block_table,
     }
 
 
 def exact(case: Mapping[str, Tensor]) -> Tensor:
-    """Attention of a case in float64, request by request."""
+    """Compute a case's attention in float64, request by request."""
     q, caches = case["q"].cpu().double(), case["caches"].cpu().double()
     starts, out = case["starts"].tolist(), torch.empty_like(q)
     for index, length in enumerate(case["seq_lens"].tolist()):
         rows, blocks = slice(starts[index], starts[index + 1]), case["block_table"][index].cpu().long()
         keys, values = caches[:, blocks].flatten(1, 2)[:, :length].repeat_interleave(q.shape[1] // caches.shape[3], 2)
         new = rows.stop - rows.start
-        seen = torch.ones(new, length, dtype=torch.bool).tril(length - new)
+        visible = torch.ones(new, length, dtype=torch.bool).tril(length - new)
         scores = torch.einsum("qhd,khd->hqk", q[rows], keys) / math.sqrt(q.shape[2])
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(2), values)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(2), values)
     return out
 
 
 def num_decodes_of(queries: Sequence[int], name: str) -> int:
-    """How many requests stand first with one token; in the last case one of them is treated as a chunk."""
-    return sum(one == 1 for one in queries) - (name == "one token in a chunk's place")
+    """Count the first requests with one token; in the last case, one of them counts as a chunk."""
+    return sum(count == 1 for count in queries) - (name == "one token in a chunk's place")
 
 
 def verify_kernel(
     mixed_launch: Callable[..., Tensor], in_two_launches: Callable[..., Tensor], device: torch.device, quick: bool
 ) -> dict[str, float]:
-    """One launch and two against float64 on awkward steps; `quick`: in one shape of heads.
+    """Compare one launch and two with float64 on awkward steps; `quick`: for one shape of heads.
 
     Raises:
         AssertionError: a row is wrong, or was not written.
@@ -261,29 +238,39 @@ TILES = {"tiles of 16 rows": (16, 16), "tiles of 64": (64, 64), "16 for decodes,
 
 
 def compare_launches(tile_work: Callable[..., dict[str, int]], device: torch.device) -> dict[str, Any]:
-    """Rows, scores and keys of one step by its tiles, counted; then the engine's attention in one call and in two."""
-    (queries, lengths), found, rows = STEP, {}, []
+    """Count the rows, scores and keys of a step by its tiles; time the engine's attention in one call and in two."""
+    queries, lengths = STEP
+    records = {}
     for name, (decode, chunk) in TILES.items():
-        one = found[name] = tile_work(queries, lengths, tile_rows=[decode if new == 1 else chunk for new in queries])
-        real, kept = one["real"] / one["rows"], one["keeps"] / one["scores"]
-        rows.append((name, one["tiles"], f"{one['rows']:,}", f"{real:.0%}", f"{one['scores'] / 1e6:.2f}", f"{kept:.0%}",
-                     f"{one['keys']:,}"))  # fmt: skip
-    columns = ("for each KV head", "tiles", "rows", "real", "M scores", "kept", "keys")
-    table("32 decodes and a chunk of 480, each behind 1,024 keys; 4 heads a group", columns, rows)
+        records[name] = tile_work(queries, lengths, tile_rows=[decode if new == 1 else chunk for new in queries])
+    record_table(
+        "32 decodes and a chunk of 480, each after 1,024 keys; 4 heads a group",
+        {
+            name: {
+                **record,
+                "share": record["real"] / record["rows"],
+                "millions": record["scores"] / 1e6,
+                "kept": record["keeps"] / record["scores"],
+            }
+            for name, record in records.items()
+        },
+        "for each KV head {name} | tiles {tiles} | rows {rows:,} | real {share:.0%} | M scores {millions:.2f} | "
+        "kept {kept:.0%} | keys {keys:,}",
+    )
     case = mixed_case(queries, lengths, 8, 2, 64, torch.float32)
     case = {name: tensor.to(device) for name, tensor in case.items()}
     calls = {"one call": lambda: _attend(case), "two calls": lambda: (_attend(case, 0, 32), _attend(case, 32, 33))}
     turns = in_turns(calls, 15, device)
-    ratio = statistics.median(two / one for one, two in zip(*turns.values(), strict=True))
+    ratio = statistics.median(two / single for single, two in zip(*turns.values(), strict=True))
     seconds = {name: statistics.median(times) for name, times in turns.items()}
     console.print(
         f"The engine's attention on this step: {ms(seconds['one call'])} ms in one call, two take {ratio:.2f} × that."
     )
-    return {"tiles": found, "seconds": seconds, "two_over_one": ratio}
+    return {"tiles": records, "seconds": seconds, "two_over_one": ratio}
 
 
 def _attend(case: Mapping[str, Tensor], first: int = 0, last: int | None = None) -> Tensor:
-    """The engine's attention of requests `first` to `last`."""
+    """Run the engine's attention on requests `first` to `last`."""
     starts = case["starts"][first : None if last is None else last + 1]
     rows = slice(int(starts[0]), int(starts[-1]))
     lens, tables = case["seq_lens"][first:last], case["block_table"][first:last]
@@ -298,7 +285,7 @@ def _attend(case: Mapping[str, Tensor], first: int = 0, last: int | None = None)
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """On a CPU the block computes on one core, whose own time is measured: others on the machine disturb it less."""
+    """Compute on one CPU core, where other work on the machine disturbs timings less."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -310,13 +297,12 @@ def one_thread() -> Iterator[None]:
 def measure_keys_read_again(
     keys_read_again: Callable[[int, int], int], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """A prompt by the size of its chunks: keys that are read again, time of attention, time of all its steps.
+    """Measure a prompt by the size of its chunks: re-read keys, time of attention, time of all steps.
 
     Raises:
         AssertionError: the engine's steps read another number of keys than the formula says.
     """
     prompt, rounds = (512, 1) if arguments.quick else (1920, 3)
-    found, rows = {}, []
     chunks = [chunk for chunk in (prompt, 512, 256, 128, 64, 32) if chunk <= prompt]
     blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=200, enable_prefix_caching=False)
     engines = {
@@ -327,7 +313,7 @@ def measure_keys_read_again(
         for chunk in chunks
     }  # fmt: skip
     cases = {chunk: _chunks(prompt, chunk, arguments.device) for chunk in chunks}
-    calls = {str(chunk): lambda one=cases[chunk]: [_attend(each) for each in one] for chunk in chunks}
+    calls = {str(chunk): lambda case=cases[chunk]: [_attend(each) for each in case] for chunk in chunks}
     steps: dict[int, list[float]] = {chunk: [] for chunk in chunks}
     with one_thread():
         attention = in_turns(calls, rounds, arguments.device, own_clock(engines[prompt]))
@@ -335,32 +321,45 @@ def measure_keys_read_again(
             for chunk, core in engines.items():
                 run = record_run(core, [(prompt, 1)], warm_up=turn == 0)
                 counted = sum(step.shape.num_keys - step.shape.num_tokens for step in run.steps)
-                assert counted == keys_read_again(prompt, chunk), f"chunks of {chunk}: {counted:,} keys are read again"
+                assert counted == keys_read_again(prompt, chunk), f"chunks of {chunk}: {counted:,} keys are re-read"
                 steps[chunk].append(run.seconds)
-    for chunk in chunks:
-        again = keys_read_again(prompt, chunk)
-        seconds = statistics.median(attention[str(chunk)]), statistics.median(steps[chunk])
-        one = found[str(chunk)] = {"chunks": -(-prompt // chunk), "again": again, "attention_ms": 1e3 * seconds[0]}
-        one |= {"steps_ms": 1e3 * seconds[1], "attention": seconds[0] / statistics.median(attention[str(prompt)])}
-        one["steps"] = seconds[1] / statistics.median(steps[prompt])
-        rows.append((chunk, one["chunks"], f"{again:,}", f"{again / prompt:.1f}", ms(seconds[0]),
-                     f"{one['attention']:.2f} ×", ms(seconds[1]), f"{one['steps']:.2f} ×"))  # fmt: skip
+    seconds = {chunk: (statistics.median(attention[str(chunk)]), statistics.median(steps[chunk])) for chunk in chunks}
+    records = {}
+    for chunk, (attending, whole) in seconds.items():
+        records[str(chunk)] = {
+            "chunks": -(-prompt // chunk),
+            "again": keys_read_again(prompt, chunk),
+            "attention_ms": 1e3 * attending,
+            "steps_ms": 1e3 * whole,
+            "attention": attending / seconds[prompt][0],
+            "steps": whole / seconds[prompt][1],
+        }
+    rows = [
+        (chunk, record["chunks"], f"{record['again']:,}", f"{record['again'] / prompt:.1f}",
+         ms(record["attention_ms"] / 1e3), f"{record['attention']:.2f} ×", ms(record["steps_ms"] / 1e3),
+         f"{record['steps']:.2f} ×")
+        for chunk, record in records.items()
+    ]  # fmt: skip
     columns = ("chunk", "chunks", "again", "/ prompt", "attention", "", "steps", "")
-    caption = "Again: keys that a layer reads again. ms of one layer's attention alone, and of all steps; one thread."
+    caption = "Again: keys that a layer re-reads. ms of one layer's attention alone, and of all steps; one thread."
     table(f"A prompt of {prompt:,} tokens in pieces", columns, rows, caption)
-    return {"prompt": prompt, "chunks": found}
+    return {"prompt": prompt, "chunks": records}
 
 
 def _chunks(prompt: int, chunk: int, device: torch.device) -> list[dict[str, Tensor]]:
-    """One attention call for each chunk of a prompt, on one cache."""
+    """Return an attention call for each chunk of a prompt, on one cache."""
     whole = mixed_case([prompt], [prompt], 8, 2, 32, torch.float32)
     cases = []
     for start in range(0, prompt, chunk):
         end = min(start + chunk, prompt)
-        one = {"q": whole["q"][start:end], "out": whole["out"][start:end], "caches": whole["caches"]}
-        one |= {"starts": torch.tensor([0, end - start], dtype=torch.int32), "block_table": whole["block_table"]}
-        cases.append(one | {"seq_lens": torch.tensor([end], dtype=torch.int32)})
-    return [{name: tensor.to(device) for name, tensor in case.items()} for case in cases]
+        case = whole | {
+            "q": whole["q"][start:end],
+            "out": whole["out"][start:end],
+            "starts": torch.tensor([0, end - start], dtype=torch.int32),
+            "seq_lens": torch.tensor([end], dtype=torch.int32),
+        }
+        cases.append({name: tensor.to(device) for name, tensor in case.items()})
+    return cases
 
 
 # ---- 6. how many tokens are free -------------------------------------------------------------------------------------
@@ -370,57 +369,56 @@ LARGE = {
     "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 4,
     "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "dtype": "float32",
 }  # fmt: skip
-"""A model whose weights, 487 MB, fit into no cache: only then are they read from memory in every step."""
+"""A model whose weights, 487 MB, fit into no cache, so that each step reads them from memory."""
 QUICK = {"hidden_size": 512, "intermediate_size": 2048}
-"""So the steps are the same, and the knee that they show is another."""
+"""A smaller model for `--quick`: the steps are the same, but its knee is another."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 FEW, MANY, ROWS = 4, 32, 256
 
 
 def measure_knee(knee: Callable[[float, float, float], float], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Steps of a model that is larger than any cache, by their tokens; the knee predicted, and found in them.
+    """Time the steps of a model larger than any cache by their tokens, and compare the knee with the predicted one.
 
-    Predicted from two rates of matrix products alone: of many rows their operations a second, of one row their bytes a
-    second. Found: see `sweep_knee`. The medians of all turns count; each turn by itself also predicts and finds, which
-    gives the spread.
+    The prediction uses two rates of matmuls alone: operations a second with many rows, bytes a second with one row. The
+    medians of all turns count; the spread comes from doing the same for each turn.
     """
     settings = LARGE | QUICK if arguments.quick else LARGE
     config, turns = ModelConfig.from_dict(settings), _turns_of_steps(settings, arguments)
     numbers = config.intermediate_size * config.hidden_size
     parameters = num_parameters(config) - config.vocab_size * config.hidden_size
 
-    def judged(seconds: Mapping[str, float]) -> dict[str, float]:
+    def knees(seconds: Mapping[str, float]) -> dict[str, float]:
         flops, bandwidth = 2 * ROWS * numbers / seconds["rows"], 4 * parameters / seconds["row"]
-        foretold, found = knee(flops, bandwidth, 4), sweep_knee({size: seconds[str(size)] for size in SIZES})
-        rates = {"flops": flops, "bandwidth": bandwidth}
-        return {**rates, "foretold": foretold, "found": found, "off": foretold / found - 1}
+        foretold, measured = knee(flops, bandwidth, 4), sweep_knee({size: seconds[str(size)] for size in SIZES})
+        off = foretold / measured - 1
+        return {"flops": flops, "bandwidth": bandwidth, "foretold": foretold, "found": measured, "off": off}
 
     seconds = {name: statistics.median(times) for name, times in turns.items()}
-    one = judged(seconds)
-    each = [judged(dict(zip(turns, times, strict=True)))["off"] for times in zip(*turns.values(), strict=True)]
+    result = knees(seconds)
+    offs = [knees(dict(zip(turns, times, strict=True)))["off"] for times in zip(*turns.values(), strict=True)]
     rows = [
         (size, ms(seconds[str(size)]), ms(seconds[str(size)] / size), f"{seconds[str(size)] / seconds['1']:.2f} ×")
         for size in SIZES
     ]
     caption = (
-        f"{parameters / 1e6:.0f} million parameters, {4 * parameters / 1e6:.0f} MB, one thread. Matrix products "
-        f"alone: {one['flops'] / 1e9:.0f} billion operations a second with {ROWS} rows, "
-        f"{one['bandwidth'] / 1e9:.1f} GB/s with one."
+        f"{parameters / 1e6:.0f} million parameters, {4 * parameters / 1e6:.0f} MB, one thread. Matmuls alone: "
+        f"{result['flops'] / 1e9:.0f} billion operations a second with {ROWS} rows, "
+        f"{result['bandwidth'] / 1e9:.1f} GB/s with one."
     )
     table("A step by its tokens", ("tokens", "ms", "ms a token", "of one token"), rows, caption)
     console.print(
-        f"The knee: {one['foretold']:.1f} tokens predicted, {one['found']:.1f} found ({one['off']:+.0%}; from turn to "
-        f"turn {min(each):+.0%} to {max(each):+.0%})."
+        f"The knee: {result['foretold']:.1f} tokens predicted, {result['found']:.1f} measured ({result['off']:+.0%}; "
+        f"from turn to turn {min(offs):+.0%} to {max(offs):+.0%})."
     )
     steps = {str(size): 1e3 * seconds[str(size)] for size in SIZES}
-    return {"steps_ms": steps, "megabytes": 4 * parameters / 1e6, **one, "least": min(each), "most": max(each)}
+    return {"steps_ms": steps, "megabytes": 4 * parameters / 1e6, **result, "least": min(offs), "most": max(offs)}
 
 
 def _turns_of_steps(settings: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of steps by their tokens, of all layers' products with one row, and of one product with many, in turns.
+    """Time steps by their tokens, all layers' matmuls with one row, and one matmul with many rows, in turns.
 
-    A shared machine's memory is not always equally fast; in turns that affects all alike. The tokens are those of as
-    many requests, since of a prompt's tokens the engine takes only those that sample through all of the last layer.
+    In turns, a shared machine's changing memory speed affects all alike. Each token is a request of its own, because
+    only a prompt's last token goes through all of the last layer.
     """
     device = arguments.device
     with tempfile.TemporaryDirectory() as folder, one_thread():
@@ -433,8 +431,8 @@ def _turns_of_steps(settings: Mapping[str, Any], arguments: argparse.Namespace) 
 
         def one_row() -> None:
             for layer in model.layers:
-                for product in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj):
-                    product(x[:1, : settings["hidden_size"]].contiguous())
+                for matmul in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj):
+                    matmul(x[:1, : settings["hidden_size"]].contiguous())
                 layer.mlp.down_proj(x[:1])
 
         calls: dict[str, Callable[[], object]] = {"row": one_row, "rows": lambda: model.layers[0].mlp.down_proj(x)}
@@ -443,10 +441,10 @@ def _turns_of_steps(settings: Mapping[str, Any], arguments: argparse.Namespace) 
 
 
 def sweep_knee(seconds: Mapping[int, float]) -> float:
-    """The knee in a sweep of steps by their tokens: the time of a small step over what a token adds to a large one.
+    """Return the knee in a sweep of steps: the time of a small step over the time that a token adds to a large one.
 
-    The former is the median of the steps of up to `FEW` tokens, the latter the slope of the line through those from
-    `MANY` on with the least squares of relative errors. Where the line begins does not matter.
+    The former is the median of the steps of up to `FEW` tokens. The latter is the slope of a line through the steps
+    from `MANY` tokens on, with the least squares of relative errors; its intercept does not matter.
     """
     few = statistics.median(time for size, time in seconds.items() if size <= FEW)
     large = [size for size in seconds if size >= MANY]
@@ -462,38 +460,39 @@ GPU_MODEL, GAP = "Llama-3.1-8B", 0.05
 def show_gpus(
     knee: Callable[[float, float, float], float], budget_for: Callable[[float, float, float, float, float], int]
 ) -> dict[str, Any]:
-    """The knee by GPU, from data sheets; what a gap of 50 ms allows, modelled; the model beside Sarathi's figures."""
-    model, found, rows = known_model(GPU_MODEL), {}, []
+    """Show the knee by GPU from data sheets, the modelled budget for a gap of 50 ms, and the model's error."""
+    model, records = known_model(GPU_MODEL), {}
     parameters = num_parameters(model) - model.vocab_size * model.hidden_size
     for name in GPUS:
         gpu, cost = get_hardware(name), RooflineCost.of(model, get_hardware(name))
         flops, bandwidth = gpu.flops_of("bfloat16"), gpu.bandwidth
-        free, int4 = knee(flops, bandwidth, 2), knee(flops, bandwidth, 0.5)
         rates = cost.arithmetic_efficiency * flops, cost.memory_efficiency * bandwidth
-        most = budget_for(GAP - cost.step_overhead, parameters, 2, *rates)
-        one = found[name] = {"knee": free, "int4": int4, "least_ms": 1e3 * _step(cost, 1), "budget": most}
-        rows.append((name, f"{free:.0f}", f"{int4:.0f}", f"{one['least_ms']:.1f}", f"{most:,}"))
-    columns = ("GPU", "knee", "weights of 4 bits", "ms of one token", f"budget for {1e3 * GAP:.0f} ms")
+        records[name] = {
+            "knee": knee(flops, bandwidth, 2),
+            "int4": knee(flops, bandwidth, 0.5),
+            "least_ms": 1e3 * cost.seconds(StepShape.of([(1, 0)])),
+            "budget": budget_for(GAP - cost.step_overhead, parameters, 2, *rates),
+        }
     console.print()
-    table(f"Free tokens, by data sheets; {GPU_MODEL} in bfloat16, modelled", columns, rows)
-    return {"gpus": found, "sarathi": _sarathi()}
-
-
-def _step(cost: RooflineCost, chunk: int, context: int = 0, decodes: int = 0) -> float:
-    """Seconds of a step with a chunk and decodes that all have this context."""
-    return cost.seconds(StepShape.of([(chunk, context), *[(1, context)] * decodes]))
+    record_table(
+        f"Free tokens, by data sheets; {GPU_MODEL} in bfloat16, modelled",
+        records,
+        "GPU {name} | knee {knee:.0f} | weights of 4 bits {int4:.0f} | ms of one token {least_ms:.1f} | "
+        f"budget for {1e3 * GAP:.0f} ms {{budget:,}}",
+    )
+    return {"gpus": records, "sarathi": _sarathi()}
 
 
 def _sarathi() -> dict[str, float]:
-    """By what share the model is off the longest gaps that Sarathi-Serve's authors published for their budget."""
-    found = {name: sarathi_step(context) / published - 1 for name, (context, published) in SARATHI.items()}
-    off = " and ".join(f"{one:+.0%}" for one in found.values())
+    """Compare the model with the longest gaps that Sarathi-Serve's authors published for their budget."""
+    errors = {name: sarathi_step(context) / published - 1 for name, (context, published) in SARATHI.items()}
+    off = " and ".join(f"{error:+.0%}" for error in errors.values())
     console.print(
         f"Sarathi-Serve (Yi-34B on two A100, {SARATHI_STEP:,} tokens a step): 99 % of the gaps within 0.14 s (chats) "
         f"and 0.17 s (long documents). A full step of the model, {SARATHI_DECODES} of its tokens decodes, is off by "
         f"{off}."
     )
-    return found
+    return errors
 
 
 # ---- 7. break it -----------------------------------------------------------------------------------------------------
@@ -505,78 +504,80 @@ def break_it(
     steps_of_a_prompt: Callable[[int, int, int], float],
     request: Callable[..., Any],
 ) -> dict[str, Any]:
-    """A budget that decodes use up, a prompt that may not be cut, and a budget below the longest prompt."""
+    """Show a budget that decodes use up, a prompt that must not be cut, and a budget below the longest prompt."""
 
-    def steps_to_first_token(**settings: Any) -> int | None:
-        """Of a prompt of 24 tokens that comes when four chats of 30 tokens have begun."""
+    def steps_to_first_token(**settings: Any) -> int:
+        """Count the steps of a prompt of 24 tokens that comes when four chats of 30 tokens have begun."""
         arrivals = {0: [request(name, 1, 30) for name in "abcd"], 1: [request("L", 24, 1)]}
         steps = list(serve(partial(mixed, **settings), arrivals))
-        return max(number for number, given in enumerate(steps) if "L" in given)
+        return max(number for number, step in enumerate(steps) if "L" in step)
 
-    found: dict[str, Any] = {"budgets": {}}
-    rows = []
+    budgets = {}
     for budget in (4, 5, 8, 16, 24, 28):
-        cut, foretold = steps_to_first_token(token_budget=budget), steps_of_a_prompt(24, budget, 4)
-        whole = steps_to_first_token(token_budget=budget, may_be_cut=False) if budget >= 24 else None
-        steps = None if foretold == math.inf else round(foretold)
-        found["budgets"][str(budget)] = {"cut": cut, "whole": whole, "foretold": steps}
-        rows.append((budget, steps or "never", cut, whole or "refused"))
+        foretold = steps_of_a_prompt(24, budget, 4)
+        budgets[str(budget)] = {
+            "cut": steps_to_first_token(token_budget=budget),
+            "whole": steps_to_first_token(token_budget=budget, may_be_cut=False) if budget >= 24 else None,
+            "foretold": None if foretold == math.inf else round(foretold),
+        }
+    rows = [
+        (name, record["foretold"] or "never", record["cut"], record["whole"] or "refused")
+        for name, record in budgets.items()
+    ]
     columns = ("budget", "by the formula", "cut", "not cut")
     table("Steps until a prompt of 24 tokens is computed, beside four chats of 30", columns, rows)
     small = CacheConfig(num_gpu_blocks=200)
     sizes = {"max_model_len": 512, "max_num_batched_tokens": 256, "enable_chunked_prefill": False}
-    cpu = torch.device("cpu")
-    found["refused"] = refusal(lambda: bare_engine(EMBEDDED_MODEL, cpu, small, **sizes))
-    console.print(f"not cut, and a budget below the longest prompt: {found['refused']}")
-    return found
+    refused = refusal(lambda: bare_engine(EMBEDDED_MODEL, torch.device("cpu"), small, **sizes))
+    console.print(f"not cut, and a budget below the longest prompt: {refused}")
+    return {"budgets": budgets, "refused": refused}
 
 
 # ---- the whole lesson ------------------------------------------------------------------------------------------------
 
 
-def close(found: dict, disturbance: str) -> None:
+def close(figures: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    first, *_, small = found["chats"].values()
-    knee = found["knee"]
+    first, *_, small = figures["chats"].values()
+    knee = figures["knee"]
     closing(
         Timed(
-            f"A long prompt held the chats up for {first['itl_max_ms']:,.0f} ms in a step of its own, and for "
-            f"{small['itl_max_ms']:,.0f} ms at most in pieces of 32 tokens."
+            f"A long prompt stalled the chats for {first['itl_max_ms']:,.0f} ms in a step of its own, and for at most "
+            f"{small['itl_max_ms']:,.0f} ms in pieces of 32 tokens."
         ),
         f"In pieces of 32 tokens it took {small['steps']:.0f} steps, with {small['chat_tokens']:.0f} tokens of the "
         "chats in each; in one piece none.",
         Timed(
-            f"A step of this machine is no longer free from {knee['found']:.0f} tokens on; {knee['foretold']:.0f} were "
-            "predicted from two rates."
+            f"On this machine about {knee['found']:.0f} tokens of a step are free; two rates predict "
+            f"{knee['foretold']:.0f}."
         ),
         disturbance=disturbance,
     )
 
 
-def draw(found: dict, path: str) -> None:
-    """What the steps are made of; the chats' longest gaps; the knee."""
+def draw(figures: dict, path: str) -> None:
+    """Draw the tokens of each step, the chats' longest gaps, and the knee."""
     with panels(path, 3) as (left, middle, right):
-        for row, steps in enumerate(found["steps"].values()):
-            for number, given in enumerate(steps):
+        for row, steps in enumerate(figures["steps"].values()):
+            for number, step in enumerate(steps):
                 bottom = 0
-                for who, tokens in given.items():
+                for who, tokens in step.items():
                     colour = palette.ORANGE if who == "L" else palette.BLUE
                     left.bar(1 + number + 0.45 * row, tokens, 0.42, bottom=bottom, color=colour, alpha=1 - 0.45 * row)
                     bottom += tokens
         left.set(title="Tokens of each step", xlabel="step (full: prefill first, pale: mixed)", ylabel="tokens")
         left.set_yticks(range(0, 21, 4))
-        names = list(found["chats"])
-        longest = [found["chats"][name]["itl_max_ms"] for name in names]
+        names = list(figures["chats"])
+        longest = [figures["chats"][name]["itl_max_ms"] for name in names]
         middle.barh(range(len(names)), longest, color=palette.ORANGE)
         middle.set(title="Longest gap of a chat", xlabel="ms", xscale="log", xlim=(1, None))
         middle.set_xticks((1, 10, 100), ("1", "10", "100"))
         middle.set_yticks(range(len(names)), names)
         middle.invert_yaxis()
-        one = found["knee"]
-        sizes = [int(size) for size in one["steps_ms"]]
-        right.plot(sizes, list(one["steps_ms"].values()), "o-", color=palette.BLUE)
-        right.axvline(one["foretold"], color=palette.GREY, linestyle="--")
-        right.text(one["foretold"], max(one["steps_ms"].values()), " predicted", va="top", fontsize=9)
+        knee = figures["knee"]
+        curves(right, {"steps": knee["steps_ms"]})
+        right.axvline(knee["foretold"], color=palette.GREY, linestyle="--")
+        right.text(knee["foretold"], max(knee["steps_ms"].values()), " predicted", va="top", fontsize=9)
         right.set(title="A step by its tokens", xlabel="tokens", ylabel="ms")
         right.set_xscale("log", base=2)
         right.set_yscale("log", base=2)
@@ -585,7 +586,7 @@ def draw(found: dict, path: str) -> None:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
+    """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     length = whole_number(64, 1900)
     flags.add_argument("--prompt", type=length, default=1800, help="tokens of the long prompts (64 to 1900)")

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: writing them, reading them, and making any number of random ones.
+"""Write and read LoRA adapters in PEFT's format, and make any number of random ones.
 
 A folder holds `adapter_config.json` and `adapter_model.safetensors`, whose keys are
 `base_model.model.model.layers.N.self_attn.q_proj.lora_A.weight` [rank, in] and `…lora_B.weight` [out, rank], as `peft`
@@ -26,7 +26,7 @@ STRENGTH = 0.5
 
 
 def peft_key(layer: int, linear: str, matrix: str) -> str:
-    """The key of a matrix, "A" or "B", in PEFT's file."""
+    """Return the key of a matrix, "A" or "B", in PEFT's file."""
     part = "mlp" if linear in MLP_LINEARS else "self_attn"
     return f"base_model.model.model.layers.{layer}.{part}.{linear}.lora_{matrix}.weight"
 
@@ -39,10 +39,10 @@ def random_adapter(
     dtype: str = "bfloat16",
     strength: float = STRENGTH,
 ) -> Tensors:
-    """Tensors of a random adapter under PEFT's keys, for the scale 1, that is `lora_alpha` = `rank`.
+    """Return a random adapter's tensors under PEFT's keys, for the scale 1 (`lora_alpha` = `rank`).
 
-    The same arguments give the same tensors. `strength` is how large B A x is beside x, in root mean square: at 0.5
-    another text comes out of the embedded model within a few tokens, and it stays text.
+    The same arguments give the same tensors. `strength` is the size of B A x relative to x, in root mean square: at 0.5
+    the embedded model generates another text within a few tokens, and it is still text.
 
     Raises:
         MinivllmError: an unknown target, a rank below 1, or a model whose linears are not known here.
@@ -73,7 +73,7 @@ def write_adapter(
     base: str,
     **fields: object,
 ) -> Path:
-    """Write an adapter as PEFT does and return its folder. `fields` are more of its config, such as `use_rslora`."""
+    """Write an adapter as PEFT does and return its folder; `fields` go into its config, such as `use_rslora`."""
     from safetensors.torch import save_file
 
     directory = Path(directory)
@@ -107,10 +107,10 @@ def read_adapter(directory: str | Path) -> tuple[dict[str, Any], Tensors]:
 
 
 def merge_adapter(model: torch.nn.Module, directory: str | Path) -> None:
-    """Add scale * B A to the weights of a model of `transformers`, in place: what a merged copy computes.
+    """Merge an adapter into a model of `transformers`: add scale * B A to its weights.
 
     The scale is `lora_alpha` / r, and with rsLoRA `lora_alpha` / sqrt(r); A and B are multiplied in the weights' dtype.
-    Patterns of ranks and alphas are not looked at.
+    Patterns of ranks and alphas are ignored.
     """
     config, tensors = read_adapter(directory)
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
@@ -132,9 +132,9 @@ def write_random_adapters(
     dtype: str = "bfloat16",
     strength: float = STRENGTH,
 ) -> list[Path]:
-    """Write random adapters `adapter-0000`, `adapter-0001`, … for a model; several ranks take turns.
+    """Write random adapters `adapter-0000`, `adapter-0001`, … for a model, with the ranks in turn.
 
-    Adapter i depends on `seed` + i only, so the first ones of many are those of a few.
+    Adapter i depends only on `seed` + i, so the first adapters are the same for any `count`.
     """
     config, base = ModelConfig.from_pretrained(model), Path(model).name
     ranks = [rank] if isinstance(rank, int) else rank

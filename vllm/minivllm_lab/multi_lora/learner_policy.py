@@ -1,9 +1,8 @@
-"""A scheduling policy that leaves the gate of the adapters to a function: `admit` of exercise 12.
+"""A scheduling policy that leaves the adapters' gate to a function: `admit` of exercise 12.
 
     LLM(model, enable_lora=True, max_loras=2, parts=Parts(policy=learner_policy(admit)))
 
-The function says who of those that wait may start; everything else (order, memory, budget) stays the engine's own.
-No torch.
+The function picks the waiting requests that may start; order, memory and budget stay the engine's own. No torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,18 +14,18 @@ from minivllm.core.step import Step
 from minivllm.errors import MinivllmError
 
 Admit = Callable[[Sequence[int], Sequence[int], int, int], Sequence[int]]
-"""`admit(running, waiting, max_loras, places)`: adapters by number, 0 for none, to indices of those that wait."""
+"""`admit(running, waiting, max_loras, places)` gets adapters, 0 for none, and returns indices of waiting requests."""
 
 
 def adapter_of(request: Request) -> int:
-    """The number of a request's adapter, 0 for none."""
+    """Return the number of a request's adapter, 0 for none."""
     return request.lora_request.lora_int_id if request.lora_request else 0
 
 
 def learner_policy(admit: Admit) -> SchedulingPolicy:
     """Return the policy with this function as its gate.
 
-    An answer that cannot be carried out raises `MinivllmError` in the engine's step; the message says which.
+    A result that the engine cannot carry out raises `MinivllmError` in its step; the message says which.
     """
     may_start: set[str] = set()
 
@@ -44,23 +43,26 @@ def learner_policy(admit: Admit) -> SchedulingPolicy:
 
 
 def _ask(admit: Admit, scheduler: Scheduler, requests: Sequence[Request]) -> Sequence[int]:
-    running, waiting = [adapter_of(one) for one in scheduler.running], [adapter_of(one) for one in requests]
+    running, waiting = (list(map(adapter_of, queue)) for queue in (scheduler.running, requests))
     max_loras, places = scheduler.config.max_loras, scheduler.config.max_num_seqs - len(running)
     chosen = admit(running, waiting, max_loras, places)
     ensure_possible(chosen, running, waiting, max_loras, places)
     return chosen
 
 
-def ensure_possible(found: object, running: Sequence[int], waiting: Sequence[int], max_loras: int, places: int) -> None:
-    """Check that an engine can carry this answer out.
+def ensure_possible(
+    admitted: object, running: Sequence[int], waiting: Sequence[int], max_loras: int, places: int
+) -> None:
+    """Check that the engine can carry out this result of `admit`.
 
     Raises:
-        MinivllmError: it is no list of indices, or there are not so many places or slots.
+        MinivllmError: it is not a list of indices, or there are not enough places or slots.
     """
-    if not isinstance(found, list) or not all(isinstance(one, int) and 0 <= one < len(waiting) for one in found):
-        raise MinivllmError(f"your admit says {found!r}, and indices into the {len(waiting)} that wait are possible")
-    if len(set(found)) < len(found) or len(found) > places:
-        raise MinivllmError(f"your admit says {found!r}, and there are places for {places} different requests")
-    active = {*running, *(waiting[index] for index in found)} - {0}
+    said, count = f"your admit returns {admitted!r}", len(waiting)
+    if not isinstance(admitted, list) or not all(isinstance(each, int) and 0 <= each < count for each in admitted):
+        raise MinivllmError(f"{said}; it must return a list of indices into the {count} waiting requests")
+    if len(set(admitted)) < len(admitted) or len(admitted) > places:
+        raise MinivllmError(f"{said}, but there are places for {places} different requests")
+    active = {*running, *(waiting[index] for index in admitted)} - {0}
     if len(active) > max_loras:
         raise MinivllmError(f"your admit lets {len(active)} different adapters run, and there are {max_loras} slots")

@@ -1,7 +1,7 @@
-"""Lesson 12's opening: a step whose requests have different adapters; their tokens' numbers are sorted, none is moved.
+"""Draw lesson 12's opening: a step whose requests have different adapters; token indices are sorted, tokens not moved.
 
-The step is the one of the scene "company" in which the followed request decodes beside two prompts. Who has which
-adapter is set here; the groups are computed as the engine computes them.
+The step is that of the scene "company" in which the followed request decodes beside two prompts. The adapters are set
+here; the groups are computed as the engine computes them.
 """
 
 from __future__ import annotations
@@ -19,57 +19,55 @@ from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
 WIDTH, HEIGHT = 860, 372
 LEFT, CELL, TALL = 118, 60, 30
 SLOTS = {NAME: 1, "for": -1, "class": 0}
-"""The slot of each request's adapter; -1: the base model."""
+"""The slot of each request's adapter; -1 is the base model."""
 HIDDEN, RANK = ModelConfig.from_pretrained(EMBEDDED_MODEL).hidden_size, 8
 COLOURS = {0: BLUE, 1: ORANGE, -1: QUIET}
 BATCH, LISTS, SMALL, OUT = 84, 158, 236, 304
 
 Cell = tuple[str, str, int]
-"""A token: its text, its request, its slot."""
+"""A token's text, request and slot."""
 
 
 def frames() -> Frames:
-    """Seven stills: the batch, one by one, its groups, shrink, expand, what it would be otherwise."""
+    """Draw seven stills: the batch, a loop, bgmv, the groups, shrink, expand, and the result."""
     cells = _cells()
     slots = [slot for _, _, slot in cells]
     order, active, starts = groups(slots)
     of_slot = {slot: [int(token) for token in order[starts[i] : starts[i + 1]]] for i, slot in enumerate(active)}
     last = len(cells) - 1
     stills = [
-        _still(cells, "A step, and whose adapter each token wants", *_out([-1] * len(cells), "W x")),
-        _still(cells, "A loop: one adapter after the other", *_loop(of_slot)),
+        _still(cells, "A step, and the adapter of each token", *_out([-1] * len(cells), "W x")),
+        _still(cells, "A loop: one adapter after another", *_loop(of_slot)),
         _still(cells, "bgmv: every token reads an adapter", *_reads([[t] for t in order], slots)),
-        _still(cells, "Sorted: their numbers, by slot", *_lists(order, active, starts)),
+        _still(cells, "Sorted: token indices, by slot", *_lists(order, active, starts)),
         _still(cells, "Shrink: one launch, each adapter's A once", *_lists(order, active, starts), *_small(slots)),
         _still(cells, "Expand: one launch, each adapter's B once", *_small(slots), *_out(slots)),
-        _still(cells, "Nobody was moved", *_out(slots), *_reads(list(of_slot.values()), slots)),
+        _still(cells, "No token was moved", *_out(slots), *_reads(list(of_slot.values()), slots)),
     ]
     counts = {slot: len(tokens) for slot, tokens in of_slot.items()}
-    groups_said = ", ".join(f"slot {slot} has {count}" for slot, count in counts.items())
+    sizes = ", ".join(f"slot {slot} has {count}" for slot, count in counts.items())
     first, second = (str(of_slot[slot]).strip("[]") for slot in active)
     none = slots.count(-1)
     captions = [
-        f"{last + 1} tokens of three requests are a step. “{NAME}” wants the adapter in slot 1, “class” the one in "
-        "slot 0, “for” the base model. W x is one product for all of them.",
-        f"Adapter after adapter: pick the tokens, two products, put back. {2 * len(of_slot)} launches in each linear, "
+        f"{last + 1} tokens of three requests are a step. “{NAME}” uses the adapter in slot 1, “class” the one in "
+        "slot 0, “for” the base model. W x is one matmul for all of them.",
+        f"For each adapter: pick its tokens, two matmuls, put them back. {2 * len(of_slot)} launches in each linear, "
         "and two more for each further adapter.",
-        f"One launch, a program for each token. The adapter in slot 0 is read {counts[0]} times, once for each token "
-        "that wants it.",
-        f"Today: the numbers of the tokens, sorted by slot: {first}, then {second}; {groups_said}. The {none} without "
-        "an adapter are in no group.",
-        f"A program for each group reads A of its slot once, and its tokens through the list: from {HIDDEN} numbers to "
-        f"{RANK}. "
-        "The base model's tokens get nothing.",
-        "B of the slot is read once for each group, multiplied with that, and added to what the base model's product "
-        "has left.",
+        f"One launch, a program for each token. The adapter in slot 0 is read {counts[0]} times, once for each of "
+        "its tokens.",
+        f"Today: the token indices, sorted by slot: {first}, then {second}; {sizes}. The {none} without an "
+        "adapter are in no group.",
+        f"A program for each group reads A of its slot once, and its tokens through the list. It turns {HIDDEN} "
+        f"numbers into {RANK}. The base model's tokens are skipped.",
+        "B of the slot is read once for each group, multiplied by A x, and added to the base model's output.",
         f"Each adapter was read once, for {max(counts.values())} tokens or for {min(counts.values())}. Two launches, "
-        "whatever the adapters; so what a step pays for is how many different ones it has.",
+        "whatever the adapters; so a step pays for how many different ones it has.",
     ]
     return Frames(stills, captions)
 
 
 def groups(slots: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """(token indices by slot, slots that occur, where each begins), without the tokens of slot -1."""
+    """Return token indices by slot, the slots that occur, and where each begins, without the tokens of slot -1."""
     order = [int(token) for token in np.argsort(slots, kind="stable") if slots[token] >= 0]
     active = sorted({slots[token] for token in order})
     counts = [sum(slots[token] == slot for token in order) for slot in active]
@@ -77,8 +75,8 @@ def groups(slots: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
 
 
 def _cells() -> list[Cell]:
-    """The tokens of the step with most requests, in the batch's order."""
-    step = max(followed("company").steps, key=lambda one: (len(one.rows), one.query_start_loc[-1]))
+    """Return the tokens of the step with the most requests, in the batch's order."""
+    step = max(followed("company").steps, key=lambda step: (len(step.rows), step.query_start_loc[-1]))
     rows: list[Row] = sorted(step.rows, key=lambda row: row.query_start)
     return [(token.shown, row.request, SLOTS[row.request]) for row in rows for token in row.tokens]
 
@@ -100,10 +98,10 @@ def _still(cells: Sequence[Cell], title: str, *parts: str) -> str:
 
 
 def _lists(order: Sequence[int], active: Sequence[int], starts: Sequence[int]) -> list[str]:
-    """The three lists of a step."""
+    """Draw the step's lists: token indices, and where each slot begins."""
     parts = [text(LEFT - 12, LISTS + 20, "order", anchor="end")]
     for place, token in enumerate(order):
-        slot = next(one for one, start in reversed(list(zip(active, starts, strict=False))) if start <= place)
+        slot = next(slot for slot, start in reversed(list(zip(active, starts, strict=False))) if start <= place)
         fill = tint(COLOURS[slot], 0.5)
         parts.append(rect(_x(place), LISTS, CELL - 4, TALL, fill, label=str(token), mono=True, size=13))
     for slot, start in zip(active, starts, strict=False):
@@ -113,7 +111,7 @@ def _lists(order: Sequence[int], active: Sequence[int], starts: Sequence[int]) -
 
 
 def _loop(of_slot: dict[int, list[int]]) -> list[str]:
-    """A row of picked tokens for each adapter."""
+    """Draw a row of picked tokens for each adapter."""
     parts = []
     for number, (slot, tokens) in enumerate(of_slot.items()):
         y = LISTS + number * 62
@@ -127,7 +125,7 @@ def _loop(of_slot: dict[int, list[int]]) -> list[str]:
 
 
 def _reads(groups_of: Sequence[Sequence[int]], slots: Sequence[int]) -> list[str]:
-    """An adapter for each group, above the tokens that it serves."""
+    """Draw an adapter for each group, linked to its tokens."""
     parts = [text(LEFT - 12, LISTS + 24, "adapters read", anchor="end", size=12)]
     for tokens in groups_of:
         slot = slots[tokens[0]]
@@ -138,33 +136,21 @@ def _reads(groups_of: Sequence[Sequence[int]], slots: Sequence[int]) -> list[str
 
 
 def _small(slots: Sequence[int]) -> list[str]:
-    """What shrink leaves: a few numbers for each token that has an adapter."""
+    """Draw the output of shrink: a few numbers for each token with an adapter."""
     parts = [text(LEFT - 12, SMALL + 16, "A x", anchor="end")]
     for token, slot in enumerate(slots):
         if slot >= 0:
-            parts.append(
-                rect(_x(token) + 16, SMALL, 24, 22, COLOURS[slot], radius=3, label=str(RANK), mono=True, size=12)
-            )
+            box = rect(_x(token) + 16, SMALL, 24, 22, COLOURS[slot], radius=3, label=str(RANK), mono=True, size=12)
+            parts.append(box)
     return parts
 
 
 def _out(slots: Sequence[int], name: str = "W x + B A x") -> list[str]:
-    """The base model's product, and what is added to it."""
+    """Draw the base model's output, and what is added to it."""
     parts = [text(LEFT - 12, OUT + 20, name, anchor="end")]
     for token, slot in enumerate(slots):
-        fill = tint(GREEN, 0.4)
-        parts.append(
-            rect(
-                _x(token),
-                OUT,
-                CELL - 4,
-                TALL,
-                fill,
-                label=str(HIDDEN) if slot < 0 else f"{HIDDEN} +",
-                mono=True,
-                size=12,
-            )
-        )
+        label = str(HIDDEN) if slot < 0 else f"{HIDDEN} +"
+        parts.append(rect(_x(token), OUT, CELL - 4, TALL, tint(GREEN, 0.4), label=label, mono=True, size=12))
         if slot >= 0:
             parts.append(arrow((_x(token) + 28, SMALL + 26), (_x(token) + 28, OUT - 4), COLOURS[slot], width=2))
     return parts

@@ -1,7 +1,7 @@
-"""Lesson 12's measurements, its tables, its figure and its command line.
+"""Lesson 12's measurements, tables, figure and command line.
 
-A function `measure_*`, `count_*` or `show_*` prints its table and returns its figures; what it takes as a callable is
-code of the lesson.
+A function `measure_*`, `count_*` or `show_*` prints its table and returns its figures; the callables that it takes are
+the lesson's own code.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +30,32 @@ from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.lora.request import LoRARequest
 from minivllm.memory import num_parameters
 from minivllm.memory.adapters import linear_shapes
+from minivllm.outputs import RequestOutput
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import panels
+from minivllm_lab.figures import curves, panels
 from minivllm_lab.followed import without_info as quiet
 from minivllm_lab.inside import runner_of
 from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
 from minivllm_lab.multi_lora.adapters import write_random_adapters
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, show_errors
-from minivllm_lab.tables import Timed, closing, console, table
-from minivllm_lab.timing import in_turns
+from minivllm_lab.tables import Timed, closing, console, record_table, table
+from minivllm_lab.timing import in_turns, wall_seconds
 from minivllm_simulate.known_models import known_model
 
 Way = Callable[..., None]
+Make = Callable[..., Any]
 MB, GB = 1e6, 1e9
 
 
 def check(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Reads the model's config now, so that one that is not there is told first; `arguments` gets the device's name.
+    """Read the model's config, so that a wrong one is refused first, and put the device's name into `arguments`.
 
     Raises:
-        MinivllmError: there is no such model, or no adapters are counted for its structure.
+        MinivllmError: there is no such model, or it has linears that adapters are not known for.
     """
     linear_shapes(ModelConfig.from_pretrained(arguments.model))
     arguments.device = device.type
@@ -65,27 +68,25 @@ RANKS = (8, 16, 64)
 
 
 def show_weights(adapter_numbers: Callable[[int, Iterable[tuple[int, int]]], int]) -> dict[str, Any]:
-    """Bytes of an adapter by rank, beside the model's; and what a thousand of either take."""
-    found, rows = {}, []
+    """Show an adapter's bytes by rank beside the model's, and what a thousand of either take."""
+    records: dict[str, dict[str, float]] = {}
     for name in MODELS:
         model = ModelConfig.from_pretrained(EMBEDDED_MODEL) if name == MODELS[-1] else known_model(name)
-        size = 2 * num_parameters(model)
         projections = list(linear_shapes(model).values())
-        one: dict[str, float] = {"model_bytes": size}
-        found[name] = one
-        for rank in RANKS:
-            one[str(rank)] = 2 * model.num_hidden_layers * adapter_numbers(rank, projections)
-        share = one["16"] / size
-        one["share"] = share
-        rows.append((name, _bytes(size), *(_bytes(one[str(rank)]) for rank in RANKS), f"{share:.1%}",
-                     _bytes(1000 * one["16"]), _bytes(1000 * size)))  # fmt: skip
+        sizes = {str(rank): 2 * model.num_hidden_layers * adapter_numbers(rank, projections) for rank in RANKS}
+        size = 2 * num_parameters(model)
+        records[name] = {"model_bytes": size, **sizes, "share": sizes["16"] / size}
+    rows = [
+        (name, _bytes(record["model_bytes"]), *(_bytes(record[str(rank)]) for rank in RANKS), f"{record['share']:.1%}",
+         _bytes(1000 * record["16"]), _bytes(1000 * record["model_bytes"]))
+        for name, record in records.items()
+    ]  # fmt: skip
     columns = ("2 bytes a number", "model", *(f"rank {rank}" for rank in RANKS), "16 / model", "1,000 of 16", "models")
     table("An adapter on all seven projections of each layer", columns, rows)
-    return found
+    return records
 
 
 def _bytes(count: float) -> str:
-    """Bytes as a table shows them."""
     for size, unit in ((1e12, "TB"), (GB, "GB"), (MB, "MB")):
         if count >= size:
             return f"{count / size:,.1f} {unit}" if count < 100 * size else f"{count / size:,.0f} {unit}"
@@ -99,7 +100,7 @@ RANK = 16
 
 
 def width(arguments: argparse.Namespace) -> int:
-    """Of that linear, in and out."""
+    """Return the size of that linear's input and output."""
     return 512 if arguments.quick else 2048
 
 
@@ -109,34 +110,32 @@ def measure_applied(
     arguments: argparse.Namespace,
     device: torch.device,
 ) -> dict[str, Any]:
-    """One linear, merged and applied, by tokens; and what making the merged weight takes."""
+    """Time one linear with the adapter merged and applied, and the merging itself."""
     wide = width(arguments)
     weight = torch.randn(wide, wide, device=device) / wide**0.5
     a, b = torch.randn(RANK, wide, device=device) / wide**0.5, torch.randn(wide, RANK, device=device) / RANK
     own = merged(weight, a, b)
     x = torch.randn(8, wide, dtype=torch.float64, device=device)
-    doubles = [one.double() for one in (weight, a, b)]
+    doubles = [tensor.double() for tensor in (weight, a, b)]
     off = furthest(applied(x, *doubles), x @ merged(*doubles).T)
     assert off < 1e-9, f"applied and merged differ by {off}"
-    found: dict[str, Any] = {"off": off, "tokens": {}}
-    rows = []
+    records = {}
     for tokens in (1, 16, 128):
         x = torch.randn(tokens, wide, device=device)
         calls = {"merged": lambda x=x: x @ own.T, "applied": lambda x=x: applied(x, weight, a, b)}
         turns = in_turns(calls, 3 if arguments.quick else 15, device)
-        seconds = {name: statistics.median(times) for name, times in turns.items()}
         ratio = statistics.median(late / early for early, late in zip(*turns.values(), strict=True))
-        found["tokens"][str(tokens)] = {**seconds, "ratio": ratio}
-        rows.append((tokens, *(f"{1e3 * one:.2f}" for one in seconds.values()), f"{ratio:.2f} ×"))
-    making = statistics.median(in_turns({"merge": lambda: merged(weight, a, b)}, 5, device)["merge"])
-    found |= {"merging": making, "operations": RANK * 2 * wide / wide**2}
-    title = f"One linear of {wide:,} × {wide:,}, rank {RANK}; ms"
-    caption = (
-        f"Operations on top: {found['operations']:.1%}. Both agree to {off:.0e} in float64. To make the merged weight "
-        f"takes {1e3 * making:.0f} ms."
+        records[str(tokens)] = {**{name: statistics.median(times) for name, times in turns.items()}, "ratio": ratio}
+    merging = statistics.median(in_turns({"merge": lambda: merged(weight, a, b)}, 5, device)["merge"])
+    operations = RANK * 2 * wide / wide**2
+    record_table(
+        f"One linear of {wide:,} × {wide:,}, rank {RANK}; ms",
+        {name: {**record, "ms": {way: 1e3 * record[way] for way in calls}} for name, record in records.items()},
+        "tokens {name} | merged {ms[merged]:.2f} | applied {ms[applied]:.2f} | ratio {ratio:.2f} ×",
+        f"Additional operations: {operations:.1%}. Both agree to {off:.0e} in float64. Making the merged weight takes "
+        f"{1e3 * merging:.0f} ms.",
     )
-    table(title, ("tokens", "merged", "applied", ""), rows, caption)
-    return found
+    return {"off": off, "tokens": records, "merging": merging, "operations": operations}
 
 
 # ---- 3. the same batch, four ways ------------------------------------------------------------------------------------
@@ -147,11 +146,11 @@ AWKWARD: dict[str, tuple[list[int], int, int, int]] = {
     "each its own, rank 1": ([4, 3, 2, 1, 0], 1, 33, 48),
     "rank 20 in a slot of its own": ([0, -1, 0, 1], 20, 65, 130),
 }
-"""Slot of each token, rank, in and out."""
+"""The slot of each token, the rank, and the sizes of input and output."""
 
 
 def lora_case(token_slots: Sequence[int], rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> dict:
-    """A batch's tensors, by the names of the lesson's arguments."""
+    """Return a batch's tensors by the names of the lesson's arguments."""
     slots = max(token_slots) + 2
     return {
         "out": torch.randn(len(token_slots), outputs).to(dtype),
@@ -163,8 +162,8 @@ def lora_case(token_slots: Sequence[int], rank: int, inputs: int, outputs: int, 
 
 
 def exact(case: Mapping[str, Tensor]) -> Tensor:
-    """What `out` must be: float64, token by token."""
-    out, x, a, b, slots = (one.cpu().double() for one in case.values())
+    """Compute in float64, token by token, what `out` must be."""
+    out, x, a, b, slots = (tensor.cpu().double() for tensor in case.values())
     for token, slot in enumerate(slots.int().tolist()):
         if slot >= 0:
             out[token] += b[slot] @ (a[slot] @ x[token])
@@ -172,7 +171,7 @@ def exact(case: Mapping[str, Tensor]) -> Tensor:
 
 
 def verify_kernels(ways: Mapping[str, Way], device: torch.device, quick: bool) -> dict[str, float]:
-    """All four ways against float64 on awkward batches; `quick`: on the first of them.
+    """Compare all four ways with float64 on awkward batches, or with `quick` on the first of them.
 
     Raises:
         AssertionError: a token is wrong.
@@ -182,239 +181,251 @@ def verify_kernels(ways: Mapping[str, Way], device: torch.device, quick: bool) -
         tensors = lora_case(*case, torch.float16)
         expected = exact(tensors)
         for way in ways.values():
-            fresh = {key: one.clone().to(device) for key, one in tensors.items()}
+            fresh = {key: tensor.clone().to(device) for key, tensor in tensors.items()}
             way(**fresh)
             errors[name] = max(errors.get(name, 0.0), furthest(fresh["out"].double(), expected))
     return {"largest_error": show_errors("All four ways", errors, 2e-2)}
 
 
 def traced(way: Way, case: Mapping[str, Tensor]) -> list[KernelTrace]:
-    """What each launch of one of the ways reads and writes."""
+    """Trace what each launch of one of the ways reads and writes."""
     traces: list[KernelTrace] = []
     way(**case, launch=lambda *call, **sizes: traces.append(trace_kernel(*call, **sizes)))
     return traces
 
 
 COUNTED = {"one adapter": [0] * 16, "four": [0, 1, 2, 3] * 4, "sixteen": list(range(16))}
-"""Slots of 16 tokens."""
+"""The slots of 16 tokens."""
 
 
-def count_ways(ways: Mapping[str, Way]) -> dict[str, Any] | None:
-    """Launches, and how often an adapter is read, of 16 tokens; counted in Triton's interpreter.
+def count_ways(ways: Mapping[str, Way], quick: bool) -> dict[str, Any] | None:
+    """Count launches, and how often an adapter is read, for 16 tokens in Triton's interpreter.
 
     Raises:
         AssertionError: the sorted way reads an adapter more than once, or launches more than two kernels.
     """
     if not (HAS_TRITON and INTERPRETED):
         return None
-    found, rows = {}, []
+    batches = ("one adapter", "four") if quick else tuple(COUNTED)
+    records: dict[str, Any] = {}
     for name, way in track(ways.items(), "counting"):
-        one = found[name] = {}
-        for batch, slots in COUNTED.items():
-            case = lora_case(slots, 8, 64, 64, torch.float32)
-            traces, adapter = traced(way, case), 4 * 8 * 2 * 64
+        records[name] = {"rows_copied": 0}
+        for batch in batches:
+            case = lora_case(COUNTED[batch], 8, 64, 64, torch.float32)
+            traces = traced(way, case)
             assert not any(trace.races + trace.out_of_bounds for trace in traces), f"{name}: {batch}"
-            read = sum(trace.arguments[key].bytes_read for trace in traces for key in "ab" if key in trace.arguments)
-            one[batch] = {"launches": len(traces), "adapters_read": read / adapter}
-        copied = bytes_of_copies(lora_case(COUNTED["four"], 8, 64, 64, torch.float32))
-        one["rows_copied"] = copied if name == "sgmv" else 0
-        cells = (f"{of['launches']} / {of['adapters_read']:.0f}" for of in (one[batch] for batch in COUNTED))
-        rows.append((name, *cells, "yes" if one["rows_copied"] else ""))
-    for batch, slots in COUNTED.items():
-        assert found["sorted"][batch] == {"launches": 2, "adapters_read": len(set(slots))}, batch
+            adapters_read = bytes_of_adapters(traces) / (4 * 8 * 2 * 64)
+            records[name][batch] = {"launches": len(traces), "adapters_read": adapters_read}
+            if name == "sgmv":  # moves x there, out there and back; each is read and written
+                records[name]["rows_copied"] = 2 * (case["x"].nbytes + 2 * case["out"].nbytes)
+    for batch in batches:
+        right = {"launches": 2, "adapters_read": len(set(COUNTED[batch]))}
+        assert records["sorted"][batch] == right, batch
+    columns = " | ".join(f"of {batch} {{{batch}[launches]}} / {{{batch}[adapters_read]:.0f}}" for batch in batches)
+    shown = {name: {**record, "copies": "yes" if record["rows_copied"] else ""} for name, record in records.items()}
     console.print()
-    title = "16 tokens: launches / adapters read"
-    table(title, ("", *(f"of {name}" for name in COUNTED), "copies rows"), rows)
-    return found
+    record_table("16 tokens: launches / adapters read", shown, f"{{name}} | {columns} | copies rows {{copies}}")
+    return records
 
 
-def bytes_of_copies(case: Mapping[str, Tensor]) -> int:
-    """Bytes that putting rows side by side moves: x there, out there and back, each read and written."""
-    return 2 * (case["x"].nbytes + 2 * case["out"].nbytes)
+def bytes_of_adapters(traces: Sequence[KernelTrace]) -> int:
+    """Sum the bytes of A and B that these launches read."""
+    return sum(trace.arguments[key].bytes_read for trace in traces for key in "ab" if key in trace.arguments)
 
 
 DISTINCT = (1, 2, 4, 8, 16, 32, 64)
 
 
 def looped(out: Tensor, x: Tensor, a: Tensor, b: Tensor, members: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """Adapter after adapter, with torch's products; members: (slot, its tokens)."""
+    """Apply one adapter after another with torch; `members` are pairs of a slot and its tokens."""
     for slot, tokens in members:
         out[tokens] += (x[tokens] @ a[slot].T) @ b[slot].T
     return out
 
 
 def gathered(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> Tensor:
-    """Each token with a copy of its adapter, as bgmv reads them, with torch's batched products."""
+    """Apply a copy of its adapter to each token, with torch's batched products, as bgmv reads them."""
     return out + torch.bmm(b[slots], torch.bmm(a[slots], x[:, :, None]))[:, :, 0]
 
 
 def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """One linear and 64 tokens, by how many different adapters they have."""
-    tokens, wide, found, rows = 64, width(arguments), {}, []
-    case = lora_case(list(range(tokens)), RANK, wide, wide, torch.float32)
+    """Time one linear and 64 tokens, by how many different adapters they have."""
+    wide = width(arguments)
+    case = lora_case(list(range(64)), RANK, wide, wide, torch.float32)
     out, x, a, b = (case[name].to(device) for name in ("out", "x", "a", "b"))
     weight = torch.randn(wide, wide, device=device) / wide**0.5
-    for distinct in DISTINCT:
-        slots = torch.arange(tokens, device=device) % distinct
+    records = {}
+    for distinct in (1, 64) if arguments.quick else DISTINCT:
+        slots = torch.arange(64, device=device) % distinct
         members = [(slot, (slots == slot).nonzero().flatten()) for slot in range(distinct)]
-        engine = engine_call(out, x, a, b, slots.int())
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "base": lambda: x @ weight.T,
-            "loop": lambda members=members: looped(out, x, a, b, members),
-            "gathered": lambda slots=slots: gathered(out, x, a, b, slots),
-            "engine": engine,
+            "loop": partial(looped, out, x, a, b, members),
+            "gathered": partial(gathered, out, x, a, b, slots),
+            "engine": engine_call(out, x, a, b, slots.int()),
         }
-        turns = in_turns(calls, 3 if arguments.quick else 15, device)
-        one = found[str(distinct)] = {name: 1e3 * statistics.median(times) for name, times in turns.items()}
-        one["read_mb"] = distinct * 4 * RANK * 2 * wide / MB
-        rows.append((distinct, f"{one['read_mb']:.1f}", *(f"{one[name]:.2f}" for name in calls)))
+        turns = in_turns(calls, 2 if arguments.quick else 15, device)
+        ms = {name: 1e3 * statistics.median(times) for name, times in turns.items()}
+        records[str(distinct)] = {**ms, "read_mb": distinct * 4 * RANK * 2 * wide / MB}
     console.print()
-    title = f"64 tokens through one linear of {wide:,} × {wide:,}, rank {RANK}; ms on top of the base product"
-    columns = ("adapters", "MB of them", "base alone", "loop", "gathered (bgmv)", "the engine's")
-    table(title, columns, rows)
-    return found
+    record_table(
+        f"64 tokens through one linear of {wide:,} × {wide:,}, rank {RANK}; ms on top of the base product",
+        records,
+        "adapters {name} | MB of them {read_mb:.1f} | base alone {base:.2f} | loop {loop:.2f} | "
+        "gathered (bgmv) {gathered:.2f} | the engine's {engine:.2f}",
+    )
+    return records
 
 
 def engine_call(
     out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, rank: int | None = None, backend: str | None = None
 ) -> Callable[[], None]:
-    """The engine's call for these tensors: its B is transposed, and it keeps a rank for each slot (None: the whole)."""
+    """Return the engine's call for these tensors, which takes a transposed B and a rank for each slot."""
     meta = LoRAKernelMeta(len(x), len(a), x.device)
     meta.prepare(slots.cpu().numpy())
-    its_a, its_b = a[None].contiguous(), b.transpose(1, 2).contiguous()
+    engine_a, engine_b = a[None].contiguous(), b.transpose(1, 2).contiguous()
     ranks = torch.full((1, len(a)), rank or a.shape[1], dtype=torch.int32, device=x.device)
     bounds = torch.tensor([0, out.shape[1]], dtype=torch.int32, device=x.device)
-    return lambda: lora_linear(out, x, its_a, its_b, ranks, bounds, meta, backend=backend)
+    return lambda: lora_linear(out, x, engine_a, engine_b, ranks, bounds, meta, backend=backend)
 
 
 # ---- 4. slots, and a tier below --------------------------------------------------------------------------------------
 
 PLACES, SERVED_STEPS = 32, 12
-"""`max_num_seqs` of the traffic, and the mean number of steps of a request."""
+"""The traffic's `max_num_seqs`, and the mean number of steps of a request."""
 
 
 def traffic(adapters: int, skew: float, requests: int, a_step: float, seed: int) -> list[tuple[str, int, int, int]]:
-    """(name, adapter, steps, arrives): the k-th most wanted adapter has a share in proportion to k^-skew (Zipf)."""
+    """Draw requests (name, adapter, steps, arrival) by Zipf: the k-th adapter has a share in proportion to k^-skew."""
     draw = random.Random(seed)
     chosen = draw.choices(range(1, adapters + 1), [k**-skew for k in range(1, adapters + 1)], k=requests)
     steps = [1 + min(4 * SERVED_STEPS, int(draw.expovariate(1 / (SERVED_STEPS - 1)))) for _ in chosen]
-    return [(str(i), one, steps[i], int(i / a_step)) for i, one in enumerate(chosen)]
+    return [(str(i), adapter, steps[i], int(i / a_step)) for i, adapter in enumerate(chosen)]
+
+
+class Served:
+    """A run of the lesson's `serve` over the lesson's requests, and its figures."""
+
+    def __init__(self, serve: Callable[..., Iterator], work: Sequence[Any], slots: int, places: int) -> None:
+        self.steps, self.slots = list(serve(work, slots, places)), slots
+
+    def first_step(self, name: str) -> int:
+        """Return the step in which a request starts."""
+        return next(at for at, (running, _) in enumerate(self.steps) if name in {each.name for each in running})
+
+    def figures(self, tiers: Callable[..., Counter], host: int) -> dict[str, Any]:
+        """Count steps, requests and adapters; `host` adapters fit into host memory."""
+        batches = [[request.adapter for request in running] for running, _ in self.steps]
+        counts = tiers(batches, self.slots, host)
+        return {
+            "steps": len(self.steps),
+            "running": statistics.mean(map(len, batches)),
+            "distinct": statistics.mean(len(set(batch)) for batch in batches),
+            "waiting": max(waiting for _, waiting in self.steps),
+            "copied": counts["copied"],
+            "disk": counts["from disk"],
+        }
 
 
 def show_tiers(
-    serve: Callable[..., Iterator],
-    tiers: Callable[..., Counter],
-    request: Callable[..., Any],
-    arguments: argparse.Namespace,
+    serve: Callable[..., Iterator], tiers: Callable[..., Counter], request: Make, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The same traffic by slots: how many run, how many different adapters a step has, what is copied and read."""
+    """Serve the same traffic with ever more slots: what runs, what is copied into slots and read from disk."""
     work = traffic(arguments.adapters, arguments.skew, 150 if arguments.quick else 800, 2.0, arguments.seed)
-    wanted, found, rows = len({one[1] for one in work}), {}, []
+    wanted = len({adapter for _, adapter, *_ in work})
+    records = {}
     for slots, host in ((1, 64), (4, 64), (8, 64), (16, 64), (32, 64), (32, 1000)):
-        steps = list(serve([request(*one) for one in work], slots, PLACES))
-        batches = [[one.adapter for one in running] for running, _ in steps]
-        counts = tiers(batches, slots, host)
-        one = found[f"{slots}, {host}"] = {
-            "steps": len(steps),
-            "running": statistics.mean(len(running) for running, _ in steps),
-            "distinct": statistics.mean(len(set(batch)) for batch in batches),
-            "waiting": max(waiting for _, waiting in steps),
-            "copied": counts["copied"],
-            "disk": counts["from disk"],
-            "hits": 1 - counts["copied"] / counts["used"],
-        }
-        rows.append((f"{slots} / {host:,}", f"{one['steps']:,}", f"{one['running']:.1f}", one["waiting"],
-                     f"{one['distinct']:.1f}", f"{one['copied']:,}", f"{one['disk']:,}"))  # fmt: skip
-    title = (
+        run = Served(serve, [request(*each) for each in work], slots, PLACES)
+        records[slots, host] = run.figures(tiers, host)
+    record_table(
         f"{len(work):,} requests for {wanted:,} of {arguments.adapters:,} adapters, skew {arguments.skew:g}; {PLACES} "
-        "places"
+        "places",
+        {f"{slots} / {host:,}": record for (slots, host), record in records.items()},
+        "slots / in host memory {name} | steps {steps:,} | running {running:.1f} | most waiting {waiting} | "
+        "adapters a step {distinct:.1f} | copied {copied:,} | from disk {disk:,}",
+        "Running, adapters: means over the steps. Copied: into a slot.",
     )
-    columns = ("slots / in host memory", "steps", "running", "most waiting", "adapters a step", "copied", "from disk")
-    table(title, columns, rows, "Running, adapters: means over the steps. Copied: into a slot.")
-    return {"requests": len(work), "wanted": wanted, "tiers": found}
+    tiers_by_name = {f"{slots}, {host}": record for (slots, host), record in records.items()}
+    return {"requests": len(work), "wanted": wanted, "tiers": tiers_by_name}
 
 
 # ---- 5. in the engine ------------------------------------------------------------------------------------------------
 
 AT_ONCE = 16
-"""Requests of a step; as many slots, so that nobody waits for one."""
+"""Requests of a step, and slots, so that no request waits for a slot."""
 QV = ("q_proj", "v_proj")
 
 
 def engine_with(arguments: argparse.Namespace, **settings: Any) -> LLM:
-    """An engine in this process."""
+    """Start an engine in this process."""
     sizes = {"max_model_len": 256, "max_num_seqs": AT_ONCE, "dtype": "float32", "device": arguments.device, **settings}
     with quiet():
         return LLM(arguments.model, **sizes)
 
 
 def with_adapters(arguments: argparse.Namespace, adapters: int, **settings: Any) -> LLM:
-    """The same with a slot of rank 8 for each request, and host memory for so many adapters."""
+    """Start an engine with a slot of rank 8 for each request, and host memory for `adapters`."""
     lora = {"enable_lora": True, "max_loras": AT_ONCE, "max_lora_rank": 8, "max_cpu_loras": max(AT_ONCE, adapters)}
     return engine_with(arguments, **{**lora, **settings})
 
 
 def named(folders: Sequence[Path]) -> list[LoRARequest]:
-    """An adapter for each folder, numbered from 1."""
+    """Return an adapter for each folder, numbered from 1."""
     return [LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(folders, start=1)]
 
 
 def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Zipf traffic over more and more adapters, in one engine: what is loaded, and requests a second."""
+    """Serve Zipf traffic over more and more adapters, each in one engine: what is loaded, and requests a second."""
     most = min(arguments.adapters, 64) if arguments.quick else arguments.adapters
-    counts = sorted({count for count in (8, 64, most) if count <= most})
-    requests, found, rows = 32 if arguments.quick else 128, {}, []
+    requests, records = 32 if arguments.quick else 128, {}
     with tempfile.TemporaryDirectory() as folder:
         adapters = named(write_random_adapters(folder, most, targets=QV, model=arguments.model))
-        for count in track(counts, "serving"):
+        for count in track(sorted({8, min(64, most), most}), "serving"):
             llm = with_adapters(arguments, count, enable_prefix_caching=False)
             _generate(llm, [None] * AT_ONCE)
-            drawn = traffic(count, arguments.skew, requests, 1.0, arguments.seed)
+            drawn = [
+                adapters[number - 1] for _, number, *_ in traffic(count, arguments.skew, requests, 1.0, arguments.seed)
+            ]
             lora: Any = runner_of(llm).lora
             distinct: list[int] = []
             with counting(lora, distinct):
-                first, second = (_generate(llm, [adapters[one[1] - 1] for one in drawn]) for _ in range(2))
+                first, second = (_generate(llm, drawn) for _ in range(2))
             counted = {"read": lora.num_loads, "copied": lora.manager.num_activations}
             eight = [adapters[number] for number in eight_a_step(count, requests)]
-            _, fixed = (_generate(llm, eight) for _ in range(2))
-            found[str(count)] = {
-                "wanted": len({one[1] for one in drawn}),
+            _generate(llm, eight)
+            records[str(count)] = {
+                "wanted": len({adapter.lora_int_id for adapter in drawn}),
                 "distinct": statistics.mean(distinct),
                 **counted,
                 "first_per_second": requests / first,
                 "per_second": requests / second,
-                "fixed_per_second": requests / fixed,
+                "fixed_per_second": requests / _generate(llm, eight),
             }
         base = requests / _generate(llm, [None] * requests)
-    for count, one in found.items():
-        rows.append((f"{int(count):,}", one["wanted"], f"{one['distinct']:.1f}", one["read"], one["copied"],
-                     f"{one['first_per_second']:,.0f}", f"{one['per_second']:,.0f}",
-                     f"{one['fixed_per_second']:,.0f}"))  # fmt: skip
-    title = f"{most:,} adapters in one process; {requests} requests of 8 tokens, {AT_ONCE} at once"
-    columns = (
-        "registered", "wanted", "a step", "read", "copied", "requests/s, first", "again", "eight a step"
-    )  # fmt: skip
-    caption = (
-        f"Zipf with skew {arguments.skew:g}. Wanted, a step: different ones. Read: from disk; copied: into a slot. "
-        f"Eight a step: other traffic, with just so many, again. Nobody has one: {base:,.0f}."
+    record_table(
+        f"{most:,} adapters in one process; {requests} requests of 8 tokens, {AT_ONCE} at once",
+        {f"{int(count):,}": record for count, record in records.items()},
+        "registered {name} | wanted {wanted} | a step {distinct:.1f} | read {read} | copied {copied} | "
+        "requests/s, first {first_per_second:,.0f} | again {per_second:,.0f} | eight a step {fixed_per_second:,.0f}",
+        f"Zipf with skew {arguments.skew:g}. Wanted, a step: different adapters. Read: from disk; copied: into a slot. "
+        f"Eight a step: other traffic with eight different adapters a step, again. Without adapters: {base:,.0f}.",
     )
-    table(title, columns, rows, caption)
-    return {"adapters": found, "requests": requests, "base_per_second": base}
+    return {"adapters": records, "requests": requests, "base_per_second": base}
 
 
 def eight_a_step(adapters: int, requests: int) -> list[int]:
-    """An adapter for each request: of those that run together, eight different ones; in turn, all that there are."""
+    """Return an adapter for each request: eight different ones for those that run together, in turn."""
     return [(number // AT_ONCE * 8 + number % 8) % adapters for number in range(requests)]
 
 
 @contextmanager
 def counting(lora: Any, into: list[int]) -> Iterator[None]:
-    """Notes how many different adapters each step has that has any."""
-    given = lora.set_active_adapters
+    """Append to `into` the number of different adapters of each step that has any."""
+    set_active = lora.set_active_adapters
 
     def set_active_adapters(requests: Any) -> dict[int, int]:
         into.append(len(requests))
-        return given(requests)
+        return set_active(requests)
 
     lora.set_active_adapters = set_active_adapters
     try:
@@ -424,7 +435,7 @@ def counting(lora: Any, into: list[int]) -> Iterator[None]:
 
 
 def _generate(llm: LLM, adapters: Sequence[LoRARequest | None], max_tokens: int = 8) -> float:
-    """Seconds that requests with these adapters take."""
+    """Time requests with these adapters."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     prompts: list[Any] = [{"prompt_token_ids": [1 + number % 50] * 8} for number in range(len(adapters))]
     start = time.perf_counter()
@@ -433,7 +444,7 @@ def _generate(llm: LLM, adapters: Sequence[LoRARequest | None], max_tokens: int 
 
 
 def measure_cost(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A decode step of 16 requests: without adapters at all, with none used, with one, with sixteen."""
+    """Time a decode step of 16 requests: with `enable_lora` off, with no adapter used, with one, with sixteen."""
     with tempfile.TemporaryDirectory() as folder:
         adapters = named(write_random_adapters(folder, AT_ONCE, model=arguments.model))
         off = engine_with(arguments, enable_prefix_caching=False)
@@ -445,159 +456,143 @@ def measure_cost(arguments: argparse.Namespace) -> dict[str, Any]:
             "on, each its own": (on, list(adapters)),
         }
         steps: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(2 if arguments.quick else 8):
+        turns, tokens = (2, 8) if arguments.quick else (8, 24)
+        for turn in range(turns):
             for name, (llm, wanted) in ways.items():
-                seconds = _decode_seconds(llm, wanted)
+                seconds = _decode_seconds(llm, wanted, tokens)
                 steps[name] += [seconds] if turn else []
-    base, found, rows = steps["enable_lora off"], {}, []
+    base, records = steps["enable_lora off"], {}
     for name, times in steps.items():
-        ratio = statistics.median(one / other for one, other in zip(times, base, strict=True))
-        found[name] = {"ms": 1e3 * statistics.median(times), "ratio": ratio}
-        rows.append((name, f"{found[name]['ms']:.2f}", f"{ratio:.2f} ×"))
+        ratio = statistics.median(seconds / other for seconds, other in zip(times, base, strict=True))
+        records[name] = {"ms": 1e3 * statistics.median(times), "ratio": ratio}
     console.print()
     title = f"A decode step of {AT_ONCE} requests, adapters of rank 8 on all seven projections"
-    table(title, ("", "ms", "of one without"), rows, "Medians of turns.")
-    return found
+    record_table(title, records, "{name} | ms {ms:.2f} | of one without {ratio:.2f} ×", "Medians of turns.")
+    return records
 
 
-def _decode_seconds(llm: LLM, adapters: Sequence[LoRARequest | None]) -> float:
-    """Median seconds of the steps in which all of these requests decode."""
-    engine, params = llm.llm_engine, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+def _decode_seconds(llm: LLM, adapters: Sequence[LoRARequest | None], tokens: int) -> float:
+    """Return the median time of the steps in which all of these requests decode."""
+    engine, params = llm.llm_engine, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for number, adapter in enumerate(adapters):
         engine.add_request(str(number), {"prompt_token_ids": [7 + number] * 8}, params, lora_request=adapter)
     engine.step()
     times = []
     while engine.has_unfinished_requests():
-        start = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - start)
+        times.append(wall_seconds(engine.step))
     return statistics.median(times)
 
 
 # ---- 6. break it -----------------------------------------------------------------------------------------------------
 
 
-def show_gate(
-    serve: Callable[..., Iterator], tiers: Callable[..., Counter], request: Callable[..., Any]
-) -> dict[str, Any]:
-    """Sixteen adapters, wanted alike, by slots; then one that waits behind two that are always wanted."""
-    found, rows = {}, []
-    for slots in (1, 2, 4, 8, 16):
-        work = [request(str(i), 1 + i % 16, 8, i // 2) for i in range(160)]
-        steps = list(serve(work, slots, 16))
-        counts = tiers([[one.adapter for one in running] for running, _ in steps], slots, 16)
-        one = found[str(slots)] = {
-            "steps": len(steps),
-            "running": statistics.mean(len(running) for running, _ in steps),
-            "waiting": max(waiting for _, waiting in steps),
-            "copied": counts["copied"],
-        }
-        rows.append((slots, one["steps"], f"{one['running']:.1f} of 16", one["waiting"], one["copied"]))
-    title = "160 requests of 8 steps, 2 before each step, 16 adapters in turn"
-    table(title, ("slots", "steps", "places in use", "most waiting", "copied into slots"), rows)
-    hot = [request(f"hot {i}", 1 + i % 2, 8, i) for i in range(100)]
-    steps = list(serve([*hot[:4], request("cold", 3, 8, 4), *hot[4:]], 2, 16))
-    started = next(number for number, (running, _) in enumerate(steps) if "cold" in [one.name for one in running])
-    alone = list(serve([request("cold", 3, 8, 4), *hot], 3, 16))
-    alone_started = next(number for number, (running, _) in enumerate(alone) if "cold" in [one.name for one in running])
-    found["cold"] = {"arrives": 4, "starts": started, "with_a_third_slot": alone_started}
-    console.print(
-        "Two slots, two adapters that are wanted all the time: a request for a third comes before step 5 and starts "
-        f"in step {started + 1}. With three slots, in step {alone_started + 1}."
+def show_gate(serve: Callable[..., Iterator], tiers: Callable[..., Counter], request: Make) -> dict[str, Any]:
+    """Serve sixteen equally popular adapters with ever more slots; then one that waits behind two popular ones."""
+    work = [request(str(i), 1 + i % 16, 8, i // 2) for i in range(160)]
+    records = {str(slots): Served(serve, work, slots, 16).figures(tiers, 16) for slots in (1, 2, 4, 8, 16)}
+    record_table(
+        "160 requests of 8 steps, 2 before each step, 16 adapters in turn",
+        records,
+        "slots {name} | steps {steps} | places in use {running:.1f} of 16 | most waiting {waiting} | "
+        "copied into slots {copied}",
     )
-    return found
+    hot = [request(f"hot {i}", 1 + i % 2, 8, i) for i in range(100)]
+    work = [*hot[:4], request("cold", 3, 8, 4), *hot[4:]]
+    starts, with_a_third = (Served(serve, work, slots, 16).first_step("cold") for slots in (2, 3))
+    console.print(
+        "Two slots, and two adapters that are always in use: a request for a third comes before step 5 and starts in "
+        f"step {starts + 1}. With three slots, in step {with_a_third + 1}."
+    )
+    return {**records, "cold": {"arrives": 4, "starts": starts, "with_a_third_slot": with_a_third}}
 
 
-def show_ranks(by_sorting: Way, adapter_numbers: Callable[..., int]) -> dict[str, Any] | None:
-    """Rank 8 in slots for 256: what a slot takes, and what 16 tokens of four adapters read; counted."""
+def show_ranks(by_sorting: Way, adapter_numbers: Callable[..., int], quick: bool) -> dict[str, Any] | None:
+    """Count what adapters of rank 8 take in slots for up to 256, and what 16 tokens of four adapters read."""
     if not (HAS_TRITON and INTERPRETED):
         return None
     model = known_model("Llama-3.1-8B")
-    projections, found, rows = list(linear_shapes(model).values()), {}, []
-    for max_rank in (8, 16, 64, 256):
-        case = lora_case(COUNTED["four"], max_rank, 64, 64, torch.float32)
-        traces = traced(by_sorting, case)
-        read = sum(trace.arguments[key].bytes_read for trace in traces for key in "ab" if key in trace.arguments)
+    projections, records = list(linear_shapes(model).values()), {}
+    for max_rank in (8, 256) if quick else (8, 16, 64, 256):
+        read = bytes_of_adapters(traced(by_sorting, lora_case(COUNTED["four"], max_rank, 64, 64, torch.float32)))
         slot = 2 * model.num_hidden_layers * adapter_numbers(max_rank, projections)
-        one = found[str(max_rank)] = {"slot_bytes": slot, "read": read, "real": 4 * 4 * 8 * 128 / read}
-        rows.append((max_rank, _bytes(slot), f"{read / 1e3:.0f} kB", f"{one['real']:.0%}"))
+        records[str(max_rank)] = {"slot_bytes": slot, "read": read, "real": 4 * 4 * 8 * 128 / read}
     console.print()
-    title = "Adapters of rank 8 in slots for more: Llama-3.1-8B's slot; what four adapters of a small linear read"
-    table(title, ("max_lora_rank", "a slot", "read", "of it adapters"), rows)
-    return found
+    record_table(
+        "Adapters of rank 8 in slots for more: Llama-3.1-8B's slot; what four adapters of a small linear read",
+        {
+            name: {**record, "slot": _bytes(record["slot_bytes"]), "kb": record["read"] / 1e3}
+            for name, record in records.items()
+        },
+        "max_lora_rank {name} | a slot {slot} | read {kb:.0f} kB | of it adapters {real:.0%}",
+    )
+    return records
 
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef total(items):"
 TRAINED = Path(EMBEDDED_MODEL).parent / "adapters"
 
 
-def embedded(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with the embedded model, which the trained adapters belong to."""
-    return argparse.Namespace(**{**vars(arguments), "model": EMBEDDED_MODEL})
-
-
-def trained() -> list[LoRARequest]:
-    """The adapters that lie beside the embedded model."""
-    return named(sorted(path.parent for path in TRAINED.glob("*/adapter_config.json")))
+def embedded_with_adapters(arguments: argparse.Namespace, **settings: Any) -> tuple[LLM, list[LoRARequest]]:
+    """Start the embedded model with the adapters that were trained for it."""
+    own = argparse.Namespace(**{**vars(arguments), "model": EMBEDDED_MODEL})
+    folders = sorted(path.parent for path in TRAINED.glob("*/adapter_config.json"))
+    return with_adapters(own, AT_ONCE, max_lora_rank=RANK, **settings), named(folders)
 
 
 def show_answers(arguments: argparse.Namespace) -> dict[str, str]:
-    """What the model says to one prompt, alone and with each of the trained adapters, in one batch."""
-    llm = with_adapters(embedded(arguments), AT_ONCE, max_lora_rank=RANK)
-    wanted = [None, *trained()]
-    texts = _texts(llm, wanted)
-    found = {one.lora_name if one else "no adapter": text for one, text in zip(wanted, texts, strict=True)}
+    """Show how the model continues one prompt, alone and with each of the trained adapters, in one batch."""
+    llm, adapters = embedded_with_adapters(arguments)
+    texts = [output.outputs[0].text for output in _continue(llm, [None, *adapters])]
+    names = ["no adapter", *(adapter.lora_name for adapter in adapters)]
+    answers = dict(zip(names, texts, strict=True))
     console.print()
-    rows = [(name, repr(text)) for name, text in found.items()]
+    rows = [(name, repr(text)) for name, text in answers.items()]
     table("One prompt, and who answers", ("adapter", "text"), rows, words=True)
-    return found
+    return answers
 
 
 def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One prompt under two adapters, one after the other; then with blocks named by their tokens alone.
+    """Run one prompt under two adapters in turn; then again with block hashes that leave the adapter out.
 
     Raises:
-        AssertionError: the sound engine finds another adapter's blocks, or the other one does not.
+        AssertionError: the sound engine hits another adapter's blocks, or the other one does not.
     """
 
     def by_tokens(parent: bytes, token_ids: Sequence[int], _extra_keys: bytes) -> bytes:
         return hash_block_tokens(parent, token_ids)
 
-    first, second, *_ = trained()
-    found: dict[str, Any] = {}
-    rows = []
     own = Parts(policy=SchedulingPolicy(hash_block_tokens=by_tokens))
+    records: dict[str, Any] = {}
     for name, parts in (("as it is", NO_PARTS), ("names without the adapter", own)):
-        llm = with_adapters(embedded(arguments), AT_ONCE, max_lora_rank=RANK, block_size=4, parts=parts)
-        _texts(llm, [first])
-        (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=second)
-        found[name] = {"text": output.outputs[0].text, "cached": output.num_cached_tokens}
-        rows.append((name, output.num_cached_tokens, repr(output.outputs[0].text)))
-    (sound, shared) = found.values()
+        llm, (first, second, *_) = embedded_with_adapters(arguments, block_size=4, parts=parts)
+        _continue(llm, [first])
+        (output,) = _continue(llm, [second])
+        records[name] = {"text": output.outputs[0].text, "cached": output.num_cached_tokens}
+    sound, shared = records.values()
     assert sound["cached"] == 0 < shared["cached"], f"cached: {sound['cached']}, {shared['cached']}"
-    assert sound["text"] != shared["text"], "the mutant says the same: take another prompt"
+    assert sound["text"] != shared["text"], "both engines generate the same text: take another prompt"
     console.print()
     title = f"The second request begins as the first one did, with {second.lora_name} in place of {first.lora_name}"
+    rows = [(name, record["cached"], repr(record["text"])) for name, record in records.items()]
     table(title, ("prefix cache", "tokens found", "text"), rows, words=True)
-    return found
+    return records
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-def _texts(llm: LLM, adapters: Sequence[LoRARequest | None]) -> list[str]:
-    """What each of these says to the prompt."""
-    outputs = llm.generate([PROMPT] * len(adapters), GREEDY, use_tqdm=False, lora_request=list(adapters))
-    return [output.outputs[0].text for output in outputs]
+def _continue(llm: LLM, adapters: Sequence[LoRARequest | None]) -> list[RequestOutput]:
+    """Let each of these adapters continue the prompt."""
+    return llm.generate([PROMPT] * len(adapters), GREEDY, use_tqdm=False, lora_request=list(adapters))
 
 
 # ---- the whole lesson ------------------------------------------------------------------------------------------------
 
 
-def close(found: dict, disturbance: str) -> None:
+def close(figures: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    weighs = found["weighs"][MODELS[0]]
-    thousand, cold = found["thousand"]["adapters"], found["slots"]["cold"]
+    weighs = figures["weighs"][MODELS[0]]
+    thousand, cold = figures["thousand"]["adapters"], figures["slots"]["cold"]
     many, few = thousand[max(thousand, key=int)], thousand["8"]
     closing(
         f"An adapter of rank 16 is {weighs['share']:.1%} of {MODELS[0]}: a thousand of them take "
@@ -607,42 +602,42 @@ def close(found: dict, disturbance: str) -> None:
             f"{many['fixed_per_second'] / few['fixed_per_second']:.0%} of the requests a second that it served with 8, "
             "at eight different ones a step."
         ),
-        f"With two slots a third adapter's request waited {cold['starts'] - cold['arrives']} steps for one, beside "
-        "free places and free memory.",
+        f"With two slots, the request for a third adapter waited {cold['starts'] - cold['arrives']} steps for one, "
+        "although batch and memory had room.",
         disturbance=disturbance,
     )
 
 
-def draw(found: dict, path: str) -> None:
-    """What a thousand weigh; one linear by the adapters of a batch; places in use by slots."""
+def draw(figures: dict, path: str) -> None:
+    """Draw the size of a thousand adapters; one linear by the adapters of a batch; places in use by slots."""
     with panels(path, 3) as (left, middle, right):
-        for place, one in enumerate(found["weighs"].values()):
+        for place, record in enumerate(figures["weighs"].values()):
             for offset, key, colour in ((0.0, "model_bytes", palette.ORANGE), (0.4, "16", palette.BLUE)):
-                left.barh(place + offset, 1000 * one[key] / GB, 0.36, color=colour)
-        left.set_yticks([0.2, 1.2, 2.2], list(found["weighs"]))
+                left.barh(place + offset, 1000 * record[key] / GB, 0.36, color=colour)
+        left.set_yticks([0.2, 1.2, 2.2], list(figures["weighs"]))
         left.set(title="A thousand of them", xlabel="GB (orange: models, blue: adapters)", xscale="log")
         left.invert_yaxis()
-        sizes = [int(size) for size in found["distinct"]]
-        for name, colour in (("loop", palette.ORANGE), ("gathered", palette.GREEN), ("engine", palette.BLUE)):
-            middle.plot(sizes, [one[name] for one in found["distinct"].values()], "o-", color=colour, label=name)
-        base = statistics.median(one["base"] for one in found["distinct"].values())
+        distinct = figures["distinct"]
+        lines = {
+            name: {size: record[name] for size, record in distinct.items()} for name in ("loop", "gathered", "engine")
+        }
+        curves(middle, lines, octaves=True)
+        base = statistics.median(record["base"] for record in distinct.values())
         middle.axhline(base, color=palette.GREY, linestyle="--")
         middle.text(1, base, "the base product", va="bottom", fontsize=9)
-        middle.set(title="64 tokens, one linear", xlabel="different adapters", ylabel="ms on top", xscale="log")
+        middle.set(title="64 tokens, one linear", xlabel="different adapters", ylabel="ms on top")
         middle.set_yscale("log")
-        middle.set_xticks(sizes, [str(size) for size in sizes])
         parts = (0.25, 0.5, 1, 2, 4)
         middle.set_yticks(parts, [f"{part:g}" for part in parts])
         middle.minorticks_off()
-        middle.legend(fontsize=8)
-        slots = {name: one for name, one in found["slots"].items() if name != "cold"}
-        right.bar(list(slots), [one["running"] for one in slots.values()], color=palette.BLUE)
+        slots = {name: record["running"] for name, record in figures["slots"].items() if name != "cold"}
+        right.bar(list(slots), list(slots.values()), color=palette.BLUE)
         right.axhline(16, color=palette.GREY, linestyle="--")
         right.set(title="16 adapters in turn", xlabel="slots", ylabel="places in use of 16")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
+    """Add the lesson's own flags to the common ones; `--help` shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     flags.add_argument(
         "--adapters", type=whole_number(8, 5000), default=1000, help="adapters that are registered (8 to 5000)"

@@ -1,6 +1,6 @@
-"""Lesson 11's opening: the followed request is preempted when another one needs a block, and comes back.
+"""Draw lesson 11's opening: the followed request is preempted when another one needs a block, and comes back.
 
-All of it is what the engine did in the scene "small pool": six blocks, and two requests that want more.
+It shows what the engine did in the scene "small pool": six blocks, and two requests that need more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLOURS = {NAME: BLUE, OTHER: ORANGE}
 
 
 def frames() -> Frames:
-    """Six stills: a full pool, the victim, blocks that change hands, the way back, what was computed twice."""
+    """Draw six stills: a full pool, the victim, blocks that change hands, the way back, what was recomputed."""
     run = followed("small pool")
     gone = next(index for index, step in enumerate(run.steps) if NAME in step.waiting)
     back = next(index for index in range(gone, len(run.steps)) if run.steps[index].row())
@@ -36,27 +36,21 @@ def frames() -> Frames:
         _still(run, f"{NAME} is preempted: its blocks are free, its tokens stay", without, known, 0, freed=True),
         _still(run, f"{OTHER} goes on, {NAME} waits", run.steps[back - 1], known, 0),
         _still(run, f"{OTHER} has ended: {NAME} comes back", resumed, known, again, computes=new),
-        _still(
-            run,
-            "And goes on as if nothing had happened",
-            last,
-            len(run.request.tokens),
-            _row(last).seq_len,
-        ),
+        _still(run, "And goes on as if nothing had happened", last, len(run.request.tokens), _row(last).seq_len),
     ]
-    said = run.request.output[known - len(run.request.prompt) - 1].shown
+    latest = run.request.output[known - len(run.request.prompt) - 1].shown
     captions = [
-        f"{OTHER} was admitted first, {NAME} last. {NAME} has said its second token, {said}. Each holds three of "
-        "six blocks.",
+        f"{OTHER} was admitted first, {NAME} last. {NAME} has generated its second token, {latest}. Each "
+        "holds three of six blocks.",
         f"The 13th token of {OTHER} begins a new block, and none is free. First come, first served: {NAME}, "
         "which was admitted last, gives all its blocks back.",
         f"Computed tokens of {NAME}: {lost} before, 0 now. Block {block}, which was not full, is {OTHER}'s already. "
-        "The others are free, and keep their names.",
-        f"{OTHER} says its last token. {NAME} has waited at the head of the queue; its client only sees a pause.",
-        f"{NAME} looks for its names: {again // run.block_size} blocks are still there. {again} tokens are not "
-        f"computed again; the {new} others are, in one step, like a chunk of a prompt.",
-        f"The same answer as without the preemption. Of {lost} computed tokens {lost - again} were computed twice. If "
-        "another request had taken the named blocks, all of them would have been.",
+        "The others are free, and keep their hashes.",
+        f"{OTHER} generates its last token. {NAME} has waited at the head of the queue; its client only sees a pause.",
+        f"{NAME} looks up its hashes: {again // run.block_size} blocks are still cached, so {again} tokens are not "
+        f"recomputed. The other {new} are computed in one step, like a chunk of a prompt.",
+        f"The answer is the same as without the preemption. Of {lost} computed tokens, {lost - again} were computed "
+        "twice. If another request had taken the cached blocks, all of them would have been.",
     ]
     return Frames(stills, captions)
 
@@ -84,9 +78,11 @@ def _pool(run: Followed, step: Step, wants: bool, freed: bool) -> list[str]:
         parts.append(text(x + 52, 138, shown, anchor="middle", size=11, colour=QUIET))
     if wants:
         x = LEFT + 5 * 112 + 52
-        parts += [arrow((x, 60), (x, 76), ORANGE), text(x - 8, 66, f"{OTHER} wants a block", anchor="end", size=12)]
+        parts += [arrow((x, 60), (x, 76), ORANGE), text(x - 8, 66, f"{OTHER} needs a block", anchor="end", size=12)]
     if freed:
-        parts.append(text(LEFT, 66, f"a name stays until the block is taken; {NAME} holds none", size=12, colour=QUIET))
+        parts.append(
+            text(LEFT, 66, f"a hash stays until the block is taken; {NAME} holds no block", size=12, colour=QUIET)
+        )
     return parts
 
 

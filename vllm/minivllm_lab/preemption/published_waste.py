@@ -1,11 +1,11 @@
-"""What is computed twice, on the engine's scheduler, beside what was published for vLLM (vllm#54644).
+"""Count recomputed tokens on the engine's scheduler, to compare with what was published for vLLM (vllm#54644).
 
     waste(blocks=400, whole=False).share        # 0.78; published: 0.788
 
-Published are pools, requests and shares: 300 requests at once, a model of 0.5B, and 623,948 tokens computed again with
-400 blocks, 78.8 % of all, so about 560 tokens a request are not. Not published are the lengths, how many run at once
-and a step's budget: here prompts and answers are lognormal with 540 tokens together on average, 64 run at once in steps
-of 512 tokens, and blocks have 16.
+Published are the pools, the requests and the shares: 300 requests at once, a model of 0.5B, and with 400 blocks 623,948
+recomputed tokens, 78.8 % of all; so the rest is about 560 tokens a request. Not published are the lengths, how many run
+at once and the token budget. Here prompts and answers are lognormal with 540 tokens together on average, 64 run at once
+in steps of 512 tokens, and blocks have 16.
 """
 
 from __future__ import annotations
@@ -22,48 +22,47 @@ from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 @dataclass(frozen=True)
 class Published:
-    """A row of the table: shares of all computed tokens."""
+    """A row of the published table."""
 
     wasted: float
-    """Computed before."""
+    """The share of recomputed tokens among all computed ones."""
     less: float | None
-    """By which share of it "least computed" as the victim is better; None where nothing is wasted."""
+    """The share of them that the rule "least computed" saves; None where nothing is wasted."""
 
 
 PUBLISHED = {
     2800: Published(0.0, None), 1600: Published(0.322, 0.59), 800: Published(0.579, 0.40), 400: Published(0.788, 0.43),
 }  # fmt: skip
-"""By blocks of the pool."""
+"""Rows by the pool's number of blocks."""
 REQUESTS, AT_ONCE, STEP, SEED = 300, 64, 512, 12345
 LONGEST_PROMPT, LONGEST_ANSWER = 2000, 1500
 
 
 class _OneEach:
-    """A step takes one unit of time: only tokens are counted."""
+    """Let each step take one unit of time: only tokens are counted."""
 
     def seconds(self, shape: object) -> float:
-        """One, whatever it has."""
+        """Return 1 for every step."""
         return 1.0
 
 
 @dataclass(frozen=True)
 class Waste:
-    """What a run has computed twice."""
+    """Tokens that a run has computed and recomputed."""
 
     computed: int
-    """Tokens."""
     recomputed: int
     preemptions: int
     steps: int
 
     @property
     def share(self) -> float:
-        """Of all computed tokens, those that were computed before."""
+        """The share of recomputed tokens among all computed ones."""
         return self.recomputed / self.computed
 
 
 def workload(seed: int = SEED, requests: int = REQUESTS) -> list[SimulatedRequest]:
-    """The requests, all there at the start; or the first of them."""
+    """Return the first `requests` of the workload; all arrive at the start."""
     draw = random.Random(seed).lognormvariate
     return [
         SimulatedRequest(min(LONGEST_PROMPT, int(draw(5.2, 1)) + 1), min(LONGEST_ANSWER, int(draw(5, 1)) + 1))
@@ -81,16 +80,16 @@ def waste(
     seed: int = SEED,
     requests: int = REQUESTS,
 ) -> Waste:
-    """Run the requests to their end with a pool of so many blocks.
+    """Run the requests to their end with a pool of `blocks`.
 
     Args:
         blocks: of 16 tokens.
-        whole: a request is admitted if all its tokens so far fit, as in vLLM now; else if its first chunk does.
-        victim: a rule of `minivllm_lab.preemption.victims`; empty: the last one in.
-        caching: with the prefix cache, in which a victim may find its own blocks again.
-        at_once: requests that run at once, at most.
-        seed: of the lengths.
-        requests: so many of the workload, from its start.
+        whole: admit a request if all its tokens so far fit, as vLLM does now; otherwise if its first chunk fits.
+        victim: a rule of `minivllm_lab.preemption.victims`; empty for the request admitted last.
+        caching: use the prefix cache, in which a victim may find its own blocks again.
+        at_once: the most requests that run at once.
+        seed: the seed of the lengths.
+        requests: how many requests of the workload to run.
 
     Raises:
         MinivllmError: a request does not fit, or there is no such rule.

@@ -1,4 +1,4 @@
-"""Who is preempted, and what becomes of it: other rules than the engine's, and V0's swap. For comparison only.
+"""Other rules for the preemption victim than the engine's, and V0's swap. For comparison only.
 
     Scheduler(scheduler_config, cache_config, SchedulingPolicy(victim=victim_rule("least computed")))
     Scheduler(scheduler_config, cache_config, SwapSpace(block_size).policy(victim_rule("last in")))
@@ -6,10 +6,10 @@
 Everything but the choice of the victim stays the engine's own. Rules that pull requests have proposed for vLLM:
 "least computed" (vllm#53723, measured in vllm#54644), "fewest left" (vllm#36980).
 
-A swap keeps what a victim had computed: its blocks go to a host that has room for all, and come back before the request
-runs again, so nothing of it is computed twice. That was vLLM V0's way for requests of several sequences, `--swap-space`
-GiB at most (v0.6.0: `vllm/core/scheduler.py`, `_preempt_by_swap`); V1 has none. Here the copies take no time by
-themselves: `take_copied_blocks` says how many there were, for a cost to be put on them.
+A swap keeps what a victim had computed: its blocks go to a host with room for all of them, and come back before the
+request runs again, so nothing is computed twice. That was vLLM V0's way for requests of several sequences,
+`--swap-space` GiB at most (v0.6.0: `vllm/core/scheduler.py`, `_preempt_by_swap`); V1 has none. Here the copies take no
+time: `take_copied_blocks` counts them, so that a simulation can charge for them.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ RULES: dict[str, Victim] = {
     "fewest left": _fewest_left,
     "least computed": _least_computed,
 }
-"""Each names the victim among those who run; of equals, the one admitted last. The first is vLLM's (first come, first
-served); "fewest left" goes by the answer's tokens that are missing, which an engine can only guess."""
+"""Each rule picks one of the running requests; of equals, the one admitted last. The first rule is vLLM's (first come,
+first served). "fewest left" counts the answer's missing tokens, which an engine can only guess."""
 
 
 def victim_rule(name: str = "") -> Victim:
-    """Return this rule of RULES; empty: vLLM's, by the scheduler's policy.
+    """Return this rule of `RULES`, or for an empty name vLLM's, which follows the scheduler's policy.
 
     Raises:
         MinivllmError: there is no such rule.
@@ -72,7 +72,7 @@ def victim_rule(name: str = "") -> Victim:
 
 
 class SwapSpace:
-    """One scheduler's host with room for the blocks of all victims."""
+    """Host memory of one scheduler, with room for the blocks of all victims."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -81,13 +81,13 @@ class SwapSpace:
         self._copied = [0, 0]
 
     def policy(self, victim: Victim) -> SchedulingPolicy:
-        """Return the policy that swaps those whom `victim` chooses."""
+        """Return the policy that swaps out the requests that `victim` picks."""
         return SchedulingPolicy(
             schedule=self._swap_in, victim=partial(self._swap_out, victim), find_prefix=self._find_prefix
         )
 
     def take_copied_blocks(self) -> tuple[int, int]:
-        """Return how many blocks were copied out to the host, and back, since the last call."""
+        """Return how many blocks were copied to the host, and back, since the last call."""
         out, back = self._copied
         self._copied = [0, 0]
         return out, back
@@ -100,8 +100,8 @@ class SwapSpace:
         return request
 
     def _find_prefix(self, request: Request, manager: KVCacheManager) -> Prefix:
-        found, kept = find_prefix(request, manager), self.on_host.get(request.request_id, 0)
-        return found if kept <= found.num_tokens else Prefix((), 0, num_external=kept)
+        cached, kept = find_prefix(request, manager), self.on_host.get(request.request_id, 0)
+        return cached if kept <= cached.num_tokens else Prefix((), 0, num_external=kept)
 
     def _swap_in(self, scheduler: Scheduler, step: Step) -> None:
         running_then_waiting(scheduler, step)
