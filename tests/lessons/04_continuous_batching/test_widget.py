@@ -186,15 +186,15 @@ def test_no_preset_meets_a_challenge(preset: str):
 
 
 def test_more_slots_break_a_static_batch_that_fewer_carried():
-    more = widget.SPEC.presets["More slots"]
+    more = widget.SPEC.presets["More seats"]
     assert here(**more).curves[0].broken(more["load"])
     assert not here(**{**more, "slots": widget.START["slots"]}).curves[0].broken(more["load"])
 
 
 def test_advice_names_the_knob_that_is_wrong():
     check = widget.CHALLENGES[2].check
-    assert "Slots" in check(here(slots=2)).advice
-    assert "uneven" in check(here(slots=4, spread=0.25, load=0.6)).advice
+    assert "Raise the seats to 8 (now 2)" in check(here(slots=2)).advice
+    assert "Raise the length spread" in check(here(slots=4, spread=0.25, load=0.6)).advice
     assert check(here(slots=4, spread=0.5, load=0.3)).advice.startswith("Load")
     assert "queue grows" in check(here(slots=8, spread=0.5, load=0.6)).advice
     assert "0.05" not in check(here(slots=4, spread=0.5, load=0.6, limit=0.05)).advice
@@ -253,7 +253,7 @@ def test_the_hidden_answer_is_the_static_curve_and_every_broken_region():
     assert len(regions) == 2
     assert all(id(part) in inside for part in regions)
     assert "static breaks at 0.34" in regions[0].get("data-broken", "")
-    assert "continuous breaks at 1.00: its queue grows without end" in regions[1].get("data-broken", "")
+    assert "continuous breaks at 1.00: its queue keeps growing" in regions[1].get("data-broken", "")
     assert all(id(part) in inside for part in root.iter() if "Load 0." in part.get("data-tip", ""))
 
 
@@ -273,17 +273,17 @@ def test_a_file_and_a_policy_that_is_broken_at_every_load_fit_the_picture():
     picture = widget.figure(state)
     assert "static breaks below 0.1" in picture
     assert float(ET.fromstring(picture).get("height", 0)) <= 470
-    assert "nobody" in "".join(ET.fromstring(picture).itertext())
+    assert "none" in "".join(ET.fromstring(picture).itertext())
 
 
 def test_the_slots_play_and_each_bar_tells_its_request():
     state = complete()
     root = ET.fromstring(widget.figure(state))
-    frames = re.findall(r"have come", root.get("data-frames", ""))
+    frames = re.findall(r"have arrived", root.get("data-frames", ""))
     assert len(frames) == 24
     tips = [part.get("data-tip", "") for part in root.iter() if part.get("data-group")]
     assert len(tips) == sum(len(curve.stretch.stays) for curve in state.curves)
-    assert all(re.search(r"Request \d+: a prompt of \d+, .*wait.*, then \d+ token", tip) for tip in tips)
+    assert all(re.search(r"Request \d+: a prompt of \d+, .*wait.*, then \d+ output token", tip) for tip in tips)
     last = [part.get("data-at", "") for part in root.iter() if part.get("data-group")]
     assert all(at.endswith(" 23") for at in last)
 
@@ -397,7 +397,7 @@ def test_a_schedule_that_forgets_the_slots_is_seen(lesson):
 
     state = here(schedule=greedy, load=1.2)
     assert widget.verdict(state).tone == "broken"
-    assert "requests run at once, and max_num_seqs is 8" in widget.verdict(state).words
+    assert "requests run at once, but max_num_seqs is 8" in widget.verdict(state).words
     ET.fromstring(widget.figure(state))
 
 
