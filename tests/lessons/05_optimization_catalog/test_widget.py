@@ -291,7 +291,7 @@ def test_each_challenge_can_be_met_but_not_by_one_move_nor_by_a_preset(challenge
         (1, {"cuda_graphs": False}, "Switch it on: a lever that is off"),
         (1, {"gpu": "H100"}, "Lower the requests at once"),
         (1, {"slots": 1}, "Use a faster GPU: on the L4"),
-        (1, {"gpu": "H100", "slots": 1, "weight_bits": False, "speculative_tokens": False}, "Switch on levers that shorten the step"),
+        (1, {"gpu": "H100", "slots": 1, "weight_bits": False, "speculative_tokens": False}, "Switch on levers that"),
         (1, {"requests": "code"}, "Change the requests or the GPU"),
         (2, {}, "Switch off a lever: chunked prefill buys at most ×1.00"),
     ],
