@@ -1,4 +1,4 @@
-"""A widget's picture as a file, its knobs at the start: `uv run python -P -m widgets serving layouts.svg`."""
+"""Write a widget's first picture to a file: `uv run python -P -m widgets serving layouts.svg`."""
 
 import argparse
 from importlib import import_module
@@ -22,14 +22,14 @@ IN_LESSONS = {
     "preemption": "11_cliff.svg",
     "multi_lora": "12_slots.svg",
 }
-"""Widget -> the file in `lessons/figures` that its lesson's text shows."""
+"""The file in `lessons/figures` that shows each widget in its lesson."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Draws the picture, as wide as the lessons' texts show it."""
+    """Draw the picture at the width of the lessons' figures."""
     parser = argparse.ArgumentParser(prog="widgets", description=__doc__)
     parser.add_argument("widget", choices=widgets.names())
-    parser.add_argument("file", type=Path, nargs="?", help="default: the one that the widget's lesson shows")
+    parser.add_argument("file", type=Path, nargs="?", help="default: the figure in the widget's lesson")
     arguments = parser.parse_args(argv)
     spec = import_module(f"widgets.{arguments.widget}").SPEC
     file = arguments.file or FIGURES / IN_LESSONS[arguments.widget]

@@ -1,4 +1,4 @@
-"""The x-ray of a recorded run in a notebook: each step of an engine, as a server's page `/xray` shows it.
+"""Show a recorded run in a notebook, step by step, as a server's page `/xray` does.
 
     from minivllm_lab.step_recording import record
     from widgets import xray
@@ -21,7 +21,7 @@ from minivllm_lab.step_recording import read_recording
 
 
 class XRay(anywidget.AnyWidget):
-    """A recorded run: pause, step back, choose a request."""
+    """Replay a recorded run: pause, step back, choose a request."""
 
     _esm = script()
     _css = style()
@@ -32,7 +32,7 @@ def show(path: str | Path) -> XRay:
     """Show a recorded run.
 
     Raises:
-        MinivllmError: the file cannot be read, or is no recording.
+        MinivllmError: The file cannot be read, or is not a recording.
     """
     read_recording(path)
     return XRay(text=Path(path).read_text())

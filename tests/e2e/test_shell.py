@@ -71,7 +71,7 @@ def test_the_answer_is_hidden_until_one_has_guessed(sizes: WidgetPage):
     assert not sizes.page.locator(".lw-progress").is_visible()
     sizes.page.get_by_role("button", name="5", exact=True).click()
     assert curve.is_visible()
-    assert sizes.page.locator(".lw-guess").inner_text() == "It is 6. Five still fits."
+    assert sizes.page.locator(".lw-guess").inner_text() == "No: 6. Five still fits."
 
 
 def test_who_turns_a_knob_sees_the_answer_too(sizes: WidgetPage):
@@ -208,7 +208,7 @@ def test_what_cannot_be_loaded_says_so_before_the_guess_too_and_stays(sizes: Wid
     sizes.page.locator("textarea").fill('{"widget": "sizes", ')
     sizes.page.get_by_role("button", name="Load").click()
     sizes.settled()
-    assert sizes.words().startswith("this is no saved state")
+    assert sizes.words().startswith("this is not a saved state")
     assert sizes.page.locator("textarea").input_value() == '{"widget": "sizes", '
 
 

@@ -26,16 +26,16 @@ def test_show_sets_any_knob_and_names_them_where_there_is_no_such():
     assert (values["block"], values["name"]) == (16, "x")
     with pytest.raises(MinivllmError, match=r"no knob 'width'; it has size, kind, block, name, on, square"):
         Session(SPEC, width=16)
-    assert_refused("Block size is one of 1, 2, 4, 8, 16, not 3", Session, SPEC, block=3)
-    assert_refused("Switched on is True or False, not 1", Session, SPEC, on=1)
-    assert_refused("Size is a number from 0 to 10, not nan", Session, SPEC, size=float("nan"))
+    assert_refused("Block size must be one of 1, 2, 4, 8, 16, not 3", Session, SPEC, block=3)
+    assert_refused("Switched on must be True or False, not 1", Session, SPEC, on=1)
+    assert_refused("Size must be a number from 0 to 10, not nan", Session, SPEC, size=float("nan"))
 
 
 def test_a_refusal_is_one_line_and_the_picture_stays_as_it_was():
     session = Session(SPEC)
     drawn = session.settle()["svg"]
     view = session.settle(name="refuse")
-    assert view["words"] == "This cannot be: a name is not <b>refuse</b>"
+    assert view["words"] == "This cannot run: a name is not <b>refuse</b>"
     assert (view["stale"], view["svg"], view["trace"]) == (True, drawn, "")
     assert {one["words"] for one in view["challenges"]} == {"There is nothing to check."}
     assert session.state is None
@@ -52,10 +52,10 @@ def test_the_readers_own_code_runs_and_its_errors_are_his():
     session = Session(SPEC, square=lambda size: 3 * size)
     session.settle(size=4)
     assert session.state.squared == 12
-    assert session.described()["own"] == ["square: your own"]
+    assert session.described()["own"] == ["your own square"]
     view = Session(SPEC, square=lambda size: size.nothing).settle()
     assert view["words"].startswith("Your square broke. AttributeError")
-    assert_refused("square is a function or a class of yours", Session, SPEC, square=3)
+    assert_refused("square must be your function or class", Session, SPEC, square=3)
 
 
 def test_a_sweep_in_steps_is_drawn_at_once_and_at_its_end():
@@ -88,8 +88,8 @@ def test_a_state_is_saved_and_loaded():
     saved = session.settle()["saved"]
     assert Session(SPEC).loaded(saved) == session.values
     for broken in ("", "[]", "{}", '{"widget": "sizes"}', '{"widget": "sizes", "knobs": 3}'):
-        assert_refused("this is no saved state", session.loaded, broken)
-    with pytest.raises(MinivllmError, match="of the widget 'other', and this is 'sizes'"):
+        assert_refused("this is not a saved state", session.loaded, broken)
+    with pytest.raises(MinivllmError, match="to the widget 'other', not to 'sizes'"):
         session.loaded('{"widget": "other", "knobs": {}}')
     assert_refused("no knob", session.loaded, '{"widget": "sizes", "knobs": {"x": 1}}')
 

@@ -59,7 +59,7 @@ def test_pin_load_and_unpin():
 
 def test_what_cannot_be_loaded_is_said_and_nothing_changes():
     widget = heard({"do": "load", "text": "nonsense"})
-    assert widget.view["words"].startswith("Not loaded: this is no saved state")
+    assert widget.view["words"].startswith("Not loaded: this is not a saved state")
     assert widget.view["values"]["size"] == 2
 
 

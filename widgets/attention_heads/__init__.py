@@ -1,10 +1,10 @@
-"""Lesson 09's widget: what shared keys save, and how many GPUs a model's KV heads can be divided over.
+"""Show what shared keys save, and over how many GPUs a model's KV heads can be split.
 
-Memory is counted by `minivllm.memory`, as vLLM would at its start, also for models whose heads are shared otherwise;
-rates are those of `minivllm_lab.attention_heads.siblings`. How well such a model would answer is not shown: it need not
-exist.
+`minivllm.memory` counts memory as vLLM would when it starts, also for models whose heads are shared differently, and
+`minivllm_lab.attention_heads.siblings` models the rates. Such a model need not exist, so the quality of its answers is
+not shown.
 
-The picture in the lesson's text: `uv run python -P -m widgets attention_heads lessons/figures/09_ranks.svg`
+Draw the lesson's figure with `uv run python -P -m widgets attention_heads lessons/figures/09_ranks.svg`.
 """
 
 from __future__ import annotations
@@ -30,80 +30,79 @@ from widgets.attention_heads.state import (
     State,
     sweep,
 )
-from widgets.shell.knobs import choice, steps
+from widgets.shell.advice import Rule, at_least, choose, progress, use
+from widgets.shell.knobs import choice, labelled, steps
 from widgets.shell.lesson_widget import LessonWidget
 from widgets.shell.plot import tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 MANY = 3
-"""Times as many requests, in the third challenge."""
+"""How many times as many requests the third challenge requires."""
 
 
 def verdict(state: State) -> Verdict:
-    """What this attention comes to on so many GPUs, in one line."""
-    place, cause = state.here, state.cause(state.tp)
+    """Say in one sentence or two what this attention achieves on so many GPUs."""
+    place = state.here
+    cause = state.cause(state.tp)
     if state.wrong:
-        return Verdict(f"Rank by rank it would answer wrongly: {state.wrong}.", "broken")
+        return Verdict(f"Your rule gives wrong answers: {state.wrong}.", "broken")
     if cause == "few":
-        return Verdict(f"Too few: {cause_words(state, state.tp)}. {rank_words(state)}", "broken")
+        return Verdict(f"Too few GPUs: {cause_words(state, state.tp)}. {rank_words(state)}", "broken")
     if cause == "copies":
-        gain = f"{state.mine.gain(state.tp):.2f} times the requests of {state.tp // 2}"
-        return Verdict(
-            f"Copies: {_undivided(state)}, so {place.copies} GPUs keep the same keys and values, and {state.tp} hold "
-            f"only {gain}.",
-            "broken",
-        )
+        gain = f"only {state.mine.gain(state.tp):.2f} times the requests of {state.tp // 2}"
+        kept = f"{place.copies} GPUs keep the same keys and values"
+        return Verdict(f"Copies: {_undivided(state)}, so {kept}, and {state.tp} hold {gain}.", "broken")
     if cause:
         why = cause_words(state, state.tp)
         return Verdict(f"It does not start: {why}.", "broken")
-    fits = f"{int(place.fits):,} requests fit, {place.tokens_per_second:,.0f} tokens a second"
+    fits = f"{int(place.fits):,} requests fit, at {place.tokens_per_second:,.0f} tokens a second"
     if place.copies > 1:
         spent = kib(place.kv_bytes * (state.tp - state.tp // place.copies))
-        return Verdict(f"{fits}; but {spent} KiB of each token are copies. {rank_words(state)}", "tight")
-    times = f"{place.intensity:.3g} operation{'s' * (place.intensity != 1)} for each byte read"
-    return Verdict(f"{fits}, with {times} (the GPU could do {state.hardware.ridge():.0f}). {rank_words(state)}", "fine")
+        return Verdict(f"{fits}, but {spent} KiB of each token are copies. {rank_words(state)}", "tight")
+    work = f"{place.intensity:.3g} operation{'s' * (place.intensity != 1)}"
+    ridge = f"the GPU could do {state.hardware.ridge():.0f}"
+    return Verdict(f"{fits}, with {work} for each byte read ({ridge}). {rank_words(state)}", "fine")
 
 
 def _undivided(state: State) -> str:
-    """Why more GPUs must keep copies."""
+    """Say why more GPUs must keep copies."""
     if state.latent:
-        return "a latent cannot be divided"
+        return "a latent cannot be split"
     if state.kv_heads == 1:
-        return "one KV head cannot be divided"
-    return f"{state.kv_heads} KV heads can be divided over {state.kv_heads} GPUs at most"
+        return "one KV head cannot be split"
+    return f"{state.kv_heads} KV heads can be split over at most {state.kv_heads} GPUs"
 
 
 def command(state: State) -> str:
-    """The server; a sibling that nobody has trained runs with random weights."""
+    """Write the server's command; a variant that was never trained runs with random weights."""
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{state.model}")))
     line = (
         f"vllm serve {name} --tensor-parallel-size {state.tp} --max-model-len {state.context} "
         f"--max-num-seqs {state.wanted} --gpu-memory-utilization {UTILIZATION:g}"
     )
     refused = "; it refuses to start" * bool(state.here.refused)
-    said = [f"# On {state.tp} x {state.hardware.name}{refused}."]
+    notes = [f"# On {state.tp} x {state.hardware.name}{refused}."]
     if state.latent:
-        said.append("# vLLM has no flag that gives a model a latent: this is the model as it was published.")
+        notes.append("# vLLM has no flag that gives a model a latent: this is the published model.")
     elif state.kv_heads != known_model(state.model).num_key_value_heads:
-        said.append("# It was published with other KV heads, so its weights are random here.")
+        notes.append("# It was published with another number of KV heads, so its weights are random here.")
         override = shlex.quote(json.dumps({"num_key_value_heads": state.kv_heads}))
         line += f" --load-format dummy --hf-overrides {override}"
-    return "\n".join([*said, line])
+    return "\n".join([*notes, line])
 
 
 # ---- the challenges
 
 
-def _wanted(state: State, model: str, asked: list[tuple[bool, str]], met: bool, words: str, mend: str) -> Progress:
-    """`asked` is what the goal fixes, the first wrong one is said; `mend` is the advice where all that is right."""
-    fixed = [
-        (state.model != model, f"Model: {model} is asked for."),
-        (state.hardware.name != "H100", "GPU: H100 is asked for."),
-        (state.context < 32768, f"Context: {tokens(state.context)}, and 32K or more is asked for."),
-        *asked,
-    ]
-    wrong = next((said for is_wrong, said in fixed if is_wrong), "")
-    return Progress(met and not wrong, words, wrong or ("" if met else mend))
+def _progress(state: State, model: str, rules: list[Rule], met: bool, words: str, advice: str) -> Progress:
+    return progress(
+        words,
+        use(model, state.model == model),
+        use("an H100", state.hardware.name == "H100"),
+        at_least("the context", state.context, 32768, tokens),
+        *rules,
+        (not met, advice),
+    )
 
 
 def _words(state: State) -> str:
@@ -111,78 +110,74 @@ def _words(state: State) -> str:
 
 
 def _enough(state: State) -> Progress:
-    asked = [
-        (bool(state.latent), "Latent width: KV heads are asked for."),
-        (state.kv_heads < 8, f"KV heads: {state.kv_heads}, and 8 or more are asked for."),
-        (state.wanted < 32, f"Requests: {state.wanted}, and 32 or more are asked for."),
+    rules = [
+        choose("none", "Latent width", not state.latent),
+        at_least("the KV heads", state.kv_heads, 8),
+        at_least("the requests", state.wanted, 32),
     ]
     fit = int(state.here.fits) >= state.wanted
-    met = fit and state.tp <= 8
-    mend = (
-        "GPUs (TP): too few to hold them. With more GPUs each keeps fewer heads, as long as there are heads to divide."
-    )
+    advice = "Raise the GPUs (TP): each then keeps fewer heads, as long as there are heads to split."
     if fit:
-        mend = "GPUs (TP): they fit, and on fewer too. What do the last GPUs keep that the others do not keep already?"
-    return _wanted(state, "Llama-3.1-70B", asked, met, _words(state), mend)
+        advice = "Lower the GPUs (TP): they fit on fewer, because the last GPUs only keep copies."
+    return _progress(state, "Llama-3.1-70B", rules, fit and state.tp <= 8, _words(state), advice)
 
 
 def _worth(state: State) -> Progress:
     gain = state.mine.gain(64)
     words = f"{_words(state)} 64 GPUs hold {gain:.2f} times those of 32."
-    asked = [
-        (state.tp < 64, f"GPUs (TP): {state.tp}, and 64 are asked for."),
-        (bool(state.latent), "Latent width: a latent is kept whole by each GPU. Heads can be divided."),
+    rules = [
+        at_least("the GPUs (TP)", state.tp, 64),
+        choose("none", "Latent width", not state.latent),
     ]
-    mend = (
-        f"KV heads: {state.kv_heads} cannot be divided over 64 GPUs. How many would let each GPU keep one of its own?"
+    advice = (
+        f"Raise the KV heads: {state.kv_heads} cannot be split over 64 GPUs. With how many would each GPU keep its own?"
     )
-    return _wanted(state, "Llama-3.1-70B", asked, gain >= 2, words, mend)
+    return _progress(state, "Llama-3.1-70B", rules, gain >= 2, words, advice)
 
 
-def _own_heads(state: State) -> Kind | None:
-    """The model as it was published, where it stands beside."""
-    many = known_model(state.model).num_key_value_heads
-    return next((kind for kind in state.others if kind.name.endswith(f", {many} heads")), None)
+def _published(state: State) -> Kind | None:
+    """Find the published model among the kinds shown for comparison."""
+    heads = known_model(state.model).num_key_value_heads
+    return next((kind for kind in state.others if kind.name.endswith(f", {heads} heads")), None)
 
 
 def _latent(state: State) -> Progress:
-    published = _own_heads(state)
+    published = _published(state)
     fits = published.at(state.tp).fits if published else 0.0
     times = state.here.fits / fits if fits else 0.0
-    words = f"{_words(state)} {f'{times:.2f} times what 8 KV heads hold.' if fits else ''}".strip()
-    asked = [(state.latent < 512, f"Latent width: {state.latent}, and 512 or more is asked for.")]
-    mend = (
-        f"GPUs (TP): the 8 KV heads are divided over {state.tp}, and the latent is not: each GPU keeps it whole. On "
-        "how many GPUs are the heads not divided?"
+    words = f"{_words(state)} {f'That is {times:.2f} times what 8 KV heads hold.' if fits else ''}".strip()
+    advice = (
+        f"Change the GPUs (TP): the 8 KV heads are split over {state.tp}, but each GPU keeps the whole latent. On how "
+        "many GPUs are the heads not split?"
     )
-    return _wanted(state, "Llama-3.1-8B", asked, times >= MANY, words, mend)
+    rules = [at_least("the latent width", state.latent, 512)]
+    return _progress(state, "Llama-3.1-8B", rules, times >= MANY, words, advice)
 
 
 CHALLENGES = (
     Challenge(
-        "Llama-3.1-70B with its 8 KV heads on H100: 32 requests of 32K tokens must fit, on as few GPUs as possible.",
+        "Fit 32 requests of 32K tokens on as few H100 as possible, for Llama-3.1-70B with its 8 KV heads.",
         _enough,
-        "Up to a GPU for each KV head, twice the GPUs hold more than twice the requests: weights are cut as well.",
+        "Up to a GPU per KV head, twice the GPUs hold more than twice the requests, because weights are split too.",
     ),
     Challenge(
-        "64 H100 for Llama-3.1-70B, requests of 32K: let them hold twice what 32 GPUs hold, or more.",
+        "Make 64 H100 hold at least twice the requests that 32 hold, for Llama-3.1-70B and requests of 32K tokens.",
         _worth,
-        "Now nothing is copied. Yet it holds no more than one shared head would: each GPU keeps one head in any case.",
+        "Now nothing is copied. Yet it holds no more than one shared head would: each GPU keeps one head anyway.",
     ),
     Challenge(
-        "Llama-3.1-8B on H100, requests of 32K: let a latent of 512 numbers or more hold 3 times as many as the "
-        "model's own 8 KV heads do.",
+        "Make a latent of at least 512 numbers hold 3 times as many requests as the model's own 8 KV heads, for "
+        "Llama-3.1-8B on H100 and requests of 32K tokens.",
         _latent,
-        "A latent is the smallest cache, but it cannot be divided. So models with a latent are often served with a "
-        "whole copy of the attention on each GPU, each for other requests (data parallel), and only their experts are "
-        "divided.",
+        "A latent is the smallest cache, but it cannot be split. So models with a latent often run a whole copy of the "
+        "attention on each GPU, each for other requests (data parallel), and split only their experts.",
     ),
 )
 GUESS = Guess(
     "Eight of these GPUs hold 42 requests of 32K tokens, one KV head on each. How many do sixteen hold?",
     ("42", "about 50", "about 65", "84"),
     1,
-    "Sixteen GPUs keep each of the 8 heads twice. They hold a few more only because the weights take less room.",
+    "Sixteen GPUs keep each of the 8 heads twice. They hold a few more only because weights take less room.",
 )
 
 # ---- the knobs
@@ -190,26 +185,26 @@ GUESS = Guess(
 KNOBS = {
     "The GPUs": {
         "tensor_parallel_size": steps("GPUs (TP)", list(TPS), START["tensor_parallel_size"], "that share the model"),
-        "gpu": choice("GPU", list(GPUS), START["gpu"], "whose memory and rates"),
+        "gpu": choice("GPU", list(GPUS), START["gpu"], "sets memory, bandwidth and FLOP/s"),
     },
     "The attention": {
         "kv_heads": steps("KV heads", list(KV_HEADS), START["kv_heads"], "shared by the query heads"),
         "latent": steps(
-            "Latent width", [("none" if not one else f"{one:,}", one) for one in LATENTS], START["latent"],
-            "numbers of a latent in place of KV heads (MLA); 64 more for positions",
+            "Latent width", [("none" if not width else f"{width:,}", width) for width in LATENTS], START["latent"],
+            "numbers in a latent that replaces KV heads (MLA)",
         ),
-        "model": choice("Model", list(MODELS), START["model"], "whose layers, query heads and weights; in 16 bits"),
+        "model": choice("Model", list(MODELS), START["model"], "sets layers, query heads and weights, in 16 bits"),
     },
     "The requests": {
-        "context": steps("Context", [(tokens(one), one) for one in CONTEXTS], START["context"], "tokens of each"),
-        "wanted": steps("Requests", list(WANTED), START["wanted"], "that must fit: the service level"),
+        "context": steps("Context", labelled(CONTEXTS, tokens), START["context"], "tokens of each"),
+        "wanted": steps("Requests", list(WANTED), START["wanted"], "how many must fit"),
     },
 }  # fmt: skip
 
 SPEC = Spec(
     name="attention_heads",
     title="Who needs all those heads?",
-    lead="Drag the GPUs: too few hold too little, and with more GPUs than KV heads, twice as many hold under "
+    lead="Drag the GPUs: too few hold too little. But with more GPUs than KV heads, twice the GPUs hold less than "
     f"{WORTH:g} times the requests.",
     knobs=KNOBS,
     presets={
@@ -224,10 +219,10 @@ SPEC = Spec(
     command=command,
     challenges=CHALLENGES,
     guess=GUESS,
-    own={"kv_heads_of_rank": "says which KV heads a GPU keeps"},
+    own={"kv_heads_of_rank": "decides which KV heads each GPU keeps"},
 )
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget; `kv_heads_of_rank=` is your own from exercise 09."""
+    """Show the widget; `kv_heads_of_rank=` takes your function from exercise 09."""
     return LessonWidget(SPEC, **knobs)

@@ -1,4 +1,4 @@
-"""The picture of lesson 09's widget: requests that fit over the GPUs, what each GPU keeps, and real models beside."""
+"""Draw lesson 09's picture: requests that fit against the GPUs, what each GPU keeps, and published models."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.attention_heads.state import TPS, Kind, Place, State
 from widgets.shell.plot import LEAST_ROOM, MARGIN, WIDE, Axes, Key, Scale, draw_keys, short, three_boxes, tokens
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing
+from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import CARD, IDLE, MID, MISSED
 
 HALF = math.sqrt(2)
 GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
-"""A number of GPUs has the piece of the axis that is nearest to it."""
+"""Each number of GPUs has the part of the axis nearest to it."""
 STYLES = {"MHA": (ORANGE, "8 4"), "MQA": (PURPLE, "2 4"), "late": (SKY, "9 3 2 3"), "GQA,": (GREY, "5 3")}
-"""Colour and dashes of a kind that stands beside, by how its name begins."""
+"""The colour and dashes of a kind shown for comparison, by the start of its name."""
 ACROSS, RANK_ROW = 16, 27
 """GPUs in a row, and pixels from row to row."""
 LEAST_NUMBER = 8
-"""Pixels of a KV head that has its number in it."""
+"""The least width in pixels of a KV head that shows its number."""
 MODEL_NAMES, MODEL_BYTES, MODEL_ROW = 112, 44, 15
-"""Pixels of a model's name, of its bytes and of its row."""
+"""Pixels of a model's name, of its bytes, and of its row."""
 KIB = 1024
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Requests that fit over the GPUs; beside it bytes and rates; below, the GPUs one by one, and real models."""
-    drawing = Drawing(width, 0, "What fits on ever more GPUs", f"{state.model}, {state.mine.name}, over the GPUs")
+    """Draw requests against the GPUs, bytes and rates beside them, and GPUs and published models below."""
+    drawing = Drawing(width, 0, "What fits on ever more GPUs", f"{state.model}, {state.mine.name}, against the GPUs")
     y = drawing.heading((MARGIN, 23), "Requests that fit")
     note = (
         f"{state.model} with {state.query_heads} query heads on {state.hardware.name}, requests of "
-        f"{tokens(state.context)} tokens; memory as vLLM would count it, rates modelled, {state.error}"
+        f"{tokens(state.context)} tokens; memory as vLLM counts it, rates modelled, {state.error}"
     )
     y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 146, large=0.54)
@@ -53,25 +53,25 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 
 def kib(size: float) -> str:
-    """Bytes in KiB."""
+    """Format bytes in KiB."""
     return f"{size / KIB:,.1f}".removesuffix(".0")
 
 
 def style(kind: Kind) -> tuple[str, str]:
-    """Colour and dashes of a kind that stands beside the reader's."""
+    """Return the colour and dashes of a kind shown for comparison."""
     return STYLES[kind.name[:4]] if kind.name[:4] in STYLES else STYLES[kind.name[:3]]
 
 
 def _keys(state: State) -> list[Key]:
     beside = [(kind.name, *style(kind), 1.8) for kind in state.others]
-    return [(state.mine.name, BLUE, "", 2.5), *beside, (f"asked: {state.wanted}", GREEN, "4 3", 1.5)]
+    return [(state.mine.name, BLUE, "", 2.5), *beside, (f"required: {state.wanted}", GREEN, "4 3", 1.5)]
 
 
 # ---- requests that fit
 
 
 def _scale(state: State) -> Scale:
-    """From less than one request to well above all that fit anywhere: there, words stand over no curve."""
+    """Scale to well above all curves, so that words find room there."""
     most = max([state.wanted, *(place.fits for kind in (state.mine, *state.others) for place in kind.places)])
     return Scale(0.5, 10 ** (math.ceil(3 * math.log10(5 * most)) / 3), log=True)
 
@@ -107,13 +107,13 @@ def _fits(place: Place) -> float:
 
 
 def _curve(kind: Kind, value: Callable[[Place], float]) -> tuple[list[float], list[float]]:
-    """GPUs and values, where there are any."""
-    found = [(float(place.tp), value(place)) for place in kind.places if value(place) > 0]
-    return [tp for tp, _ in found], [one for _, one in found]
+    """Return GPUs and values, where there are any."""
+    points = [(float(place.tp), value(place)) for place in kind.places if value(place) > 0]
+    return [tp for tp, _ in points], [height for _, height in points]
 
 
 def _cell(axes: Axes, tp: int) -> Box:
-    """The piece of the plot that is nearest to a number of GPUs."""
+    """Return the part of the plot nearest to a number of GPUs."""
     left, right = (axes.at(edge, axes.y.low)[0] for edge in (tp / HALF, tp * HALF))
     return Box(left, axes.box.y, right - left, axes.box.height)
 
@@ -127,14 +127,14 @@ def _fits_tip(state: State, place: Place) -> str:
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
-    """Where too few fit, and where more GPUs bring only copies."""
+    """Shade where too few fit, and where more GPUs only bring copies."""
     regions = []
     for words, group in groupby(TPS, key=lambda tp: _kind_of(state.cause(tp))):
-        many = list(group)
+        counts = list(group)
         if words:
-            low = None if many[0] == TPS[0] else many[0] / HALF
-            high = None if many[-1] == TPS[-1] else many[-1] * HALF
-            nearest = state.tp if low is None and high is None else many[0] if high is None else many[-1]
+            low = None if counts[0] == TPS[0] else counts[0] / HALF
+            high = None if counts[-1] == TPS[-1] else counts[-1] * HALF
+            nearest = state.tp if low is None and high is None else counts[0] if high is None else counts[-1]
             regions.append((low, high, cause_words(state, nearest)))
     for low, high, words in regions:
         axes.shade(low, high, words)
@@ -142,21 +142,21 @@ def _draw_broken(axes: Axes, state: State) -> None:
             axes.mark_x(low, VERMILLION, dash="")
     for low, high, words in regions:
         left, right = (axes.at(edge, axes.y.low)[0] for edge in (low or axes.x.low, high or axes.x.high))
-        inside = right - left >= LEAST_ROOM or low is None  # where it is narrow, they may stand over its other edge
+        inside = right - left >= LEAST_ROOM or low is None  # words of a narrow region may cross its other edge
         axes.write(words, left + 6 if inside else right - 6, max(right - left, LEAST_ROOM) - 10, after=inside)
 
 
 def _kind_of(cause: str) -> str:
-    """Causes that share a region: too few fit, for whatever reason; or no more than before."""
+    """Group causes that share a region: too few fit, or no more than before."""
     return {"": "", "long": "long", "weights": "few", "few": "few", "copies": "more", "heads": "more"}[cause]
 
 
 def cause_words(state: State, tp: int) -> str:
-    """What is wrong on so many GPUs."""
+    """Say what is wrong on this many GPUs."""
     place = state.mine.at(tp)
     return {
-        "long": f"{state.model} was made for {state.longest:,} tokens at most",
-        "heads": f"{state.query_heads} query heads cannot be divided over {tp}",
+        "long": f"{state.model} supports at most {state.longest:,} tokens",
+        "heads": f"{state.query_heads} query heads cannot be split over {tp}",
         "weights": f"not even the weights fit on {tp} GPU{'s' * (tp > 1)}",
         "few": f"{int(place.fits)} of {state.wanted} requests fit on {tp}",
         "copies": f"only copies: {state.mine.gain(tp):.2f} times the requests of {tp // 2}",
@@ -168,27 +168,27 @@ def cause_words(state: State, tp: int) -> str:
 
 
 def _draw_bytes(drawing: Drawing, box: Box, state: State) -> None:
-    """What a token takes on each GPU, and on all of them together."""
+    """Draw what a token takes on each GPU, and on all of them together."""
     each = _curve(state.mine, lambda place: place.kv_bytes / KIB)
     whole = _curve(state.mine, lambda place: place.kv_bytes * place.tp / KIB)
     axes = Axes(drawing, box, GPUS, _span(each[1] + whole[1]))
-    axes.frame("", "KiB a token; dashed: on all", x_ticks=(), y_ticks=axes.y.powers(), y_format=short)
+    axes.frame("", "KiB a token; dashed: all GPUs", x_ticks=(), y_ticks=axes.y.powers(), y_format=short)
     axes.line(*whole, BLUE, width=1.8, dash="5 3")
     axes.line(*each, BLUE)
     axes.also_here(state.tp)
     for place in state.mine.places:
         if place.kv_bytes:
-            said = f"{place.tp} GPUs: a token takes {kib(place.kv_bytes)} KiB on each, "
-            said += f"{kib(place.kv_bytes * place.tp)} KiB in all"
-            drawing.rect(_cell(axes, place.tp), "transparent", tip=said)
+            each = kib(place.kv_bytes)
+            tip = f"{place.tp} GPUs: a token takes {each} KiB on each, {kib(place.kv_bytes * place.tp)} KiB in all"
+            drawing.rect(_cell(axes, place.tp), "transparent", tip=tip)
 
 
 def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
-    """Tokens a second of all GPUs, when as many requests decode as are wanted, or fit."""
+    """Draw the tokens a second of all GPUs, with as many requests as are required, or fit."""
     kinds = (state.mine, *state.others)
     curves = [_curve(kind, lambda place: place.tokens_per_second) for kind in kinds]
     axes = Axes(drawing, box, GPUS, _span([rate for _, rates in curves for rate in rates]))
-    label = f"tokens a second, {state.wanted} or what fits"
+    label = f"tokens/s, {state.wanted} or as many as fit"
     axes.frame("GPUs", label, x_ticks=TPS, x_format="{:g}".format, y_ticks=axes.y.powers(), y_format=short)
     for kind, curve in zip(state.others, curves[1:], strict=True):
         colour, dash = style(kind)
@@ -197,8 +197,8 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     axes.also_here(state.tp)
     for place in state.mine.places:
         batch = min(state.wanted, int(place.fits))
-        said = f"{place.tp} GPUs: {place.tokens_per_second:,.0f} tokens a second, {batch} at once"
-        drawing.rect(_cell(axes, place.tp), "transparent", tip=said)
+        tip = f"{place.tp} GPUs: {place.tokens_per_second:,.0f} tokens a second, {batch} at once"
+        drawing.rect(_cell(axes, place.tp), "transparent", tip=tip)
 
 
 def _span(values: Sequence[float]) -> Scale:
@@ -209,13 +209,14 @@ def _span(values: Sequence[float]) -> Scale:
 
 
 def _draw_ranks(drawing: Drawing, box: Box, state: State) -> float:
-    """Each GPU with what it keeps of every token, copies hatched; returns the y below."""
-    drawing.text((box.x, box.y), "GPU by GPU", size=14.5, bold=True)
+    """Draw what each GPU keeps of every token, with copies hatched; return the y below."""
+    drawing.text((box.x, box.y), "GPU by GPU", size=HEADING, bold=True)
     y = drawing.paragraph((box.x, box.y + 19), rank_words(state), box.width)
     if not state.here.divisible:
         return y
     across = min(state.tp, ACROSS)
-    room, seen = box.width / across, set[int]()
+    room = box.width / across
+    seen = set[int]()
     for rank, heads in enumerate(state.ranks):
         row, column = divmod(rank, across)
         place = Box(box.x + column * room, y + 9 + row * RANK_ROW, room - 3, RANK_ROW - 5)
@@ -226,7 +227,7 @@ def _draw_ranks(drawing: Drawing, box: Box, state: State) -> float:
 
 
 def _draw_heads(drawing: Drawing, place: Box, state: State, rank: int, seen: set[int]) -> None:
-    """The KV heads of a GPU; those that another one keeps already are hatched."""
+    """Draw the KV heads of a GPU, hatched where another GPU already keeps them."""
     heads = state.ranks[rank]
     wide = (place.width - 2) / len(heads)
     for index, head in enumerate(heads):
@@ -244,20 +245,20 @@ def _draw_heads(drawing: Drawing, place: Box, state: State, rank: int, seen: set
 
 
 def _rank_tip(state: State, rank: int) -> str:
-    many = state.query_heads // state.tp
-    asks = f"query heads {rank * many} to {rank * many + many - 1}" if many > 1 else f"query head {rank}"
+    count = state.query_heads // state.tp
+    first = rank * count
+    queries = f"query heads {first} to {first + count - 1}" if count > 1 else f"query head {rank}"
     heads = state.ranks[rank]
-    keeps = "the latent" if state.latent else f"KV head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}"
-    copies = state.here.copies
-    alike = f"; {copies} GPUs keep the same" if copies > 1 else ""
-    return f"GPU {rank}: {asks}, {keeps}{alike}"
+    kept = "the latent" if state.latent else f"KV head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}"
+    copies = f"; {state.here.copies} GPUs keep the same" if state.here.copies > 1 else ""
+    return f"GPU {rank}: {queries}, {kept}{copies}"
 
 
 def rank_words(state: State) -> str:
-    """What each GPU keeps, and how often it is there."""
+    """Say what each GPU keeps, and how many keep the same."""
     place = state.here
     if not place.divisible:
-        return f"{state.query_heads} query heads cannot be divided over {state.tp} GPUs."
+        return f"{state.query_heads} query heads cannot be split over {state.tp} GPUs."
     kept = max(map(len, state.ranks))
     what = f"{kept} of {state.kv_heads} KV heads" if state.kv_heads > 1 else "the only KV head"
     what = "the whole latent" if state.latent else what
@@ -270,18 +271,18 @@ def rank_words(state: State) -> str:
 
 
 def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
-    """Operations a byte and bytes of a token, of the reader's kind and of published models; returns the y below."""
+    """Draw operations per byte and bytes per token of the reader's kind and published models; return the y below."""
     ridge = state.hardware.ridge()
-    drawing.text((box.x, box.y), "Operations a byte", size=14.5, bold=True)
+    drawing.text((box.x, box.y), "Operations per byte", size=HEADING, bold=True)
     drawing.text((box.right, box.y), "KiB a token", size=SMALL, colour=QUIET, anchor="end")
     bars = Box(box.x + MODEL_NAMES, box.y + 9, box.width - MODEL_NAMES - MODEL_BYTES, MODEL_ROW * (1 + len(state.real)))
     across = Scale(0.7, 4 * max(ridge, *(operations for _, _, operations in state.real)), log=True)
-    rows = [(name.removeprefix("Meta-").removesuffix("-hf"), size, one, GREY) for name, size, one in state.real]
+    rows = [(name.removeprefix("Meta-").removesuffix("-hf"), *figures, GREY) for name, *figures in state.real]
     if state.here.kv_bytes:
-        rows.insert(0, ("here, on all", state.here.kv_bytes * state.tp, state.here.intensity, BLUE))
+        rows.insert(0, ("yours, all GPUs", state.here.kv_bytes * state.tp, state.here.intensity, BLUE))
     x = bars.x + across.share(ridge) * bars.width
-    for row, one in enumerate(rows):
-        _draw_model(drawing, box, bars, across, row, one, x)
+    for row, model in enumerate(rows):
+        _draw_model(drawing, box, bars, across, row, model, x)
     drawing.line((x, bars.y), (x, bars.bottom), colour=GREEN, dash="4 3", width=1.5)
     words = f"ridge {ridge:.0f}"
     end = min(x + text_width(words, SMALL) / 2, box.right - text_width("KiB a token", SMALL) - 10)
@@ -292,14 +293,16 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
 def _draw_model(
     drawing: Drawing, box: Box, bars: Box, across: Scale, row: int, model: tuple[str, int, float, str], ridge: float
 ) -> None:
-    """A row; its number does not stand on the line at `ridge`."""
+    """Draw a row, with its number beside the line at `ridge`, not on it."""
     name, size, operations, colour = model
-    y, mine = bars.y + row * MODEL_ROW, colour == BLUE
-    tip = f"{name}: {operations:.3g} operations for each byte; {kib(size)} KiB a token"
+    y = bars.y + row * MODEL_ROW
+    mine = colour == BLUE
+    tip = f"{name}: {operations:.3g} operations per byte, {kib(size)} KiB a token"
     wide = max(across.share(operations), 0.02) * bars.width
     drawing.text((box.x, y + 12), name, size=SMALL, bold=mine)
     drawing.rect(Box(bars.x, y + 3, wide, MODEL_ROW - 5), BLUE if mine else MID)
-    words, at = f"{operations:.3g}", bars.x + wide + 5
+    words = f"{operations:.3g}"
+    at = bars.x + wide + 5
     at = ridge + 5 if at - 4 < ridge < at + text_width(words, SMALL) + 4 else at
     drawing.text((at, y + 12), words, size=SMALL, bold=mine, halo=True)
     drawing.text((box.right, y + 12), kib(size), size=SMALL, bold=mine, anchor="end")

@@ -1,4 +1,4 @@
-"""The state of lesson 09's widget: what keys and values take on ever more GPUs, and where more bring nothing."""
+"""Compute the state of lesson 09's widget: the memory of keys and values on more and more GPUs."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from minivllm_lab.bounded import bounded
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.lever_checks import known_error
-from widgets.shell.spec import require_numbers
+from widgets.shell.spec import require_choices, require_numbers
 
 MODELS = ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-32B", "Mixtral-8x7B-v0.1", "Llama-3.1-70B")
-"""Those whose query heads can be divided by any power of two."""
+"""Models whose query heads can be split by any power of two."""
 REAL = ("Llama-2-7b-hf", "Qwen3-0.6B", "Llama-3.1-8B", "Qwen2.5-7B", "Llama-3.1-70B", "DeepSeek-V2-Lite", "DeepSeek-V3")
-"""Models that stand beside, as they were published."""
+"""Published models, for comparison."""
 GPUS = ("L4", "A100-80", "H100", "H200", "B200", "MI300X")
 TPS = (1, 2, 4, 8, 16, 32, 64)
 KV_HEADS = (1, 2, 4, 8, 16, 32, 64)
 LATENTS = (0, 128, 256, 512, 1024)
 BESIDE_LATENT = 512
-"""The width of the latent that stands beside the reader's heads, as in DeepSeek-V2 and V3."""
+"""The width of the latent shown for comparison, as in DeepSeek-V2 and V3."""
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 WANTED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WORTH = 1.25
-"""Twice the GPUs must hold so many times the requests; else the GPUs are spent on copies."""
+"""The least ratio of requests that is worth doubling the GPUs; below it, they are spent on copies."""
 PATIENCE = 1.0
-"""Seconds of the processor's time that the reader's own rule may take."""
+"""CPU seconds that the reader's rule may take."""
 MOST = {"kv_heads": 1024, "latent": 2**16, "tensor_parallel_size": 1024, "context": 2**24, "wanted": 2**16}
 START = {
     "tensor_parallel_size": 16, "kv_heads": 8, "latent": 0, "context": 32768, "wanted": 32,
@@ -49,81 +49,79 @@ HeadsOfRank = Callable[[int, int, int], Any]
 
 @dataclass(frozen=True)
 class Place:
-    """A kind of attention on so many GPUs."""
+    """Record one kind of attention on a number of GPUs."""
 
     tp: int
     kv_bytes: int
-    """Of a token, all layers, on each GPU; 0 where the heads cannot be divided so."""
+    """Bytes of a token on each GPU, all layers; 0 where the heads cannot be split this way."""
     copies: int
-    """GPUs that keep the same keys and values."""
+    """How many GPUs keep the same keys and values."""
     intensity: float
-    """Operations of a decode's attention for each byte of the cache."""
+    """Operations of a decode's attention per byte of the cache."""
     fits: float
-    """Requests of this context; 0 where even the weights do not fit."""
+    """Requests of this context that fit; 0 where even the weights do not."""
     tokens_per_second: float
-    """When as many decode as are wanted, or fit."""
+    """The rate when as many requests decode as are required, or fit."""
     refused: str
-    """Why nothing fits; empty where it does."""
+    """Why nothing fits, or ""."""
     divisible: bool
-    """Whether the query heads can be divided so."""
+    """Whether the query heads can be split this way."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to share keys, on every number of GPUs."""
+    """Record one way to share keys, on every number of GPUs."""
 
     name: str
     places: tuple[Place, ...]
 
     def at(self, tp: int) -> Place:
-        """On so many GPUs."""
         return next(place for place in self.places if place.tp == tp)
 
     def gain(self, tp: int) -> float:
-        """How many times the requests that fit on half as many GPUs; inf where those hold none, or are none."""
+        """Return the ratio to the requests that fit on half as many GPUs; inf where none do."""
         before = next((place.fits for place in self.places if place.tp * 2 == tp), 0.0)
         return self.at(tp).fits / before if before else float("inf")
 
 
 @dataclass(frozen=True)
 class State:
-    """One kind of attention and others beside it."""
+    """Hold one kind of attention and others for comparison."""
 
     tp: int
     model: str
     hardware: Hardware
     longest: int
-    """Tokens that the model was made for."""
+    """The most tokens that the model supports."""
     query_heads: int
     kv_heads: int
-    """Of the reader's kind; as many as there are query heads at most."""
+    """The KV heads, at most as many as there are query heads."""
     latent: int
-    """Width of the latent; 0: heads have keys of their own."""
+    """The width of the latent, or 0 for KV heads."""
     context: int
     wanted: int
-    """Requests of this context that must fit: the service level."""
+    """Requests of this context that must fit."""
     mine: Kind
     others: tuple[Kind, ...]
     ranks: tuple[tuple[int, ...], ...]
-    """The KV heads of each GPU; by the reader's rule if there is one."""
+    """The KV heads of each GPU, by the reader's rule if there is one."""
     wrong: str
-    """What the reader's rule gives that the query heads of a rank cannot do with; empty where it is right."""
+    """How the reader's rule breaks the attention of a rank, or ""."""
     own: bool
     error: str
-    """How far the cost model is off on published measurements."""
+    """The cost model's error on published measurements."""
 
     @property
     def here(self) -> Place:
-        """What the knobs ask for."""
         return self.mine.at(self.tp)
 
     @cached_property
     def real(self) -> tuple[tuple[str, int, float], ...]:
-        """(name, bytes of a token, operations a byte) of published models on one GPU."""
+        """Return (name, bytes of a token, operations per byte) of published models on one GPU."""
         return _real()
 
     def cause(self, tp: int) -> str:
-        """What is wrong on so many GPUs: "long", "heads", "weights", "few", "copies"; or nothing ("")."""
+        """Return what is wrong on this many GPUs: "long", "heads", "weights", "few", "copies" or ""."""
         place = self.mine.at(tp)
         if self.context > self.longest:
             return "long"
@@ -149,29 +147,30 @@ def sweep(
     """Lay out a model's attention over 1 to 64 GPUs.
 
     Args:
-        tensor_parallel_size: GPUs: where the reader stands.
-        kv_heads: KV heads that the query heads share; more than there are query heads count as one for each.
-        latent: width of a latent in their place; 0 is none.
-        context: tokens of each request.
-        wanted: requests that must fit.
-        model, gpu: names of `known_models` and `hardware`.
-        kv_heads_of_rank: the reader's own rule, as in exercise 09.
+        tensor_parallel_size: GPUs, where the reader stands.
+        kv_heads: KV heads, at most one per query head.
+        latent: Width of a latent in their place; 0 is none.
+        context: Tokens of each request.
+        wanted: Requests that must fit.
+        model, gpu: Names in `known_models` and `hardware`.
+        kv_heads_of_rank: The reader's function of exercise 09.
 
     Raises:
-        MinivllmError: a value makes no sense, or the reader's rule gives no heads.
+        MinivllmError: A value makes no sense, or the reader's rule returns no KV heads.
     """
     numbers = {"kv_heads": kv_heads, "latent": latent, "tensor_parallel_size": tensor_parallel_size,
                "context": context, "wanted": wanted}  # fmt: skip
     require_numbers(MOST, **numbers)
     sensible = min(kv_heads, context, wanted) >= 1 and latent >= 0
-    require(sensible, f"kv_heads, context and wanted are from 1 on, latent from 0; kv_heads is {kv_heads}, context "
-            f"{context}, wanted {wanted}, latent {latent}")  # fmt: skip
-    for name, value, allowed in (
-        ("tensor_parallel_size", tensor_parallel_size, TPS), ("kv_heads", kv_heads, KV_HEADS), ("model", model, MODELS),
-        ("gpu", gpu, GPUS),
-    ):  # fmt: skip
-        require(value in allowed, f"{name} is one of {', '.join(map(str, allowed))}, not {value!r}")
-    whole, heads = known_model(model), known_model(model).num_attention_heads
+    require(
+        sensible,
+        f"kv_heads, context and wanted must be 1 or more, latent 0 or more; now kv_heads {kv_heads}, context "
+        f"{context}, wanted {wanted}, latent {latent}",
+    )
+    require_choices(tensor_parallel_size=(tensor_parallel_size, TPS), kv_heads=(kv_heads, KV_HEADS))
+    require_choices(model=(model, MODELS), gpu=(gpu, GPUS))
+    whole = known_model(model)
+    heads = whole.num_attention_heads
     shared = min(kv_heads, heads)
     holders = 1 if latent else shared
     ranks, wrong = _ranks(tensor_parallel_size, holders, None if latent else kv_heads_of_rank)
@@ -179,7 +178,7 @@ def sweep(
     setting = model, gpu, context, wanted
     mine = _kind(*setting, 0 if latent else shared, latent, tensor_parallel_size, kept)
     beside = [(heads, 0), (1, 0), (0, latent or BESIDE_LATENT), (whole.num_key_value_heads, 0)]
-    others = [_kind(*setting, *one) for one in dict.fromkeys(beside) if one != (0 if latent else shared, latent)]
+    others = [_kind(*setting, *pair) for pair in dict.fromkeys(beside) if pair != (0 if latent else shared, latent)]
     return State(
         tp=tensor_parallel_size,
         model=model,
@@ -202,23 +201,24 @@ def sweep(
 @lru_cache(maxsize=1)
 def _real() -> tuple[tuple[str, int, float], ...]:
     shares = ((name, ModelShare(known_model(name), get_hardware("H100"), 1)) for name in REAL)
-    return tuple((name, one.bytes_per_token, decode_intensity(one.model)) for name, one in shares)
+    return tuple((name, share.bytes_per_token, decode_intensity(share.model)) for name, share in shares)
 
 
 @lru_cache(maxsize=1024)
 def _kind(
     model: str, gpu: str, context: int, wanted: int, heads: int, latent: int, tp: int = 0, kept: int | None = None
 ) -> Kind:
-    """One kind of attention; on `tp` GPUs, each keeps `kept` KV heads if that is given."""
+    """Compute one kind of attention; on `tp` GPUs, each keeps `kept` KV heads if that is not None."""
     whole = known_model(model)
     sibling = with_latent(whole, latent) if latent else with_kv_heads(whole, heads)
     places = []
-    for one in TPS:
-        share = ModelShare(sibling, get_hardware(gpu), one, kept if one == tp else None)
+    for gpus in TPS:
+        share = ModelShare(sibling, get_hardware(gpu), gpus, kept if gpus == tp else None)
         places.append(_place(share, context, wanted))
-    many = whole.num_attention_heads
-    named = {many: f"MHA, {many} heads", 1: "MQA, 1 head"}.get(heads, f"GQA, {heads} heads")
-    return Kind(f"latent, {latent}" if latent else named, tuple(places))
+    query_heads = whole.num_attention_heads
+    names = {query_heads: f"MHA, {query_heads} heads", 1: "MQA, 1 head"}
+    name = f"latent, {latent}" if latent else names.get(heads, f"GQA, {heads} heads")
+    return Kind(name, tuple(places))
 
 
 def _place(share: ModelShare, context: int, wanted: int) -> Place:
@@ -243,30 +243,30 @@ def _place(share: ModelShare, context: int, wanted: int) -> Place:
 
 
 def _ranks(tp: int, holders: int, own: HeadsOfRank | None) -> tuple[tuple[tuple[int, ...], ...], str]:
-    """The KV heads of each rank, and what is wrong with them.
+    """Return the KV heads of each rank, and what is wrong with them.
 
     Raises:
-        MinivllmError: the reader's rule gives something else than KV heads, or does not come to an end.
+        MinivllmError: The reader's rule returns something other than KV heads, or does not end.
     """
     right = tuple(tuple(kv_heads_of_rank(rank, tp, holders)) for rank in range(tp))
     if own is None:
         return right, ""
     with bounded(PATIENCE, "your kv_heads_of_rank"):
-        given = tuple(_checked(own(rank, tp, holders), rank, tp, holders) for rank in range(tp))
-    first = next((rank for rank in range(tp) if given[rank] != right[rank]), None)
+        chosen = tuple(_checked(own(rank, tp, holders), rank, tp, holders) for rank in range(tp))
+    first = next((rank for rank in range(tp) if chosen[rank] != right[rank]), None)
     if first is None:
-        return given, ""
-    asked, got = (_heads(heads[first]) for heads in (right, given))
-    return given, f"rank {first} of {tp} has query heads that ask KV {asked}, and your rule gives it KV {got}"
+        return chosen, ""
+    needed, kept = (_heads(heads[first]) for heads in (right, chosen))
+    return chosen, f"the query heads of rank {first} of {tp} need KV {needed}, but your rule gives it KV {kept}"
 
 
 def _heads(heads: Sequence[int]) -> str:
     return f"head{'s' * (len(heads) != 1)} {', '.join(map(str, heads))}"
 
 
-def _checked(given: Any, rank: int, tp: int, holders: int) -> tuple[int, ...]:
-    fits = isinstance(given, list | tuple | range) and len(given) > 0
-    fits = fits and all(is_count(head, 0) and head < holders for head in given)
-    asked = f"your kv_heads_of_rank({rank}, {tp}, {holders})"
-    require(fits, f"{asked} gives {given!r}, which is no list of KV heads from 0 to {holders - 1}")
-    return tuple(given)
+def _checked(heads: Any, rank: int, tp: int, holders: int) -> tuple[int, ...]:
+    fits = isinstance(heads, list | tuple | range) and len(heads) > 0
+    fits = fits and all(is_count(head, 0) and head < holders for head in heads)
+    call = f"your kv_heads_of_rank({rank}, {tp}, {holders})"
+    require(fits, f"{call} returns {heads!r}, which is not a list of KV heads from 0 to {holders - 1}")
+    return tuple(heads)

@@ -1,4 +1,4 @@
-"""The picture of lesson 10's widget: what clients wait for over the token budget, and below it steps one by one."""
+"""Draw lesson 10's picture: waiting times against the token budget, and below them the steps, one by one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ POLICIES = {"mixed": "chunks beside decodes", "whole": "prompts are not cut", "f
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Waiting times over the budget; beside them what a step is worth, and how chats begin; below, the steps."""
+    """Draw waiting times against the budget, prefill rate and chats beside them, and the steps below."""
     serving = state.serving
-    drawing = Drawing(width, 0, "What a token budget costs", f"Waiting times over the budget, {state.budget} here")
-    y = drawing.heading((MARGIN, 23), "What clients wait for")
-    off = f", {state.error}" if state.error else ""
+    drawing = Drawing(width, 0, "What a token budget costs", f"Waiting times against the budget, now {state.budget}")
+    y = drawing.heading((MARGIN, 23), "How long clients wait")
+    error = f", {state.error}" if state.error else ""
     note = (
         f"{serving.name} on one {serving.gpu.name}, {serving.load:g} requests a second: {serving.share:.0%} have "
         f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out; {POLICIES[serving.policy]}; "
-        f"modelled{off}"
+        f"modelled{error}"
     )
     y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
@@ -40,7 +40,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 
 def gap_words(judged: str) -> str:
-    """What a gap is judged by."""
+    """Name what gaps are judged by."""
     return f"{ALL_GAPS:.0%} of all gaps" if judged == "gaps" else f"longest gap, {CLIENTS:.0%} of clients"
 
 
@@ -50,38 +50,38 @@ def _keys(state: State) -> list[Key]:
         (gap_words(state.judged), BLUE, "", 2.5),
         (gap_words(other), BLUE, "2 4", 1.8),
         (f"first token, {CLIENTS:.0%} of long prompts", ORANGE, "", 2.5),
-        ("asked", GREEN, "4 3", 1.5),
+        ("limits", GREEN, "4 3", 1.5),
     ]
 
 
-# ---- waiting times over the budget
+# ---- waiting times against the budget
 
 
 def _scale(state: State) -> Scale:
-    """From a plain step's time to beyond a long prompt's at the least budget, so that it changes seldom."""
+    """Scale from a plain step's time to beyond a long prompt's with the smallest budget, so that it rarely changes."""
     least = min(state.gap, state.serving.cost.seconds(StepShape.of([(1, CHAT)])))
     return Scale.around(0.8 * least, 2 * max([state.ttft, state.gap, *state.alone.values()]))
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame(
-        "token budget of a step (max_num_batched_tokens)",
-        "seconds to wait",
+        "token budget per step (max_num_batched_tokens)",
+        "waiting time",
         x_ticks=TICKS,
         x_format=tokens,
         y_format=seconds,
     )
     _draw_broken(axes, state)
     if pinned and pinned.points:
-        axes.pinned(pinned.run, [pinned.first(one) for one in pinned.run])
-        axes.pinned(pinned.run, [pinned.waited(one) for one in pinned.run])
+        axes.pinned(pinned.run, [pinned.first(budget) for budget in pinned.run])
+        axes.pinned(pinned.run, [pinned.waited(budget) for budget in pinned.run])
     budgets = state.run
     for limit in (state.gap, state.ttft):
         axes.mark_y(limit, "", GREEN)
-    axes.line(budgets, [state.first(one) for one in budgets], ORANGE)
+    axes.line(budgets, [state.first(budget) for budget in budgets], ORANGE)
     with axes.drawing.answer():
-        axes.line(budgets, [_other_gap(state, one) for one in budgets], BLUE, width=1.8, dash="2 4")
-        axes.line(budgets, [state.waited(one) for one in budgets], BLUE)
+        axes.line(budgets, [_other_gap(state, budget) for budget in budgets], BLUE, width=1.8, dash="2 4")
+        axes.line(budgets, [state.waited(budget) for budget in budgets], BLUE)
     axes.here(state.budget, "budget", f"budget {state.budget:,}")
     with axes.drawing.answer():
         _draw_tips(axes, state)
@@ -93,7 +93,7 @@ def _other_gap(state: State, budget: int) -> float:
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
-    """Where the engine does not start, where long prompts wait too long, and where tokens do."""
+    """Shade where the engine does not start, where long prompts wait too long, and where tokens do."""
     late = [(span, late_words(state, span)) for span in (*state.stopped, *state.late)]
     stalled = [(span, stall_words(state, span)) for span in state.stalled]
     edges = [axes.at(edge, axes.y.low)[0] for span, _ in (*late, *stalled) for edge in span if edge is not None]
@@ -114,29 +114,29 @@ def _shade(axes: Axes, span: Span, words: str) -> None:
 
 
 def _ends(axes: Axes, span: Span) -> tuple[float, float]:
-    """The pixels where a region begins and ends."""
+    """Return the pixels where a region begins and ends."""
     return axes.at(span[0] or axes.x.low, axes.y.low)[0], axes.at(span[1] or axes.x.high, axes.y.low)[0]
 
 
 def _draw_words(axes: Axes, span: Span, words: str, beside: Sequence[float]) -> None:
-    """The words of a region, inside or beside it, wherever there is most room.
+    """Write a region's words inside or beside it, wherever there is most room.
 
-    `beside` are the places of all edges, and of both ends of the axis.
+    `beside` has the pixels of all edges, and of both ends of the axis.
     """
     left, right = _ends(axes, span)
-    before = max((one for one in beside if one < left - 1), default=left)
-    after = min((one for one in beside if one > right + 1), default=right)
+    before = max((x for x in beside if x < left - 1), default=left)
+    after = min((x for x in beside if x > right + 1), default=right)
     rooms = [(left, right, words), (right, after, f"← {words}"), (before, left, f"{words} →")]
     if right - left >= LEAST_ROOM:
         rooms = rooms[:1]
-    low, high, said = max(rooms, key=lambda room: room[1] - room[0])
-    at_end = said.endswith("→")
-    axes.write(said, high - 6 if at_end else low + 6, high - low - 10, after=not at_end)
+    low, high, line = max(rooms, key=lambda room: room[1] - room[0])
+    at_end = line.endswith("→")
+    axes.write(line, high - 6 if at_end else low + 6, high - low - 10, after=not at_end)
 
 
 def late_words(state: State, span: Span) -> str:
-    """Why long prompts wait in a region, by what is wrong at its edge, or here if it has none."""
-    inside = [one for one in (*state.run, *state.refusals) if _is_in(one, span)]
+    """Say why long prompts wait in a region: the cause at its edge, or at the handle if it has no edge."""
+    inside = [budget for budget in (*state.run, *state.refusals) if _is_in(budget, span)]
     if not inside:
         return ""
     nearest = max(inside) if span[1] is not None else min(inside) if span[0] is not None else state.budget
@@ -156,7 +156,7 @@ def _refusal_words(state: State, budget: int) -> str:
 
 
 def stall_words(state: State, span: Span) -> str:
-    """Why tokens come too late in a region, and from where on."""
+    """Say from where to where tokens come too late."""
     low, high = span
     where = f" from {low:,.0f}" if low and not state.stopped else ""
     where += f" to {high:,.0f}" if high and where else ""
@@ -164,45 +164,45 @@ def stall_words(state: State, span: Span) -> str:
 
 
 def cause_words(state: State, cause: str, budget: int) -> str:
-    """What goes wrong at a budget."""
+    """Say what goes wrong with a budget."""
     serving = state.serving
     steps = math.ceil(serving.prompt / budget)
+    turn = "long prompts wait their turn" if serving.threshold == 0 else "long prompts wait, or get too few tokens"
     return {
-        "queue": f"prompts queue up: {state.capacity[budget]:.3g} requests a second at most",
-        "chunks": f"too slow: {steps:,} steps for a long prompt, {seconds(state.alone[budget])} alone",
-        "turn": "long prompts wait for their turn"
-        if serving.threshold == 0
-        else "long prompts wait, or get too little",
+        "queue": f"the queue grows: {serving.load:g} requests a second arrive, it handles {state.capacity[budget]:.3g}",
+        "chunks": f"too slow: a long prompt takes {steps:,} steps, {seconds(state.alone[budget])} alone",
+        "turn": turn,
         "stall": f"tokens come over {seconds(state.gap)} apart",
         "": "",
     }[cause]
 
 
 def _draw_tips(axes: Axes, state: State) -> None:
-    """What the pointer asks for: the figures of the nearest budget, anywhere in the plot."""
+    """Show the figures of the nearest budget, anywhere in the plot."""
     for budget, strip in axes.strips(state.run):
         point = state.points[budget]
-        said = (
-            f"Budget {budget:,}: {CLIENTS:.0%} of the clients never wait over {seconds(point.longest_gap(CLIENTS))} "
-            f"for a token; {ALL_GAPS:.0%} of all gaps are within {seconds(point.gap(ALL_GAPS))}. "
-            f"{CLIENTS:.0%} of the long prompts have their first token within {seconds(state.first(budget))}."
+        tip = (
+            f"Budget {budget:,}: {CLIENTS:.0%} of the clients never wait more than "
+            f"{seconds(point.longest_gap(CLIENTS))} for a token, and {ALL_GAPS:.0%} of all gaps are within "
+            f"{seconds(point.gap(ALL_GAPS))}. {CLIENTS:.0%} of the long prompts have their first token within "
+            f"{seconds(state.first(budget))}."
         )
-        axes.drawing.rect(strip, "transparent", tip=said)
+        axes.drawing.rect(strip, "transparent", tip=tip)
 
 
-# ---- what a step is worth, and how chats begin
+# ---- the prefill rate, and the chats' first tokens
 
 
 def _draw_rate(drawing: Drawing, box: Box, state: State) -> None:
-    """Prompt tokens a second in steps of each budget, and those that come."""
+    """Draw the prompt tokens a second in steps of each budget, and those that arrive."""
     serving = state.serving
     rates = {budget: serving.prompt / alone for budget, alone in state.alone.items()}
     known = [serving.demand, *rates.values()]
     axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * min(known), 1.25 * max(known)))
     ticks = axes.y.powers()
-    axes.frame("", "prompt tokens a second, alone", x_ticks=(), y_ticks=ticks, y_format=short)
+    axes.frame("", "prompt tokens/s, one alone", x_ticks=(), y_ticks=ticks, y_format=short)
     axes.line(list(rates), list(rates.values()), ORANGE)
-    axes.mark_y(serving.demand, f"{short(serving.demand)} come", GREEN, below=axes.y.share(serving.demand) > 0.5)
+    axes.mark_y(serving.demand, f"{short(serving.demand)} arrive", GREEN, below=axes.y.share(serving.demand) > 0.5)
     axes.mark_x(serving.knee, QUIET, dash="2 3")
     with drawing.on_top():
         place = (axes.at(serving.knee, axes.y.low)[0] + 5, box.bottom - 5)
@@ -210,13 +210,13 @@ def _draw_rate(drawing: Drawing, box: Box, state: State) -> None:
     axes.also_here(state.budget)
     for budget, strip in axes.strips(list(rates)):
         step = seconds(serving.cost.seconds(StepShape.of([(budget, 0)])))
-        said = f"Steps of {budget:,} tokens: {rates[budget]:,.0f} prompt tokens a second; the first takes {step}."
-        drawing.rect(strip, "transparent", tip=said)
+        tip = f"Steps of {budget:,} tokens: {rates[budget]:,.0f} prompt tokens a second; the first takes {step}."
+        drawing.rect(strip, "transparent", tip=tip)
 
 
 def _draw_chats(drawing: Drawing, box: Box, state: State) -> None:
-    """How long chats wait for their first token."""
-    firsts = {one: within(state.points[one].chat_ttft, CLIENTS) for one in state.run}
+    """Draw how long chats wait for their first token."""
+    firsts = {budget: within(state.points[budget].chat_ttft, CLIENTS) for budget in state.run}
     least = state.serving.cost.seconds(StepShape.of([(CHAT, 0)]))
     axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * least, max([20 * least, *state.alone.values()])))
     label = f"chats: first token, {CLIENTS:.0%}"
@@ -224,5 +224,5 @@ def _draw_chats(drawing: Drawing, box: Box, state: State) -> None:
     axes.line(list(firsts), list(firsts.values()), SKY)
     axes.also_here(state.budget)
     for budget, strip in axes.strips(list(firsts)):
-        said = f"Budget {budget:,}: {CLIENTS:.0%} of the chats have their first token within {seconds(firsts[budget])}"
-        drawing.rect(strip, "transparent", tip=said)
+        tip = f"Budget {budget:,}: {CLIENTS:.0%} of the chats have their first token within {seconds(firsts[budget])}"
+        drawing.rect(strip, "transparent", tip=tip)

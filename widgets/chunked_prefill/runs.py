@@ -1,7 +1,7 @@
-"""The runs behind lesson 10's widget: chats and long prompts at one token budget, through the engine's scheduler.
+"""Run lesson 10's load, chats and long prompts, at one token budget through the engine's scheduler.
 
-The same requests come at the same moments whatever the budget is, so that all differences are the budget's. A step's
-time is that of `minivllm_simulate.layouts`, modelled.
+The same requests arrive at the same times with any budget, so all differences come from the budget.
+`minivllm_simulate.layouts` models the time of a step.
 """
 
 from __future__ import annotations
@@ -32,52 +32,52 @@ from widgets.shell.swept import patient
 CHAT, ANSWER = 128, 48
 """Tokens of a chat's prompt, and of every answer."""
 COUNTED, AFTER = 80, 20
-"""Requests that are looked at, and those that come after them."""
-PLACES, BLOCK_SIZE = 64, 64
-"""Requests at once (max_num_seqs); and tokens of a block, more than vLLM's 16, for a pool is sooner made of few."""
+"""Requests that count, and requests that arrive after them."""
+SEATS, BLOCK_SIZE = 64, 64
+"""max_num_seqs, and the tokens of a block: more than vLLM's 16, because a pool of fewer blocks is faster to build."""
 SEED = 10
 LEAST_STEP = 64
-"""Tokens of the smallest step that is looked at for the best rate."""
+"""The smallest step, in tokens, in the search for the best rate."""
 WINDOW = 3.0
-"""The stretch of time that is drawn step by step, in times what a long prompt takes alone in one piece."""
+"""The time that is drawn, as a multiple of what a long prompt takes alone in one piece."""
 POLICIES = ("mixed", "whole", "first")
-"""Chunks beside decodes; prompts that are not cut; and these alone in a step, before all decodes (vLLM's V0)."""
+"""Chunks beside decodes; prompts that are never cut; or prompts alone in a step, before all decodes (vLLM's V0)."""
 Caps = tuple[ChunkLimit | None, RunningTokens | None, AdmittedTokens | None]
-"""The reader's own functions of exercise 10; None leaves the engine's own."""
+"""The reader's functions of exercise 10; None keeps the engine's."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step was made of, in tokens; times in seconds."""
+    """Record what a step was made of, in tokens; times are in seconds."""
 
     start: float
     end: float
     long: int
-    """Of long prompts."""
+    """Tokens of long prompts."""
     chat: int
-    """Of chats' prompts."""
+    """Tokens of chats' prompts."""
     decodes: int
-    """Requests that had a token of it, beyond their first."""
+    """Requests that got a token beyond their first."""
     gap: float
-    """The longest that one of them had waited for it."""
+    """The longest wait of these requests."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What became of the requests at one budget."""
+    """Record how the requests fared with one budget."""
 
     gaps: Sequence[tuple[float, int]]
-    """(seconds between two tokens, how many such gaps), from the shortest."""
+    """(seconds between two tokens, number of such gaps), sorted."""
     longest: Sequence[float]
-    """Of each client, the longest gap, from the shortest."""
+    """Each client's longest gap, sorted."""
     long_ttft: Sequence[float]
-    """Seconds to the first token of each long prompt, from the shortest; of one that has none yet, what it waited."""
+    """Seconds to the first token of each long prompt, sorted; for a prompt without one, how long it has waited."""
     chat_ttft: Sequence[float]
     strip: tuple[Step, ...]
     """The steps in the window."""
 
     def gap(self, share: float) -> float:
-        """Seconds that this share of all gaps, whosesoever, does not exceed."""
+        """Return the gap, in seconds, that this share of all gaps does not exceed."""
         left = math.ceil(share * sum(count for _, count in self.gaps))
         for seconds, count in self.gaps:
             left -= count
@@ -86,54 +86,55 @@ class Point:
         return 0.0
 
     def gaps_over(self, limit: float) -> float:
-        """Share of all gaps that are longer than `limit` seconds."""
+        """Return the share of all gaps longer than `limit` seconds."""
         whole = sum(count for _, count in self.gaps)
         return sum(count for seconds, count in self.gaps if seconds > limit) / whole if whole else 0.0
 
     def stalled(self, limit: float) -> float:
-        """Share of the clients that waited longer than `limit` seconds for a next token, once at least."""
+        """Return the share of the clients that ever waited longer than `limit` seconds for the next token."""
         return 1 - share_within(self.longest, limit)
 
     def longest_gap(self, share: float) -> float:
-        """Seconds that this share of the clients never waited longer than for a next token."""
+        """Return the longest gap that this share of the clients does not exceed."""
         return within(self.longest, share)
 
 
 class _Watched(OpenEngine):
-    """Notes every gap, and the steps in a window of time."""
+    """Serve the load, and record every gap, and the steps in a window of time."""
 
     def __init__(self, load: OpenLoad, scheduler: Scheduler, serving: Serving, one_by_one: bool) -> None:
         super().__init__(load, scheduler, serving.cost)
-        self.window, self.one_by_one = serving.window, one_by_one
+        self.window = serving.window
+        self.one_by_one = one_by_one
         self.latest: dict[int, float] = {}
-        """When each had its latest token."""
+        """When each request got its latest token."""
         self.gaps: dict[float, int] = {}
         self.longest = [0.0] * COUNTED
         self.computed: dict[int, int] = {}
-        """Tokens of each that have been computed."""
+        """Computed tokens of each request."""
         self.strip: list[Step] = []
         self.longest_now = 0.0
-        """The longest gap that ended in the last stretch, with its first step."""
+        """The longest gap that ended with the first step of the last stretch."""
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """One at a time where the reader's own code decides on each."""
         return 1 if self.one_by_one else super().steps_alike(running)
 
     def _step(self) -> int:
         self.longest_now = 0.0
         work = super()._step()
-        steps = max((len(one.new_token_ids) for one in self.outputs), default=1)
-        self._cut(steps)
+        steps = max((len(output.new_token_ids) for output in self.outputs), default=1)
+        self._record_steps(steps)
         return work
 
-    def _cut(self, steps: int) -> None:
-        """Adds the steps of this stretch that lie in the window."""
+    def _record_steps(self, steps: int) -> None:
+        """Record the steps of this stretch that lie in the window."""
         assert self.scheduled
         for key in self.scheduled.preempted_req_ids:
             self.computed[int(key)] = 0
         long = chat = decodes = 0
         for key, new in self.scheduled.num_scheduled_tokens.items():
-            index, prompt = int(key), self.load.lengths[int(key)].prompt_tokens
+            index = int(key)
+            prompt = self.load.lengths[index].prompt_tokens
             before = self.computed.get(index, 0)
             self.computed[index] = before + new
             if before >= prompt:
@@ -165,7 +166,7 @@ class _Watched(OpenEngine):
             self.longest[index] = max(self.longest[index], seconds)
 
     def watched(self) -> Generator[None, None, Point]:
-        """Serve, with a pause every few milliseconds of work."""
+        """Serve the load, pausing every few milliseconds of work."""
         result = yield from self.serve()
         waited: dict[bool, list[float]] = {False: [], True: []}
         for stay, lengths in zip(result.stays, self.load.lengths, strict=False):
@@ -183,16 +184,16 @@ class _Watched(OpenEngine):
 
 @dataclass(frozen=True)
 class Serving:
-    """An engine on one GPU, and what it is to serve; all but the budget."""
+    """Describe an engine on one GPU and its load: everything but the budget."""
 
     name: str
-    """The model's."""
+    """The model's name."""
     model: ModelConfig
     gpu: Hardware
     load: float
     """Requests a second."""
     share: float
-    """Of long ones among them."""
+    """The share of long requests."""
     longest: int
     """Tokens of a long request, its answer included."""
     threshold: int
@@ -200,91 +201,96 @@ class Serving:
 
     @property
     def prompt(self) -> int:
-        """Tokens of a long prompt."""
+        """Return the tokens of a long prompt."""
         return self.longest - ANSWER
 
     @cached_property
     def cost(self) -> Cost:
-        """What a step takes."""
         return PlacedModel(self.model, self.gpu, Layout(1, 1, 1)).cost
 
     @cached_property
     def knee(self) -> float:
-        """Tokens of a step from which on arithmetic takes longer than reading the weights."""
+        """Return the tokens from which a step is compute-bound."""
         return PlacedModel(self.model, self.gpu, Layout(1, 1, 1)).cost.step.roofline.knee
 
     @cached_property
     def lengths(self) -> list[RequestLengths]:
-        """Of all requests: every so many-th is long."""
+        """List the lengths of all requests, with long ones at equal distances."""
         every = round(1 / self.share)
         kinds = (index % every == every // 2 for index in range(COUNTED + AFTER))
         return [RequestLengths(self.prompt if long else CHAT, ANSWER) for long in kinds]
 
     @cached_property
     def arrivals(self) -> list[float]:
-        """Seconds at which they come, at random."""
+        """Draw the seconds at which requests arrive."""
         return gamma_arrivals(self.load, COUNTED + AFTER, seed=SEED)
 
     @cached_property
     def window(self) -> tuple[float, float]:
-        """The time that is drawn: from a little before a long prompt comes, well into the run."""
-        longs = [at for at, one in zip(self.arrivals[:COUNTED], self.lengths, strict=False) if one.prompt_tokens > CHAT]
+        """Return the time that is drawn, from just before a long prompt arrives in the middle of the run."""
+        longs = [
+            at
+            for at, request in zip(self.arrivals[:COUNTED], self.lengths, strict=False)
+            if request.prompt_tokens > CHAT
+        ]
         wide = WINDOW * self.alone(self.longest)
         start = max(0.0, longs[len(longs) // 2] - wide / 8)
         return start, start + wide
 
     @cached_property
     def mean_prompt(self) -> float:
-        """Tokens of a prompt, long or not."""
-        return statistics.mean(one.prompt_tokens for one in self.lengths)
+        """Return the mean tokens of all prompts."""
+        return statistics.mean(request.prompt_tokens for request in self.lengths)
 
     @cached_property
     def mean_pairs(self) -> float:
-        """(query, key) pairs of a prompt, long or not."""
-        return statistics.mean(one.prompt_tokens**2 for one in self.lengths) / 2
+        """Return the mean (query, key) pairs of all prompts."""
+        return statistics.mean(request.prompt_tokens**2 for request in self.lengths) / 2
 
     @property
     def demand(self) -> float:
-        """Tokens a second that come, prompts and answers."""
+        """Return the tokens of prompts and answers that arrive each second."""
         return self.load * (self.mean_prompt + ANSWER)
 
     def alone(self, budget: int) -> float:
-        """Seconds of a long prompt that nobody else is there with."""
+        """Return the seconds of a long prompt that is alone."""
         return chunk_seconds(self.cost, self.prompt, budget)
 
     def capacity(self, budget: int) -> float:
-        """Requests a second that full steps do, of this budget or of a part of it: if more come, the queue grows.
+        """Return the most requests a second that full steps of up to this budget handle before the queue grows.
 
-        A step is taken to have what the mean step has of everything.
+        Every step is modelled as the mean step.
         """
         steps = [tokens for tokens in (budget >> half for half in range(budget.bit_length())) if tokens >= LEAST_STEP]
         rates = (tokens / self.cost.seconds(self._mean_step(tokens)) for tokens in steps or [budget])
         return max(rates) / (self.mean_prompt + ANSWER)
 
     def _mean_step(self, tokens: int) -> StepShape:
-        """Of so many tokens, chunks and decodes in the shares in which they come."""
-        prompt, whole = self.mean_prompt, self.mean_prompt + ANSWER
-        decodes, context = tokens * ANSWER / whole, prompt + ANSWER / 2
+        """Describe a step of this many tokens, with chunks and decodes in the shares in which they arrive."""
+        prompt = self.mean_prompt
+        whole = prompt + ANSWER
+        decodes = tokens * ANSWER / whole
+        context = prompt + ANSWER / 2
         pairs = tokens / whole * (self.mean_pairs + ANSWER * context)
         keys = decodes * context + self.mean_pairs / prompt
         return StepShape(round(decodes) + 1, tokens, round(keys), round(pairs))
 
     def kv_tokens(self, budget: int) -> int:
-        """How many tokens fit beside the weights and the activations of a step so large.
+        """Return how many tokens fit beside the weights and the activations of a step this large.
 
         Raises:
-            MinivllmError: a long request does not.
+            MinivllmError: A long request does not fit.
         """
         ledger = memory_ledger(
-            self.model, self.gpu, max_model_len=self.longest, max_num_batched_tokens=budget, max_num_seqs=PLACES,
+            self.model, self.gpu, max_model_len=self.longest, max_num_batched_tokens=budget, max_num_seqs=SEATS,
             block_size=BLOCK_SIZE,
         )  # fmt: skip
         return ledger.usable_blocks * BLOCK_SIZE
 
     def refusal(self, budget: int) -> str:
-        """Why an engine with this budget does not start; empty where it does."""
+        """Say why an engine with this budget does not start, or return ""."""
         if self.policy != "mixed" and budget < self.longest:
-            return f"a request of {self.longest:,} tokens is never cut, and would wait for ever"
+            return f"a request of {self.longest:,} tokens is never cut and would wait forever"
         try:
             self.kv_tokens(budget)
         except MinivllmError as error:
@@ -292,11 +298,11 @@ class Serving:
         return ""
 
     def scheduler(self, budget: int, own: Caps | None) -> Scheduler:
-        """The engine's, the one before it, or the engine's with the reader's own caps."""
-        most = sum(one.total + BLOCK_SIZE for one in self.lengths)
+        """Build the engine's scheduler, V0's prefill-first one, or the engine's with the reader's functions."""
+        most = sum(request.total + BLOCK_SIZE for request in self.lengths)
         config = SchedulerConfig(
             max_model_len=self.longest,
-            max_num_seqs=PLACES,
+            max_num_seqs=SEATS,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=min(self.threshold, self.longest),
             enable_chunked_prefill=self.policy == "mixed",
@@ -309,12 +315,14 @@ class Serving:
 
 
 class Experiment:
-    """All budgets of one setting. What has been run is kept, and a run that was left is taken up again."""
+    """Run one setting with any budget; results are kept, and an interrupted run goes on where it stopped."""
 
     def __init__(self, serving: Serving, own: Caps | None, one_by_one: bool) -> None:
-        self.serving, self.own, self.one_by_one = serving, own, one_by_one
+        self.serving = serving
+        self.own = own
+        self.one_by_one = one_by_one
         self.runs = Runs(self._run)
-        """By budget."""
+        """Results by budget."""
         self.alone = lru_cache(maxsize=64)(serving.alone)
         self.capacity = lru_cache(maxsize=64)(serving.capacity)
         self.refusal = lru_cache(maxsize=64)(serving.refusal)
@@ -339,10 +347,10 @@ def experiment(
     own: Caps | None = None,
     one_by_one: bool = False,
 ) -> Experiment:
-    """The runs of this setting, those done before included.
+    """Return the runs of this setting, including earlier ones.
 
     Raises:
-        MinivllmError: no such model or GPU.
+        MinivllmError: The model or GPU is unknown.
     """
     serving = Serving(model, known_model(model), get_hardware(gpu), load, share, longest, threshold, policy)
     return Experiment(serving, own, one_by_one or own is not None)

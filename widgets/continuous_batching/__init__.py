@@ -1,9 +1,9 @@
-"""Lesson 04's widget: the load that static and continuous batching can carry, on the same arrivals.
+"""Show the load that static and continuous batching can handle, with the same arrivals.
 
-The engine's own scheduler decides every step, under a virtual clock; a step's time is that of Llama-3.1-8B on an H100,
-modelled. Load is given as a share of what the slots could serve if none ever stood empty.
+The engine's own scheduler decides every step, on a virtual clock. The time of a step is modelled, for Llama-3.1-8B on
+an H100. The load is a share of what the seats could serve if none were ever empty.
 
-The picture in the lesson's text: `uv run python -P -m widgets continuous_batching lessons/figures/04_slots.svg`
+Draw the lesson's figure with `uv run python -P -m widgets continuous_batching lessons/figures/04_slots.svg`.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from typing import Any
 from widgets.continuous_batching.curves import SERVICE, START, Curve, State, seconds, share, sweep, title
 from widgets.continuous_batching.figure import figure
 from widgets.continuous_batching.runs import REQUESTS
+from widgets.shell.advice import at_least, progress
 from widgets.shell.knobs import choice, entry, slider, steps
 from widgets.shell.lesson_widget import LessonWidget
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 
 def verdict(state: State) -> Verdict:
-    """What this load means for both policies, in one line."""
-    over = [curve for curve in state.curves if curve.stretch.rows > state.slots]
-    over += [curve for curve in state.curves if any(one.most_running > state.slots for one in curve.points.values())]
-    if over:
-        most = max(over[0].stretch.rows, *(one.most_running for one in over[0].points.values()), 0)
-        return Verdict(f"Your schedule lets {most} requests run at once, and max_num_seqs is {state.slots}.", "broken")
+    """Say in one sentence or two whether each policy handles this load."""
+    for curve in state.curves:
+        most = max([curve.stretch.rows, *(point.most_running for point in curve.points.values())])
+        if most > state.slots:
+            words = f"Your schedule lets {most} requests run at once, but max_num_seqs is {state.slots}."
+            return Verdict(words, "broken")
     if not state.known:
-        return Verdict(f"{REQUESTS} requests are being served at this load, under one policy and the other.", "tight")
+        return Verdict(f"Still serving {REQUESTS} requests at this load, under each policy.", "tight")
     broken = [curve for curve in state.curves if curve.broken(state.load)]
     fine = [curve for curve in state.curves if curve not in broken]
     if not broken:
         words = " and ".join(f"{_in_time(curve, state)} under {title(curve)}" for curve in fine)
-        return Verdict(f"Both carry this load: {words} have their first token in time.", "fine")
+        return Verdict(f"Both handle this load: {words} have their first token in time.", "fine")
     if not fine:
-        why = "More arrives than full slots can serve, so no policy helps. " * (state.load > 1)
+        why = "More requests arrive than full seats can serve, so no policy helps. " * (state.load > 1)
         return Verdict(why + " ".join(_breaks(curve, state) for curve in broken), "broken")
-    held = f"{title(fine[0]).capitalize()} serves the same arrivals, {_in_time(fine[0], state)} of them in time."
-    return Verdict(f"{_breaks(broken[0], state)} {held}", "tight" if fine[0].name != "static" else "broken")
+    kept = f"{title(fine[0]).capitalize()} serves the same arrivals, {_in_time(fine[0], state)} of them in time."
+    return Verdict(f"{_breaks(broken[0], state)} {kept}", "tight" if fine[0].name != "static" else "broken")
 
 
 def _in_time(curve: Curve, state: State) -> str:
@@ -44,19 +45,21 @@ def _in_time(curve: Curve, state: State) -> str:
 
 
 def _breaks(curve: Curve, state: State) -> str:
-    point, name = curve.points[state.load], title(curve).capitalize()
+    point = curve.points[state.load]
+    name = title(curve).capitalize()
     in_time = f"{_in_time(curve, state)} have their first token within {seconds(state.limit)}"
     if curve.queue_grows(state.load):
-        return f"{name} cannot keep up: {point.queue} of {REQUESTS} wait when the last one comes, and {in_time}."
-    return f"{name} keeps up, but too late: {in_time}, and {share(SERVICE)} is asked."
+        queue = f"its queue grows, to {point.queue} of {REQUESTS} requests in this short run"
+        return f"{name} cannot keep up: {queue}. So far, {in_time}."
+    return f"{name} keeps up, but too late: {in_time}, and the goal is {share(SERVICE)}."
 
 
 def command(state: State) -> str:
-    """The server, and the load on it."""
+    """Write the command of the server, and that of the load as a comment."""
     goal = f"--goodput ttft:{state.limit * 1e3:g}"
     return "\n".join(
         [
-            "# Continuous batching is all that vLLM does; static batching has no flag.",
+            "# vLLM always batches continuously; static batching has no flag.",
             f"# Load {state.load:g} is {state.rate:.3g} requests a second of these lengths (modelled). From outside:",
             f"# vllm bench serve --request-rate {state.rate:.3g} --burstiness {state.burstiness:g} {goal}",
             f"vllm serve meta-llama/Llama-3.1-8B --max-num-seqs {state.slots}",
@@ -64,91 +67,86 @@ def command(state: State) -> str:
     )
 
 
-def _carried(least: float, slots: int, spread: float, state: State) -> Progress:
-    """Whether static batching carries a load, in so many slots, with lengths so uneven."""
+def _static_handles(state: State, load: float, slots: int, spread: float) -> Progress:
+    """Check that static batching handles this load, in this many seats, with lengths this uneven."""
     if not state.known:
-        return Progress(False, "The requests are being served.")
-    static, load = state.curves[0], state.load
-    words = f"Load {load:g}, {state.slots} slots: {_in_time(static, state)} in time under static batching."
-    alike = f"The lengths spread by {state.spread:.3g} of their mean: make them as uneven as {spread:g}."
-    asked = (
-        (state.slots < slots, f"Slots: {slots} or more are asked."),
-        (state.spread < spread, alike),
-        (load < least, f"Load: at least {least:g} is asked. What would a static batch have to look like to carry it?"),
-        (static.queue_grows(load), _too_much(state)),
-        (static.late(load), _too_late(state)),
+        return Progress(False, "Wait: the requests are still being served.")
+    static = state.curves[0]
+    return progress(
+        f"Load {state.load:g}, {state.slots} seats: {_in_time(static, state)} in time under static batching.",
+        at_least("the seats", state.slots, slots),
+        at_least("the length spread", state.spread, spread, "{:.3g}".format),
+        at_least("the load", state.load, load),
+        (static.queue_grows(state.load), _too_much(state)),
+        (static.late(state.load), _too_late(state)),
     )
-    advice = next((words for wrong, words in asked if wrong), "")
-    return Progress(not advice, words, advice)
 
 
 def _too_much(state: State) -> str:
-    used = f"{state.formula:.1%} of the slots' time, mean length / mean longest of {state.slots}"
     if state.load > 1:
-        return "The load: above 1, no policy serves it."
-    return f"Not the service level: the queue grows, since full batches use {used}. Load, spread or slots must give."
+        return "Lower the load: above 1, no policy can serve it."
+    used = f"{state.formula:.1%} of the seats' time, mean length / mean longest of {state.slots}"
+    return f"Change the load, the spread or the seats: the queue grows, because full batches use only {used}."
 
 
 def _too_late(state: State) -> str:
     wait = seconds(state.curves[0].points[state.load].ttft(SERVICE))
     return (
-        f"The queue does not grow, but who comes waits for the batch to end, {wait} for one in twenty. Shorter "
-        f"batches, or a service level above {seconds(state.limit)}."
+        f"Shorten the batches or raise the TTFT limit above {seconds(state.limit)}: the queue does not grow, but one "
+        f"request in twenty waits {wait} for the batch to end."
     )
 
 
 CHALLENGES = (
     Challenge(
-        "Find a load of at least 0.3 that static batching carries within the service level, in 8 slots or more.",
-        lambda state: _carried(0.3, 8, 0.0, state),
-        "A static batch has a knee too. It lies where its empty slots leave it, far below 1.",
+        "Find a load of at least 0.3 that static batching handles within the limit, in at least 8 seats.",
+        lambda state: _static_handles(state, 0.3, 8, 0.0),
+        "A static batch has a knee too, but its empty seats put it far below 1.",
     ),
     Challenge(
-        "Let static batching carry a load of at least 0.8, in 8 slots or more.",
-        lambda state: _carried(0.8, 8, 0.0, state),
-        "Static batching wastes nothing where all answers end together. It is the spread of the lengths that costs.",
+        "Make static batching handle a load of at least 0.8, in at least 8 seats.",
+        lambda state: _static_handles(state, 0.8, 8, 0.0),
+        "Static batching wastes nothing if all answers end together. What costs is the spread of their lengths.",
     ),
     Challenge(
-        "Lengths are uneven: a spread of 0.5 at least. Let static batching carry a load of 0.6 or more, in as many "
-        "slots as it can, which is 4 or more.",
-        lambda state: _carried(0.6, 4, 0.5, state),
-        "Mean length / mean longest of the batch is the load at which the queue begins to grow: more slots lower it.",
+        "Keep a length spread of at least 0.5, and make static batching handle a load of at least 0.6 in as many seats "
+        "as you can, at least 4.",
+        lambda state: _static_handles(state, 0.6, 4, 0.5),
+        "The queue starts to grow at mean length / mean longest of a batch. So more seats lower that load.",
     ),
 )
 
 GUESS = Guess(
-    "The longest of 8 answers is 2.7 times the mean. From which load on is static batching broken?",
+    "The longest of 8 answers is 2.7 times the mean. At which load does static batching break?",
     ("0.2", "0.35", "0.5", "0.65"),
     1,
-    "A batch lasts as long as its longest answer, so 8 slots do the work of 8 / 2.7. Continuous batching holds to 1.",
+    "A batch lasts as long as its longest answer, so 8 seats do the work of 8 / 2.7. Continuous batching lasts to 1.",
 )
 
-SPREADS = [("all alike", 0.0), ("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("1.5", 1.5)]
+SPREADS = [("all equal", 0.0), ("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("1.5", 1.5)]
 LIMITS = [(seconds(limit), limit) for limit in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)]
 BURSTS = [("in bursts", 0.25), ("at random", 1.0), ("evenly", 16.0)]
 KNOBS = {
     "The server": {
-        "load": slider("Load", 0.1, 1.5, 0.1, START["load"], "arrivals, as a share of what full slots could serve"),
-        "slots": steps("Slots", [1, 2, 4, 8, 16], START["slots"], "max_num_seqs: requests that may run at once"),
-        "limit": steps("First token in", LIMITS, START["limit"], "the service level: for 95 % of the requests"),
+        "load": slider("Load", 0.1, 1.5, 0.1, START["load"], "arrivals, as a share of what full seats could serve"),
+        "slots": steps("Seats", [1, 2, 4, 8, 16], START["slots"], "max_num_seqs: requests that may run at once"),
+        "limit": steps("TTFT limit", LIMITS, START["limit"], "time to first token of 95 % of the requests"),
     },
     "The requests": {
         "spread": steps("Length spread", SPREADS, START["spread"], "of outputs: deviation / mean; 1 is exponential"),
-        "burstiness": choice("They come", BURSTS, START["burstiness"], "gaps between arrivals; at random: Poisson"),
-        "file": entry(
-            "Own lengths", "", "a file, or azure-code", "a file, or a workload's name: in place of the spread"
-        ),
+        "burstiness": choice("Arrivals", BURSTS, START["burstiness"], "gaps between arrivals; at random: Poisson"),
+        "file": entry("Own lengths", "", "a file, or azure-code", "a file or a workload's name replaces the spread"),
     },
 }
 
 SPEC = Spec(
     name="continuous_batching",
-    title="Who sits in the batch, and what load it carries",
-    lead="The same requests come to a static and to a continuous batch. Drag the load: where does each break?",
+    title="Who sits in the batch, and how much load it handles",
+    lead="The same requests arrive at a static and at a continuous batch. Drag the load: where does each break?",
     knobs=KNOBS,
     presets={
         "More than it can serve": {"load": 1.2},
-        "More slots": {"slots": 16, "load": 0.3},
+        "More seats": {"slots": 16, "load": 0.3},
         "In a hurry": {"limit": 0.1, "load": 0.3},
     },
     sweep=sweep,
@@ -157,10 +155,10 @@ SPEC = Spec(
     command=command,
     challenges=CHALLENGES,
     guess=GUESS,
-    own={"schedule": "decides who gets how many tokens in a step, in place of continuous batching"},
+    own={"schedule": "decides how many tokens each request gets in a step"},
 )
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget; `schedule=` is your own from exercise 04."""
+    """Show the widget; `schedule=` takes your function from exercise 04."""
     return LessonWidget(SPEC, **knobs)

@@ -1,4 +1,4 @@
-"""Curves over the load, one for each policy, and the state of lesson 04's widget that they make."""
+"""Compute one curve over the load for each policy, and the state of lesson 04's widget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START = {"load": 0.7, "slots": 8, "limit": 0.5, "spread": 1.0, "burstiness": 1.0
 
 @dataclass(frozen=True)
 class Knee:
-    """The load from which a policy is broken, and whether by its queue or by the service level alone."""
+    """Record the load at which a policy breaks, by a growing queue or by the limit alone."""
 
     load: float
     queue_grows: bool
@@ -29,41 +29,41 @@ class Knee:
 
 @dataclass(frozen=True)
 class Curve:
-    """One policy at every load that has been run so far."""
+    """Hold the results of one policy at every load that has been run so far."""
 
     name: str
-    """"static", "continuous", or "yours"."""
+    """"static", "continuous" or "yours"."""
     points: dict[float, Point]
     ceiling: float | None
-    """The load that it can carry without end, as its full batches show; None until they have run."""
+    """The highest load that its full batches can sustain; None until they have been run."""
     stretch: Stretch
-    """The first seconds at the load where the reader stands."""
+    """The first seconds at the reader's load."""
     limit: float
 
     @property
     def loads(self) -> list[float]:
-        """The loads that have been run."""
+        """Return the loads that have been run."""
         return sorted(self.points)
 
     def ttfts(self, share: float) -> list[float]:
-        """At each load, the seconds within which this share of the requests has its first token."""
+        """Return, at each load, the seconds within which this share of the requests has its first token."""
         return [self.points[load].ttft(share) for load in self.loads]
 
     def queue_grows(self, load: float) -> bool:
-        """Whether more arrives than the policy serves with all that it has."""
+        """Return whether more arrives than the policy can sustain."""
         return self.ceiling is not None and load >= self.ceiling
 
     def late(self, load: float) -> bool:
-        """Whether the service level is missed at a load that has been run."""
+        """Return whether the limit is missed at a load that has been run."""
         return self.points[load].goodput(self.limit) < SERVICE
 
     def broken(self, load: float) -> bool:
-        """Whether the queue grows without end, or the service level is missed."""
+        """Return whether the queue keeps growing, or the limit is missed."""
         return self.queue_grows(load) or self.late(load)
 
     @property
     def knee(self) -> Knee | None:
-        """Where it breaks: between two loads that were run, where the line between them crosses the service level."""
+        """Return where the policy breaks, interpolated between two loads that have been run."""
         if self.ceiling is None:
             return None
         late = crossing(self.loads, self.ttfts(SERVICE), self.limit)
@@ -72,34 +72,34 @@ class Curve:
 
 @dataclass(frozen=True)
 class State:
-    """Both policies on the same arrivals, as far as they have been run."""
+    """Hold both policies' results for the same arrivals, as far as they have been run."""
 
     load: float
     slots: int
     limit: float
-    """Seconds within which 95 % of the requests must have their first token: the service level."""
+    """Seconds within which 95 % of the requests must have their first token."""
     burstiness: float
     curves: tuple[Curve, Curve]
     arrivals: tuple[float, ...]
-    """Seconds at which requests come, in the stretch that is drawn slot by slot."""
+    """Seconds at which requests arrive, in the time that is drawn seat by seat."""
     window: float
     rate: float
     """Requests per second."""
     formula: float
-    """What static batching uses of its slots: mean length / mean longest of a batch."""
+    """The share of its seats that static batching uses: mean length / mean longest of a batch."""
     spread: float
-    """Of the lengths: asked for, or counted in a file."""
+    """The lengths' spread, from the knob or counted in a file."""
     note: str
-    """What was done to lengths from a file."""
+    """How lengths from a file were changed."""
 
     @property
     def known(self) -> bool:
-        """Whether both policies have been run at this load, and their ceilings are known."""
+        """Return whether both policies have been run at this load, and their ceilings are known."""
         return all(curve.ceiling is not None and self.load in curve.points for curve in self.curves)
 
     @property
     def complete(self) -> bool:
-        """Whether every run is done."""
+        """Return whether every run is done."""
         return self.known and all(set(LOADS) <= set(curve.points) for curve in self.curves)
 
 
@@ -112,27 +112,30 @@ def sweep(
     file: str = START["file"],
     schedule: Schedule | None = None,
 ) -> Iterator[State]:
-    """Serve 400 requests at each load from 0.1 to 1.5 under both policies; each state knows more of the curves.
+    """Serve 400 requests at each load from 0.1 to 1.5 under both policies, and yield ever more complete states.
 
     Args:
-        load: arrivals, as a share of what the slots could serve if all were always in use: where the reader stands.
-        slots: requests that may run at once.
-        limit: seconds within which 95 % of the requests must have their first token.
-        spread: standard deviation of output lengths over their mean; 0 is all alike, 1 exponential.
-        burstiness: of the arrivals; 1 is a Poisson process, less comes in bursts.
-        file: a workload's name or the path of a file with lengths, which then replace those of `spread`.
-        schedule: the reader's own, as in exercise 04, in place of continuous batching.
+        load: Arrivals as a share of what always full seats could serve, where the reader stands.
+        slots: Requests that may run at once.
+        limit: Seconds within which 95 % of the requests must have their first token.
+        spread: Standard deviation of output lengths over their mean; 0 is all equal, 1 exponential.
+        burstiness: Of the arrivals; 1 is a Poisson process, less means bursts.
+        file: A workload's name or the path of a file with lengths, which then replace those of `spread`.
+        schedule: The reader's function of exercise 04, in place of continuous batching.
 
     Raises:
-        MinivllmError: a value makes no sense.
+        MinivllmError: A value makes no sense.
     """
     require_numbers(MOST, load=load, slots=slots, limit=limit, spread=spread, burstiness=burstiness)
     sensible = load > 0 and spread >= 0 and slots >= 1 and limit > 0 and burstiness > 0
-    require(sensible, f"load, slots, limit and burstiness are above 0, and spread at least 0; load is {load}, slots "
-            f"{slots}, limit {limit}, burstiness {burstiness}, spread {spread}")  # fmt: skip
-    require(isinstance(file, str), f"file is a path or the name of a workload, not {file!r}")
+    require(
+        sensible,
+        f"load, slots, limit and burstiness must be above 0, spread 0 or more; now load {load}, slots {slots}, limit "
+        f"{limit}, burstiness {burstiness}, spread {spread}",
+    )
+    require(isinstance(file, str), f"file must be a path or the name of a workload, not {file!r}")
     work = workload(file.strip()) if file.strip() else None
-    by_policy = {  # the reader's schedule leaves static batching as it is
+    by_policy = {  # the reader's schedule replaces continuous batching only
         policy: experiment(slots, spread, burstiness, work, None if policy == "static" else schedule)
         for policy in POLICIES
     }
@@ -143,7 +146,7 @@ def _states(
     by_policy: dict[str, Experiment], load: float, limit: float, burstiness: float, spread: float
 ) -> Iterator[State]:
     runs = by_policy["continuous"]
-    arrivals = tuple(at for at in runs.arrivals(load) if at < runs.window)
+    arrivals = tuple(time for time in runs.arrivals(load) if time < runs.window)
     stretches = [own.stretch(policy, load) for policy, own in by_policy.items()]
     names = ("static", "yours" if runs.schedule else "continuous")
 
@@ -168,9 +171,9 @@ def _states(
 
     state = now()
     yield state
-    for wanted in (load, SATURATED, *sorted(LOADS, key=lambda other: abs(other - load))):
+    for other in (load, SATURATED, *sorted(LOADS, key=lambda value: abs(value - load))):
         for policy, own in by_policy.items():
-            for _ in own.run(policy, wanted):
+            for _ in own.run(policy, other):
                 yield state
         if not state.complete:
             state = now()
@@ -178,15 +181,15 @@ def _states(
 
 
 def share(value: float) -> str:
-    """A share in per cent with all its digits: shares are counted in 400ths, and none is rounded to a goal."""
+    """Format a share in per cent with all its digits: it counts 400ths, and rounding could hide a missed goal."""
     return f"{value * 100:.5g} %"
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that people would say."""
+    """Format a time in the unit that fits it."""
     return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
 def title(curve: Curve) -> str:
-    """A policy in words."""
+    """Name a policy."""
     return "your schedule" if curve.name == "yours" else f"{curve.name} batching"

@@ -1,4 +1,4 @@
-"""The picture of lesson 04's widget: both policies over the load, and below who sits in which slot, which plays."""
+"""Draw lesson 04's picture: both policies against the load, and below them the seats, which play."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from minivllm_lab.drawing import number, text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, Knee, State, seconds, share
 from widgets.continuous_batching.runs import REQUESTS, Point, Stay, Stretch
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, three_boxes
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, three_boxes
+from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import CARD, IDLE, MISSED
 
 COLOURS = {"static": ORANGE, "continuous": BLUE, "yours": BLUE}
 FRAMES = 24
+LAST = FRAMES - 1
 NAMES = 86
-"""Pixels left of the slots, for the policies' names."""
+"""Pixels left of the seats, for the policies' names."""
 TTFT = Scale(0.004, 100, log=True)
 LOAD = Scale(LOADS[0], LOADS[-1])
 TICKS = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5)
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Time to first token, goodput and queue over the load; below, the slots under both policies."""
-    drawing = Drawing(width, 0, f"Load on {state.slots} slots", "Static and continuous batching on the same arrivals")
-    note = f"{REQUESTS} requests at each load, {state.slots} slots; all times are modelled"
-    y = drawing.heading((MARGIN, 23), "What load each policy carries", note)
+    """Draw TTFT, goodput and queue against the load, and below them the seats under both policies."""
+    drawing = Drawing(width, 0, f"Load on {state.slots} seats", "Static and continuous batching on the same arrivals")
+    note = f"{REQUESTS} requests at each load, {state.slots} seats; all times are modelled"
+    y = drawing.heading((MARGIN, 23), "How much load each policy handles", note)
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
     keys = [Segment(curve.name, 0, COLOURS[curve.name]) for curve in state.curves]
@@ -43,16 +44,16 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 
 def _draw_level_key(drawing: Drawing, place: tuple[float, float], state: State) -> None:
-    """The service level's dashes in the row of colour keys: in the plot, its words would stand on the curves."""
+    """Draw the limit's dashes in the row of colour keys, because in the plot its words would cover the curves."""
     x, y = place
     drawing.line((x, y - 4), (x + 24, y - 4), colour=GREEN, dash="4 3", width=1.5)
-    drawing.text((x + 30, y), f"asked: {seconds(state.limit)}", size=SMALL, colour=GREEN)
+    drawing.text((x + 30, y), f"limit: {seconds(state.limit)}", size=SMALL, colour=GREEN)
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame(
-        "load: arrivals as a share of what full slots could serve",
-        "time to first token: of 95 % solid, of half dashed",
+        "load: arrivals as a share of what full seats could serve",
+        "time to first token: 95 % solid, half dashed",
         x_ticks=TICKS,
         y_ticks=(0.01, 0.1, 1, 10, 100),
         x_format="{:g}".format,
@@ -83,18 +84,20 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
 
 
 def _knees(state: State) -> list[tuple[Knee, str]]:
-    """Where a policy breaks and which, the first one first; one for both where they break together."""
-    found = sorted(((curve.knee, curve.name) for curve in state.curves if curve.knee), key=lambda one: one[0].load)
-    together = len(found) == 2 and found[1][0].load - found[0][0].load < 0.03
-    return [(found[0][0], "both break")] if together else [(knee, f"{name} breaks") for knee, name in found]
+    """Find where each policy breaks, in order of load; where both break together, return one entry."""
+    knees = [(curve.knee, f"{curve.name} breaks") for curve in state.curves if curve.knee]
+    knees.sort(key=lambda entry: entry[0].load)
+    together = len(knees) == 2 and knees[1][0].load - knees[0][0].load < 0.03
+    return [(knees[0][0], "both break")] if together else knees
 
 
 def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]], state: State) -> None:
-    """The broken region from where the first policy breaks, and a denser one from where both do."""
+    """Shade where the first policy is broken, and more densely where both are."""
     if knees:
         axes.broken(knees[0][0].load, None, _edge_words(*knees[0], state))
     if len(knees) == 2:
-        x, top = axes.at(knees[1][0].load, 1)[0], axes.box.y + 36
+        x = axes.at(knees[1][0].load, 1)[0]
+        top = axes.box.y + 36
         area = Box(x, top, axes.box.right - x, axes.box.bottom - top)
         with axes.drawing.layer(broken=_edge_words(*knees[1], state)):
             axes.drawing.hatch(area, VERMILLION, gap=12)
@@ -102,13 +105,12 @@ def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]], state: State) -> 
 
 
 def _draw_edge_words(axes: Axes, knee: Knee, who: str, state: State) -> None:
-    """What the second edge means, on its wider side."""
+    """Write what the second edge means, on its wider side."""
     x = axes.at(knee.load, state.limit)[0]
     before, beyond = x - axes.box.x, axes.box.right - x
     after = beyond >= before
-    axes.write(
-        _edge_words(knee, who, state), x + 7 if after else x - 7, min(max(before, beyond) - 14, 200), after=after
-    )
+    words = _edge_words(knee, who, state)
+    axes.write(words, x + 7 if after else x - 7, min(max(before, beyond) - 14, 200), after=after)
 
 
 def _edge_words(knee: Knee, who: str, state: State) -> str:
@@ -121,7 +123,7 @@ def _where(knee: Knee) -> str:
 
 def _cause(knee: Knee, state: State) -> str:
     if knee.queue_grows:
-        return "its queue grows without end"
+        return "its queue keeps growing"
     return f"more than 5 % wait over {seconds(state.limit)}"
 
 
@@ -135,11 +137,11 @@ def _draw_goodput(axes: Axes, state: State) -> None:
 
 
 def _draw_queue(axes: Axes, state: State) -> None:
-    every = axes.y.ticks(3)
-    axes.frame("load", "queue at the last arrival", x_ticks=TICKS[::2], x_format="{:g}".format, y_ticks=every)
+    ticks = axes.y.ticks(3)
+    axes.frame("load", "queue at the last arrival", x_ticks=TICKS[::2], x_format="{:g}".format, y_ticks=ticks)
     _draw_small(axes, state, lambda point: point.queue)
     with axes.drawing.answer():
-        _draw_tips(axes, state, lambda curve, load: f"{curve.points[load].queue} of {REQUESTS} wait")
+        _draw_tips(axes, state, lambda curve, load: f"{curve.points[load].queue} of {REQUESTS} waiting")
 
 
 def _draw_small(axes: Axes, state: State, value: Callable[[Point], float]) -> None:
@@ -157,28 +159,28 @@ def _draw_line(axes: Axes, curve: Curve, value: Callable[[Point], float]) -> Non
 
 def _ttft_tip(curve: Curve, load: float) -> str:
     point = curve.points[load]
-    return f"half of the first tokens within {seconds(point.ttft(0.5))}, 95 % within {seconds(point.ttft(SERVICE))}"
+    return f"half within {seconds(point.ttft(0.5))}, 95 % within {seconds(point.ttft(SERVICE))}"
 
 
 def _draw_tips(axes: Axes, state: State, words: Callable[[Curve, float], str]) -> None:
-    """What the pointer asks for: all figures of the nearest load, anywhere in the plot."""
+    """Show the figures of the nearest load, anywhere in the plot."""
     loads = sorted(set(state.curves[0].points) & set(state.curves[1].points))
     edges = [LOAD.low, *((low + high) / 2 for low, high in pairwise(loads)), LOAD.high]
     for load, low, high in zip(loads, edges, edges[1:], strict=False):
         left, right = (axes.at(edge, axes.y.low)[0] for edge in (low, high))
-        said = ". ".join(f"{curve.name.capitalize()}: {words(curve, load)}" for curve in state.curves)
+        figures = ". ".join(f"{curve.name.capitalize()}: {words(curve, load)}" for curve in state.curves)
         strip = Box(left, axes.box.y, right - left, axes.box.height)
-        axes.drawing.rect(strip, "transparent", tip=f"Load {load:g}. {said}.")
+        axes.drawing.rect(strip, "transparent", tip=f"Load {load:g}. {figures}.")
 
 
-# ---- the slots
+# ---- the seats
 
 
 def _draw_slots(drawing: Drawing, state: State, y: float) -> float:
-    """Both policies' slots over the same stretch of time, the arrivals between them; returns the y below."""
+    """Draw both policies' seats over the same stretch of time, with the arrivals between them; return the y below."""
     wide = drawing.width - 2 * MARGIN
-    drawing.text((MARGIN, y), f"The first {seconds(state.window)}, slot by slot", size=14.5, bold=True)
-    keys = [Segment("empty", 0, IDLE), Segment("empty while somebody waits", 0, MISSED, hatched=True)]
+    drawing.text((MARGIN, y), f"The first {seconds(state.window)}, seat by seat", size=HEADING, bold=True)
+    keys = [Segment("empty", 0, IDLE), Segment("empty while a request waits", 0, MISSED, hatched=True)]
     aside = drawing.width >= WIDE
     y = legend(drawing, (MARGIN + 245, y) if aside else (MARGIN, y + 20), keys, wide) - 9
     high = 64.0 if aside else 84.0
@@ -188,32 +190,37 @@ def _draw_slots(drawing: Drawing, state: State, y: float) -> float:
     for curve, box in zip(state.curves, (first, second), strict=True):
         _draw_stretch(drawing, box, curve, state, ends)
     _draw_arrivals(drawing, Box(first.x, first.bottom, first.width, 17), state, ends)
-    for at in Scale(0, state.window).ticks(6):
-        place = (second.x + at / state.window * second.width, second.bottom + 14)
-        drawing.text(place, seconds(at) if at else "0", size=SMALL, colour=QUIET, anchor="middle" if at else "start")
+    for time in Scale(0, state.window).ticks(6):
+        place = (second.x + time / state.window * second.width, second.bottom + 14)
+        label = seconds(time) if time else "0"
+        drawing.text(place, label, size=SMALL, colour=QUIET, anchor="middle" if time else "start")
     drawing.play([_caption(state, end) for end in ends])
     return second.bottom + 22
 
 
 def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: Sequence[float]) -> None:
-    stretch, colour, last = curve.stretch, COLOURS[curve.name], FRAMES - 1
+    stretch = curve.stretch
+    colour = COLOURS[curve.name]
     drawing.text((MARGIN, box.y + 12), curve.name, size=13, bold=True, colour=colour)
     used = f"{stretch.used_while_waiting(state.slots):.0%} in use"
     waits = any(moment.waiting for moment in stretch.moments)
-    for row, words in enumerate((used, "while", "some wait") if waits else ("nobody", "waits")):
+    for row, words in enumerate((used, "while", "some wait") if waits else ("none", "waiting")):
         drawing.text((MARGIN, box.y + 29 + 14 * row), words, size=SMALL, colour=QUIET)
     drawing.rect(box, IDLE)
-    scale, high = box.width / state.window, box.height / stretch.rows
+    scale = box.width / state.window
+    high = box.height / stretch.rows
     _draw_missed(drawing, box, stretch, state, ends)
     growing: list[list[str]] = [[] for _ in ends]
     for stay in stretch.stays:
         left, right = box.x + stay.start * scale + 0.6, box.x + min(stay.end, state.window) * scale
-        top, thick = box.y + stay.slot * high, high - (1.5 if high > 6 else 0.8)
-        begins, done = bisect_left(ends, stay.start + 1e-12), min(bisect_left(ends, stay.end - 1e-12), last)
+        top = box.y + stay.slot * high
+        thick = high - (1.5 if high > 6 else 0.8)
+        begins = bisect_left(ends, stay.start + 1e-12)
+        done = min(bisect_left(ends, stay.end - 1e-12), LAST)
         for frame in range(begins, done):
             growing[frame].append(_bar(left, top, max(0.4, box.x + ends[frame] * scale - left), thick))
         bar = Box(left, top, max(0.4, right - left), thick)
-        drawing.rect(bar, colour, tip=_stay_tip(stay), group=f"r{stay.request}", at=f"{done} {last}")
+        drawing.rect(bar, colour, tip=_stay_tip(stay), group=f"r{stay.request}", at=f"{done} {LAST}")
     for frame, bars in enumerate(growing):
         if bars:
             drawing.add(f'<path fill="{colour}" d="{"".join(bars)}" data-at="{frame} {frame}"/>')
@@ -224,42 +231,42 @@ def _bar(x: float, y: float, wide: float, high: float) -> str:
 
 
 def _draw_missed(drawing: Drawing, box: Box, stretch: Stretch, state: State, ends: Sequence[float]) -> None:
-    """The ground of the bars: hatched where a slot that is empty is wanted, frame by frame."""
-    scale, before = box.width / state.window, 0.0
+    """Hatch the background, frame by frame, where a seat is empty while a request waits."""
+    scale = box.width / state.window
+    before = 0.0
     spans = stretch.missed(state.slots)
     for frame, end in enumerate(ends):
         for start, stop in spans:
             left, right = max(start, before), min(stop, end)
             if right > left:
                 part = Box(box.x + left * scale, box.y, (right - left) * scale, box.height)
-                with drawing.layer(at=f"{frame} {FRAMES - 1}"):
+                with drawing.layer(at=f"{frame} {LAST}"):
                     drawing.rect(part, MISSED)
                     drawing.hatch(part, CARD, gap=8)
         before = end
 
 
 def _stay_tip(stay: Stay) -> str:
-    lasts = f"{stay.output_tokens} token{'s' * (stay.output_tokens > 1)}"
     waited = f"waited {seconds(stay.waited)}" if stay.waited >= 5e-4 else "did not wait"
-    return f"Request {stay.request + 1}: a prompt of {stay.prompt_tokens}, {waited}, then {lasts}."
+    prompt = f"a prompt of {counted(stay.prompt_tokens, 'token')}"
+    return f"Request {stay.request + 1}: {prompt}, {waited}, then {counted(stay.output_tokens, 'output token')}."
 
 
 def _draw_arrivals(drawing: Drawing, box: Box, state: State, ends: Sequence[float]) -> None:
-    """A tick for each request that comes, the same for both policies."""
-    drawing.text((MARGIN, box.y + 13), "they come", size=SMALL, colour=QUIET)
+    """Draw a tick for each arrival, the same for both policies."""
+    drawing.text((MARGIN, box.y + 13), "arrivals", size=SMALL, colour=QUIET)
     ticks: list[list[str]] = [[] for _ in ends]
-    for at in state.arrivals:
-        x = box.x + at / state.window * box.width
-        ticks[bisect_left(ends, at)].append(f"M{number(x)} {number(box.y + 4)}v9")
+    for time in state.arrivals:
+        x = box.x + time / state.window * box.width
+        ticks[bisect_left(ends, time)].append(f"M{number(x)} {number(box.y + 4)}v9")
     for frame, marks in enumerate(ticks):
         if marks:
-            drawing.add(
-                f'<path d="{"".join(marks)}" stroke="{INK}" stroke-width="1.2" data-at="{frame} {FRAMES - 1}"/>'
-            )
+            path = "".join(marks)
+            drawing.add(f'<path d="{path}" stroke="{INK}" stroke-width="1.2" data-at="{frame} {LAST}"/>')
 
 
 def _caption(state: State, now: float) -> str:
-    come = sum(at <= now for at in state.arrivals)
-    found = [(curve.name, curve.stretch.at(now)) for curve in state.curves]
-    held = "; ".join(f"{name}: {one.taken} in slots, {one.waiting} waiting" for name, one in found)
-    return f"{seconds(now)}: {come} have come; {held}"
+    arrived = sum(time <= now for time in state.arrivals)
+    moments = [(curve.name, curve.stretch.at(now)) for curve in state.curves]
+    held = "; ".join(f"{name}: {moment.taken} seated, {moment.waiting} waiting" for name, moment in moments)
+    return f"{seconds(now)}: {arrived} have arrived; {held}"

@@ -1,7 +1,7 @@
-"""The runs behind lesson 04's widget: 400 requests at each load, through the engine's scheduler, policy by policy.
+"""Run 400 requests at each load through the engine's scheduler, under each policy of lesson 04.
 
-Arrivals keep their pattern at every load and under both policies, only faster or slower. A step's time is that of
-Llama-3.1-8B on an H100, modelled. Load 1 is what the slots could serve if none ever stood empty.
+Arrivals keep their pattern at every load and under both policies, only faster or slower. The time of a step is
+modelled, for Llama-3.1-8B on an H100. Load 1 is what the seats could serve if none were ever empty.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from minivllm_simulate.virtual_clock import SimulatedRequest, Simulation, StepRe
 from minivllm_simulate.workloads import RequestLengths, Workload, gamma_arrivals
 
 REQUESTS, MEAN_OUTPUT, PROMPT = 400, 10, 16
-"""Answers are short, so that a run is soon computed: what a static batch wastes depends on their spread alone."""
+"""Answers are short, which makes a run fast: the waste of a static batch depends only on their spread."""
 LONGEST, LONGEST_PROMPT = 20 * MEAN_OUTPUT, 128
 POLICIES = ("static", "continuous")
 IN_WINDOW = 32
-"""Requests that full slots serve in the stretch of time that is drawn slot by slot."""
+"""Requests that full seats serve in the time that is drawn seat by seat."""
 PAUSE = 250
-"""Steps of a run between two pauses: a few milliseconds."""
+"""Steps between two pauses of a run, which take a few milliseconds."""
 PATIENCE = 2.0
-"""Seconds of the processor's time that the reader's own code may take for PAUSE steps."""
+"""CPU seconds that the reader's code may take for PAUSE steps."""
 SATURATED = math.inf
-"""The load under which all requests are there from the beginning."""
+"""The load at which all requests are there from the start."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What became of the requests at one load under one policy."""
+    """Record how the requests fared at one load under one policy."""
 
     ttfts: Sequence[float]
-    """Seconds to the first token, from the shortest."""
+    """Seconds to the first token, sorted."""
     queue: int
-    """Requests that wait when the last one has come."""
+    """Requests that wait when the last one has arrived."""
     most_running: int
 
     def ttft(self, share: float) -> float:
-        """Seconds within which this share of the requests has its first token."""
+        """Return the seconds within which this share of the requests has its first token."""
         return within(self.ttfts, share)
 
     def goodput(self, limit: float) -> float:
-        """Share of the requests that have their first token within `limit` seconds."""
+        """Return the share of the requests that have their first token within `limit` seconds."""
         return share_within(self.ttfts, limit)
 
 
 @dataclass(frozen=True)
 class Stay:
-    """A request in a slot, from the start of its first step to the end of its last; times in seconds."""
+    """Record a request in a seat, from the start of its first step to the end of its last, in seconds."""
 
     request: int
     slot: int
@@ -78,7 +78,7 @@ class Stay:
 
 @dataclass(frozen=True)
 class Moment:
-    """How things stood in a step."""
+    """Record seats and queue in a step."""
 
     start: float
     end: float
@@ -88,34 +88,34 @@ class Moment:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The first seconds of a run, slot by slot. `rows` are the slots, more where the reader's code takes more."""
+    """Record the first seconds of a run. `rows` are the seats, or more if the reader's code takes more."""
 
     stays: tuple[Stay, ...]
     moments: tuple[Moment, ...]
     rows: int
 
     def at(self, now: float) -> Moment:
-        """How things stand at `now`; with no step under way, nobody is there."""
-        found = next((one for one in reversed(self.moments) if one.start <= now), None)
-        return found if found and now <= found.end else Moment(now, now, 0, 0)
+        """Return seats and queue at `now`; between steps, both are empty."""
+        latest = next((moment for moment in reversed(self.moments) if moment.start <= now), None)
+        return latest if latest and now <= latest.end else Moment(now, now, 0, 0)
 
     def missed(self, slots: int) -> list[tuple[float, float]]:
-        """Spans of time in which a slot is empty though somebody waits."""
+        """Return the times at which a seat is empty while a request waits."""
         spans: list[tuple[float, float]] = []
-        for one in self.moments:
-            if one.waiting and one.taken < slots:
-                start = spans.pop()[0] if spans and one.start - spans[-1][1] < 1e-9 else one.start
-                spans.append((start, one.end))
+        for moment in self.moments:
+            if moment.waiting and moment.taken < slots:
+                joins = spans and moment.start - spans[-1][1] < 1e-9
+                spans.append((spans.pop()[0] if joins else moment.start, moment.end))
         return spans
 
     def used_while_waiting(self, slots: int) -> float:
-        """Share of the slots' time in use while somebody waits; 1 where nobody does."""
-        waited = [(one.end - one.start, one.taken) for one in self.moments if one.waiting]
+        """Return the used share of the seats' time while a request waits; 1 where none does."""
+        waited = [(moment.end - moment.start, moment.taken) for moment in self.moments if moment.waiting]
         return sum(s * taken for s, taken in waited) / (slots * sum(s for s, _ in waited)) if waited else 1.0
 
 
 class Experiment:
-    """All runs of one configuration. What has been run is kept, and a run that was left is taken up again."""
+    """Run one configuration at any load; results are kept, and an interrupted run goes on where it stopped."""
 
     def __init__(
         self, slots: int, spread: float, burstiness: float, work: Workload | None, schedule: Schedule | None
@@ -123,54 +123,54 @@ class Experiment:
         self.slots = slots
         self.lengths, self.note = _lengths(spread, work)
         self.schedule = schedule
-        self.outputs = [one.output_tokens for one in self.lengths]
+        self.outputs = [request.output_tokens for request in self.lengths]
         pattern = gamma_arrivals(1.0, REQUESTS, burstiness, seed=4)
-        self.pattern = [at / pattern[-1] for at in pattern]
-        """When each comes, as a share of the time until the last has come."""
+        self.pattern = [time / pattern[-1] for time in pattern]
+        """Arrival times as shares of the last one."""
         self.full_step = _cost().seconds(_full_step(self.lengths, slots))
         self.window = IN_WINDOW * statistics.mean(self.outputs) * self.full_step / slots
-        """Seconds that are drawn slot by slot."""
+        """Seconds that are drawn seat by seat."""
         self._at_loads = Runs(self._run_at)
-        """By policy and load."""
+        """Results by policy and load."""
         self._saturated = Runs(self._run_saturated)
-        """By policy: the load that it can carry without end."""
+        """The highest sustainable load by policy."""
         self._stretches: dict[tuple[str, float], Stretch] = {}
 
     @property
     def formula(self) -> float:
-        """What static batching uses of its slots: mean length / mean longest of a batch."""
+        """Return the share of its seats that static batching uses: mean length / mean longest of a batch."""
         batches = [self.outputs[i : i + self.slots] for i in range(0, REQUESTS, self.slots)]
         return sum(self.outputs) / (self.slots * sum(max(batch) for batch in batches))
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the output lengths over their mean."""
+        """Return the standard deviation of the output lengths over their mean."""
         return statistics.pstdev(self.outputs) / statistics.mean(self.outputs)
 
     def rate(self, load: float) -> float:
-        """Requests per second at this load."""
+        """Return the requests a second at this load."""
         return load * self.slots / (statistics.mean(self.outputs) * self.full_step)
 
     def arrivals(self, load: float) -> list[float]:
-        """Seconds at which the requests come."""
+        """Return the seconds at which the requests arrive."""
         last = REQUESTS / self.rate(load)
         return [share * last for share in self.pattern]
 
     def run(self, policy: str, load: float) -> Iterator[None]:
-        """Do a run, with pauses of the caller's; nothing if it is done."""
+        """Run this load in steps, unless it has been run."""
         yield from self._saturated.run(policy) if load == SATURATED else self._at_loads.run((policy, load))
 
     def ceiling(self, policy: str) -> float | None:
-        """The load that a policy can carry without end; None until it has run at SATURATED."""
+        """Return the highest load that a policy can sustain; None until it has been run at SATURATED."""
         return self._saturated.found.get(policy)
 
     def at_loads(self, policy: str, loads: Sequence[float]) -> dict[float, Point]:
-        """The runs at these loads that are done."""
-        found = self._at_loads.found
-        return {load: found[policy, load] for load in loads if (policy, load) in found}
+        """Return the results at those of these loads that have been run."""
+        points = self._at_loads.found
+        return {load: points[policy, load] for load in loads if (policy, load) in points}
 
     def stretch(self, policy: str, load: float) -> Stretch:
-        """The first seconds of a run."""
+        """Return the first seconds of a run."""
         key = policy, load
         if key not in self._stretches:
             steps = math.ceil(self.window / _cost().seconds(StepShape(1, 1, 1, 1)))
@@ -186,18 +186,19 @@ class Experiment:
         return self._ceiling(run.steps)
 
     def _run_at(self, key: tuple[str, float]) -> Generator[None, None, Point]:
-        run, load = (yield from self._served(*key)), key[1]
+        policy, load = key
+        run = yield from self._served(policy, load)
         last = self.arrivals(load)[-1]
         queue = next((step.num_waiting for step in reversed(run.steps) if step.start <= last), 0)
         self._stretches.setdefault(key, self._cut(run.steps, load))
         return Point(array("d", sorted(run.ttfts)), queue, max(step.num_running for step in run.steps))
 
     def _served(self, policy: str, load: float) -> Generator[None, None, Simulation]:
-        """All requests under this policy, with a pause every few milliseconds of work."""
+        """Serve all requests under this policy, pausing every few milliseconds of work."""
         parts = simulate_in_parts(
             self._work(load), self._config(policy), CACHE, _cost(), steps=PAUSE, scheduler=self._scheduler(policy)
         )
-        most = sum(one.total for one in self.lengths)  # every step moves somebody on by a token, or it leads nowhere
+        most = sum(request.total for request in self.lengths)  # each useful step advances a request by a token
         for _ in range(2 + most // PAUSE):
             with self._bound(policy):
                 run = next(parts)
@@ -207,41 +208,43 @@ class Experiment:
         raise MinivllmError(f"your schedule has not served {REQUESTS} requests after {most:,} steps")
 
     def _ceiling(self, steps: Sequence[StepRecord]) -> float:
-        """Tokens per second while somebody waits, as a share of what full slots make; beyond 1 is chance."""
+        """Return the token rate while requests wait, as a share of what full seats make; above 1 is chance."""
         full = [step for step in steps if step.num_waiting]
         rate = sum(step.shape.num_reqs for step in full) / sum(step.seconds for step in full)
         return min(1.0, rate * self.full_step / self.slots)
 
     def _cut(self, steps: Sequence[StepRecord], load: float) -> Stretch:
-        """What the first seconds of a run look like."""
+        """Cut the first seconds out of a run."""
         first = [step for step in steps if step.start < self.window]
         rows = max([self.slots, *(len(step.scheduled) for step in first)])
-        arrivals, stays = self.arrivals(load), []
+        arrivals = self.arrivals(load)
+        stays: list[Stay] = []
         for slot, row in enumerate(seat((step.scheduled for step in first), rows)):
-            for who, span in groupby(range(len(row)), row.__getitem__):
-                if who:
-                    stays.append(self._stay(int(who), slot, [first[index] for index in span], arrivals))
+            for request, span in groupby(range(len(row)), row.__getitem__):
+                if request:
+                    stays.append(self._stay(int(request), slot, [first[index] for index in span], arrivals))
         moments = tuple(
             Moment(step.start, step.start + step.seconds, len(step.scheduled), step.num_waiting) for step in first
         )
         return Stretch(tuple(stays), moments, rows)
 
     def _stay(self, request: int, slot: int, steps: Sequence[StepRecord], arrivals: Sequence[float]) -> Stay:
-        start, end, lengths = steps[0].start, steps[-1].start + steps[-1].seconds, self.lengths[request]
+        start, end = steps[0].start, steps[-1].start + steps[-1].seconds
+        lengths = self.lengths[request]
         return Stay(request, slot, start, end, start - arrivals[request], lengths.prompt_tokens, lengths.output_tokens)
 
     def _work(self, load: float) -> list[SimulatedRequest]:
         arrivals = [0.0] * REQUESTS if load == SATURATED else self.arrivals(load)
         return [
-            SimulatedRequest(one.prompt_tokens, one.output_tokens, at)
-            for one, at in zip(self.lengths, arrivals, strict=True)
+            SimulatedRequest(lengths.prompt_tokens, lengths.output_tokens, time)
+            for lengths, time in zip(self.lengths, arrivals, strict=True)
         ]
 
     def _config(self, policy: str) -> SchedulerConfig:
         return SchedulerConfig(
             max_model_len=LONGEST + LONGEST_PROMPT,
             max_num_seqs=self.slots,
-            max_num_batched_tokens=8192,  # ample: no prompt is cut
+            max_num_batched_tokens=8192,  # so large that no prompt is cut
             static_batching=policy == "static",
         )
 
@@ -255,14 +258,14 @@ class Experiment:
 
 
 CACHE = CacheConfig(num_gpu_blocks=REQUESTS + 2, block_size=512, enable_prefix_caching=False)
-"""Ample: a block for each request that there is."""
+"""Large enough for one block per request."""
 
 
 @lru_cache(maxsize=64)
 def experiment(
     slots: int, spread: float, burstiness: float, work: Workload | None = None, schedule: Schedule | None = None
 ) -> Experiment:
-    """The runs of this configuration, those done before included."""
+    """Return the runs of this configuration, including earlier ones."""
     return Experiment(slots, spread, burstiness, work, schedule)
 
 
@@ -272,31 +275,34 @@ def _cost() -> RooflineCost:
 
 
 def _full_step(lengths: Sequence[RequestLengths], slots: int) -> StepShape:
-    """The mean step of slots that are always full: a request is there for as many steps as it generates tokens."""
-    steps = sum(one.output_tokens for one in lengths)
-    tokens = sum(one.total - 1 for one in lengths)
-    later = sum(sum(range(one.prompt_tokens + 1, one.total)) for one in lengths)  # keys that decodes read
-    keys = later + sum(one.prompt_tokens for one in lengths)
-    pairs = later + sum(one.prompt_tokens * (one.prompt_tokens + 1) // 2 for one in lengths)
+    """Describe the mean step of full seats; a request takes as many steps as it generates tokens."""
+    steps = sum(request.output_tokens for request in lengths)
+    tokens = sum(request.total - 1 for request in lengths)
+    later = sum(sum(range(request.prompt_tokens + 1, request.total)) for request in lengths)  # decodes' keys
+    keys = later + sum(request.prompt_tokens for request in lengths)
+    pairs = later + sum(request.prompt_tokens * (request.prompt_tokens + 1) // 2 for request in lengths)
     return StepShape(slots, *(round(slots * count / steps) for count in (tokens, keys, pairs)))
 
 
 def _lengths(spread: float, work: Workload | None) -> tuple[list[RequestLengths], str]:
-    """Lengths of REQUESTS requests, and what was done to them if they are somebody's own."""
+    """Draw the lengths of all requests, and say how a workload's lengths were changed."""
     if work is not None:
         return _scaled(work)
     if spread == 0:
         return [RequestLengths(PROMPT, MEAN_OUTPUT)] * REQUESTS, ""
-    draw, shape = random.Random(7), 1 / spread**2
+    draw = random.Random(7)
+    shape = 1 / spread**2
     outputs = (round(draw.gammavariate(shape, MEAN_OUTPUT / shape)) for _ in range(REQUESTS))
     return [RequestLengths(PROMPT, min(LONGEST, max(1, output))) for output in outputs], ""
 
 
 def _scaled(work: Workload) -> tuple[list[RequestLengths], str]:
     drawn = work.sample(REQUESTS)
-    factor = statistics.mean(one.output_tokens for one in drawn) / MEAN_OUTPUT
+    factor = statistics.mean(request.output_tokens for request in drawn) / MEAN_OUTPUT
     scaled = [
-        RequestLengths(min(LONGEST_PROMPT, one.prompt_tokens), min(LONGEST, max(1, round(one.output_tokens / factor))))
-        for one in drawn
+        RequestLengths(
+            min(LONGEST_PROMPT, each.prompt_tokens), min(LONGEST, max(1, round(each.output_tokens / factor)))
+        )
+        for each in drawn
     ]
     return scaled, f"lengths of {work.title}: outputs divided by {factor:.3g}, prompts cut at {LONGEST_PROMPT}"

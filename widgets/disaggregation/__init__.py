@@ -1,10 +1,10 @@
-"""Lesson 08's widget: whether two pools of GPUs bear more than one with the best chunk, over the rate.
+"""Show whether two pools of GPUs handle more than one pool with the best chunk, as the rate grows.
 
-The engine's own scheduler decides every step of every engine, on one virtual clock; a step's time is that of
-`minivllm_simulate.layouts`, a transfer's that of `minivllm_simulate.kv_links`. What is left out: proxy, tokenizer,
-sockets, handshakes.
+The engine's own scheduler decides every step of every engine, on one virtual clock. `minivllm_simulate.layouts` models
+the time of a step, and `minivllm_simulate.kv_links` that of a transfer. The model leaves out proxy, tokenizer, sockets
+and handshakes.
 
-The picture in the lesson's text: `uv run python -P -m widgets disaggregation lessons/figures/08_goodput.svg`
+Draw the lesson's figure with `uv run python -P -m widgets disaggregation lessons/figures/08_goodput.svg`.
 """
 
 from __future__ import annotations
@@ -31,54 +31,57 @@ from widgets.disaggregation.state import (
     State,
     sweep,
 )
-from widgets.shell.knobs import choice, steps, switch
+from widgets.shell.advice import Rule, at_least, at_most, progress, use
+from widgets.shell.knobs import choice, labelled, steps, switch
 from widgets.shell.lesson_widget import LessonWidget
 from widgets.shell.plot import seconds, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 ALIKE = 1.05
-"""Below this ratio of two goodputs, another seed may turn it round."""
+"""The ratio of two goodputs below which another seed may reverse their order."""
 LINK_NAMES = tuple(LINKS)
 DEFAULT_BUDGET = 8192
-"""Of `vllm serve` v0.33.0 on an H100."""
+"""The default of `vllm serve` v0.33.0 on an H100."""
 
 
 def verdict(state: State) -> Verdict:
-    """What this rate means for the two pools, and what they are against one, in one line."""
+    """Say in one sentence or two whether two pools handle this rate, and how they compare with one pool."""
     mine = state.mine
     if mine.refused:
         return Verdict(f"{state.model} does not fit on {state.gpu}: {mine.refused}.", "broken")
     if state.rate not in mine.points:
-        return Verdict(f"Requests are being served, {state.rate:g} a second.", "tight")
+        return Verdict(f"Still serving the requests, {state.rate:g} a second.", "tight")
     share = f"{mine.share(state.rate):.0%} are in time"
     if mine.breaks(state.rate):
-        why, too_many = cause_words(mine.cause_at(state.rate), state), f"{state.rate:g} requests a second are too many"
+        why = cause_words(mine.cause_at(state.rate), state)
+        too_many = f"{state.rate:g} requests a second are too many for {mine.name}"
         if mine.share(state.rate) >= SHARE:
-            share = f"Of the first {state.work.counted} requests {share}, and then fewer and fewer"
-            return Verdict(f"{too_many} for {mine.name} in the long run: {why}. {share}.", "broken")
-        return Verdict(f"{too_many} for {mine.name}: {why}. {share}.", "broken")
+            first = f"Of the first {state.work.counted} requests {share}, then fewer and fewer"
+            return Verdict(f"{too_many} in the long run: {why}. {first}.", "broken")
+        return Verdict(f"{too_many}: {why}. {share}.", "broken")
     if not state.known:
-        return Verdict(f"{mine.name} bear this: {share}.", "tight")
+        return Verdict(f"{mine.name} handle this: {share}.", "tight")
     return _compared(state, share)
 
 
 def _compared(state: State, share: str) -> Verdict:
     mine, both = state.mine, state.both
-    chunks = f"in chunks of {tokens(both.budget)}"
-    bears = f"{mine.name} bear {mine.goodput:.3g} a second, and {both.gpus} that do both, {chunks}, {both.goodput:.3g}"
+    pools = f"{mine.name} handle {mine.goodput:.3g} a second"
+    one = f"{both.gpus} that do both, in chunks of {tokens(both.budget)}, handle {both.goodput:.3g}"
     if state.gain >= ALIKE:
-        times = f"{state.gain:.2f} times as much" if state.gain < math.inf else "more than nothing"
-        return Verdict(f"Two pools pay: {bears}, so {times}. Here {share}.", "fine")
+        times = f" That is {state.gain:.2f} times as much." if state.gain < math.inf else ""
+        return Verdict(f"Two pools pay: {pools}, and {one}.{times} Here {share}.", "fine")
     if state.gain <= 1 / ALIKE:
         why = cause_words(mine.cause, state)
-        return Verdict(f"Two pools lose: {bears}. Then {why}. Here {share}.", "tight")
-    return Verdict(f"It makes no difference: {bears}. Here {share}.", "tight")
+        return Verdict(f"Two pools lose: {pools} before {why}, and {one}. Here {share}.", "tight")
+    return Verdict(f"It makes no difference: {pools}, and {one}. Here {share}.", "tight")
 
 
 def command(state: State) -> str:
-    """Both kinds of servers, the proxy before them, and the load."""
+    """Write the commands of both kinds of servers and of their proxy, and that of the load as a comment."""
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{state.model}")))
-    mine, work = state.mine, state.work
+    mine = state.mine
+    work = state.work
     many = {"prefill": mine.prefill, "decode": mine.gpus - mine.prefill}
     urls = {
         kind: " ".join(f"http://{kind}{index}:8000" for index in range(1, count + 1)) for kind, count in many.items()
@@ -91,7 +94,7 @@ def command(state: State) -> str:
             f"vllm serve {name} --max-num-batched-tokens {PREFILL_BUDGET} {_transfer('kv_producer')}",
             f"# On the other {many['decode']}:",
             f"vllm serve {name} {_transfer('kv_consumer')}",
-            "# In front of them, where requests come in:",
+            "# In front of them, as the address for clients:",
             f"minivllm proxy --prefill {urls['prefill']} --decode {urls['decode']}",
             f"# vllm bench serve --model {name} --dataset-name random --random-input-len {work.prompt} \\",
             f"#   --random-output-len {work.output} --ignore-eos --request-rate {state.rate:g} --goodput {goal}",
@@ -107,106 +110,101 @@ def _transfer(role: str) -> str:
 # ---- the challenges
 
 
-def _wanted(
-    state: State, asked: list[tuple[bool, str]], met: bool, words: str, mend: str, model: str = "Llama-3.1-8B"
+def _progress(
+    state: State, rules: list[Rule], met: bool, words: str, advice: str, model: str = "Llama-3.1-8B"
 ) -> Progress:
-    """`asked` is what the goal fixes, the first wrong one is said; `mend` is the advice where all that is right."""
-    fixed = [
-        (state.model != model, f"Model: {model} is asked for."),
-        (state.gpu != "H100", "GPU: H100 is asked for."),
-        (state.mine.gpus != 4, f"Prefill, Decode: {state.mine.gpus} GPUs, and 4 are asked for."),
-        *asked,
-    ]
-    wrong = next((said for is_wrong, said in fixed if is_wrong), "")
-    if wrong:
-        return Progress(False, words, wrong)
-    if not state.known:
-        return Progress(False, words, "The requests are being served.")
-    return Progress(met, words, "" if met else mend)
+    return progress(
+        words,
+        use(model, state.model == model),
+        use("an H100", state.gpu == "H100"),
+        use("4 GPUs in all, prefill and decode together", state.mine.gpus == 4),
+        *rules,
+        (not state.known, "Wait: the requests are still being served."),
+        (not met, advice),
+    )
 
 
 def _words(state: State) -> str:
-    known = f"; {state.gain:.2f} times what as many bear that do both" if state.known and not state.mine.refused else ""
-    return f"{state.mine.name} {state.gpu} over {state.link}{known}."
+    known = state.known and not state.mine.refused
+    gain = f"; {state.gain:.2f} times what as many GPUs handle that do both" if known else ""
+    return f"{state.mine.name} {state.gpu} over {state.link}{gain}."
 
 
 def _untuned(state: State) -> Progress:
-    asked = [
-        (state.work.prompt < 1024, f"Prompt: use 1K or more (now {tokens(state.work.prompt)})."),
-        (state.budget != DEFAULT_BUDGET, f"Chunks: use {tokens(DEFAULT_BUDGET)}, vLLM's default."),
-        (state.mine.goodput == 0, "First token in: no request is in time at any rate. Give it longer."),
+    rules = [
+        at_least("the prompt", state.work.prompt, 1024, tokens),
+        use(f"chunks of {tokens(DEFAULT_BUDGET)}, vLLM's default", state.budget == DEFAULT_BUDGET),
+        (state.mine.goodput == 0, "Raise the TTFT limit: no request is in time at any rate."),
     ]
-    mend = "Tokens each, Decode: a step with a whole prompt is long, so ask for each token sooner, and let GPUs decode."
-    return _wanted(state, asked, state.gain >= 1.5, _words(state), mend)
+    advice = "Lower the TPOT limit and raise decode: steps with a whole prompt in them become too long."
+    return _progress(state, rules, state.gain >= 1.5, _words(state), advice)
 
 
 def _close(state: State) -> Progress:
-    asked = [
-        (state.work.prompt < 2048, f"Prompt: use 2K or more (now {tokens(state.work.prompt)})."),
-        (state.budget != TUNED, "Chunks: use the best."),
-        (state.mine.goodput == 0, "First token in, Tokens each: no request is in time at any rate. Give it longer."),
+    rules = [
+        at_least("the prompt", state.work.prompt, 2048, tokens),
+        use("the best chunks", state.budget == TUNED),
+        (state.mine.goodput == 0, "Raise the TTFT limit or the TPOT limit: no request is in time at any rate."),
     ]
-    mend = (
-        "Prefill, Decode, Output: make answers short, let nearly all GPUs prefill, and leave the prompts time to wait."
-    )
-    return _wanted(state, asked, state.gain >= 0.8, _words(state), mend)
+    advice = "Lower the output, raise prefill and lower decode, and raise the TTFT limit so that prompts can wait."
+    return _progress(state, rules, state.gain >= 0.8, _words(state), advice)
 
 
 def _slow_link(state: State) -> Progress:
     mine = state.mine
     words = f"{mine.name} over {state.link}, {'layer by layer' if state.layer_wise else 'whole prompts'}."
-    asked = [
-        (state.work.prompt < 2048, f"Prompt: {tokens(state.work.prompt)} tokens, and 2,048 are asked for."),
-        (state.work.output < 64, f"Output: {state.work.output} tokens, and 64 are asked for."),
-        (LINKS[state.link].bandwidth > 25e9 / 8, f"Link: {state.link}, and at most 25 Gb/s are asked for."),
-        (state.objective.ttft > 0.2, "First token in: 200 ms are asked for."),
-        (state.rate < 5, f"Rate: {state.rate:g} a second, and 5 are asked for."),
+    rules = [
+        at_least("the prompt", state.work.prompt, 2048, tokens),
+        at_least("the output", state.work.output, 64),
+        use("a link of at most 25 Gb/s", LINKS[state.link].bandwidth <= 25e9 / 8),
+        at_most("the TTFT limit", state.objective.ttft, 0.2, seconds),
+        at_least("the rate", state.rate, 5),
     ]
     point = mine.points.get(state.rate)
-    mend = {
-        "tpot": "Tokens each: they come too late. Give each token longer, or let more GPUs decode.",
-        "queue": "Prefill: prompts wait. More of the GPUs must prefill.",
+    advice = {
+        "tpot": "Raise the TPOT limit or decode: tokens come too late.",
+        "queue": "Raise prefill: prompts wait for a GPU.",
     }.get(
         point.cause(state.objective) if point else "",
-        f"Layer by layer, Prefill, Decode: a prompt holds the link for {seconds(state.transfer.seconds)}. Begin while "
-        "it is computed, and let as many GPUs receive as send: each brings a link.",
+        f"Send layer by layer, and balance prefill and decode: a prompt holds the link for "
+        f"{seconds(state.transfer.seconds)}, and each GPU brings a link.",
     )
-    return _wanted(state, asked, bool(point) and not mine.breaks(state.rate), words, mend, "Qwen3-14B")
+    return _progress(state, rules, bool(point) and not mine.breaks(state.rate), words, advice, "Qwen3-14B")
 
 
 CHALLENGES = (
     Challenge(
-        "Four H100, Llama-3.1-8B, prompts of 1,024 tokens or more, vLLM's chunk of 8,192: find where two pools bear "
-        "1.5 times what the same four bear that do both.",
+        "Take four H100, Llama-3.1-8B, prompts of at least 1,024 tokens and vLLM's chunk of 8,192. Find where two "
+        "pools handle 1.5 times what the same four GPUs handle that do both.",
         _untuned,
-        "Where each token's time binds, a whole prompt in a decoding step costs goodput. Two pools need no budget.",
+        "Where the TPOT limit is tight, a whole prompt in a decode step costs goodput. Two pools need no budget.",
     ),
     Challenge(
-        "The same four GPUs, prompts of 2,048 tokens or more, the best chunk: find where two pools bear at least 0.8 "
-        "of what the four bear that do both.",
+        "Take the same four GPUs, prompts of at least 2,048 tokens and the best chunk. Find where two pools handle at "
+        "least 0.8 of what the four GPUs handle that do both.",
         _close,
-        "A chunk that fits into the time a step waits for memory is free. Two pools give that up; least is lost where "
+        "A chunk that fits into the time a step waits for memory is free. Two pools give that up, and lose least where "
         "prompts may wait and there is little to decode.",
     ),
     Challenge(
-        "Four H100, Qwen3-14B, prompts of 2,048 tokens, 64 out, linked by 25 Gb/s: bear 5 requests a second with first "
-        "tokens within 200 ms.",
+        "Take four H100, Qwen3-14B, prompts of 2,048 tokens, 64 out, and links of 25 Gb/s. Handle 5 requests a second "
+        "with first tokens within 200 ms.",
         _slow_link,
-        "A transfer that is longer than the prefill cannot be hidden. Layer by layer only the excess is seen.",
+        "A transfer that is longer than the prefill cannot be hidden. Layer by layer, clients only see the excess.",
     ),
 )
 GUESS = Guess(
-    "A token must come every 7.5 ms. Two GPUs that prefill and two that decode, or four that do both in chunks of the "
-    "best size: which bear more?",
+    "Each output token may take 7.5 ms. Two GPUs that prefill and two that decode, or four that do both in chunks of "
+    "the best size: which handle more?",
     (
-        "those that do both, about twice as much",
+        "the four that do both, about twice as much",
         "about the same",
         "two and two, by a third",
         "two and two, twice as much",
     ),
     0,
-    "A step that decodes waits for memory, and a chunk of some 200 tokens is computed meanwhile. So those that do both "
-    "compute prompts all the time, where half of two and two never do. Try vLLM's default chunk of 8,192.",
+    "A decode step waits for memory, and meanwhile computes a chunk of some 200 tokens for free. So the four that do "
+    "both prefill all the time, while half of the two pools never do. Try vLLM's default chunk of 8,192.",
 )
 
 # ---- the knobs
@@ -217,23 +215,23 @@ COUNTS = list(range(1, MOST_OF_A_KIND + 1))
 KNOBS = {
     "The load": {
         "rate": steps("Rate", [(f"{rate:g}", rate) for rate in RATES], START["rate"], "requests a second, in all"),
-        "ttft": steps("First token in", TTFTS, START["ttft"], f"the service level, for {SHARE:.0%} of the requests"),
-        "tpot": steps("Tokens each", TPOTS, START["tpot"], "the service level: time per output token"),
+        "ttft": steps("TTFT limit", TTFTS, START["ttft"], f"time to first token of {SHARE:.0%} of the requests"),
+        "tpot": steps("TPOT limit", TPOTS, START["tpot"], f"time per output token of {SHARE:.0%} of the requests"),
     },
     "The GPUs": {
         "prefill": steps("Prefill", COUNTS, START["prefill"], "GPUs that compute prompts"),
-        "decode": steps("Decode", COUNTS, START["decode"], "GPUs that generate"),
-        "link": steps("Link", list(LINK_NAMES), START["link"], "of each GPU: keys and values go over it"),
+        "decode": steps("Decode", COUNTS, START["decode"], "GPUs that generate tokens"),
+        "link": steps("Link", list(LINK_NAMES), START["link"], "of each GPU, for keys and values"),
         "layer_wise": switch("Layer by layer", START["layer_wise"], "send a layer as soon as it is computed"),
         "budget": steps(
-            "Chunks", [("best", TUNED), *((tokens(one), one) for one in BUDGETS)], START["budget"],
-            "tokens in a step of the GPUs that do both: max_num_batched_tokens",
+            "Chunks", [("best", TUNED), *labelled(BUDGETS, tokens)], START["budget"],
+            "tokens per step of the GPUs that do both: max_num_batched_tokens",
         ),
-        "gpu": choice("GPU", list(GPUS), START["gpu"], "whose memory and rates"),
+        "gpu": choice("GPU", list(GPUS), START["gpu"], "sets memory, bandwidth and FLOP/s"),
     },
     "The requests": {
-        "model": choice("Model", list(MODELS), START["model"], "what is served, one engine on each GPU, in 16 bits"),
-        "prompt": steps("Prompt", [(tokens(one), one) for one in PROMPTS], START["prompt"], "tokens of each prompt"),
+        "model": choice("Model", list(MODELS), START["model"], "one engine on each GPU, in 16 bits"),
+        "prompt": steps("Prompt", labelled(PROMPTS, tokens), START["prompt"], "tokens of each prompt"),
         "output": steps("Output", list(OUTPUTS), START["output"], "tokens of each answer"),
     },
 }  # fmt: skip
@@ -248,7 +246,7 @@ SPEC = Spec(
         "Too few decode": {"prefill": 3, "decode": 1},
         "A slow link": {"link": "10 Gb/s", "prompt": 2048, "rate": 10.0},
         "No hurry": {"tpot": 0.05, "ttft": 1.0, "rate": 80.0},
-        "A chunk that nobody tuned": {"budget": DEFAULT_BUDGET, "rate": 28.0},
+        "An untuned chunk": {"budget": DEFAULT_BUDGET, "rate": 28.0},
     },
     sweep=sweep,
     figure=figure,
@@ -256,10 +254,10 @@ SPEC = Spec(
     command=command,
     challenges=CHALLENGES,
     guess=GUESS,
-    own={"connector": "decides whom to wait for and whose blocks to keep"},
+    own={"connector": "decides which requests wait and whose blocks are kept"},
 )
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget; `connector=` is your own `ConnectorScheduler` from exercise 08."""
+    """Show the widget; `connector=` takes your `ConnectorScheduler` from exercise 08."""
     return LessonWidget(SPEC, **knobs)

@@ -1,4 +1,4 @@
-"""The picture of lesson 08's widget: who is in time over the rate, what each split bears, and where the time goes."""
+"""Draw lesson 08's picture: requests in time against the rate, each split's goodput, and where the time goes."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.disaggregation.state import LADDER, RATES, TUNED, Side, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, seconds, tokens
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
+from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.shell.theme import MID
 
-RATE, SHARES = Scale(RATES[0], RATES[-1], log=True), Scale(0, 1)
+RATE = Scale(RATES[0], RATES[-1], log=True)
+SHARES = Scale(0, 1)
 TICKS = (1, 3, 10, 30, 100, 300)
 ROW, NAMES = 19, 92
 TIMES = (
-    ("queue", "waits for a GPU", ORANGE),
+    ("queue", "wait for a GPU", ORANGE),
     ("prefill", "prefill", BLUE),
-    ("room", "waits for blocks", PURPLE),
+    ("room", "wait for blocks", PURPLE),
     ("link", "link", VERMILLION),
     ("decode", "first step", SKY),
 )
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Requests in time over the rate; beside it what each split bears; below, the way to the first token."""
+    """Draw requests in time against the rate, each split's goodput beside it, and the time to first token below."""
     many = state.mine.gpus
-    drawing = Drawing(
-        width, 0, f"{state.model} on {many} {state.gpu}", f"Requests in time over the rate, {state.mine.name} GPUs"
-    )
-    off = f", {state.error}" if state.error else ""
+    description = f"Requests in time against the rate, {state.mine.name} GPUs"
+    drawing = Drawing(width, 0, f"{state.model} on {many} {state.gpu}", description)
+    error = f", {state.error}" if state.error else ""
     note = (
         f"{state.model} on {many} {state.gpu}, {tokens(state.work.prompt)} tokens in and {state.work.output} out; "
         f"in time: first token within {seconds(state.objective.ttft)}, then one every {seconds(state.objective.tpot)}; "
-        f"all that do both take {chunk_words(state)}; "
-        f"modelled{off}"
+        f"those that do both take {chunk_words(state)}; "
+        f"modelled{error}"
     )
-    y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "Who is in time") + 18), note, width - 2 * MARGIN)
+    y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "Requests in time") + 18), note, width - 2 * MARGIN)
     y = draw_keys(drawing, y + 20, _keys(state)) - 20
     wide = width >= WIDE
     left = Box(52, y + 50, round(width * (0.56 if wide else 1)) - 52 - (0 if wide else MARGIN), 170)
@@ -51,11 +51,11 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 
 def chunk_words(state: State) -> str:
-    """The budget of those that do both."""
+    """Name the chunk of the GPUs that do both."""
     chunk = f"chunks of {tokens(state.both.budget)}"
     if state.budget != TUNED:
         return chunk
-    return f"{chunk}, the best of {len(LADDER)}" if state.is_tuned else "the best chunk, which is being looked for"
+    return f"{chunk}, the best of {len(LADDER)}" if state.is_tuned else "the best chunk, still being searched"
 
 
 def _keys(state: State) -> list[Key]:
@@ -86,7 +86,7 @@ def _draw_shares(axes: Axes, state: State, pinned: State | None) -> None:
     if pinned and pinned.mine.points:
         axes.pinned(pinned.mine.rates, [pinned.mine.share(rate) for rate in pinned.mine.rates])
     axes.mark_y(SHARE, "", GREEN)
-    with axes.drawing.answer():  # where both lines stand, the guess is answered
+    with axes.drawing.answer():  # both lines together answer the guess
         _draw_line(axes, state.both, ORANGE, "7 4", 2.0)
         _draw_tips(axes, state)
     _draw_line(axes, mine, BLUE, "", 2.5)
@@ -99,7 +99,7 @@ def _draw_line(axes: Axes, side: Side, colour: str, dash: str, wide: float) -> N
 
 
 def _draw_tips(axes: Axes, state: State) -> None:
-    """What the pointer asks for: the figures of the nearest rate, anywhere in the plot."""
+    """Show the figures of the nearest rate, anywhere in the plot."""
     rates = sorted({*state.mine.points, *state.both.points})
     for rate, strip in axes.strips(rates):
         axes.drawing.rect(strip, "transparent", tip=f"{rate:g} requests a second. {_share_words(state, rate)}")
@@ -109,40 +109,40 @@ def _share_words(state: State, rate: float) -> str:
     parts = []
     for side in (state.mine, state.both):
         if rate in side.points:
-            first, following = side.points[rate].late(state.objective)
-            late = f"first tokens late for {first:.0%}, following ones for {following:.0%}"
+            first, later = side.points[rate].late(state.objective)
+            late = f"first tokens late for {first:.0%}, later ones for {later:.0%}"
             parts.append(f"{side.name}: {side.share(rate):.0%} in time; {late}.")
     return " ".join(parts)
 
 
 def edge_words(side: Side, state: State) -> str:
-    """Where a split breaks, and by what."""
+    """Say where a split breaks, and why."""
     where = f"at {side.goodput:.3g}" if side.goodput > RATES[0] else f"below {RATES[0]:g}"
     return f"breaks {where}: {cause_words(side.cause, state)}"
 
 
 def cause_words(cause: str, state: State) -> str:
-    """What goes wrong."""
+    """Say what goes wrong."""
     return {
         "queue": "prompts wait for a GPU that prefills",
-        "prefill": f"a prompt takes too long for {seconds(state.objective.ttft)}",
-        "room": "no blocks are free where it decodes",
+        "prefill": f"a prefill alone takes over {seconds(state.objective.ttft)}",
+        "room": "the decode GPUs have no free blocks",
         "link": "the link is too slow",
-        "decode": "places are taken where it decodes",
-        "tpot": f"tokens take over {seconds(state.objective.tpot)} where it decodes",
-        "ttft": f"first tokens come after {seconds(state.objective.ttft)}",
-        "": "nothing does",
+        "decode": "all seats of the decode GPUs are taken",
+        "tpot": f"decoding takes over {seconds(state.objective.tpot)} a token",
+        "ttft": f"first tokens take over {seconds(state.objective.ttft)}",
+        "": "nothing breaks",
     }[cause]
 
 
-# ---- what each split bears
+# ---- each split's goodput
 
 
 def _draw_splits(drawing: Drawing, state: State, box: Box) -> float:
-    """A bar for each split, and one for GPUs that do both; returns the y below."""
+    """Draw a bar for each split, and one for GPUs that do both; return the y below."""
     title = "Goodput per GPU"
-    drawing.text((box.x, box.y), title, size=14.5, bold=True)
-    after = box.x + text_width(title, 14.5) * 1.08 + 16
+    drawing.text((box.x, box.y), title, size=HEADING, bold=True)
+    after = box.x + text_width(title, HEADING) * 1.08 + 16
     if after + text_width("requests a second", SMALL) <= box.right:
         drawing.text((after, box.y), "requests a second", size=SMALL, colour=QUIET)
     sides = [*state.splits, state.both]
@@ -161,13 +161,13 @@ def _draw_bar(drawing: Drawing, state: State, side: Side, box: Box, most: float)
     with drawing.answer():
         wide = side.per_gpu / most * room if side.is_found else 0.0
         colour = BLUE if mine else ORANGE if not side.prefill else MID
-        tip = f"{side.name}: {side.goodput:.3g} requests a second in all; then {cause_words(side.cause, state)}"
+        tip = f"{side.name}: {side.goodput:.3g} requests a second in all, until {cause_words(side.cause, state)}"
         drawing.rect(Box(box.x + NAMES, box.y + 3, wide, ROW - 6), colour, tip=tip)
         drawing.text((box.x + NAMES + wide + 6, box.y + 13), goodput_words(side), size=SMALL)
 
 
 def goodput_words(side: Side) -> str:
-    """Requests a second and GPU."""
+    """Format the requests a second and GPU."""
     if side.refused:
         return "does not fit"
     if not side.is_found:
@@ -176,40 +176,43 @@ def goodput_words(side: Side) -> str:
 
 
 def transfer_words(state: State) -> str:
-    """One prompt's transfer beside its prefill."""
-    one = state.transfer
-    sent = f"{one.num_bytes / 1e6:,.0f} MB over {state.link}: {seconds(one.seconds)}; prefill: {seconds(one.prefill)}"
-    return f"A prompt's keys and values, {sent}."
+    """Compare one prompt's transfer with its prefill."""
+    transfer = state.transfer
+    size = f"{transfer.num_bytes / 1e6:,.0f} MB"
+    return (
+        f"A prompt's keys and values: {size}, {seconds(transfer.seconds)} over {state.link}; its prefill takes "
+        f"{seconds(transfer.prefill)}."
+    )
 
 
-# ---- the way to the first token
+# ---- the time to first token
 
 
 def _draw_times(drawing: Drawing, state: State, y: float) -> float:
-    """What the time to first token is made of at this rate; returns the y of the last line."""
-    title = f"The way to the first token, at {state.rate:g} a second"
-    drawing.text((MARGIN, y), title, size=14.5, bold=True)
+    """Draw what the time to first token is made of at this rate; return the y of the last line."""
+    title = f"The time to first token, at {state.rate:g} a second"
+    drawing.text((MARGIN, y), title, size=HEADING, bold=True)
     if state.rate not in state.mine.points:
-        words = "Nobody is served." if state.mine.refused else "Requests are being served."
+        words = "Nothing is served." if state.mine.refused else "Still serving the requests."
         return drawing.paragraph((MARGIN, y + 20), words, drawing.width - 2 * MARGIN)
     served = state.mine.points[state.rate]
     segments = [
         Segment(seconds(served.mean(part)), served.mean(part), colour, f"{name}: {seconds(served.mean(part))}")
         for part, name, colour in TIMES
     ]
-    whole = sum(segment.value for segment in segments)
+    mean = sum(segment.value for segment in segments)
     box = Box(MARGIN, y + 10, drawing.width - 2 * MARGIN, 22)
-    total = max(whole, state.objective.ttft) * 1.02
+    total = max(mean, state.objective.ttft) * 1.02
     stacked_bar(drawing, box, segments, total)
     at = box.x + state.objective.ttft / total * box.width
     drawing.line((at, box.y - 3), (at, box.bottom + 3), colour=GREEN, width=2)
-    allowed = f"{seconds(state.objective.ttft)} allowed"
-    left = at + text_width(allowed, SMALL) + 10 > box.right
+    label = f"limit {seconds(state.objective.ttft)}"
+    left = at + text_width(label, SMALL) + 10 > box.right
     with drawing.on_top():
         place = (at - 6 if left else at + 6, box.y + 15)
-        drawing.text(place, allowed, size=SMALL, colour=GREEN, anchor="end" if left else "start", halo=True)
+        drawing.text(place, label, size=SMALL, colour=GREEN, anchor="end" if left else "start", halo=True)
     keys = [Segment(name, 0, colour) for _, name, colour in TIMES]
-    says = f"on average {seconds(whole)}"
-    if MARGIN + text_width(title, 14.5) * 1.1 + text_width(says, SMALL) < box.right:
-        drawing.text((box.right, y), says, size=SMALL, colour=QUIET, anchor="end")
+    note = f"on average {seconds(mean)}"
+    if MARGIN + text_width(title, HEADING) * 1.1 + text_width(note, SMALL) < box.right:
+        drawing.text((box.right, y), note, size=SMALL, colour=QUIET, anchor="end")
     return legend(drawing, (MARGIN, box.bottom + 18), keys, drawing.width - 2 * MARGIN) - 19

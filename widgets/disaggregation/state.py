@@ -1,4 +1,4 @@
-"""The state of lesson 08's widget: who is in time over the rate, in two pools and in one, and where each breaks."""
+"""Compute the state of lesson 08's widget: requests in time against the rate, with two pools and with one."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from widgets.shell.swept import patient
 MODELS = ("Llama-3.2-3B", "Llama-3.1-8B", "Llama-2-13b-hf", "Qwen3-14B", "Qwen3-32B")
 GPUS = ("A100-80", "H100", "H200", "B200", "MI300X")
 MOST_OF_A_KIND = 3
-PROMPTS, OUTPUTS, BUDGETS = (256, 512, 1024, 2048, 4096), (16, 64, 128, 256), (256, 512, 1024, 2048, 8192)
+PROMPTS = (256, 512, 1024, 2048, 4096)
+OUTPUTS = (16, 64, 128, 256)
+BUDGETS = (256, 512, 1024, 2048, 8192)
 TUNED = 0
-"""In place of a budget: the best of `LADDER`."""
+"""Stands for the best budget of `LADDER`."""
 LADDER = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 2048, 8192)
 RATES = (
     1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 56.0, 80.0, 112.0, 160.0, 224.0, 320.0, 450.0,
@@ -34,7 +36,7 @@ RATES = (
 )  # fmt: skip
 """Requests a second, over all GPUs."""
 COUNTED = 60
-"""Requests that are looked at in a run."""
+"""Requests that count in a run."""
 MOST = {"rate": 1e4, "prefill": 8, "decode": 8, "prompt": 8192, "output": 1024, "budget": 65536, "ttft": 1e3,
         "tpot": 1e3}  # fmt: skip
 START = {
@@ -45,30 +47,30 @@ START = {
 
 @dataclass(frozen=True)
 class Side:
-    """Some GPUs, at every rate that has been run so far."""
+    """Hold the results of some GPUs at every rate that has been run so far."""
 
     prefill: int
-    """Of them, those that prefill; 0: each does both."""
+    """GPUs that prefill; 0 means that each GPU does both."""
     gpus: int
     points: Mapping[float, Served]
     objective: Objective
     bound: float
-    """A rate that cannot be exceeded for long."""
+    """A rate that they cannot exceed for long."""
     bound_by: str = ""
-    """What is busy all the time at that rate, in the words of `Served.cause`."""
+    """What is busy all the time at that rate, as `Served.cause` names it."""
     budget: int = 0
-    """Tokens of a step, where each GPU does both."""
+    """Tokens per step, where each GPU does both."""
     refused: str = ""
-    """Why the model does not fit; empty where it does."""
+    """Why the model does not fit, or ""."""
 
     @property
     def name(self) -> str:
-        """How many prefill and how many decode."""
+        """Name the numbers of GPUs that prefill and decode."""
         return f"{self.prefill} + {self.gpus - self.prefill}" if self.prefill else f"{self.gpus} that do both"
 
     @cached_property
     def rates(self) -> list[float]:
-        """The rates that have been run."""
+        """Return the rates that have been run."""
         return sorted(self.points)
 
     @cached_property
@@ -76,28 +78,28 @@ class Side:
         return {rate: self.points[rate].attainment(self.objective) for rate in self.rates}
 
     def share(self, rate: float) -> float:
-        """Of the requests at a rate that has been run, those that were in time."""
+        """Return the share of the requests in time at a rate that has been run."""
         return self._shares[rate]
 
     def breaks(self, rate: float) -> bool:
-        """Whether too few are in time, at a rate that has been run."""
+        """Return whether too few requests are in time at a rate that has been run."""
         return self.share(rate) < SHARE or rate > self.bound
 
     def is_flat_at(self, rate: float) -> bool:
-        """Whether as many are in time at the rates on both sides that have been run, so the line is right between."""
+        """Return whether the neighbouring rates that have been run have equal shares."""
         place = bisect_left(self.rates, rate)
         return 0 < place < len(self.rates) and self.share(self.rates[place - 1]) == self.share(self.rates[place])
 
     @cached_property
     def edge(self) -> tuple[float, float]:
-        """The last rate that is borne and the first one after it that is not; 0 and inf where there is none."""
-        borne = [rate for rate in self.rates if not self.breaks(rate)]
-        low = borne[-1] if borne else 0.0
+        """Return the last rate that it handles and the next one that has been run, or 0 and inf where there is none."""
+        handled = [rate for rate in self.rates if not self.breaks(rate)]
+        low = handled[-1] if handled else 0.0
         return low, next((rate for rate in self.rates if rate > low), math.inf)
 
     @property
     def is_found(self) -> bool:
-        """Whether it is known where it breaks: between two rates that stand next to each other."""
+        """Return whether the breaking point is known to lie between two neighbouring rates."""
         if self.refused:
             return True
         if not self.points:
@@ -108,42 +110,42 @@ class Side:
         return low >= RATES[-1] or high <= next(rate for rate in RATES if rate > low)
 
     def is_beaten(self, rate: float) -> bool:
-        """Whether it is known that it does not bear `rate`."""
-        return self.bound < rate or any(self.breaks(one) for one in self.rates if one <= rate)
+        """Return whether it is known not to handle `rate`."""
+        return self.bound < rate or any(self.breaks(lower) for lower in self.rates if lower <= rate)
 
     @property
     def goodput(self) -> float:
-        """Requests a second that it bears: on the line between the two rates of `edge`, and within the bound."""
+        """Return the requests a second that it handles, interpolated between the rates of `edge`, within the bound."""
         low, high = self.edge
         if self.refused or not low:
             return 0.0
         if high == math.inf:
             return low
         before, after = self.share(low), self.share(high)
-        if after >= SHARE:  # only the bound says that it is too much
+        if after >= SHARE:  # only the bound rules it out
             return min(max(self.bound, low), high)
         part = (before - SHARE) / (before - after)
         return min(low * (high / low) ** part, max(self.bound, low))
 
     @property
     def per_gpu(self) -> float:
-        """Requests a second and GPU that it bears."""
+        """Return the requests a second that it handles for each GPU."""
         return self.goodput / self.gpus
 
     @property
     def cause(self) -> str:
-        """What breaks first: "tpot", "ttft" or one of `pools.PARTS`; empty where nothing does."""
+        """Return what breaks first: "tpot", "ttft", one of `pools.PARTS`, or ""."""
         high = self.edge[1]
         return "" if self.refused or high == math.inf else self.cause_at(high)
 
     def cause_at(self, rate: float) -> str:
-        """What breaks at a rate that has been run: why requests are late, or else what would make them so in time."""
+        """Return what breaks at a rate that has been run: why requests are late, or will be in the long run."""
         return self.points[rate].cause(self.objective) if self.share(rate) < SHARE else self.bound_by
 
 
 @dataclass(frozen=True)
 class State:
-    """Both ways to use the same GPUs, as far as they have been run."""
+    """Hold both ways to use the same GPUs, as far as they have been run."""
 
     rate: float
     model: str
@@ -155,46 +157,48 @@ class State:
     objective: Objective
     mine: Side
     both: Side
-    """As many GPUs, each of which prefills and decodes; with `budget` TUNED the best one that has been found."""
+    """As many GPUs that do both; with `budget` TUNED, those with the best budget so far."""
     is_tuned: bool
     """Whether no other budget is better than that of `both`."""
     splits: tuple[Side, ...]
-    """All ways to cut these GPUs into two pools, `mine` among them."""
+    """All ways to split these GPUs into two pools, `mine` included."""
     transfer: Transfer
-    """Of one prompt, alone."""
+    """The transfer of one prompt, alone."""
     error: str | None
-    """How far the cost model is off on published measurements; None until it has been asked for."""
+    """The cost model's error on published measurements; None until it has been computed."""
 
     @property
     def known(self) -> bool:
-        """Whether it is known what becomes of this rate, and where both ways break."""
+        """Return whether the outcome at this rate is known, and where both ways break."""
         if self.mine.refused:
             return True
         return self.rate in self.mine.points and self.mine.is_found and self.is_tuned
 
     @property
     def complete(self) -> bool:
-        """Whether every split's edge is known too."""
+        """Return whether every split's edge is known too."""
         return self.known and all(side.is_found for side in self.splits)
 
     @property
     def best(self) -> Side:
-        """The split that bears most."""
+        """Return the split that handles most."""
         return max(self.splits, key=lambda side: side.goodput)
 
     @property
     def gain(self) -> float:
-        """How many times what the GPUs bear that do both; inf where those bear nothing."""
+        """Return the ratio to the goodput of GPUs that do both; inf where that is 0."""
         if not self.both.goodput:
             return math.inf if self.mine.goodput else 1.0
         return self.mine.goodput / self.both.goodput
 
 
 class Experiment:
-    """All runs of one way to use the GPUs. What has been run is kept, and a run that was left is taken up again."""
+    """Run one way to use the GPUs at any rate; results are kept, and an interrupted run goes on where it stopped."""
 
     def __init__(self, system: Disaggregated | Colocated, work: Work) -> None:
-        self.system, self.work, self.runs = system, work, Runs(self._run)
+        self.system = system
+        self.work = work
+        self.runs = Runs(self._run)
         self.prefill, self.budget = (system.prefill, 0) if isinstance(system, Disaggregated) else (0, system.budget)
         self.refused = ""
         self._sides: dict[Objective, Side] = {}
@@ -212,8 +216,9 @@ class Experiment:
         return self.system.bound(self.work, objective), self.system.bound_by(self.work, objective)
 
     def side(self, objective: Objective) -> Side:
-        """What is known by now."""
-        last, found = self._sides.get(objective), self.runs.found
+        """Return what is known so far."""
+        last = self._sides.get(objective)
+        found = self.runs.found
         if last is None:
             bound, bound_by = (0.0, "") if self.refused else self._bound(objective)
             last = Side(self.prefill, self.system.gpus, {}, objective, bound, bound_by, self.budget, self.refused)
@@ -225,7 +230,7 @@ class Experiment:
 
 @lru_cache(maxsize=512)
 def experiment(key: Hashable, work: Work) -> Experiment:
-    """The runs of a configuration, those done before included; `key` is what `_systems` makes of the knobs."""
+    """Return the runs of a configuration, including earlier ones; `key` identifies the system."""
     assert isinstance(key, tuple)
     model, gpu, prefill, decode, *rest = key
     if prefill:
@@ -254,21 +259,21 @@ def sweep(
     output: int = START["output"],
     connector: ConnectorScheduler | None = None,
 ) -> Iterator[State]:
-    """Serve requests in two pools, and by as many GPUs that do both; each state knows more of the curves.
+    """Serve requests with two pools, and with as many GPUs that do both, and yield ever more complete states.
 
     Args:
-        rate: requests a second over all GPUs: where the reader stands.
-        prefill, decode: GPUs that compute prompts, and that generate.
-        link: one of `kv_links.LINKS`, of each GPU.
-        layer_wise: a layer is sent as soon as it is computed.
-        ttft, tpot: seconds to the first token, and per token after it, that 90 % of the requests must have.
-        budget: tokens in a step of the GPUs that do both (chunked prefill); TUNED: the best of LADDER.
-        model, gpu: names of `known_models` and `hardware`.
-        prompt, output: tokens of each request.
-        connector: the reader's own scheduler side, as in exercise 08, in each engine of the two pools.
+        rate: Requests a second over all GPUs, where the reader stands.
+        prefill, decode: GPUs that prefill, and that decode.
+        link: Each GPU's link, of `kv_links.LINKS`.
+        layer_wise: Each layer is sent as soon as it is computed.
+        ttft, tpot: Seconds to the first token, and per token after it, that 90 % of the requests must have.
+        budget: Tokens per step of the GPUs that do both (chunked prefill); TUNED takes the best of LADDER.
+        model, gpu: Names in `known_models` and `hardware`.
+        prompt, output: Tokens of each request.
+        connector: The reader's scheduler side of exercise 08, for each engine of the two pools.
 
     Raises:
-        MinivllmError: a value makes no sense, or the reader's connector loses a transfer.
+        MinivllmError: A value makes no sense, or the reader's connector loses a transfer.
     """
     require_numbers(
         MOST, rate=rate, prefill=prefill, decode=decode, prompt=prompt, output=output, budget=budget, ttft=ttft,
@@ -277,20 +282,22 @@ def sweep(
     sensible = min(rate, ttft, tpot) > 0 and min(prompt, output, prefill, decode) >= 1 and budget >= TUNED
     require(
         sensible,
-        f"rate, ttft and tpot are above 0, prefill, decode, prompt and output 1 at least, and budget 0 or more; "
-        f"rate is {rate}, ttft {ttft}, tpot {tpot}, prefill {prefill}, decode {decode}, prompt {prompt}, "
-        f"output {output}, budget {budget}",
+        f"rate, ttft and tpot must be above 0, prefill, decode, prompt and output 1 or more, budget 0 or more; now "
+        f"rate {rate}, ttft {ttft}, tpot {tpot}, prefill {prefill}, decode {decode}, prompt {prompt}, output {output}, "
+        f"budget {budget}",
     )
     for name, value in (("model", model), ("gpu", gpu), ("link", link)):
-        require(isinstance(value, str), f"{name} is a name, not {value!r}")
-    require(isinstance(layer_wise, bool), f"layer_wise is True or False, not {layer_wise!r}")
-    work, gpus, many = Work(prompt, output, counted=COUNTED), (model, gpu), prefill + decode
+        require(isinstance(value, str), f"{name} must be a name, not {value!r}")
+    require(isinstance(layer_wise, bool), f"layer_wise must be True or False, not {layer_wise!r}")
+    work = Work(prompt, output, counted=COUNTED)
+    gpus = (model, gpu)
+    many = prefill + decode
     linked = (link, layer_wise, connector) if connector else (link, layer_wise)
-    splits = [experiment((*gpus, one, many - one, *linked), work) for one in range(1, many)]
-    pools = [experiment((*gpus, 0, many, one), work) for one in ([budget] if budget else LADDER)]
+    splits = [experiment((*gpus, count, many - count, *linked), work) for count in range(1, many)]
+    pools = [experiment((*gpus, 0, many, size), work) for size in ([budget] if budget else LADDER)]
     if not pools[0].refused:
         likely = likely_first(pools[0].system.step_cost, LADDER, Objective(ttft, tpot))
-        pools.sort(key=lambda one: likely.index(one.budget) if one.budget in likely else 0)
+        pools.sort(key=lambda pool: likely.index(pool.budget) if pool.budget in likely else 0)
     first = State(
         rate=rate, model=model, gpu=gpu, link=link, layer_wise=layer_wise, budget=budget, work=work,
         objective=Objective(ttft, tpot), mine=splits[prefill - 1].side(Objective(ttft, tpot)),
@@ -302,23 +309,24 @@ def sweep(
 
 @dataclass(frozen=True)
 class _Sweep:
-    """A sweep under way."""
+    """Sweep the rate, and search for where each split and each budget breaks."""
 
     first: State
     splits: Sequence[Experiment]
     pools: Sequence[Experiment]
-    """GPUs that do both, by budget: the likely best one first."""
+    """GPUs that do both, by budget, the likely best first."""
 
     def states(self) -> Iterator[State]:
-        """Ever more complete states: here first, then where both ways break, the other splits, and other rates."""
+        """Yield ever more complete states: this rate, where both ways break, the other splits, other rates."""
         state = self._now()
         yield state
         known = self._known()
-        for wanted in self._wanted():
-            for _ in wanted:
+        for run in self._pending_runs():
+            for _ in run:
                 yield state
             if self._known() > known:
-                known, state = self._known(), self._now()
+                known = self._known()
+                state = self._now()
                 yield state
 
     @property
@@ -326,10 +334,9 @@ class _Sweep:
         return self.splits[self.first.mine.prefill - 1]
 
     def _known(self) -> int:
-        return sum(len(one.runs.found) for one in (*self.splits, *self.pools))
+        return sum(len(runs.runs.found) for runs in (*self.splits, *self.pools))
 
-    def _wanted(self) -> Iterator[Iterator[None]]:
-        """Runs that are still to be done, one after another."""
+    def _pending_runs(self) -> Iterator[Iterator[None]]:
         if self.mine.refused:
             return
         rate = self.first.rate
@@ -337,39 +344,39 @@ class _Sweep:
         known_error("decode", "prefill")
         yield self.pools[0].runs.run(rate)
         yield from self._edge(self.mine)
-        for one in self.pools:
+        for runs in self.pools:
             best = self._both().edge[0]
-            if best and not self._side(one).is_beaten(best):
-                yield one.runs.run(best)
-            if not self._side(one).is_beaten(best):
-                yield from self._edge(one)
-        for one in self.splits:
-            yield from self._edge(one)
-        both = next(one for one in self.pools if one.budget == self._both().budget)
-        goodput = max(self._side(one).goodput for one in (self.mine, both))
+            if best and not self._side(runs).is_beaten(best):
+                yield runs.runs.run(best)
+            if not self._side(runs).is_beaten(best):
+                yield from self._edge(runs)
+        for runs in self.splits:
+            yield from self._edge(runs)
+        both = next(runs for runs in self.pools if runs.budget == self._both().budget)
+        goodput = max(self._side(runs).goodput for runs in (self.mine, both))
         near = [other for other in RATES if goodput / 2 <= other <= 1.5 * goodput]
         for other in (RATES[0], *sorted(near, key=lambda other: abs(math.log(other / rate)))):
-            for one in (self.mine, both):
-                if not self._side(one).is_flat_at(other):
-                    yield one.runs.run(other)
+            for runs in (self.mine, both):
+                if not self._side(runs).is_flat_at(other):
+                    yield runs.runs.run(other)
 
-    def _edge(self, one: Experiment) -> Iterator[Iterator[None]]:
-        """Runs until it is known where it breaks."""
-        while (next_rate := self._next(one)) is not None:
-            yield one.runs.run(next_rate)
+    def _edge(self, runs: Experiment) -> Iterator[Iterator[None]]:
+        """Yield runs until the edge is known."""
+        while (rate := self._next(runs)) is not None:
+            yield runs.runs.run(rate)
 
     def _both(self) -> Side:
-        """The best budget's side of those whose edge is known; the first one's as long as none is."""
-        found = [side for one in self.pools if (side := self._side(one)).is_found]
-        return max(found, key=lambda side: side.goodput, default=self._side(self.pools[0]))
+        """Return the side of the best budget whose edge is known, or of the first budget."""
+        known = [side for runs in self.pools if (side := self._side(runs)).is_found]
+        return max(known, key=lambda side: side.goodput, default=self._side(self.pools[0]))
 
     def _is_tuned(self, best: Side) -> bool:
         rate = best.edge[0] or RATES[0]
-        return best.is_found and all((side := self._side(one)).is_found or side.is_beaten(rate) for one in self.pools)
+        return best.is_found and all((side := self._side(runs)).is_found or side.is_beaten(rate) for runs in self.pools)
 
-    def _next(self, one: Experiment) -> float | None:
-        """The rate to try next in search of where it breaks; None when it is found."""
-        side = self._side(one)
+    def _next(self, runs: Experiment) -> float | None:
+        """Return the rate to try next in search of the edge, or None when it is known."""
+        side = self._side(runs)
         if side.is_found:
             return None
         low, high = side.edge
@@ -378,11 +385,11 @@ class _Sweep:
         inside = [rate for rate in RATES if low < rate < min(high, max(1.5 * side.bound, low * 1.6))]
         return inside[len(inside) // 2] if inside else next(rate for rate in RATES if rate > low)
 
-    def _side(self, one: Experiment) -> Side:
-        return one.side(self.first.objective)
+    def _side(self, runs: Experiment) -> Side:
+        return runs.side(self.first.objective)
 
     def _now(self) -> State:
-        splits = tuple(self._side(one) for one in self.splits)
+        splits = tuple(self._side(runs) for runs in self.splits)
         error = known_error("decode", "prefill") if published_checks.cache_info().currsize else None
         mine, both = splits[self.first.mine.prefill - 1], self._both()
         return replace(self.first, mine=mine, both=both, is_tuned=self._is_tuned(both), splits=splits, error=error)

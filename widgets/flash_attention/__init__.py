@@ -1,6 +1,6 @@
-"""Lesson 03: the tiles of attention: what they move, where they no longer fit, and one row as it is walked.
+"""Show what tiles of attention move, where they no longer fit, and how one row is summed tile by tile.
 
-The picture in the lesson's text: `uv run python -P -m widgets flash_attention lessons/figures/03_tiles.svg`
+Draw the lesson's figure with `uv run python -P -m widgets flash_attention lessons/figures/03_tiles.svg`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from widgets.shell.plot import tokens
 from widgets.shell.spec import Guess, Spec, Verdict
 
 MODELS = {64: "meta-llama/Llama-3.2-1B", 128: "meta-llama/Llama-3.1-8B", 256: "google/gemma-3-4b-it"}
-"""A model with heads of this width."""
+"""A model with heads of each width."""
 
 
 def verdict(state: State) -> Verdict:
-    """What this configuration means, in one line."""
+    """Say in one sentence or two how many bytes the tiles save, and whether they fit."""
     if state.wrong:
         return Verdict(_what_is_wrong(state, state.wrong), "broken")
     done = "Your softmax_step gives the right row. " if state.own else ""
-    needed, there = sum(state.shared.values()) / KIB, state.chip.shared_memory / KIB
     if not state.launches:
-        words = f"The kernel is not launched: it asks for {needed:.0f} KiB of shared memory, and there are {there:.0f}."
+        needed = sum(state.shared.values()) / KIB
+        limit = state.chip.shared_memory / KIB
+        words = f"The kernel does not launch: it needs {needed:.0f} KiB of shared memory, but there are {limit:.0f}."
         return Verdict(done + words, "broken")
     if state.less < 1:
-        return Verdict(f"{done}{_fewer(state)}: {state.block_q} queries a tile are too few.", "broken")
-    words = f"{done}{_fewer(state)}, {state.tiled.intensity:.0f} operations a byte (ridge: {state.ridge:.0f})."
+        return Verdict(f"{done}{_fewer(state)}: {state.block_q} queries per tile are too few.", "broken")
+    words = f"{done}{_fewer(state)}, {state.tiled.intensity:.0f} operations per byte (ridge: {state.ridge:.0f})."
     if state.spills:
         sums = sum(state.registers.values()) / KIB
-        return Verdict(f"{words} But registers spill: {sums:.0f} KiB are wanted of {REGISTER_FILE / KIB:.0f}.", "tight")
+        return Verdict(f"{words} But registers spill: it needs {sums:.0f} KiB of {REGISTER_FILE / KIB:.0f}.", "tight")
     return Verdict(words, "fine" if state.less >= 2 else "tight")
 
 
@@ -48,31 +49,31 @@ def _fewer(state: State) -> str:
 
 
 def _what_is_wrong(state: State, step: Step) -> str:
-    name, tile = step.wrong[0], state.steps.index(step) + 1
-    got, right = {"m": (step.got.m, step.right.m), "l": (step.got.l, step.right.l)}.get(
-        name, (step.got.o[0], step.right.o[0])
-    )
-    words = f"Your softmax_step goes wrong at tile {tile}: {name} is {got:.3f}, and {right:.3f} is right."
+    name = step.wrong[0]
+    tile = state.steps.index(step) + 1
+    pairs = {"m": (step.got.m, step.right.m), "l": (step.got.l, step.right.l)}
+    got, right = pairs.get(name, (step.got.o[0], step.right.o[0]))
+    words = f"Your softmax_step goes wrong at tile {tile}: {name} is {got:.3f} instead of {right:.3f}."
     factor = {"l": step.factor, "O": step.factor_o}.get(name)
     if factor is None or abs(factor - step.right_factor) < 1e-3 or tile == 1:
         return words
-    return f"{words} The old {name} was multiplied by {factor:.3f}, and exp(old m − new m) is {step.right_factor:.3f}."
+    return f"{words} It multiplied the old {name} by {factor:.3f}, but exp(old m − new m) is {step.right_factor:.3f}."
 
 
 def command(state: State) -> str:
-    """The `vllm serve` line of a model with such heads, and what it leaves to the kernel."""
+    """Write the `vllm serve` line of a model with such heads."""
     fast = f"vllm serve {MODELS.get(state.head_dim, MODELS[128])} --max-model-len {state.length}"
     return (
-        f"# No flag sets a tile: the backend picks it for the GPU and the head dim ({state.head_dim} here).\n"
+        f"# No flag sets the tile: the backend picks it by GPU and head dim (here {state.head_dim}).\n"
         f"{fast} --attention-backend FLASH_ATTN"
     )
 
 
 GUESS = Guess(
-    "Take more and more queries a tile. What gives way first on this H100?",
+    "Take more and more queries per tile. What runs out first on this H100?",
     ("Shared memory: Q, K and V", "Registers: O and the scores", "Nothing up to 1,024 queries"),
     1,
-    "O and the scores are kept in 32 bits: they outgrow the registers long before Q, in 16, fills shared memory.",
+    "O and the scores take 32 bits each, so they outgrow the registers long before Q, in 16, fills shared memory.",
 )
 KNOBS = {
     "The attention": {
@@ -82,21 +83,21 @@ KNOBS = {
             "GPU",
             [(f"{name}: {chip.shared_memory // KIB} KiB", name) for name, chip in CHIPS.items()],
             "H100",
-            "with the shared memory that one program may use",
+            "with the shared memory of one program",
         ),
     },
     "The tiles": {
-        "block_q": steps("Queries", QUERIES, 32, "queries of a tile"),
-        "block_k": steps("Keys", KEYS, 64, "keys of a tile"),
+        "block_q": steps("Queries", QUERIES, 32, "queries per tile"),
+        "block_k": steps("Keys", KEYS, 64, "keys per tile"),
         "stages": steps("K, V at once", [1, 2, 3, 4], 2, "tiles of keys and values in shared memory at a time"),
     },
     "One row, tile by tile": {
-        "keys_a_tile": steps("Keys a tile", [2, 3, 4, 6, 8, 12], 4, "of the 24 keys of the row"),
+        "keys_a_tile": steps("Keys a tile", [2, 3, 4, 6, 8, 12], 4, "of the row's 24 keys"),
         "times": steps(
             "Scores times",
             [("1/16", 1 / 16), ("1/4", 1 / 4), ("1", 1), ("4", 4), ("16", 16)],
             1,
-            "larger scores, sharper weights",
+            "larger scores give sharper weights",
         ),
     },
 }
@@ -116,10 +117,10 @@ SPEC = Spec(
     command=command,
     challenges=CHALLENGES,
     guess=GUESS,
-    own={"softmax_step": "takes one more tile of scores and values into m, l and O"},
+    own={"softmax_step": "adds one tile of scores and values to m, l and O"},
 )
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget: `show(block_q=128)` sets a knob, `show(softmax_step=mine.softmax_step)` walks with yours."""
+    """Show the widget: `show(block_q=128)` sets a knob, `show(softmax_step=mine.softmax_step)` runs your function."""
     return LessonWidget(SPEC, **knobs)

@@ -1,4 +1,4 @@
-"""What lesson 03's widget draws: bytes over the queries of a tile, what the chip holds, and the walk, which plays."""
+"""Draw lesson 03's picture: bytes against the queries of a tile, what the chip holds, and the walk, which plays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm_lab.flash_attention.attention_traffic import KIB, REGISTER_FILE
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION
 from widgets.flash_attention.walk import captions, draw_row, draw_tiles, size
 from widgets.shell.plot import Axes, Scale, tokens
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, stacked_bar
+from widgets.shell.svg import HEADING, SMALL, Box, Drawing, Segment, stacked_bar
 from widgets.shell.theme import BROKEN, CARD, MID, NOT_OURS
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ OWN_TILES = {
     ("RTX 4090", 128): (128, 128),
     ("RTX 4090", 256): (128, 64),
 }
-"""Queries and keys of FlashAttention's tiles (causal, 16 bits), by GPU and head dim: hopper/tile_size.h."""
+"""Queries and keys of FlashAttention's tiles (causal, 16 bits) by GPU and head dim, from hopper/tile_size.h."""
 SAME_CHIP = {"H200": "H100", "L4": "RTX 4090"}
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the parts of the picture stand."""
+    """Hold the boxes of the picture's parts."""
 
     sweep: Box
     lengths: Box
@@ -50,12 +50,12 @@ class Places:
 
     @property
     def height(self) -> float:
-        """Pixels of the whole picture."""
+        """Return the height of the whole picture."""
         return max(self.tiles.bottom, self.row.bottom)
 
 
 def places(width: float) -> Places:
-    """Two columns where there is room for them, else one."""
+    """Place the parts in two columns where there is room, or else in one."""
     full = width - 2 * EDGE
     if width < 600:
         sweep, lengths = Box(EDGE, 0, full, 236), Box(EDGE, 236, full, 196)
@@ -70,10 +70,10 @@ def places(width: float) -> Places:
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Bytes over the swept axis with where tiles break, bytes over T, what the chip holds, and the walk."""
+    """Draw bytes against the swept axis and against T, what the chip holds, and the walk."""
     at = places(width)
     moved, naive = size(state.tiled.moved), size(state.naive.moved)
-    words = f"Tiles of {state.block_q} queries × {state.block_k} keys move {moved} a head; T × T stored moves {naive}"
+    words = f"Tiles of {state.block_q} queries × {state.block_k} keys move {moved} per head; T × T stored moves {naive}"
     drawing = Drawing(width, at.height, "Attention in tiles", words)
     _draw_sweep(drawing, at.sweep, state, pinned)
     _draw_lengths(drawing, at.lengths, state)
@@ -84,43 +84,49 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     return drawing.render()
 
 
-# ---- the swept axis --------------------------------------------------------------------------------------------------
+# ---- the swept axis
 
 
 def _draw_sweep(drawing: Drawing, at: Box, state: State, pinned: State | None) -> None:
-    drawing.text((at.x, 22), "Bytes that one head moves", size=14.5, bold=True)
+    drawing.text((at.x, 22), "Bytes moved per head", size=HEADING, bold=True)
     box = Box(at.x + 56, at.y + 34, at.width - 72, at.height - 76)
-    moved = [one.moved for one in state.by_queries]
-    curves = [*moved, state.naive.moved, state.least, *([one.moved for one in pinned.by_queries] if pinned else [])]
+    moved = [traffic.moved for traffic in state.by_queries]
+    curves = [
+        *moved,
+        state.naive.moved,
+        state.least,
+        *([traffic.moved for traffic in pinned.by_queries] if pinned else []),
+    ]
     y = Scale(min(curves) * 0.25, max(curves) * 14, log=True)  # room for words above and below
     axes = Axes(drawing, box, Scale(state.queries[0], state.queries[-1], log=True), y)
     count, ticks = "{:,.0f}".format, axes.x.doublings()
-    axes.frame("queries of a tile", "", y_format=size, y_ticks=y.doublings(5), x_ticks=ticks, x_format=count)
+    axes.frame("queries per tile", "", y_format=size, y_ticks=y.doublings(5), x_ticks=ticks, x_format=count)
     with drawing.answer():
         _draw_limits(axes, state)
-    if state.few < state.launched:  # else all of the axis is broken already
+    if state.few < state.launched:  # otherwise the whole axis is broken already
         axes.broken(None, state.few, "more than T × T")
     axes.mark_y(state.naive.moved, f"T × T stored: {size(state.naive.moved)}", VERMILLION, below=True)
     axes.mark_y(state.least, "", QUIET, dash="2 3")
     place = (box.x + box.width / 5, axes.at(1, state.least)[1] - 5)
-    drawing.text(place, f"every byte once: {size(state.least)}", size=SMALL, colour=QUIET, halo=True)
+    drawing.text(place, f"each byte once: {size(state.least)}", size=SMALL, colour=QUIET, halo=True)
     if pinned:
-        axes.pinned(pinned.queries, [one.moved for one in pinned.by_queries])
+        axes.pinned(pinned.queries, [traffic.moved for traffic in pinned.by_queries])
     _draw_curve(axes, state, moved)
     axes.here(state.block_q, "block_q", f"{state.block_q} queries: {size(state.tiled.moved)}")
 
 
 def _draw_limits(axes: Axes, state: State) -> None:
-    """Where registers spill, and where the kernel is not launched."""
+    """Shade where registers spill, and where the kernel does not launch."""
     if state.launched < state.queries[-1]:
         first = next(queries for queries in state.queries if queries > state.launched)
-        asked, there = state.launched_at(first) / KIB, state.chip.shared_memory / KIB
-        words = f"not launched: {asked:.0f} of {there:.0f} KiB"
+        needed = state.launched_at(first) / KIB
+        limit = state.chip.shared_memory / KIB
+        words = f"not launched: {needed:.0f} of {limit:.0f} KiB"
         axes.broken(max(state.launched, state.queries[0]), None, words)
     left, right = max(state.kept, state.queries[0]), min(state.launched, state.queries[-1])
     if left < right:
         first, end = axes.at(left, axes.y.low)[0], axes.at(right, axes.y.low)[0]
-        tip = f"Above {state.kept} queries, O and the scores outgrow the registers: the compiler spills (modelled)."
+        tip = f"Above {state.kept} queries, O and the scores outgrow the registers, so the compiler spills (modelled)."
         zone = Box(first, axes.box.y, end - first, axes.box.height)
         axes.drawing.rect(zone, ORANGE, opacity=0.16, tip=tip)
         axes.drawing.line((first, zone.y), (first, zone.bottom), colour=ORANGE, width=1.5, dash="4 3")
@@ -140,41 +146,42 @@ def _draw_curve(axes: Axes, state: State, moved: Sequence[int]) -> None:
 
 
 def _draw_own_tile(axes: Axes, state: State) -> None:
-    """The tile that FlashAttention itself takes."""
+    """Mark the tile that FlashAttention itself uses."""
     gpu = SAME_CHIP.get(state.hardware.name, state.hardware.name)
     block_q, block_k = OWN_TILES.get((gpu, state.head_dim), (0, 0))
     if block_q not in state.queries:
         return
     moved = state.by_queries[state.queries.index(block_q)].moved
     tip = (
-        f"The FlashAttention library takes {block_q} queries × {block_k} keys for heads of {state.head_dim} on this "
+        f"FlashAttention uses {block_q} queries × {block_k} keys for heads of {state.head_dim} on this "
         "chip (hopper/tile_size.h)."
     )
     axes.points([block_q], [moved], GREEN, tips=[tip])
     x, y = axes.at(block_q, moved)
-    below = y + 15 < axes.at(1, state.least)[1] - 20  # else it would lie on the words there
+    below = y + 15 < axes.at(1, state.least)[1] - 20  # otherwise it covers the words there
     place, anchor = ((x - 7, y + 15), "end") if below else ((x + 7, y - 6), "start")
     axes.drawing.text(place, "FlashAttention's", size=SMALL, colour=GREEN, anchor=anchor, halo=True)
 
 
 def _tip(state: State, index: int) -> str:
-    queries, traffic = state.queries[index], state.by_queries[index]
+    queries = state.queries[index]
+    traffic = state.by_queries[index]
     less = state.naive.moved / traffic.moved
     compared = f"{less:.2f} times fewer" if less >= 1 else f"{1 / less:.2f} times more"
     words = (
-        f"{queries:,} queries a tile: {size(traffic.moved)} moved, {compared} than with T × T stored; "
-        f"{traffic.intensity:.0f} operations a byte, {state.launched_at(queries) / KIB:.0f} KiB of shared memory"
+        f"{queries:,} queries per tile move {size(traffic.moved)}, {compared} than T × T stored; "
+        f"{traffic.intensity:.0f} operations per byte, {state.launched_at(queries) / KIB:.0f} KiB of shared memory"
     )
     if queries > state.launched:
-        return f"{words}: not launched."
+        return f"{words}; it does not launch."
     return f"{words}; registers spill." if queries > state.kept else f"{words}."
 
 
-# ---- bytes over T ----------------------------------------------------------------------------------------------------
+# ---- bytes against T
 
 
 def _draw_lengths(drawing: Drawing, at: Box, state: State) -> None:
-    drawing.text((at.x, at.y + 22), "… and over T", size=14.5, bold=True)
+    drawing.text((at.x, at.y + 22), "… and against T", size=HEADING, bold=True)
     box = Box(at.x + 48, at.y + 34, at.width - 54, at.height - 76)
     y = Scale(2**20, 2.6 * max(state.naive_by_length[-1], state.tiled_by_length[-1]), log=True)
     axes = Axes(drawing, box, Scale(state.lengths[0], state.lengths[-1], log=True), y)
@@ -186,8 +193,8 @@ def _draw_lengths(drawing: Drawing, at: Box, state: State) -> None:
         drawing.rect(wall, BROKEN)
         drawing.line((edge, box.y), (edge, box.bottom), colour=VERMILLION, width=1.5, dash="4 3")
         tip = (
-            f"From {state.longest:,} tokens on, scores and weights of 32 heads take more than the "
-            f"{size(gpu.memory_bytes)} of an {gpu.name}: T × T cannot be stored. Tiles keep 4 bytes a token."
+            f"From {state.longest:,} tokens, scores and weights of 32 heads take more than the "
+            f"{size(gpu.memory_bytes)} of an {gpu.name}, so T × T cannot be stored. Tiles keep 4 bytes per token."
         )
         drawing.rect(wall, "transparent", tip=tip)
         drawing.paragraph((edge + 4, box.bottom - 40), "T × T does not fit", box.right - edge - 4, colour=VERMILLION)
@@ -209,10 +216,10 @@ def _draw_lengths(drawing: Drawing, at: Box, state: State) -> None:
 
 def _over_length(state: State, index: int, name: str, moved: int) -> str:
     ratio = state.naive_by_length[index] / state.tiled_by_length[index]
-    return f"{state.lengths[index]:,} tokens, {name}: {size(moved)} a head. The tiles move {ratio:.2f} times fewer."
+    return f"{state.lengths[index]:,} tokens, {name}: {size(moved)} per head. The tiles move {ratio:.2f} times fewer."
 
 
-# ---- what the chip holds ---------------------------------------------------------------------------------------------
+# ---- what the chip holds
 
 
 def _draw_chip(drawing: Drawing, at: Places, state: State) -> None:
@@ -228,7 +235,9 @@ def _draw_bar(drawing: Drawing, at: Box, name: str, parts: dict[str, int], limit
     bar = Box(at.x, at.y + 17, at.width, 15)
     drawing.rect(bar, NOT_OURS, stroke=MID)
     tips = {part: f"{part}: {count / KIB:.1f} KiB of {name.lower()}" for part, count in parts.items()}
-    tips["others"] = "Addresses, masks, weights on their way to the matrix units: a quarter of the registers, modelled"
+    tips["others"] = (
+        "Addresses, masks and weights on their way to the tensor cores: a quarter of the registers, modelled"
+    )
     segments = [
         Segment(part, count, PART_COLOURS[part], tip=tips[part], hatched=part == "others")
         for part, count in parts.items()

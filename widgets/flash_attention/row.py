@@ -1,4 +1,4 @@
-"""One row of scores, taken in tile by tile: with our online softmax, or with the reader's `softmax_step`."""
+"""Sum one row of scores tile by tile, with our online softmax or with the reader's `softmax_step`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from minivllm_lab.flash_attention.online_softmax import RunningSoftmax, online_s
 
 ROW = Path(__file__).with_name("attention_row.json")
 PATIENCE = 1.0
-"""Seconds of the processor that one step of the reader's may take."""
+"""CPU seconds that one call of the reader's function may take."""
 CLOSE = 1e-4
-"""Relative difference from the right answer up to which a figure counts as right."""
+"""The largest relative error of a right number."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One query's scores and the values behind them, as the embedded model computed them."""
+    """Hold one query's scores and the values behind them, as the embedded model computed them."""
 
     tokens: tuple[str, ...]
     scores: tuple[float, ...]
@@ -36,30 +36,30 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """What one tile of keys did to the running softmax."""
+    """Record how one tile of keys changed the running softmax."""
 
     first: int
-    """Its first key."""
+    """The tile's first key."""
     end: int
-    """The key after its last one."""
+    """The key after its last."""
     got: RunningSoftmax
     right: RunningSoftmax
     factor: float
-    """What the old l was multiplied by, as seen from `got`."""
+    """The factor of the old l, as seen from `got`."""
     factor_o: float
     right_factor: float
-    """exp(old m - new m): what the old l and O must be multiplied by."""
+    """The right factor of the old l and O, exp(old m - new m)."""
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """The names of what is not right: m, l, O."""
+        """Name what is wrong: m, l, O."""
         pairs = (("m", [self.got.m], [self.right.m]), ("l", [self.got.l], [self.right.l]))
-        found = [name for name, got, right in pairs if not _close(got, right)]
-        return (*found, *(["O"] if not _close(self.got.o, self.right.o) else []))
+        wrong = [name for name, got, right in pairs if not _close(got, right)]
+        return (*wrong, *(["O"] if not _close(self.got.o, self.right.o) else []))
 
 
 class Partial(NamedTuple):
-    """The state that the exercise's `softmax_step` takes: arrays m [1], l [1] and o [1, 3]."""
+    """Hold the state of the exercise's `softmax_step`: arrays m [1], l [1] and o [1, 3]."""
 
     m: Any
     l: Any  # noqa: E741 (the exercise's name)
@@ -68,17 +68,17 @@ class Partial(NamedTuple):
 
 @cache
 def scaled_row(times: float) -> Row:
-    """The stored row, its scores multiplied by `times`."""
+    """Return the stored row with its scores multiplied by `times`."""
     stored = json.loads(ROW.read_text())["figures"]
     scores = tuple(times * score for score in stored["scores"])
     return Row(tuple(stored["tokens"]), scores, tuple(map(tuple, stored["values"])), stored["layer"], stored["head"])
 
 
 def walked(row: Row, keys_a_tile: int, softmax_step: Callable[..., Any] | None = None) -> tuple[Step, ...]:
-    """The row taken in tile by tile, with the reader's `softmax_step` if there is one.
+    """Sum the row tile by tile, with the reader's `softmax_step` if there is one.
 
     Raises:
-        MinivllmError: the reader's code gives no state, or does not come to an end.
+        MinivllmError: The reader's code returns no state, or does not end.
     """
     right = online_softmax(row.scores, row.values, keys_a_tile)
     cuts = [*range(0, len(row.scores), keys_a_tile), len(row.scores)]
@@ -90,13 +90,14 @@ def walked(row: Row, keys_a_tile: int, softmax_step: Callable[..., Any] | None =
 def _step(row: Row, first: int, end: int, got: Sequence[RunningSoftmax], right: Sequence[RunningSoftmax]) -> Step:
     weights = [_exp(score - got[1].m) for score in row.scores[first:end]]
     added = sum(weight * value[0] for weight, value in zip(weights, row.values[first:end], strict=True))
-    factor, factor_o = _ratio(got[1].l - sum(weights), got[0].l), _ratio(got[1].o[0] - added, got[0].o[0])
+    factor = _ratio(got[1].l - sum(weights), got[0].l)
+    factor_o = _ratio(got[1].o[0] - added, got[0].o[0])
     return Step(first, end, got[1], right[1], factor, factor_o, _exp(right[0].m - right[1].m))
 
 
 def _readers(row: Row, cuts: Sequence[int], softmax_step: Callable[..., Any]) -> list[RunningSoftmax]:
-    """The states before and after each tile, as the reader's code makes them of NumPy arrays."""
-    import numpy as np  # not at the top: a widget without the reader's code needs no NumPy
+    """Return the states before and after each tile, as the reader's code computes them with NumPy arrays."""
+    import numpy as np  # only the reader's code needs NumPy
 
     state: Any = Partial(np.full(1, -np.inf), np.zeros(1), np.zeros((1, len(row.values[0]))))
     states = [_read(state, 0)]
@@ -114,11 +115,11 @@ def _read(state: Any, tile: int) -> RunningSoftmax:
         output = tuple(float(x) for x in state[2].reshape(-1))
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise MinivllmError(
-            f"your softmax_step gave {type(state).__name__} at tile {tile}; it gives a Partial of arrays: m [rows], "
-            "l [rows], o [rows, head_dim]"
+            f"your softmax_step returned {type(state).__name__} at tile {tile}; it must return a Partial of arrays: "
+            "m [rows], l [rows], o [rows, head_dim]"
         ) from error
     if len(output) != 3:
-        raise MinivllmError(f"your softmax_step gave an o of {len(output)} numbers at tile {tile}; it holds 3 here")
+        raise MinivllmError(f"your softmax_step returned an o of {len(output)} numbers at tile {tile}; it must hold 3")
     return RunningSoftmax(*numbers, output)
 
 

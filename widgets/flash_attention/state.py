@@ -1,8 +1,8 @@
-"""What lesson 03's widget shows: bytes moved by tiles of each size, what fits on a chip, and one row, walked.
+"""Compute the state of lesson 03's widget: bytes moved by tiles of each size, what fits on a chip, and one row.
 
 The bytes come from the loop counters of `minivllm_lab.flash_attention.attention_traffic`, which the lesson's script
-holds against loops that count their own trips; what fits on a chip from the same module, which is held against a
-compiler. The row of scores is one that the embedded model computed: `vllm/03_flash_attention.py --row` wrote it.
+checks against loops that count their own trips. What fits on a chip comes from the same module, checked against a
+compiler. The row of scores comes from the embedded model: `vllm/03_flash_attention.py --row` wrote it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from widgets.flash_attention.row import Row, Step, scaled_row, walked
 from widgets.shell.spec import require_numbers
 
 QUERIES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-"""Queries of a tile: the swept axis."""
+"""Queries per tile: the swept axis."""
 KEYS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
 LENGTHS = tuple(2**power for power in range(10, 18))  # 1K to 128K tokens
 HEADS = 32
-"""Query heads whose scores would be stored together: Llama-3.1-8B's."""
+"""Query heads whose scores are stored together: those of Llama-3.1-8B."""
 MOST_BANDS = 6
-"""Bands of programs in the map of tiles; more programs than that are drawn together."""
+"""The most bands in the map of tiles; programs beyond that share a band."""
 MOST = {
     "length": 2**17,
     "head_dim": 1024,
@@ -57,19 +57,19 @@ MOST = {
 
 @dataclass(frozen=True)
 class Band:
-    """Programs that are drawn together in the map of tiles."""
+    """Describe programs that are drawn together in the map of tiles."""
 
     programs: int
-    """Programs up to the end of this band, those before it too."""
+    """Programs up to the end of this band."""
     queries: int
     """Queries up to its end."""
     read: int
-    """Bytes loaded once it is through, by the programs before it too."""
+    """Bytes loaded up to its end."""
 
 
 @dataclass(frozen=True)
 class State:
-    """One configuration and its results. Bytes are of one head unless all heads are named."""
+    """Hold one configuration and its results. Bytes are of one head unless all heads are named."""
 
     length: int
     head_dim: int
@@ -83,64 +83,64 @@ class State:
     least: int
     queries: tuple[int, ...]
     by_queries: tuple[Traffic, ...]
-    """Of the tiles, at each of `queries`."""
+    """The traffic of tiles with each of `queries`."""
     lengths: tuple[int, ...]
     naive_by_length: tuple[int, ...]
     """Bytes moved at each of `lengths`."""
     tiled_by_length: tuple[int, ...]
     few: float
-    """Tiles of fewer queries than this move more bytes than T × T stored."""
+    """Below this many queries, tiles move more bytes than T × T stored."""
     kept: int
-    """Most queries of a tile whose O and scores stay in registers."""
+    """The most queries per tile whose O and scores fit into registers."""
     launched: int
-    """Most queries of a tile that fit into shared memory."""
+    """The most queries per tile that fit into shared memory."""
     longest: int
-    """Most tokens whose scores and weights, of all heads, fit into the GPU's memory."""
+    """The most tokens whose scores and weights, of all heads, fit into the GPU's memory."""
     programs: int
     bands: tuple[Band, ...]
     row: Row
     steps: tuple[Step, ...]
     own: bool
-    """The row was walked by the reader's code."""
+    """Whether the reader's code computed the row."""
 
     @property
     def less(self) -> float:
-        """How many times fewer bytes the tiles move."""
+        """Return how many times fewer bytes the tiles move."""
         return self.naive.moved / self.tiled.moved
 
     @property
     def shared(self) -> dict[str, int]:
-        """Bytes of shared memory, by what they hold."""
+        """Return the bytes of shared memory by content."""
         return shared_memory_bytes(self.block_q, self.block_k, self.head_dim, self.stages)
 
     @property
     def registers(self) -> dict[str, int]:
-        """Bytes of registers, by what they hold."""
+        """Return the bytes of registers by content."""
         parts = register_bytes(self.block_q, self.block_k, self.head_dim, q_in_registers=self.chip.q_in_registers)
         return parts | {"others": OTHER_REGISTERS}
 
     @property
     def launches(self) -> bool:
-        """Does the tile fit into shared memory?"""
+        """Return whether the tile fits into shared memory."""
         return self.block_q <= self.launched
 
     @property
     def spills(self) -> bool:
-        """Do O and the scores need more registers than there are?"""
+        """Return whether O and the scores exceed the registers."""
         return self.block_q > self.kept
 
     @property
     def ridge(self) -> float:
-        """Operations that the GPU can do in the time that its memory takes for one byte."""
+        """Return the operations that the GPU can do while its memory delivers one byte."""
         return self.hardware.ridge("float16")
 
     @property
     def wrong(self) -> Step | None:
-        """The first step of the reader's code that is not right."""
+        """Return the first step of the reader's code that is wrong."""
         return next((step for step in self.steps if step.wrong), None)
 
     def launched_at(self, queries: int) -> int:
-        """Bytes of shared memory that a tile of so many queries asks for."""
+        """Return the bytes of shared memory that a tile with this many queries needs."""
         return sum(shared_memory_bytes(queries, self.block_k, self.head_dim, self.stages).values())
 
 
@@ -155,27 +155,29 @@ def sweep(
     times: float = 1,
     softmax_step: Callable[..., Any] | None = None,
 ) -> State:
-    """Count the bytes of one configuration and of the swept axis, and take the row of scores tile by tile.
+    """Count the bytes of one configuration and of the swept axis, and sum the row of scores tile by tile.
 
     Args:
-        length: tokens of the sequence.
-        head_dim: width of a head, 16 bits an element.
-        gpu: one of `CHIPS`.
-        block_q, block_k: queries and keys of a tile.
-        stages: tiles of keys and values that are in shared memory at a time.
-        keys_a_tile: tile of the row that is stepped through.
-        times: what the row's scores are multiplied by.
-        softmax_step: the reader's own, from exercise 03.
+        length: Tokens of the sequence.
+        head_dim: Width of a head, with 16 bits per element.
+        gpu: One of `CHIPS`.
+        block_q, block_k: Queries and keys per tile.
+        stages: Tiles of keys and values in shared memory at a time.
+        keys_a_tile: Keys per tile of the row.
+        times: The factor of the row's scores.
+        softmax_step: The reader's function of exercise 03.
 
     Raises:
-        MinivllmError: a value makes no sense, or the reader's code gives no state.
+        MinivllmError: A value makes no sense, or the reader's code returns no state.
     """
     require_numbers(MOST, length=length, head_dim=head_dim, block_q=block_q, block_k=block_k, stages=stages)
     require_numbers(MOST, keys_a_tile=keys_a_tile, times=times)
     require(gpu in CHIPS, f"gpu must be one of {', '.join(CHIPS)}, not {gpu!r}")
     require(times > 0, f"times must be above 0, not {times}")
     require(block_q >= SMALLEST_TILE, f"block_q must be at least {SMALLEST_TILE}, not {block_q}")
-    chip, hardware, naive = CHIPS[gpu], get_hardware(gpu), naive_traffic(length, head_dim)
+    chip = CHIPS[gpu]
+    hardware = get_hardware(gpu)
+    naive = naive_traffic(length, head_dim)
     by_queries = _by_queries(length, head_dim, block_k)
     row = scaled_row(times)
     return State(
@@ -217,18 +219,21 @@ def _by_queries(length: int, head_dim: int, block_k: int) -> tuple[Traffic, ...]
 
 
 def _few(by_queries: Sequence[Traffic], naive: Traffic) -> float:
-    """The number of queries below which tiles move more than the naive way; the fewest where they never do."""
-    few = crossing(QUERIES[::-1], [one.moved for one in by_queries[::-1]], naive.moved, log=True)
+    """Return the queries below which tiles move more than the naive way, or the fewest where they never do."""
+    few = crossing(QUERIES[::-1], [traffic.moved for traffic in by_queries[::-1]], naive.moved, log=True)
     return min(few, QUERIES[-1]) if few < inf else QUERIES[0]
 
 
 @lru_cache(maxsize=256)
 def _bands(length: int, head_dim: int, block_q: int, block_k: int) -> tuple[Band, ...]:
-    """All programs, in bands of about as many each."""
-    programs, row = list(flash_programs(length, block_q, block_k)), 2 * head_dim
+    """Split all programs into bands of about equal size."""
+    programs = list(flash_programs(length, block_q, block_k))
+    row = 2 * head_dim
     count = min(len(programs), MOST_BANDS)
     ends = [len(programs) * (index + 1) // count for index in range(count)]
-    bands, read, queries = [], 0, 0
+    bands: list[Band] = []
+    read = 0
+    queries = 0
     for first, end in pairwise([0, *ends]):
         read += sum((rows + 2 * seen) * row for rows, seen in programs[first:end])
         queries += sum(rows for rows, _ in programs[first:end])

@@ -1,4 +1,4 @@
-"""The walk in lesson 03's picture: the map of tiles and the row under it, frame by frame."""
+"""Draw the walk of lesson 03's picture frame by frame: the map of tiles, and the row below it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from minivllm_lab.drawing import QUIET, text_width
 from minivllm_lab.palette import BLUE, INK, ORANGE, PALE, SKY, VERMILLION
-from widgets.shell.plot import Axes, Scale
-from widgets.shell.svg import SMALL, Box, Drawing
+from widgets.shell.plot import Axes, Scale, figures
+from widgets.shell.svg import HEADING, SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MID, NOT_OURS
 
 if TYPE_CHECKING:
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 LIMITS = {"float16": math.log(65504), "float32": math.log(3.4028e38)}
 """Scores whose exponential is the largest number of each dtype."""
 MOST_COLUMNS = 12
-"""Columns of the map of tiles; more tiles of keys than that are drawn together."""
+"""The most columns in the map of tiles; more tiles of keys share a column."""
 
 
 def size(count: float) -> str:
-    """A byte count in human-readable form."""
+    """Format a number of bytes."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count / unit:,.0f} {name}"
     return f"{count:.0f} B"
 
 
-# ---- frames ------------------------------------------------------------------------------------------------
+# ---- frames
 
 
 def _frame_of(state: State, tile: int) -> int:
-    """The frame in which the row's tile (counted from 0) comes in."""
+    """Return the frame in which the row's tile (counted from 0) comes in."""
     return len(state.bands) + tile
 
 
@@ -42,25 +42,25 @@ def _last(state: State) -> int:
 
 
 def _keys_of(state: State, tile: int) -> int:
-    """Keys that the last program has read once the row's tile (counted from 0) is in: whole tiles of its own."""
+    """Return the keys that the last program has read with the row's tile (counted from 0), in whole tiles."""
     share = (tile + 1) / len(state.steps)
     return min(state.length, math.ceil(state.length * share / state.block_k - 1e-9) * state.block_k)
 
 
 def captions(state: State) -> list[str]:
-    """One for each frame: first band by band, then tile by tile through the last program."""
+    """Write a caption for each frame: band by band, then tile by tile through the last program."""
     total = state.bands[-1].read
-    words = [f"Nothing is loaded yet. {state.programs:,} programs wait, one for each tile of {state.block_q} queries."]
+    words = [f"Nothing is loaded yet. {state.programs:,} programs wait, one per tile of {state.block_q} queries."]
     for band in state.bands[:-1]:
         words.append(
-            f"Programs up to {band.programs:,} are through: each loads its Q once, and all K and V before it again. "
+            f"Programs up to {band.programs:,} are done: each loaded its Q once, and all earlier K and V again. "
             f"{size(band.read)} of {size(total)}."
         )
     for tile, step in enumerate(state.steps):
         keys = _keys_of(state, tile)
         read = total - 4 * state.head_dim * (state.length - keys)
         words.append(
-            f"The last program: {keys:,} of {state.length:,} keys are in, {size(read)} of {size(total)}. "
+            f"The last program: {keys:,} of {state.length:,} keys are read, {size(read)} of {size(total)}. "
             f"Its last row: {_what_happens(state, tile, step)}"
         )
     return words
@@ -72,12 +72,12 @@ def _what_happens(state: State, tile: int, step: Step) -> str:
     if tile == 0:
         return f"m is {step.got.m:.2f}."
     if step.right_factor < 1:
-        return f"m rises to {step.got.m:.2f}, the old l and O shrink × {step.right_factor:.3f}."
-    return "no new maximum, the old sums stay."
+        return f"m rises to {step.got.m:.2f}, so the old l and O shrink × {step.right_factor:.3f}."
+    return "no new maximum, so the old sums stay."
 
 
 def draw_tiles(drawing: Drawing, at: Box, state: State) -> None:
-    """Queries × keys: which program reads which tile of keys, how often each is read, and the bytes so far."""
+    """Draw queries × keys: which program reads which tile of keys, how often, and the bytes so far."""
     drawing.text((at.x, at.y + 18), "Who loads which K, V", size=14.5, bold=True)
     side = Box(at.x + 20, at.y + 46, at.width - 22, at.height - 90)
     columns = min(math.ceil(state.length / state.block_k), MOST_COLUMNS)
@@ -100,33 +100,34 @@ def draw_tiles(drawing: Drawing, at: Box, state: State) -> None:
         )
     drawing.line((side.x, side.y), (side.right, side.bottom), colour=INK, width=1.5)
     place = (side.right - 4, side.y + 16)
-    drawing.text(place, "ahead: never read", size=SMALL, colour=QUIET, anchor="end")
+    drawing.text(place, "later keys: never read", size=SMALL, colour=QUIET, anchor="end")
     drawing.text((at.x + 8, side.y - 6), "Q", size=SMALL, colour=BLUE, anchor="middle", bold=True)
     _draw_loaded(drawing, Box(at.x, side.bottom + 8, at.width, 10), state)
 
 
 def _draw_reads(drawing: Drawing, side: Box, state: State, columns: int) -> None:
-    """Above the map: how often the first and the last tile of keys travel."""
+    """Label above the map how often the first and the last tile of keys are read."""
     drawing.text((side.x, side.y - 6), f"read {state.programs:,} ×", size=SMALL, colour=QUIET)
     last = (math.ceil(state.length / state.block_k) - 1) * state.block_k
     times = state.programs - last // state.block_q
     drawing.text((side.right, side.y - 6), f"{times:,} ×", size=SMALL, colour=QUIET, anchor="end")
     for column in range(columns):
         key = int(column * state.length / columns)
-        tip = f"K and V from key {key:,} on are read by {state.programs - key // state.block_q:,} programs."
+        tip = f"K and V from key {key:,} are read by {state.programs - key // state.block_q:,} programs."
         cell = Box(side.x + column * side.width / columns, side.y - 4, side.width / columns - 1, 4)
         drawing.rect(cell, SKY, tip=tip)
 
 
 def _draw_band(drawing: Drawing, at: Box, state: State, index: int, columns: int, seen: int) -> None:
-    """The tiles that one band reads: lit while it reads them, calm afterwards; the last band tile by tile."""
-    last, frame = _last(state), index + 1
+    """Draw the tiles that a band reads, lit while it reads them; the last band goes tile by tile."""
+    last = _last(state)
+    frame = index + 1
     wide = at.width / columns
     final = index == len(state.bands) - 1
     for column in range(seen):
         cell = Box(at.x + column * wide + 0.5, at.y + 0.5, wide - 1, at.height - 1)
         first = frame
-        if final:  # the tile of the row in which the last program comes to this column
+        if final:  # the tile of the row with which the last program reaches this column
             first = _frame_of(state, min(column * len(state.steps) // columns, len(state.steps) - 1))
         drawing.rect(cell, ORANGE, at=f"{first} {first}")
         if first < last:
@@ -134,29 +135,30 @@ def _draw_band(drawing: Drawing, at: Box, state: State, index: int, columns: int
 
 
 def _draw_loaded(drawing: Drawing, at: Box, state: State) -> None:
-    """Bytes loaded so far, band by band."""
-    total, last = state.bands[-1].read, _last(state)
+    """Draw the bytes loaded so far, band by band."""
+    total = state.bands[-1].read
+    last = _last(state)
     drawing.rect(at, NOT_OURS, stroke=MID)
     before = 0
     for index, band in enumerate(state.bands):
         part = Box(at.x + before / total * at.width, at.y, (band.read - before) / total * at.width, at.height)
-        tip = f"{size(band.read)} loaded once programs up to {band.programs:,} are through."
+        tip = f"{size(band.read)} loaded when programs up to {band.programs:,} are done."
         drawing.rect(part, SKY, stroke=CARD, at=f"{index + 1} {last}", tip=tip)
         before = band.read
     once = 4 * state.head_dim * state.length
     again = total - once // 2
-    words = f"loaded: {size(total)}; K, V {again / once:.3g} × over"
+    words = f"loaded: {size(total)}; K, V {figures(again / once)} times"
     drawing.text((at.x, at.bottom + 15), words, size=SMALL, colour=QUIET)
 
 
-# ---- the row ---------------------------------------------------------------------------------------------------------
+# ---- the row
 
 
 def draw_row(drawing: Drawing, at: Box, state: State) -> None:
-    """The scores of one query, their running maximum, and under each tile what it made of m, l and O."""
+    """Draw the scores of one query, their running maximum, and m, l and O after each tile."""
     row = state.row
-    drawing.text((at.x, at.y + 18), "One row, tile by tile", size=14.5, bold=True)
-    after = at.x + text_width("One row, tile by tile", 14.5) * 1.06 + 10
+    drawing.text((at.x, at.y + 18), "One row, tile by tile", size=HEADING, bold=True)
+    after = at.x + text_width("One row, tile by tile", HEADING) * 1.06 + 10
     note = f"real scores: layer {row.layer}, head {row.head}"
     if after + text_width(note, SMALL) <= at.right:
         drawing.text((after, at.y + 18), note, size=SMALL, colour=QUIET)
@@ -174,8 +176,10 @@ def draw_row(drawing: Drawing, at: Box, state: State) -> None:
 
 
 def _draw_bars(axes: Axes, state: State) -> None:
-    row, box, last = state.row, axes.box, _last(state)
-    wide, zero = box.width / len(row.scores), axes.at(0, 0)[1]
+    row = state.row
+    last = _last(state)
+    wide = axes.box.width / len(row.scores)
+    zero = axes.at(0, 0)[1]
     for tile, step in enumerate(state.steps):
         frame = _frame_of(state, tile)
         for index in range(step.first, step.end):
@@ -189,8 +193,9 @@ def _draw_bars(axes: Axes, state: State) -> None:
 
 
 def _draw_maximum(axes: Axes, state: State) -> None:
-    """The running maximum, as stairs that grow with the frames."""
-    last, before = _last(state), -math.inf
+    """Draw the running maximum as stairs that grow with the frames."""
+    last = _last(state)
+    before = -math.inf
     for tile, step in enumerate(state.steps):
         if not math.isfinite(step.got.m):
             continue
@@ -204,7 +209,7 @@ def _draw_maximum(axes: Axes, state: State) -> None:
 
 
 def _draw_numbers(drawing: Drawing, at: Box, box: Box, state: State) -> None:
-    """Under each tile: m, what the old sums were multiplied by, l, and O / l."""
+    """Write m, the factor of the old sums, l and O / l below each tile."""
     names = (("m", VERMILLION), ("old ×", QUIET), ("l", BLUE), ("O / l", BLUE))
     for line, (name, colour) in enumerate(names):
         place = (box.x - 7, box.bottom + 17 + 16 * line)
@@ -217,8 +222,8 @@ def _draw_numbers(drawing: Drawing, at: Box, box: Box, state: State) -> None:
             if step.wrong:
                 drawing.rect(Box(left, box.bottom + 4, room, 66), BROKEN, tip=_wrong_tip(tile, step))
             _draw_column(drawing, left + room / 2, box.bottom + 17, room, step)
-    whole, got = state.steps[-1].right.output[0], state.steps[-1].got.output[0]
-    words = f"softmax of the whole row: {whole:+.3f}"
+    right, got = state.steps[-1].right.output[0], state.steps[-1].got.output[0]
+    words = f"softmax of the whole row: {right:+.3f}"
     if state.own:
         words = f"{words}; yours: {_short(got, 60, '+')} {'✕' if state.steps[-1].wrong else '✓'}"
     colour = VERMILLION if state.steps[-1].wrong else QUIET
@@ -226,13 +231,13 @@ def _draw_numbers(drawing: Drawing, at: Box, box: Box, state: State) -> None:
 
 
 def _draw_column(drawing: Drawing, middle: float, y: float, room: float, step: Step) -> None:
-    figures = (
+    rows = (
         (step.got.m, "", VERMILLION, "m" in step.wrong),
         (step.factor, "", QUIET, False),
         (step.got.l, "", BLUE, "l" in step.wrong),
         (step.got.output[0], "+", BLUE, "O" in step.wrong or "l" in step.wrong),
     )
-    for line, (value, sign, colour, wrong) in enumerate(figures):
+    for line, (value, sign, colour, wrong) in enumerate(rows):
         mark = "✕" if wrong and room > 44 else ""
         words = _short(value, room - 2 - 12 * bool(mark), sign if room > 40 else "") + mark
         shown = VERMILLION if wrong else colour
@@ -248,7 +253,7 @@ def _wrong_tip(tile: int, step: Step) -> str:
 
 
 def _short(value: float, room: float, sign: str = "") -> str:
-    """A figure with as many digits, 3 at most, as fit into `room` pixels."""
+    """Format a value with up to 3 decimals, as many as fit into `room` pixels."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
     for digits in (3, 2, 1):

@@ -1,4 +1,4 @@
-"""The picture of lesson 01's widget: the memory as a bar, the KV cache slot by slot, and where no request fits."""
+"""Draw lesson 01's picture: the memory as a bar, the KV cache slot by slot, and where no request fits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from widgets.kv_cache.state import Pool, State
 
 BEFORE_CACHE = (("weights", BLUE), ("activations", PURPLE), ("outside torch", GREY), ("CUDA graphs", ORANGE))
-"""How the picture names and colours what the ledger lists before the KV cache."""
+"""The name and colour of each item that the ledger lists before the KV cache."""
 WIDE_HEIGHT = 468
 PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 128, 176
 STRIP = 12
-"""A slot is drawn about this many times as wide as high."""
+"""The rough ratio of a slot's width to its height."""
 BELOW_ONE = 38
-"""Pixels below the line of one request: two rows of names."""
+"""Pixels below the line of one request, for two rows of names."""
 NEAR, AWAY = 26, 18
-"""Pixels: curves that end so near each other are named together; so far may names be moved to make room."""
+"""Pixels within which curves' ends share a name, and by which names may move to make room."""
 
 
 def percent(share: float) -> str:
-    """A share in words; less than all is never "100 %", and more than nothing never "0 %"."""
+    """Format a share in per cent, never rounded to nothing or to all."""
     if 0 < share < 1:
         share = min(max(share, 0.0001), 0.9999)
     digits = 2 if 0 < share < 0.01 or 0.99 < share < 1 else 1
@@ -37,7 +37,7 @@ def percent(share: float) -> str:
 
 
 def draw(state: State, width: float, pinned: State | None, words: str) -> str:
-    """The picture as SVG; `words` describe it to those who cannot see it."""
+    """Draw the picture; `words` describe it for screen readers."""
     drawing = Drawing(width, WIDE_HEIGHT, f"The KV cache of {state.model} on {state.hardware.name}", words)
     bar = _draw_memory(drawing, state)
     panel = Box(MARGIN, bar.bottom + 16, width - 2 * MARGIN, PANEL_HEIGHT if width >= WIDE else NARROW_PANEL_HEIGHT)
@@ -60,7 +60,7 @@ def draw(state: State, width: float, pinned: State | None, words: str) -> str:
 
 
 def _draw_memory(drawing: Drawing, state: State) -> Box:
-    """The bar of the whole card; returns where it stands."""
+    """Draw the bar of the GPU's memory, and return its place."""
     card, needed, width = state.hardware.memory_bytes, state.needed, drawing.width - 2 * MARGIN
     which = f"one {state.hardware.name}" if state.tp == 1 else f"each of {state.tp} GPUs ({state.hardware.name})"
     drawing.heading((MARGIN, 20), f"Memory of {which}: {card / GIB:.1f} GiB")
@@ -72,8 +72,10 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
         cache, rest = int(card * state.utilization) - needed, card - int(card * state.utilization)
         words = f"KV cache: {cache / GIB:.2f} GiB, {state.tokens:,} tokens of {state.bytes_per_token:,.0f} bytes"
         segments.append(Segment(f"KV cache {cache / GIB:.1f}", cache, SKY, tip=words))
-        tip = f"Not ours to use: {rest / GIB:.2f} GiB, the share that gpu_memory_utilization leaves to others"
-        segments.append(Segment(f"not ours {rest / GIB:.0f}", rest, NOT_OURS, tip=tip, hatched=True))
+        tip = (
+            f"Not for this engine: {rest / GIB:.2f} GiB, the share that gpu_memory_utilization leaves to other programs"
+        )
+        segments.append(Segment(f"left out {rest / GIB:.0f}", rest, NOT_OURS, tip=tip, hatched=True))
     total = max(card, needed)
     small = [part for part in segments if text_width(part.label, SMALL) + 12 > part.value / total * width]
     bottom = legend(drawing, (MARGIN, 42), small, width)
@@ -86,17 +88,17 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
 
 
 def _draw_magnifier(drawing: Drawing, state: State, bar: Box, panel: Box) -> None:
-    """Beams from the KV cache's part of the bar to the panel that shows it."""
+    """Draw beams from the KV cache's part of the bar to the panel that enlarges it."""
     card, budget = state.hardware.memory_bytes, int(state.hardware.memory_bytes * state.utilization)
     left, right = (bar.x + part / card * bar.width for part in (state.needed, budget))
     drawing.polygon([(left, bar.bottom), (right, bar.bottom), (panel.right, panel.y), (panel.x, panel.y)], TINT)
 
 
 def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
-    """A strip for each slot: what its request ever holds, and what it only reserves. Returns where they stand."""
+    """Draw a strip for each slot, with what its request ever holds and what it only reserves; return their place."""
     drawn = max(len(state.lengths), min(state.slots, 1))
     note = f"{state.slots:,} slot{'s' * (state.slots > 1)} of {state.max_model_len:,} tokens"
-    note += f" (the first {drawn} are drawn)" if drawn < state.slots else ""
+    note += f" (the first {drawn} are shown)" if drawn < state.slots else ""
     y = drawing.heading((box.x, box.y + 19), "The KV cache when it is full", note)
     keys = [
         Segment(f"ever holds a token {percent(state.held)}", 0, HELD),
@@ -123,7 +125,7 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
 
 
 def _draw_shortage(drawing: Drawing, state: State, box: Box) -> None:
-    """One request of the greatest length, and the part of it that there is room for."""
+    """Draw one request of the greatest length, and the part of it that fits."""
     note = f"it holds {state.tokens:,} tokens"
     y = drawing.heading((box.x, box.y + 19), "The KV cache is too small", note)
     words = f"One request of {state.max_model_len:,} tokens"
@@ -132,35 +134,35 @@ def _draw_shortage(drawing: Drawing, state: State, box: Box) -> None:
     room = replace(request, width=request.width * min(1.0, state.tokens / state.max_model_len))
     drawing.rect(request, CARD, stroke=VERMILLION, dash="5 3", tip=words)
     drawing.hatch(request, MISSED)
-    drawing.rect(room, SKY, tip=f"There is room for {state.tokens:,} tokens of it")
+    drawing.rect(room, SKY, tip=f"{state.tokens:,} of its tokens fit")
     if room.width > 130:
-        drawing.text((request.x + 10, request.y + 23), "room for this much")
+        drawing.text((request.x + 10, request.y + 23), "this part fits")
 
 
 def _draw_nothing_left(drawing: Drawing, state: State, box: Box) -> None:
     short = state.needed - int(state.hardware.memory_bytes * state.utilization)
-    note = f"{short / GIB:,.1f} GiB too little for the rest alone" if short > 0 else "less is left than one block takes"
+    note = f"{short / GIB:,.1f} GiB too little even without it" if short > 0 else "less is left than one block takes"
     y = drawing.heading((box.x, box.y + 19), "No KV cache at all", note)
     if state.needed > state.hardware.memory_bytes:
-        words = "The upright line in the bar marks where the memory ends."
+        words = "The vertical line in the bar marks the end of the memory."
         drawing.paragraph((box.x, y + 28), words, box.width, colour=VERMILLION, size=13)
 
 
 def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
-    """What the model reads at most, against what is asked of it."""
+    """Compare the model's limit with max_model_len."""
     y = drawing.heading((box.x, box.y + 19), "Refused before any memory is taken")
-    words = f"max_model_len asks for {state.max_model_len:,} tokens; {state.model} was made for {state.model_limit:,}"
+    words = f"max_model_len is {state.max_model_len:,} tokens, but {state.model} supports {state.model_limit:,}"
     y = drawing.paragraph((box.x, y + 24), words, box.width, colour=VERMILLION, size=13)
     asked = Box(box.x, y + 12, box.width, 30)
-    drawing.rect(asked, CARD, stroke=VERMILLION, dash="5 3", tip="What max_model_len asks for")
+    drawing.rect(asked, CARD, stroke=VERMILLION, dash="5 3", tip="max_model_len")
     drawing.hatch(asked, MISSED)
     known = replace(asked, width=max(2.0, asked.width * state.model_limit / state.max_model_len))
-    drawing.rect(known, SKY, tip=f"{state.model} was made for {state.model_limit:,} tokens")
+    drawing.rect(known, SKY, tip=f"{state.model} supports {state.model_limit:,} tokens")
 
 
 def _draw_plot_heading(drawing: Drawing, state: State, y: float) -> float:
-    """The plot's title and the keys of its curves; returns where the plot begins."""
-    drawing.heading((MARGIN, y), "Requests at once", "by the tokens that each reserves")
+    """Draw the plot's title and keys, and return the y where the plot begins."""
+    drawing.heading((MARGIN, y), "Requests at once", "by the tokens each reserves")
     bold = Segment(f"{state.hardware.name}, reserved", 0, BLUE)
     keys = [bold, Segment("if each held only its own tokens", 0, GREEN), Segment("other GPUs", 0, MID)]
     if not state.right_bytes:
@@ -169,7 +171,7 @@ def _draw_plot_heading(drawing: Drawing, state: State, y: float) -> float:
 
 
 def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -> None:
-    """Curves of all GPUs over the reserved length, the line of one request, and what is refused."""
+    """Draw the curves of all GPUs against the reserved length, the line of one request, and what is refused."""
     most = 2.2 * max(100.0, state.at_own_length, *(pool.tokens / state.contexts[0] for pool in state.pools))
     y = Scale(most ** (-BELOW_ONE / (box.height - BELOW_ONE)), most, log=True)
     axes = Axes(drawing, box, Scale(state.contexts[0], state.contexts[-1], log=True), y)
@@ -182,7 +184,7 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
         _draw_broken(axes, state)
     axes.mark_y(1, "", VERMILLION)
     drawing.text((box.x + 4, axes.at(1, 1)[1] + 14), "one request", size=SMALL, colour=VERMILLION, halo=True)
-    axes.here(state.max_model_len, "max_model_len")  # before the curves, or their tips are out of reach
+    axes.here(state.max_model_len, "max_model_len")  # before the curves, or it covers their tips
     if pinned:
         axes.pinned(pinned.contexts, pinned.concurrency)
     _draw_curves(axes, state)
@@ -192,14 +194,14 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
-    """Lengths at which vLLM refuses to start: memory first, then the model's own limit."""
+    """Shade the lengths at which vLLM refuses to start, for lack of memory or beyond the model's limit."""
     limit, last = state.model_limit or 2 * state.contexts[-1], state.contexts[-1]
     edges: list[tuple[float, str, str]] = []
     if state.longest < min(limit, last):
         cause = "one request no longer fits" if state.ledger else "no KV cache is left"
         edges.append((state.longest, f"{cause}: vLLM refuses to start", cause))
     if limit < last:
-        edges.append((limit, "longer than the model was made for: refused", "over the model's limit"))
+        edges.append((limit, "longer than the model supports: refused", "over the model's limit"))
     for edge, words, _ in edges:
         axes.shade(edge, None, words)
     for edge, words, few in edges:
@@ -207,7 +209,7 @@ def _draw_broken(axes: Axes, state: State) -> None:
 
 
 def _draw_curves(axes: Axes, state: State) -> None:
-    """Those of other GPUs, thin; then this one's, of which the part beyond `max_model_len` answers the question."""
+    """Draw other GPUs' curves, thin, then this one's, whose part beyond `max_model_len` answers the question."""
     drawing, ends = axes.drawing, state.contexts[::4]
     with drawing.answer():
         for pool in state.pools:
@@ -237,15 +239,13 @@ def _limit(state: State) -> int:
 
 
 def _tips(pool: Pool, contexts: Sequence[int]) -> list[str]:
-    """What is said of a GPU's pool where each request reserves each of these lengths."""
-    said = []
-    for context in contexts:
-        count = pool.tokens / context
-        what = (
-            f"{int(count):,} requests of {context:,} tokens" if count >= 1 else f"not one request of {context:,} tokens"
-        )
-        said.append(f"{pool.gpu}: {what}; its cache holds {pool.tokens:,}")
-    return said
+    """Write the tips of a GPU's curve, one for each reserved length."""
+    counts = [int(pool.tokens / context) for context in contexts]
+    return [
+        f"{pool.gpu}: {f'{count:,} requests' if count else 'not one request'} of {context:,} tokens; its cache holds "
+        f"{pool.tokens:,}"
+        for context, count in zip(contexts, counts, strict=True)
+    ]
 
 
 def _own_tip(state: State, context: int, mean: float) -> str:
@@ -256,7 +256,7 @@ def _own_tip(state: State, context: int, mean: float) -> str:
 
 
 def _name_the_ends(axes: Axes, state: State) -> None:
-    """A dot where each GPU's curve meets the line of one request, and the GPUs' names in two rows below."""
+    """Draw a dot where each GPU's curve meets the line of one request, and the GPUs' names in two rows below."""
     drawing, right = axes.drawing, axes.box.right
     clusters: list[tuple[float, list[str]]] = []
     for pool in sorted(state.pools, key=lambda pool: pool.longest):
@@ -287,7 +287,7 @@ def _name_the_ends(axes: Axes, state: State) -> None:
 
 
 def _draw_here(axes: Axes, state: State) -> None:
-    """The dots on the curves where `max_model_len` stands, with their counts."""
+    """Draw dots on the curves at `max_model_len`, with their counts."""
     if not state.tokens:
         return
     drawing, count = axes.drawing, state.tokens / state.max_model_len
@@ -296,7 +296,7 @@ def _draw_here(axes: Axes, state: State) -> None:
     drawing.circle((x, y), 6, colour, tip=_tips(state.pool, [state.max_model_len])[0])
     words = f"{state.slots:,}" if state.starts else "refused"
     left = x + 60 > axes.box.right
-    below = (left or state.starts) and y + 18 < axes.box.bottom  # else it would lie on the axis
+    below = (left or state.starts) and y + 18 < axes.box.bottom  # or it would lie on the axis
     place = (x - 10 if left else x + 10, y + 14 if below else y - 6)
     drawing.text(place, words, colour=colour, bold=True, halo=True, anchor="end" if left else "start")
     if state.at_own_length:

@@ -1,4 +1,4 @@
-"""What lesson 01's widget sweeps: a GPU's memory shared out, and its KV cache filled with requests."""
+"""Compute the state of lesson 01's widget: a GPU's memory ledger, and its KV cache filled with requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLED_REQUESTS, MOST_ROWS = 4000, 20_000
 MOST_SLOTS_DRAWN = 100
 MOST = {"tp": 1024, "utilization": 100.0, "max_model_len": 2**28}
 PATIENCE = 1.0
-"""Seconds of the processor that a reader's function may take."""
+"""CPU seconds that the reader's function may take."""
 START = {
     "model": "meta-llama/Llama-3.1-8B",
     "other_model": "",
@@ -46,113 +46,113 @@ CountsBytes = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Pool:
-    """The KV cache of one GPU, or of a group of them that share a model."""
+    """Describe the KV cache of one GPU, or of several that share a model."""
 
     gpu: str
     tokens: int
-    """Tokens that it holds; 0 where the model leaves no room for it."""
+    """Tokens that fit; 0 where the model leaves no room."""
     longest: int
-    """The longest request that it can hold."""
+    """The longest request that fits."""
 
 
 @dataclass(frozen=True)
 class State:
-    """One configuration and its results. Bytes are of one GPU; tokens and requests of the whole group."""
+    """Hold one configuration and its results. Bytes are per GPU; tokens and requests are of all GPUs together."""
 
     name: str
-    """The model as it is given to vLLM."""
+    """The model's name for vLLM."""
     hardware: Hardware
     tp: int
     kv_dtype: str
     utilization: float
     max_model_len: int
     model_limit: int
-    """The longest context that the model was made for; 0 where its config does not say."""
+    """The longest context that the model supports; 0 if its config does not say."""
     parameters: int
     workload_title: str
     needs: tuple[tuple[str, int], ...]
-    """(name, bytes) of all that must be there before there is a KV cache."""
+    """(name, bytes) of everything that takes memory before the KV cache."""
     ledger: MemoryLedger | None
-    """None where `needs` alone are more than the engine may use."""
+    """None where `needs` exceed what the engine may use."""
     bytes_per_token: float
-    """Of one GPU, and if layers differ in what they keep, on average over a request of `max_model_len` tokens; by the
+    """Bytes per token on one GPU, averaged over a request of `max_model_len` tokens where layers differ; by the
     reader's function if there is one."""
     counted_bytes: int
-    """The same by the engine's own count."""
+    """The same by the engine's count."""
     slots: int
     """Requests that fit when each reserves `max_model_len` tokens; 0 where vLLM refuses to start."""
     lengths: tuple[int, ...]
-    """Tokens that the first requests in those slots hold at their end; at most MOST_SLOTS_DRAWN of them."""
+    """Final tokens of the first requests in those slots, at most MOST_SLOTS_DRAWN."""
     too_long: float
-    """Share of the requests that are longer than `max_model_len`: they are refused."""
+    """The share of requests longer than `max_model_len`, which are refused."""
     mean_length: float
-    """Mean tokens of the others; 0 where there are none."""
+    """Mean tokens of the other requests; 0 where there are none."""
     contexts: tuple[int, ...]
     concurrency: tuple[float, ...]
-    """Requests that would fit if each reserved as much as at each of `contexts`."""
+    """Requests that would fit if each reserved each of `contexts`."""
     mean_lengths: tuple[float, ...]
-    """Mean tokens of the requests that are no longer than each of `contexts`; 0 where there are none."""
+    """Mean tokens of the requests up to each of `contexts`; 0 where there are none."""
     pools: tuple[Pool, ...]
-    """Of each GPU in the hardware table, in the place of this one."""
+    """The pool of each GPU in the hardware table."""
 
     @property
     def model(self) -> str:
-        """The model's name without its owner."""
+        """Return the model's name without its owner."""
         return self.name.rstrip("/").split("/")[-1]
 
     @property
     def needed(self) -> int:
-        """Bytes that must be there before there is a KV cache."""
+        """Return the bytes taken before the KV cache."""
         return sum(size for _, size in self.needs)
 
     @property
     def pool(self) -> Pool:
-        """The KV cache of this GPU."""
+        """Return this GPU's KV cache."""
         return next(pool for pool in self.pools if pool.gpu == self.hardware.name)
 
     @property
     def tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Return the tokens that fit into the KV cache."""
         return self.pool.tokens
 
     @property
     def longest(self) -> int:
-        """The longest request that fits at all."""
+        """Return the longest request that fits."""
         return self.pool.longest
 
     @property
     def beyond_model(self) -> bool:
-        """Is a request of `max_model_len` tokens longer than the model was made for? vLLM then refuses to start."""
+        """Return whether `max_model_len` exceeds the model's limit, so that vLLM refuses to start."""
         return bool(self.model_limit) and self.max_model_len > self.model_limit
 
     @property
     def fits(self) -> bool:
-        """Does one request of `max_model_len` tokens fit into the memory?"""
+        """Return whether one request of `max_model_len` tokens fits."""
         return self.max_model_len <= self.longest
 
     @property
     def starts(self) -> bool:
-        """Would vLLM start?"""
+        """Return whether vLLM starts."""
         return self.fits and not self.beyond_model
 
     @property
     def right_bytes(self) -> bool:
-        """Does the reader's function count the bytes as the engine does?"""
+        """Return whether the reader's function agrees with the engine."""
         return self.bytes_per_token == self.counted_bytes
 
     @property
     def at_own_length(self) -> float:
-        """Requests that would fit if each held only the tokens that it has; 0 where vLLM refuses to start."""
+        """Return how many requests would fit if each held only its own tokens; 0 where vLLM refuses to start."""
         return self.tokens / self.mean_length if self.mean_length and self.starts else 0.0
 
     @property
     def reserved(self) -> float:
-        """Share of the KV cache that is reserved when no further request fits."""
+        """Return the reserved share of a full KV cache."""
         return self.slots * self.max_model_len / self.tokens if self.slots else 0.0
 
     @property
     def held(self) -> float:
-        """Share of the KV cache that ever holds a token by then."""
+        """Return the share of a full KV cache that ever holds a token."""
         return self.slots * self.mean_length / self.tokens if self.slots else 0.0
 
 
@@ -171,36 +171,36 @@ def sweep(
     """Share out the memory of one GPU, and fill the KV cache with requests that reserve `max_model_len` each.
 
     Args:
-        model: a well-known model.
-        other_model: where not empty, taken instead: a local directory, or a model of the Hugging Face hub.
-        gpu: a name in the hardware table.
+        model: A well-known model.
+        other_model: A local directory or a model of the Hugging Face hub, which replaces `model` unless empty.
+        gpu: A name in the hardware table.
         tp: GPUs that share one copy of the model.
-        kv_dtype: of the cache; "auto" is the model's own.
+        kv_dtype: The cache's type; "auto" is the model's.
         utilization: vLLM's `gpu_memory_utilization`.
-        max_model_len: the longest request, in tokens.
-        requests: a workload of `minivllm_simulate.workloads`.
-        file: where not empty, taken instead: a CSV or JSON file of request lengths.
-        kv_bytes_per_token: the reader's own function, which counts in place of ours.
+        max_model_len: The longest request, in tokens.
+        requests: A workload of `minivllm_simulate.workloads`.
+        file: A CSV or JSON file of request lengths, which replaces `requests` unless empty.
+        kv_bytes_per_token: The reader's function, which counts instead of the engine.
 
     Raises:
-        MinivllmError: a value makes no sense, or the model's memory cannot be counted.
+        MinivllmError: A value makes no sense, or the model's memory cannot be counted.
     """
     require_numbers(MOST, tp=tp, utilization=utilization, max_model_len=max_model_len)
-    require(0 < utilization <= 1, f"gpu_memory_utilization is a share above 0 and up to 1, not {utilization!r}")
+    require(0 < utilization <= 1, f"gpu_memory_utilization must be above 0 and at most 1, not {utilization!r}")
     require(max_model_len >= 1, f"max_model_len must be a positive whole number, not {max_model_len!r}")
     texts = (model, other_model, gpu, kv_dtype, requests, file)
-    require(all(isinstance(text, str) for text in texts), f"names are text, and one of these is not: {texts}")
+    require(all(isinstance(text, str) for text in texts), f"names must be text, but one of these is not: {texts}")
     name = _full_name(other_model.strip() or model)
     config, hardware, kind = _model(name), get_hardware(gpu), workload(file.strip() or requests)
     needs, shared_out, kv = _shared_out(name, tp, kv_dtype, utilization)
-    ledgers = {which: one and replace(one, max_model_len=max_model_len) for which, one in shared_out.items()}
+    ledgers = {which: ledger and replace(ledger, max_model_len=max_model_len) for which, ledger in shared_out.items()}
     counted = kv.bytes_per_token or round(kv.blocks_per_request(max_model_len) * kv.block_bytes / max_model_len)
     per_token: float = counted
     if kv_bytes_per_token:
         per_token = _own_bytes(kv_bytes_per_token, config, kv_dtype, counted)
-        ledgers = {which: one and _with_bytes(one, per_token) for which, one in ledgers.items()}
+        ledgers = {which: ledger and _with_bytes(ledger, per_token) for which, ledger in ledgers.items()}
     pools = tuple(
-        Pool(which, one.tokens if one else 0, one.longest_request if one else 0) for which, one in ledgers.items()
+        Pool(which, each.tokens if each else 0, each.longest_request if each else 0) for which, each in ledgers.items()
     )
     ledger = ledgers[hardware.name]
     state = State(
@@ -231,7 +231,7 @@ def sweep(
 
 
 def _full_name(name: str) -> str:
-    """With the owner, where it is a well-known model's name without."""
+    """Add the owner to a well-known model's name."""
     known = (*CONFIGS, *HYBRIDS)
     return next((full for full in known if name.lower() in (full.lower(), full.split("/")[1].lower())), name)
 
@@ -245,9 +245,9 @@ def _model(name: str) -> ModelConfig:
 def _shared_out(
     name: str, tp: int, kv_dtype: str, utilization: float
 ) -> tuple[tuple[tuple[str, int], ...], dict[str, MemoryLedger | None], KVGroups]:
-    """What must be there before a KV cache, the ledger of each GPU in the table, and the groups of layers.
+    """Return the memory taken before a KV cache, the ledger of each GPU in the table, and the groups of layers.
 
-    A GPU on which nothing is left for a KV cache has no ledger.
+    A GPU without room for a KV cache has no ledger.
     """
     config, settings = _model(name), {"max_model_len": 1, "tp": tp, "kv_dtype": kv_dtype, "check": False}
     roomy = memory_ledger(config, replace(HARDWARE["L4"], memory_bytes=2**60), **settings)
@@ -262,30 +262,30 @@ def _shared_out(
 
 
 def _with_bytes(ledger: MemoryLedger, per_token: float) -> MemoryLedger | None:
-    """The ledger if a token took so many bytes; None where not even one block of them fits."""
+    """Return the ledger with this many bytes per token, or None where not even one block fits."""
     block_bytes = max(1, round(per_token)) * ledger.block_size
     changed = replace(ledger, kv=KVGroups((FullLayer(ledger.block_size, block_bytes),), block_bytes))
     return changed if changed.num_blocks else None
 
 
 def _own_bytes(own: CountsBytes, config: ModelConfig, kv_dtype: str, counted: int) -> float:
-    """Bytes of a token on one GPU by the reader's function; formats with scales and the split over GPUs are ours.
+    """Count the bytes per token with the reader's function; scales and the split over GPUs are added here.
 
     Raises:
-        MinivllmError: it gives no number above 0, or does not come to an end.
+        MinivllmError: The function returns no number above 0, or does not end.
     """
     element = DTYPE_BYTES.get(memory.cache_dtype(config, kv_dtype), 2)
     with bounded(PATIENCE, "your kv_bytes_per_token"):
-        given = own(config, element)
-    fits = is_number(given) and given > 0
-    require(fits, f"your kv_bytes_per_token gave {given!r}, and it is a number of bytes above 0")
+        count = own(config, element)
+    fits = is_number(count) and count > 0
+    require(fits, f"your kv_bytes_per_token returned {count!r}, but it must return a number of bytes above 0")
     whole = memory.kv_bytes_per_token(config, {4: "float32", 2: "bfloat16", 1: "fp8"}[element])
-    return counted if given == whole else given * counted / whole
+    return counted if count == whole else count * counted / whole
 
 
 @lru_cache(maxsize=16)
 def _sample(kind: Workload) -> tuple[list[int], list[int], list[int]]:
-    """Lengths of requests as they arrive, the same in order, and the running sum of those in order."""
+    """Return request lengths as they arrive, the same sorted, and the running sum of the sorted ones."""
     own = kind.table if isinstance(kind, FileWorkload) else None
     count = min(MOST_ROWS, len(own.prompts)) if own else SAMPLED_REQUESTS
     arriving = [request.total for request in kind.sample(count)]
@@ -306,6 +306,6 @@ def _mean_up_to(longest: int, kind: Workload) -> float:
 
 @lru_cache(maxsize=64)
 def _first_lengths(slots: int, longest: int, kind: Workload) -> tuple[int, ...]:
-    """Of requests up to this length, the first ones that arrive, one for each slot that is drawn."""
+    """Return the lengths of the first requests up to this length, one for each slot that is drawn."""
     fitting = [length for length in _sample(kind)[0] if length <= longest]
     return tuple(islice(cycle(fitting), min(slots, MOST_SLOTS_DRAWN)))

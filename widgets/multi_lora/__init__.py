@@ -1,10 +1,10 @@
-"""Lesson 12's widget: a thousand adapters, and how many of them the GPU has a slot for.
+"""Show how many LoRA slots a thousand adapters need.
 
-The engine's own scheduler and slot table decide every step, on a virtual clock; a step's time is that of
-`minivllm_simulate.layouts` with what `minivllm_lab.multi_lora.costs` adds for adapters. What is left out: reading
-adapters from disk, for all of them lie in host memory.
+The engine's own scheduler and slot table decide every step, on a virtual clock. `minivllm_simulate.layouts` models the
+time of a step, and `minivllm_lab.multi_lora.costs` what adapters add. All adapters lie in host memory; reading them
+from disk is left out.
 
-The picture in the lesson's text: `uv run python -P -m widgets multi_lora lessons/figures/12_slots.svg`
+Draw the lesson's figure with `uv run python -P -m widgets multi_lora lessons/figures/12_slots.svg`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS
 from widgets.multi_lora.figure import cause_words, figure, free, gigabytes
-from widgets.multi_lora.runs import ANSWER, MAX_MODEL_LEN, PLACES, PROMPT, Point
+from widgets.multi_lora.runs import ANSWER, MAX_MODEL_LEN, PROMPT, SEATS, Point
 from widgets.multi_lora.state import (
     ADAPTERS,
     CLIENTS,
@@ -29,55 +29,51 @@ from widgets.multi_lora.state import (
     State,
     sweep,
 )
-from widgets.shell.knobs import choice, steps
+from widgets.shell.advice import Rule, at_least, at_most, progress, use
+from widgets.shell.knobs import choice, labelled, steps
 from widgets.shell.lesson_widget import LessonWidget
 from widgets.shell.plot import counted, seconds
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 ONLY_JUST = 0.5
-"""Beyond this share of what is allowed, a little more load is too much."""
+"""The share of a limit from which a little more load is too much."""
 
 
 def verdict(state: State) -> Verdict:
-    """What so many slots mean for who waits, in one line."""
-    if found := state.not_served(f"with {counted(state.slots, 'slot')}", "Your parts do something else", _figures):
-        return found
-    point, cause = state.here, state.cause(state.slots)
+    """Say in one sentence or two whether this many slots serve the load."""
+    where = f"with {counted(state.slots, 'slot')}"
+    if unserved := state.not_served(where, "Your parts decide differently from the engine.", _figures):
+        return unserved
+    point = state.here
+    cause = state.cause(state.slots)
     first = f"{CLIENTS:.0%} have their first token within {seconds(state.first(state.slots))}{_later(state)}"
     if cause:
         why = cause_words(state, cause, state.slots)
-        wanted = f" About {state.wanted:.0f} adapters are wanted at once." if cause == "slots" else ""
-        said = f"{why[0].upper()}{why[1:]}.{wanted}"
-        return Verdict(f"{said} {first}, and {asked(state)}.", "broken")
-    said = (
-        f"{first}: on average {point.distinct:.2g} adapters are in use at once, and {point.hit_rate:.0%} of the "
-        "requests find theirs in a slot."
-    )
+        needed = f" The load needs about {state.wanted:.0f} adapters at once." if cause == "slots" else ""
+        words = f"{why[0].upper()}{why[1:]}.{needed} {first}; the limit is {seconds(state.ttft)}."
+        return Verdict(words, "broken")
+    adapters = "one adapter is" if round(point.distinct, 1) == 1 else f"{point.distinct:.2g} adapters are"
+    words = f"{first}: on average {adapters} in use, and {point.hit_rate:.0%} of the requests find theirs in a slot."
     just = state.in_the_end(state.slots) > ONLY_JUST * state.ttft
-    return Verdict(f"{'Only just: ' * just}{said}", "tight" if just else "fine")
+    return Verdict(f"{'Only just: ' * just}{words}", "tight" if just else "fine")
 
 
 def _later(state: State) -> str:
-    """What a run is too short to show."""
+    """Add the long run's waiting time where the run is too short to show it."""
     later = state.long_wait[state.slots]
     if later <= state.first(state.slots):
         return ""
-    return f" of this short run, in the long run within {seconds(later) if later < 3600 else 'hours'}"
-
-
-def asked(state: State) -> str:
-    """The service level."""
-    return f"{seconds(state.ttft)} is asked"
+    return f" in this short run, and in the long run within {seconds(later) if later < 3600 else 'hours'}"
 
 
 def _figures(point: Point) -> str:
-    """What other parts than the engine's change."""
-    copies = f"{point.loads} copies into slots"
-    return f"{point.distinct:.3g} adapters at once, {copies}, {point.waiting:.3g} requests waiting"
+    return (
+        f"{point.distinct:.3g} adapters at once, {point.loads} copies into slots, {point.waiting:.3g} requests waiting"
+    )
 
 
 def command(state: State) -> str:
-    """The server, and the load on it."""
+    """Write the command of the server, and that of the load as a comment."""
     serving = state.serving
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{serving.name}")))
     names = " ".join(f"adapter-{index}" for index in range(1, min(serving.adapters, 3) + 1))
@@ -89,11 +85,11 @@ def command(state: State) -> str:
     )
     return "\n".join(
         [
-            f"# On one {serving.gpu.name}{'; it refuses to start' * state.refused}. The load (it asks for all adapters "
+            f"# On one {serving.gpu.name}{'; it refuses to start' * state.refused}. The load (it picks all adapters "
             "equally often):",
             bench,
             f"vllm serve {name} --enable-lora --max-loras {state.slots} --max-lora-rank {serving.max_lora_rank} "
-            f"--max-cpu-loras {max(serving.adapters, state.slots)} --max-num-seqs {PLACES} "
+            f"--max-cpu-loras {max(serving.adapters, state.slots)} --max-num-seqs {SEATS} "
             f"--max-model-len {MAX_MODEL_LEN} --lora-modules "
             + " ".join(f"adapter-{index}=adapters/{index}" for index in range(1, min(serving.adapters, 3) + 1)),
         ]
@@ -103,27 +99,16 @@ def command(state: State) -> str:
 # ---- the challenges
 
 
-def _wanted(state: State, asked_for: list[tuple[bool, str]], met: bool, mend: str) -> Progress:
-    """`asked_for` is what the goal fixes, the first wrong one is said; `mend` is the advice where all that is right."""
-    words = _words(state)
+def _progress(state: State, rules: list[Rule], met: bool, advice: str) -> Progress:
     serving = state.serving
-    fixed = [
-        (serving.adapters < START["adapters"], f"Adapters: {serving.adapters:,}, and 1,000 or more are asked for."),
-        (serving.skew > START["skew"], f"Skew: {serving.skew:g}, and 1 or less is asked for."),
-        *asked_for,
-        (
-            serving.rank > serving.max_lora_rank,
-            f"Slots made for, Rank: rank {serving.rank} does not fit into a slot for {serving.max_lora_rank}.",
-        ),
-    ]
-    wrong = next((said for is_wrong, said in fixed if is_wrong), "")
-    if wrong:
-        return Progress(False, words, wrong)
-    if state.refused:
-        return Progress(False, words, "Slots, Slots made for: the engine does not start. Fewer, or narrower ones.")
-    if not state.known:
-        return Progress(False, words, "The requests are being served.")
-    return Progress(met, words, "" if met else mend)
+    return progress(
+        _words(state),
+        at_least("the adapters", serving.adapters, START["adapters"]),
+        at_most("the skew", serving.skew, START["skew"]),
+        *rules,
+        at_least("the slot rank", serving.max_lora_rank, serving.rank),
+        *state.outcome_rules(met, advice, "Lower the slots or the slot rank: the engine does not start."),
+    )
 
 
 def _words(state: State) -> str:
@@ -138,105 +123,103 @@ def _words(state: State) -> str:
 
 
 def _enough(state: State) -> Progress:
-    serving, taken = state.serving, state.slots * state.serving.cost.slot_bytes
-    asked_for = [
-        (serving.name != START["model"] or serving.gpu.name != START["gpu"], "Model, GPU: Llama-3.1-8B on an H100."),
-        (serving.load < 40, f"Load: {serving.load:g} a second, and 40 are asked for."),
-        (serving.rank < 64, f"Rank: {serving.rank}, and 64 is asked for."),
-        (state.ttft > 0.2, f"First token in: {seconds(state.ttft)}, and 200 ms is asked for."),
+    serving = state.serving
+    taken = state.slots * serving.cost.slot_bytes
+    rules = [
+        use("Llama-3.1-8B on an H100", serving.name == START["model"] and serving.gpu.name == START["gpu"]),
+        at_least("the load", serving.load, 40),
+        at_least("the rank", serving.rank, 64),
+        at_most("the TTFT limit", state.ttft, 0.2, seconds),
     ]
     met = state.known and not state.refused and not state.cause(state.slots) and taken <= 20e9
-    mend = (
-        f"Slots made for, Slots: they take {gigabytes(taken)}, 20 GB is allowed. A slot is as large as its rank asks."
-        if taken > 20e9
-        else "Slots: more adapters are wanted at once than there are slots for."
-    )
-    return _wanted(state, asked_for, met, mend)
+    advice = "Raise the slots: the load needs more adapters at once."
+    if taken > 20e9:
+        advice = f"Lower the slots or the slot rank: they take {gigabytes(taken)}, and only 20 GB is allowed."
+    return _progress(state, rules, met, advice)
 
 
 def _shorter(state: State) -> Progress:
     serving = state.serving
-    asked_for = [
-        (serving.load < 20, f"Load: {serving.load:g} a second, and 20 or more are asked for."),
-        (state.slots > 8, f"Slots: {state.slots}, and 8 at most are allowed."),
-        (state.ttft > 0.2, f"First token in: {seconds(state.ttft)}, and 200 ms is asked for."),
+    rules = [
+        at_least("the load", serving.load, 20),
+        at_most("the slots", state.slots, 8),
+        at_most("the TTFT limit", state.ttft, 0.2, seconds),
     ]
     met = state.known and not state.refused and not state.cause(state.slots)
-    mend = (
-        f"Model, GPU: a request stays {serving.at_once / serving.load:.2g} s, so {serving.at_once:.0f} are there at "
-        "once, and their adapters with them. Let them be done sooner."
+    advice = (
+        f"Change the model or the GPU so that requests finish sooner: each now runs for "
+        f"{serving.at_once / serving.load:.2g} s, so {serving.at_once:.0f} run at once, with their adapters."
     )
-    return _wanted(state, asked_for, met, mend)
+    return _progress(state, rules, met, advice)
 
 
 def _flattered(state: State) -> Progress:
     known = state.known and not state.refused
     hits = state.here.hit_rate if known else 0.0
     late = known and state.first(state.slots) > 1
+    advice = "Lower the slots: then mostly requests whose adapter is already loaded get in."
     if known and not late:
-        mend = "Slots, Load: nobody waits long. More adapters must be wanted at once than there are slots."
-    else:
-        mend = "Slots: too many adapters come and go. With fewer slots, those get in whose adapter is there already."
-    return _wanted(state, [], late and hits >= 0.8, mend)
+        advice = "Lower the slots or raise the load until more adapters are needed than there are slots."
+    return _progress(state, [], late and hits >= 0.8, advice)
 
 
 CHALLENGES = (
     Challenge(
-        "40 requests a second on the H100, for 1,000 adapters of rank 64: let 90 % have their first token within 200 "
-        "ms, with slots that take 20 GB at most.",
+        "Serve 1,000 adapters of rank 64 on the H100, at 40 requests a second: 90 % have their first token within 200 "
+        "ms, and the slots take at most 20 GB.",
         _enough,
-        "What counts is how many are wanted at once, some 30 of 1,000, not how many exist. And a slot is as wide as "
+        "What counts is how many adapters are in use at once, some 30 of 1,000. And each slot is as wide as "
         "max_lora_rank.",
     ),
     Challenge(
-        "Keep 20 requests a second for 1,000 adapters, and 8 slots at most. Let 90 % have their first token within 200 "
-        "ms all the same.",
+        "Keep 20 requests a second for 1,000 adapters and at most 8 slots, and still give 90 % their first token "
+        "within 200 ms.",
         _shorter,
-        "Adapters at once follow from requests at once, and these from how long each stays: Little's law.",
+        "By Little's law, how many requests run at once depends on how long each one runs; the adapters follow.",
     ),
     Challenge(
-        "Fool the hit rate: let over 80 % of the requests find their adapter in a slot, and yet let it take more than "
-        "a second until 90 % have their first token. 1,000 adapters, skew 1 or less.",
+        "Fool the hit rate: let at least 80 % of the requests find their adapter in a slot, although 90 % have their "
+        "first token only after more than a second. Keep 1,000 adapters and a skew of at most 1.",
         _flattered,
-        "A hit rate counts requests when they get in. Those whose adapter has no slot stand in the queue, uncounted.",
+        "A hit rate counts requests when they are admitted. Those whose adapter has no slot wait in the queue, "
+        "uncounted.",
     ),
 )
 GUESS = Guess(
-    "20 requests a second ask for 1,000 adapters, by Zipf. How many slots until 90 % have their first token in 200 ms?",
+    "20 requests a second use 1,000 adapters, by Zipf. How many slots give 90 % of them a first token within 200 ms?",
     ("about 4", "about 17", "about 130", "all 1,000"),
     1,
-    "A request stays for a second, so some 20 are there at once, and some share an adapter: about 16 adapters are "
-    "wanted at once. With fewer slots than that, the queue grows.",
+    "A request runs for a second, so some 20 run at once. Some share an adapter, so about 16 adapters are in use at "
+    "once. With fewer slots than that, the queue grows.",
 )
 
 # ---- the knobs
 
 KNOBS = {
     "The server": {
-        "slots": steps("Slots", SLOTS, START["slots"], "adapters on the GPU at once: max_loras"),
-        "max_rank": steps("Slots made for", [(f"rank {one}", one) for one in RANKS], START["max_rank"],
-                          "how wide a slot is: max_lora_rank"),
-        "model": choice("Model", list(MODELS), START["model"], "what is served, in 16 bits"),
-        "gpu": choice("GPU", list(GPUS), START["gpu"], "whose memory and rates"),
+        "slots": steps("Slots", SLOTS, START["slots"], "LoRA slots on the GPU: max_loras"),
+        "max_rank": steps("Slot rank", RANKS, START["max_rank"], "how wide each slot is: max_lora_rank"),
+        "model": choice("Model", list(MODELS), START["model"], "served in 16 bits"),
+        "gpu": choice("GPU", list(GPUS), START["gpu"], "sets memory, bandwidth and FLOP/s"),
     },
     "The adapters": {
-        "adapters": steps("Adapters", [(f"{one:,}", one) for one in ADAPTERS], START["adapters"],
+        "adapters": steps("Adapters", labelled(ADAPTERS, "{:,}".format), START["adapters"],
                           "how many there are, all in host memory"),
-        "skew": steps("Skew", [(f"{one:g}", one) for one in SKEWS], START["skew"],
-                      "Zipf's exponent: the k-th is asked for 1 / k^skew times as often as the first"),
-        "rank": steps("Rank", RANKS, START["rank"], "of every adapter, on all seven linears of a layer"),
+        "skew": steps("Skew", labelled(SKEWS, "{:g}".format), START["skew"],
+                      "Zipf's exponent: the k-th adapter is used 1 / k^skew times as often as the first"),
+        "rank": steps("Rank", RANKS, START["rank"], "the rank of every adapter, on all seven linears of a layer"),
     },
     "The load": {
-        "load": steps("Load", [(f"{one:g}", one) for one in LOADS], START["load"], "requests a second"),
-        "ttft": steps("First token in", [(seconds(one), one) for one in TTFTS], START["ttft"],
-                      f"the service level, for {CLIENTS:.0%}"),
+        "load": steps("Load", labelled(LOADS, "{:g}".format), START["load"], "requests a second"),
+        "ttft": steps("TTFT limit", labelled(TTFTS, seconds), START["ttft"],
+                      f"the service level: {CLIENTS:.0%} have their first token within this time"),
     },
 }  # fmt: skip
 
 SPEC = Spec(
     name="multi_lora",
     title="How many adapters at once?",
-    lead="Drag the slots: with fewer than are wanted at once, the queue grows beside an empty cache.",
+    lead="Drag the slots: with fewer than the load needs at once, the queue grows beside an almost empty cache.",
     knobs=KNOBS,
     presets={
         "Enough": {"slots": 32},
@@ -251,12 +234,12 @@ SPEC = Spec(
     challenges=CHALLENGES,
     guess=GUESS,
     own={
-        "table": "says which adapter lies in which slot",
-        "admit": "says who of those that wait may start",
+        "table": "decides which adapter is in which slot",
+        "admit": "decides which waiting request may start",
     },
 )
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget; `table=` and `admit=` are your own from exercise 12."""
+    """Show the widget; `table=` and `admit=` take your parts from exercise 12."""
     return LessonWidget(SPEC, **knobs)

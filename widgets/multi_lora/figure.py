@@ -1,4 +1,4 @@
-"""The picture of lesson 12's widget: waiting over the slots, what adapters cost and take, and slots one by one."""
+"""Draw lesson 12's picture: waiting times against the slots, what adapters cost, and the slots one by one."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ DASHES = {"together": "", "loop": "6 3", "merged": "2 4"}
 
 
 def gigabytes(value: float) -> str:
-    """Bytes in MB, GB or TB."""
+    """Format bytes in MB, GB or TB."""
     if value < 0.9995e9:
         return f"{value / 1e6:.3g} MB"
     return f"{value / 1e12:.3g} TB" if value >= 0.9995e12 else f"{value / 1e9:.3g} GB"
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Waiting over the slots; beside it what a step costs three ways, and hits; below, memory and slots over time."""
+    """Draw waiting times against the slots, hits and the cost of a step beside them, and slots over time below."""
     serving = state.serving
-    drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting over the slots, {state.slots} here")
-    y = drawing.heading((MARGIN, 23), "What clients wait for")
-    off = f", {state.error}" if state.error else ""
+    drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting times against the slots, now {state.slots}")
+    y = drawing.heading((MARGIN, 23), "How long clients wait")
+    error = f", {state.error}" if state.error else ""
     note = (
         f"{serving.name} on one {serving.gpu.name}; {counted(serving.adapters, 'adapter')} of rank "
         f"{serving.rank}, Zipf {serving.skew:g}; {serving.load:g} requests a second, {PROMPT} tokens in, {ANSWER} out; "
-        f"modelled{off}"
+        f"modelled{error}"
     )
     y = _draw_memory(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 8)
     main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
@@ -52,38 +52,38 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 
 def _draw_memory(drawing: Drawing, state: State, y: float) -> float:
-    """The GPU's memory: weights, slots, and what is left; returns the y below."""
-    serving, wide = state.serving, drawing.width - 2 * MARGIN
-    weights, slots, whole = weight_bytes(serving.model), state.slots * serving.cost.slot_bytes, serving.gpu.memory_bytes
+    """Draw the GPU's memory: weights, slots, and what is left; return the y below."""
+    serving = state.serving
+    slot = serving.cost.slot_bytes
+    weights = weight_bytes(serving.model)
+    slots = state.slots * slot
     cache = 0.0 if state.refused else serving.ledger(state.slots).kv_bytes
+    slots_tip = f"{state.slots} slots of {gigabytes(slot)}, used or not: {gigabytes(slots)}"
     parts = [
-        Segment(f"weights {gigabytes(weights)}", weights, RESERVED, tip=f"Weights, once for all: {gigabytes(weights)}"),
-        Segment(
-            f"slots {gigabytes(slots)}", slots, ORANGE,
-            tip=f"{state.slots} slots of {gigabytes(serving.cost.slot_bytes)}, used or not: {gigabytes(slots)}",
-        ),
+        Segment(f"weights {gigabytes(weights)}", weights, RESERVED, tip=f"Weights, shared: {gigabytes(weights)}"),
+        Segment(f"slots {gigabytes(slots)}", slots, ORANGE, tip=slots_tip),
         Segment(f"KV cache {gigabytes(cache)}", cache, BLUE, tip=f"Left for the KV cache: {gigabytes(cache)}"),
-    ]  # fmt: skip
-    shown = max(whole, sum(part.value for part in parts))
-    stacked_bar(drawing, Box(MARGIN, y, wide, 18), parts, shown)
+    ]
+    total = max(serving.gpu.memory_bytes, sum(part.value for part in parts))
+    stacked_bar(drawing, Box(MARGIN, y, drawing.width - 2 * MARGIN, 18), parts, total)
     fits = min(serving.copies_that_fit, serving.adapters)
-    said = f"Slots {gigabytes(slots)}. As merged copies: {gigabytes(state.merged_bytes)}, {fits:,} fit."
+    words = f"Slots {gigabytes(slots)}. Merged copies would take {gigabytes(state.merged_bytes)}: {fits:,} fit."
     with drawing.answer():
-        drawing.text((MARGIN, y + 33), said, size=SMALL, colour=QUIET)
+        drawing.text((MARGIN, y + 33), words, size=SMALL, colour=QUIET)
     return y + 36
 
 
-# ---- waiting times over the slots
+# ---- waiting times against the slots
 
 
 def _scale(state: State) -> Scale:
-    """From a first step's time to beyond the longest wait, in thirds of a decade."""
-    low, high = 0.8 * min(state.ttft, 0.012), 2 * max([state.ttft, 5.0, *(state.first(one) for one in state.run)])
+    """Scale from the time of a first step to beyond the longest wait, in thirds of a decade."""
+    low, high = 0.8 * min(state.ttft, 0.012), 2 * max([state.ttft, 5.0, *(state.first(slots) for slots in state.run)])
     return Scale.around(low, high)
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
-    label = f"first token, {CLIENTS:.0%}; dotted: in the long run"
+    label = f"first token, {CLIENTS:.0%}; dotted: long run"
     axes.frame("slots on the GPU (max_loras)", label, x_ticks=TICKS, y_format=seconds)
     for span in state.stopped:
         axes.broken(*span, _refusal_words(state))
@@ -91,12 +91,12 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         for span in state.late:
             axes.broken(*span, late_words(state, span))
     if pinned and pinned.run:
-        axes.pinned(pinned.run, [pinned.first(one) for one in pinned.run])
-    axes.mark_y(state.ttft, "asked", GREEN)
+        axes.pinned(pinned.run, [pinned.first(slots) for slots in pinned.run])
+    axes.mark_y(state.ttft, "limit", GREEN)
     with axes.drawing.answer():
-        later = [one for one in state.run if state.long_wait[one] > state.first(one)]
-        axes.line(later, [state.long_wait[one] for one in later], BLUE, width=1.8, dash="2 4")
-        axes.line(state.run, [state.first(one) for one in state.run], BLUE)
+        later = [slots for slots in state.run if state.long_wait[slots] > state.first(slots)]
+        axes.line(later, [state.long_wait[slots] for slots in later], BLUE, width=1.8, dash="2 4")
+        axes.line(state.run, [state.first(slots) for slots in state.run], BLUE)
     axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
         for slots, strip in axes.strips(state.run):
@@ -104,8 +104,8 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
 
 
 def late_words(state: State, span: Span) -> str:
-    """Why clients wait in a region: by what is wrong at the reader's place, if it is inside, or else at its edge."""
-    inside = [one for one in state.run if (span[0] or 0) <= one < (span[1] or math.inf)]
+    """Say why clients wait in a region: the cause at the handle, if it is inside, or else at the region's edge."""
+    inside = [slots for slots in state.run if (span[0] or 0) <= slots < (span[1] or math.inf)]
     if not inside:
         return ""
     nearest = state.slots if state.slots in inside else inside[-1] if span[1] is not None else inside[0]
@@ -113,18 +113,18 @@ def late_words(state: State, span: Span) -> str:
 
 
 def cause_words(state: State, cause: str, slots: int) -> str:
-    """What goes wrong with so many slots."""
+    """Say what goes wrong with this many slots."""
     point = state.points[slots]
     return {
         "slots": f"too few slots: the queue grows while {free(point)} of the KV cache is free",
-        "cache": "slots leave too little for the KV cache",
-        "engine": f"{state.serving.load:g} requests a second are too many",
+        "cache": "the slots leave too little memory for the KV cache",
+        "engine": f"{state.serving.load:g} requests a second are more than the GPU handles",
         "": "",
     }[cause]
 
 
 def free(point: Point) -> str:
-    """The share of the KV cache that nobody uses, never rounded to all of it."""
+    """Format the free share of the KV cache, never rounded up to all of it."""
     share = 1 - point.cache_used
     return "over 99%" if share > 0.995 else f"{share:.0%}"
 
@@ -140,9 +140,9 @@ def _tip(state: State, slots: int) -> str:
     point = state.points[slots]
     return (
         f"{counted(slots, 'slot')}: {CLIENTS:.0%} have their first token within {seconds(state.first(slots))}. "
-        f"{point.distinct:.3g} adapters run on average, {point.waiting:.3g} requests wait, {point.held:.3g} for a "
-        f"slot only; {point.cache_used:.1%} of the KV cache is used; {point.loads} copies into slots for "
-        f"{point.asked} requests."
+        f"On average {point.distinct:.3g} adapters are in use and {point.waiting:.3g} requests wait, "
+        f"{point.held:.3g} of them only for a slot. {point.cache_used:.1%} of the KV cache is used; {point.asked} "
+        f"requests took {point.loads} copies into slots."
     )
 
 
@@ -150,12 +150,12 @@ def _tip(state: State, slots: int) -> str:
 
 
 def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
-    """Tokens a second of a step, over the adapters in it: applied together, in a loop, and merged."""
+    """Draw the tokens a second of a step against its adapters: applied together, in a loop, or merged."""
     if not state.serving.at_once:
         return
     most = max(2, min(state.batch, state.serving.adapters))
     counts = sorted({1, *(round(most ** (part / 8)) for part in range(9))})
-    rates = {way: [state.rate(way, one) for one in counts] for way in WAYS}
+    rates = {way: [state.rate(way, count) for count in counts] for way in WAYS}
     low, high = min(map(min, rates.values())), max(map(max, rates.values()))
     scale = Scale(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high * 1.2)), log=True)
     axes = Axes(drawing, box, Scale(1, most, log=True), scale)
@@ -167,19 +167,19 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
         _name_ways(axes, rates)
     axes.also_here(min(max(state.distinct, 1), most))
     for count, strip in axes.strips(counts):
-        said = ", ".join(f"{NAMES[way]} {state.rate(way, count):,.0f}" for way in WAYS)
+        listed = ", ".join(f"{NAMES[way]} {state.rate(way, count):,.0f}" for way in WAYS)
         with drawing.answer():
-            drawing.rect(strip, "transparent", tip=f"{count} adapters in a step of {state.batch}, tokens/s: {said}")
+            drawing.rect(strip, "transparent", tip=f"{count} adapters in a step of {state.batch}, tokens/s: {listed}")
 
 
 def _doublings(most: int) -> list[float]:
-    """Some powers of two up to `most`."""
+    """List at most four or so powers of two up to `most`."""
     powers = range(most.bit_length())
     return [2.0**power for power in (powers[::2] if len(powers) > 4 else powers)]
 
 
 def _name_ways(axes: Axes, rates: dict[str, list[float]]) -> None:
-    """The curves' names: two at their right ends, the lowest at the left, where there is room below it."""
+    """Name two curves at their right ends, and the lowest at the left, where there is room below it."""
     for way, down in (("together", -5), ("loop", 14)):
         y = axes.at(axes.x.high, rates[way][-1])[1] + down
         _name_way(axes, way, (axes.box.right, min(max(y, axes.box.y + 2), axes.box.bottom - 3)), "end")
@@ -192,19 +192,19 @@ def _name_way(axes: Axes, way: str, place: tuple[float, float], anchor: str) -> 
 
 
 def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
-    """Share of the requests that find their adapter in a slot: one after another by formula, and as it was here."""
+    """Draw the hit rate: by formula, for requests one at a time, and as it was in these runs."""
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    label = "adapter found, by slots"
+    label = "hit rate, by slots"
     axes.frame("", label, x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
-    axes.line(SLOTS, [state.serving.hit_rate(one) for one in SLOTS], PURPLE, width=1.8, dash="2 4")
+    axes.line(SLOTS, [state.serving.hit_rate(slots) for slots in SLOTS], PURPLE, width=1.8, dash="2 4")
     with drawing.answer():
-        axes.line(state.run, [state.points[one].hit_rate for one in state.run], BLUE)
+        axes.line(state.run, [state.points[slots].hit_rate for slots in state.run], BLUE)
     axes.also_here(state.slots)
     for slots, strip in axes.strips(state.run):
-        said = (
-            f"{slots} slots: {state.points[slots].hit_rate:.0%} of those who got in found their adapter in a slot; one "
-            f"after another it would be {state.serving.hit_rate(slots):.0%}"
+        tip = (
+            f"{slots} slots: {state.points[slots].hit_rate:.0%} of the admitted requests found their adapter in a "
+            f"slot; one request at a time it would be {state.serving.hit_rate(slots):.0%}"
         )
         with drawing.answer():
-            drawing.rect(strip, "transparent", tip=said)
+            drawing.rect(strip, "transparent", tip=tip)

@@ -1,8 +1,7 @@
-"""The lower part of lesson 12's picture: which adapter lies in which slot, and who waits for one. It plays."""
+"""Draw the lower part of lesson 12's picture, which plays: the adapter in each slot, and the queue."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,20 +10,20 @@ from minivllm_lab.palette import GREEN, ORANGE, PURPLE, SKY, YELLOW
 from widgets.multi_lora.runs import Moment
 from widgets.multi_lora.state import State
 from widgets.shell.plot import MARGIN, Scale, counted, seconds
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.strip import NAMES, draw_placeholder, draw_title, frame_ends, frames_from, pixels
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import IDLE, MID, MISSED, RESERVED
 
-NAMES = 104
-"""Pixels left of the slots, for what the rows are."""
-FRAMES, ROWS, HIGH = 24, 4, 15
-"""Frames in which it is played; slots that are drawn, and the pixels of each."""
+TITLE = "Slots, one by one"
+ROWS, HIGH = 4, 15
+"""How many slots are drawn, and the height of each in pixels."""
 IN_USE = (ORANGE, SKY, GREEN, YELLOW, PURPLE)
-"""Colours of adapters in turn; numbers say which."""
+"""The colours of adapters, in turn; numbers tell them apart."""
 
 
 @dataclass(frozen=True)
 class Stay:
-    """An adapter in a slot for a while, in use or kept."""
+    """Record how long an adapter was in a slot, in use or kept."""
 
     adapter: int
     start: float
@@ -33,22 +32,20 @@ class Stay:
 
 
 def draw_strip(drawing: Drawing, state: State, y: float) -> float:
-    """The first slots over a stretch of time, and the queue; returns the y below."""
-    title = "Slots, one by one"
-    drawing.text((MARGIN, y), title, size=14.5, bold=True)
+    """Draw the first slots over a stretch of time, and the queue; return the y below."""
     if state.slots not in state.points:
-        words = "Nothing is served." if state.refused else "Requests are being served."
-        return drawing.paragraph((MARGIN, y + 20), words, drawing.width - 2 * MARGIN)
-    keys = [Segment("in use, numbered by popularity", 0, SKY), Segment("kept", 0, RESERVED)]
-    keys += [Segment("wait for a slot", 0, MISSED, hatched=True)]
-    after, wide = MARGIN + text_width(title, 14.5) * 1.08 + 16, drawing.width - 2 * MARGIN
-    room = sum(34 + text_width(key.label, SMALL) for key in keys)
-    aside = after + room <= drawing.width
-    y = legend(drawing, (after, y) if aside else (MARGIN, y + 20), keys, wide) - 19
-    strip, across = state.here.strip, Scale(*state.serving.window)
+        return draw_placeholder(drawing, TITLE, state.refused, y)
+    keys = [
+        Segment("in use, numbered by popularity", 0, SKY),
+        Segment("kept", 0, RESERVED),
+        Segment("waiting for a slot", 0, MISSED, hatched=True),
+    ]
+    y = draw_title(drawing, TITLE, keys, y)
+    strip = state.here.strip
+    across = Scale(*state.serving.window)
     rows = min(ROWS, state.slots)
-    box = Box(MARGIN + NAMES, y + 12, wide - NAMES, rows * (HIGH + 2))
-    _name(drawing, box, "slots" if rows == state.slots else f"{rows} of {state.slots} slots")
+    box = Box(MARGIN + NAMES, y + 12, drawing.width - 2 * MARGIN - NAMES, rows * (HIGH + 2))
+    _draw_name(drawing, box, "slots" if rows == state.slots else f"{rows} of {state.slots} slots")
     lines = [Box(box.x, box.y + row * (HIGH + 2), box.width, HIGH) for row in range(rows)]
     for line in lines:
         drawing.rect(line, IDLE)
@@ -58,27 +55,16 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
                 _draw_stay(drawing, line, stay, across)
     below = Box(box.x, box.bottom + 4, box.width, 24)
     _draw_queue(drawing, below, strip, across)
-    drawing.play([_caption(strip, across, frame) for frame in range(FRAMES)])
+    drawing.play([_caption(strip, across.low, end) for end in frame_ends(across)])
     return below.bottom + 2
 
 
-def _name(drawing: Drawing, box: Box, words: str) -> None:
+def _draw_name(drawing: Drawing, box: Box, words: str) -> None:
     drawing.text((MARGIN, box.y + box.height / 2 + 4), words, size=SMALL, colour=QUIET)
 
 
-def _place(box: Box, across: Scale, start: float, end: float) -> tuple[float, float]:
-    """Left and right pixel of a span of time, inside the box."""
-    left, right = (box.x + min(max(across.share(at), 0.0), 1.0) * box.width for at in (start, end))
-    return left, right
-
-
-def _frame(at: float, across: Scale) -> int:
-    """The frame in which something is seen that happens then."""
-    return min(max(math.ceil(across.share(at) * FRAMES - 1e-9) - 1, 0), FRAMES - 1)
-
-
 def _stays(strip: Sequence[Moment], row: int) -> Iterator[Stay]:
-    """Who lies in a slot, moment after moment, those alike in one piece."""
+    """Yield what is in a slot over time, joining equal moments."""
     stay: Stay | None = None
     for moment in strip:
         adapter = moment.slots[row]
@@ -94,11 +80,11 @@ def _stays(strip: Sequence[Moment], row: int) -> Iterator[Stay]:
 
 
 def _draw_stay(drawing: Drawing, line: Box, stay: Stay, across: Scale) -> None:
-    left, right = _place(line, across, stay.start, stay.end)
-    at = f"{_frame(stay.start, across)} {FRAMES - 1}"
+    left, right = pixels(line, across, stay.start, stay.end)
+    at = frames_from(stay.start, across)
     colour = IN_USE[(stay.adapter - 1) % len(IN_USE)] if stay.in_use else RESERVED
     part = Box(left, line.y, max(right - left - 0.8, 0.6), line.height)
-    words = "in use" if stay.in_use else "kept, until another takes its slot"
+    words = "in use" if stay.in_use else "kept until another adapter takes its slot"
     drawing.rect(part, colour, tip=f"Adapter {stay.adapter}, {words}", at=at, group=f"adapter-{stay.adapter}")
     number = f"{stay.adapter:,}"
     if stay.in_use and part.width > text_width(number, SMALL) + 6:
@@ -107,27 +93,25 @@ def _draw_stay(drawing: Drawing, line: Box, stay: Stay, across: Scale) -> None:
 
 
 def _draw_queue(drawing: Drawing, box: Box, strip: Sequence[Moment], across: Scale) -> None:
-    """How many wait, and how many of them for a slot only."""
+    """Draw how many requests wait, and how many of them only for a slot."""
     longest = max((moment.waiting for moment in strip), default=0)
-    most = max(longest, 1)
-    _name(drawing, box, "wait")
+    _draw_name(drawing, box, "queue")
     drawing.rect(box, IDLE)
     with drawing.answer():
         place = (box.x - 8, box.y + box.height / 2 + 4)
         drawing.text(place, f"up to {longest}", size=SMALL, colour=QUIET, anchor="end")
         for group in _alike(strip):
-            left, right = _place(box, across, group[0].start, group[-1].end)
-            high = box.height * group[0].held / most
-            at = f"{_frame(group[0].start, across)} {FRAMES - 1}"
+            left, right = pixels(box, across, group[0].start, group[-1].end)
+            high = box.height * group[0].held / max(longest, 1)
             area = Box(left, box.bottom - high, max(right - left, 0.6), high)
-            with drawing.layer(at=at):
-                said = f"{group[0].waiting} requests wait, {group[0].held} of them for a slot only"
-                drawing.rect(area, MISSED, tip=said)
+            with drawing.layer(at=frames_from(group[0].start, across)):
+                tip = f"{group[0].waiting} requests wait, {group[0].held} of them only for a slot"
+                drawing.rect(area, MISSED, tip=tip)
                 drawing.hatch(area, MID, gap=6)
 
 
 def _alike(strip: Sequence[Moment]) -> Iterator[list[Moment]]:
-    """Moments in which as many wait, together."""
+    """Group successive moments with the same queue."""
     group: list[Moment] = []
     for moment in strip:
         if group and (moment.held, moment.waiting) != (group[0].held, group[0].waiting):
@@ -138,13 +122,12 @@ def _alike(strip: Sequence[Moment]) -> Iterator[list[Moment]]:
         yield group
 
 
-def _caption(strip: Sequence[Moment], across: Scale, frame: int) -> str:
-    now = across.low + (across.high - across.low) * (frame + 1) / FRAMES
+def _caption(strip: Sequence[Moment], start: float, now: float) -> str:
     done = [moment for moment in strip if moment.start < now]
     if not done:
-        return f"{seconds(now - across.low)}: nobody runs"
+        return f"{seconds(now - start)}: no request is running"
     last = done[-1]
-    held = f", {last.held} of them for a slot only" if last.held else ""
-    adapters, requests = counted(len(last.in_use), "adapter"), counted(last.waiting, "request")
-    waits = "waits" if last.waiting == 1 else "wait"
-    return f"{seconds(now - across.low)}: {adapters} in use, {requests} {waits}{held}"
+    held = f", {last.held} of them only for a slot" if last.held else ""
+    adapters = counted(len(last.in_use), "adapter")
+    requests = counted(last.waiting, "request")
+    return f"{seconds(now - start)}: {adapters} in use, {requests} waiting{held}"

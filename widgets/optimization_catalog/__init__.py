@@ -1,9 +1,9 @@
-"""Lesson 05: an engine's levers, switched on one after another in two orders; what each buys depends on what is on.
+"""Switch an engine's levers on one after another, in two orders, and show that each one's gain depends on the others.
 
-The engine's own scheduler and block pool serve a workload under every set of levers; the time of a step is modelled
-(`minivllm_simulate.levers`), for Llama-3.1-8B on a GPU of your choice. One axis is swept: requests that run at once.
+The engine's own scheduler and block pool serve a workload with every set of levers. `minivllm_simulate.levers` models
+the time of a step, for Llama-3.1-8B on a GPU of your choice. The swept axis is the requests that run at once.
 
-The picture in the lesson's text: `uv run python -P -m widgets optimization_catalog lessons/figures/05_levers.svg`
+Draw the lesson's figure with `uv run python -P -m widgets optimization_catalog lessons/figures/05_levers.svg`.
 """
 
 from __future__ import annotations
@@ -30,41 +30,42 @@ from widgets.optimization_catalog.runs import (
 )
 from widgets.shell.knobs import Knob, choice, steps, switch
 from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.plot import counted
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 LABELS = {field: f"{title[0].upper()}{title[1:]}" for field, title in TITLES.items()}
 
 
 def verdict(state: State) -> Verdict:
-    """What this set of levers comes to."""
+    """Say in one sentence or two what this set of levers achieves."""
     end = state.everything
     if isinstance(end, str):
         return Verdict(f"The server does not start: {end.split(': ')[0]}.", "broken")
     if end is None:
-        return Verdict("Being computed.", "tight")
+        return Verdict("Still serving the requests.", "tight")
     wait = apart(end.inter_token_latency * 1e3, state.level * 1e3)
     words = f"{end.tokens_per_second:,.0f} tokens/s, modelled{_against_nothing(state, end)}; {wait} ms between tokens"
     trouble = state.trouble(end)
     if trouble == "late":
-        return Verdict(f"{words}, and at most {state.level * 1e3:g} are asked for.", "broken")
+        return Verdict(f"{words}, but the limit is {state.level * 1e3:g} ms.", "broken")
     if trouble == "preempts":
-        lost = f"{end.preemptions} preemptions" if end.preemptions > 1 else "one preemption"
+        lost = counted(end.preemptions, "preemption")
         return Verdict(f"{words}. The KV cache is full: {lost}, each of a request that starts over.", "broken")
-    turned = [row for row in state.on if _effects(row) >= {"slower"}]
-    idle = [row for row in state.on if _effects(row) == {"nothing"}]
+    slower = [row for row in state.on if _effects(row) >= {"slower"}]
+    useless = [row for row in state.on if _effects(row) == {"nothing"}]
     edge = _edge(state)
     words += "."
-    if turned:
-        words += f" Slower, in one order at least: {_named(turned)}."
-    if idle:
-        words += f" In both orders for nothing: {_named(idle)}."
-    return Verdict(words + edge, "tight" if turned or edge else "fine")
+    if slower:
+        words += f" Slower in at least one order: {_named(slower)}."
+    if useless:
+        words += f" No gain in either order: {_named(useless)}."
+    return Verdict(words + edge, "tight" if slower or edge else "fine")
 
 
 def _against_nothing(state: State, end: LeverResult) -> str:
     if not state.on or not isinstance(state.nothing, LeverResult):
         return ""
-    return f", {end.tokens_per_second / state.nothing.tokens_per_second:,.3g} times nothing on"
+    return f", {end.tokens_per_second / state.nothing.tokens_per_second:,.3g} times the rate without levers"
 
 
 def _effects(row: Row) -> set[str]:
@@ -76,20 +77,20 @@ def _named(rows: Sequence[Row]) -> str:
 
 
 def _edge(state: State) -> str:
-    """Said where the next number of slots breaks."""
+    """Warn if the next number of requests at once breaks."""
     further = dict(zip(SLOTS, state.curves[0].outcomes, strict=True))
     later = next((slots for slots in SLOTS if slots > state.slots), state.slots)
     return f" With {later} at once it breaks." if state.trouble(further[later]) else ""
 
 
 def apart(value: float, limit: float) -> str:
-    """`value` with as many digits as it takes to tell it from `limit`."""
+    """Format `value` with enough digits to tell it from `limit`."""
     digits = next((digits for digits in range(1, 7) if round(value, digits) != limit), 7)
     return f"{value:,.{digits}f}"
 
 
 def command(state: State) -> str:
-    """The `vllm serve` line; what vLLM always does, or leaves to the model, is said in comments."""
+    """Write the `vllm serve` line, with comments for levers that have no flag."""
     on = {row.field for row in state.on}
     flags = ["vllm serve meta-llama/Llama-3.1-8B", f"--max-model-len {MAX_MODEL_LEN[state.requests]}"]
     flags += [f"--max-num-seqs {state.slots}"]
@@ -109,7 +110,7 @@ FLAGS = {
     "tensor_parallel": ("--tensor-parallel-size 2", ""),
     "cuda_graphs": ("", "--enforce-eager"),
 }
-"""Lever -> the flag with it, and without it."""
+"""The flag with each lever, and without it."""
 NO_FLAG = {
     "kv_cache": "no KV cache: vLLM always has one",
     "paging": "no paging: vLLM always pages",
@@ -121,7 +122,7 @@ NO_FLAG = {
 
 FIRST, ELEVENTH = ("paging", "continuous_batching"), "cuda_graphs"
 WAIT = 30
-"""Milliseconds between two tokens in the goals, wherever the service level stands."""
+"""Milliseconds between tokens that the challenges allow, whatever the limit is."""
 
 
 def _faster_on_l4(state: State) -> Progress:
@@ -133,10 +134,11 @@ def _few_levers(state: State) -> Progress:
 
 
 def _fast_enough(state: State, rate: float, levers: int) -> Progress:
-    """On L4s: at least this rate, with a token within WAIT and no more levers on than this."""
+    """Check a rate on L4s, with a token within WAIT and at most this many levers."""
+    end = state.everything
+    count = len(state.on)
     if state.gpu != "L4":
-        return Progress(False, f"This is another GPU, the {state.gpu}.", "GPU: the goal is for L4s.")
-    end, count = state.everything, len(state.on)
+        return Progress(False, f"This runs on the {state.gpu}.", "Use an L4.")
     if not isinstance(end, LeverResult):
         return _not_running(state)
     wait = end.inter_token_latency * 1e3
@@ -146,45 +148,41 @@ def _fast_enough(state: State, rate: float, levers: int) -> Progress:
 
 
 def _too_many(state: State) -> str:
-    """Which lever can go."""
+    """Say which lever to switch off."""
     gains = {row.field: max(step.factor or 1 for step in row.steps) for row in state.on}
     least = min(gains, key=lambda field: gains[field])
-    return f"Levers: too many are on. {LABELS[least]} buys at most ×{factor_words(gains[least])} here, in either order."
+    return f"Switch off a lever: {TITLES[least]} buys at most ×{factor_words(gains[least])} here, in either order."
 
 
 def _too_slow(state: State, late: bool) -> str:
     if not state.levers.kv_cache:
-        return "KV cache: without it, every step computes all earlier tokens again."
+        return "Switch on the KV cache: without it, every step computes all earlier tokens again."
     read = weight_bytes(state.levers) / get_hardware(state.gpu).bandwidth * 1e3
     if late and state.levers.tensor_parallel == 1:
-        return (
-            f"Two GPUs: every token waits for a step, and one {state.gpu} reads the weights in {read:.0f} ms at best."
-        )
+        return f"Switch on two GPUs: a token waits for a step, and one {state.gpu} reads the weights in {read:.0f} ms."
     if late and state.levers.weight_bits == 16:
-        return f"4-bit weights: every token waits for a step, and reading the weights takes {read:.0f} ms of it."
+        return f"Switch on 4-bit weights: a token waits for a step, and reading the weights takes {read:.0f} ms of it."
     if late:
-        return (
-            "At once: the more requests share a step, the longer it is. Or what they do in it: their caches are read."
-        )
+        return "Lower the requests at once, or what a step reads for each: the step is too long."
     if isinstance(state.everything, LeverResult) and state.everything.mean_batch < state.slots / 4:
-        return "Levers: most places stay empty. Which levers let requests in sooner, or make room for more of them?"
-    return "At once: there is time left between tokens. More requests in a step share one reading of the weights."
+        return "Switch on levers that let requests in sooner or make room for more: most seats stay empty."
+    return "Raise the requests at once: they share one reading of the weights, and there is time left between tokens."
 
 
 def _not_running(state: State) -> Progress:
     if state.everything is None:
-        return Progress(False, "Being computed.")
-    return Progress(False, "The server does not start.", "Memory: fewer bits, grouped heads or a second GPU make room.")
+        return Progress(False, "Still serving the requests.")
+    return Progress(False, "The server does not start.", "Make room with fewer bits, grouped heads or a second GPU.")
 
 
 def _ranking_turned_over(state: State) -> Progress:
     missing = [TITLES[field] for field in (*FIRST, ELEVENTH) if field not in {row.field for row in state.on}]
     if missing:
-        return Progress(False, f"Off: {', '.join(missing)}.", "Levers: what is off cannot be ranked.")
+        return Progress(False, f"Off: {', '.join(missing)}.", "Switch it on: a lever that is off has no rank.")
     paging, batching, graphs = (state.factor(field) for field in (*FIRST, ELEVENTH))
     if paging is None or batching is None or graphs is None:
-        advice = "Requests: before all levers are on, there is too little memory for them on this GPU."
-        return Progress(False, "Not to be told as long as the server does not start.", advice)
+        advice = "Change the requests or the GPU: without all levers there is too little memory for them."
+        return Progress(False, "The server does not start at some rank.", advice)
     first = paging * batching
     words = f"Paging and continuous batching buy ×{first:.3f} together, CUDA graphs ×{graphs:.3f}."
     return Progress(abs(first - 1) < 0.05 and graphs >= 2, words, _advice_for_ranking(state, first, graphs))
@@ -192,40 +190,38 @@ def _ranking_turned_over(state: State) -> Progress:
 
 def _advice_for_ranking(state: State, first: float, graphs: float) -> str:
     if abs(first - 1) >= 0.05:
-        return "At once: whoever is alone shares no memory and waits for nobody."
+        return "Lower the requests at once: a single request shares no memory and waits for no other."
     if graphs < 2 and state.gpu != GPUS[-1]:
-        return (
-            f"GPU: a step of the {state.gpu} is long beside its launches. Which GPU has done it before they are made?"
-        )
-    return "Levers: the step is still long beside its launches. What makes it shorter, before the graphs come?"
+        return f"Use a faster GPU: on the {state.gpu} a step takes long compared with its kernel launches."
+    return "Switch on levers that shorten the step: it still takes long compared with its kernel launches."
 
 
 CHALLENGES = (
     Challenge(
-        goal=f"Easy. On L4s, serve at least 1,500 tokens/s with at most {WAIT} ms between tokens.",
+        goal=f"Easy: on L4s, serve at least 1,500 tokens/s with at most {WAIT} ms between tokens.",
         check=_faster_on_l4,
-        lesson="More at once buys throughput as long as a step stays short, and a step is short if a GPU reads little.",
+        lesson="More at once buys throughput while a step stays short, and it stays short if a GPU reads little.",
     ),
     Challenge(
-        goal="The ranking has paging and continuous batching first and second, CUDA graphs eleventh. Find a server on "
-        "which the first two, in the ranking's order, change less than 5 % together, and CUDA graphs at least double "
-        "the throughput.",
+        goal="The ranking puts paging and continuous batching first and second, and CUDA graphs eleventh. Find a "
+        "server on which the first two together change less than 5 %, in the ranking's order, while CUDA graphs at "
+        "least double the throughput.",
         check=_ranking_turned_over,
         lesson="A ranking of levers is a ranking for one load on one machine, in one order.",
     ),
     Challenge(
-        goal=f"Hard. On L4s, at least 450 tokens/s with at most {WAIT} ms between tokens, and no more than five levers "
-        "on.",
+        goal=f"Hard: on L4s, serve at least 450 tokens/s with at most {WAIT} ms between tokens and at most five "
+        "levers.",
         check=_few_levers,
-        lesson="A step takes at least bytes ÷ bandwidth: two levers cut the weights' bytes, speculation gets several "
-        "tokens from one reading, the others fill the batch.",
+        lesson="A step takes at least bytes ÷ bandwidth. Two levers cut the weights' bytes, speculation gets several "
+        "tokens from one reading, and the others fill the batch.",
     ),
 )
 GUESS = Guess(
-    question="Switched on first, the KV cache buys × 2.3. Switched on last (on the right, hidden), how much?",
+    question="Switched on first, the KV cache buys × 2.3. How much does it buy when switched on last (right, hidden)?",
     options=("less than × 1", "the same × 2.3", "about × 5", "more than × 15"),
     right=3,
-    because="Last, it finds all else on: without it, each step of each request would compute its whole context again.",
+    because="Last, it finds all else on: without it, each step would compute every request's whole context again.",
 )
 PRESETS = {
     "All off": dict.fromkeys(FIELDS, False),
@@ -241,17 +237,17 @@ def _lever_knob(field: str) -> Knob:
 SPEC = Spec(
     name="optimization_catalog",
     title="Which lever bought what",
-    lead="Switch levers, or drag “at once”: what a lever buys depends on what is on before it, and on the load.",
+    lead="Switch levers, or drag “at once”: what a lever buys depends on the load, and on what is already on.",
     knobs={
         "The server": {
-            "gpu": choice("GPU", GPUS, START["gpu"], "data-sheet rates, modelled"),
+            "gpu": choice("GPU", GPUS, START["gpu"], "rates from the data sheet, modelled"),
             "requests": choice("Requests", [(words, key) for key, words in REQUESTS.items()], START["requests"]),
             "slots": steps("At once", SLOTS, START["slots"], "max_num_seqs: requests that may run at once"),
             "level": steps(
-                "Token within",
+                "Gap limit",
                 [(f"{level} ms", level) for level in LEVELS],
                 START["level"],
-                "the service level: mean time between a request's tokens, the first counted from admission, at most",
+                "mean time between a request's tokens, the first counted from admission",
             ),
         },
         "The levers": {field: _lever_knob(field) for field in FIELDS},
@@ -267,5 +263,5 @@ SPEC = Spec(
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget; `knobs` are those that do not stand as at the start: `show(gpu="H100", slots=1)`."""
+    """Show the widget, with any knobs set: `show(gpu="H100", slots=1)`."""
     return LessonWidget(SPEC, **knobs)

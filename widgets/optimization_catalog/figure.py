@@ -1,7 +1,6 @@
-"""Draws lesson 05's levers: both orders as waterfalls side by side, and below them few and many requests at once.
+"""Draw lesson 05's levers: both orders as waterfalls side by side, and below them few and many requests at once.
 
-A lever is one row of both waterfalls: on the left the ranking's order goes down the rows, on the right the reverse
-goes up.
+A lever is one row of both waterfalls: the ranking's order goes down on the left, the reverse goes up on the right.
 """
 
 from __future__ import annotations
@@ -14,67 +13,69 @@ from minivllm_lab.drawing import QUIET, ink_on, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Curve, Outcome, Row, State, Step
-from widgets.shell.plot import Axes, Scale, short
+from widgets.shell.plot import Axes, Scale, counted, short
 from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MID, MISSED
 
 MARGIN, ROW, LABELS, NAMES = 14, 15, 132, 134
 WIDE = 560
-"""Pixels from which on both orders stand side by side."""
+"""The width from which both orders stand side by side."""
 HEIGHT, SWEPT = 468, 206
-"""Pixels of the picture with both orders side by side, and of the part over the slots where they are not."""
+"""The height of the picture with both orders side by side, and that of the lower part where they are stacked."""
 SIGNS = {"faster": "▲", "slower": "▼", "nothing": "=", "starts": "▲ starts:", "refused": "✕ does not start"}
 MARKS = {"faster": GREEN, "slower": VERMILLION, "nothing": MID, "starts": GREEN}
 TITLES = ("↓ the ranking's order", "↑ the reverse, from below")
 ORDERS = ("the ranking's order", "the reverse order")
 STYLES = ((BLUE, ""), (GREY, "6 4"), (ORANGE, "2 4"), (PURPLE, "9 3 2 3"))
-"""Colour and dashes of the curves."""
+"""The colour and dashes of each curve."""
 HEADROOM = 8
-"""Factor of the axis above the highest rate, for words about what breaks."""
+"""The factor by which the axis exceeds the highest rate, to make room for words."""
 BREAKS = {
     "refused": "does not start: too little memory",
-    "late": "token > {level:g} ms: steps too long",
+    "late": "gaps over {level:g} ms: steps too long",
     "preempts": "preemptions: KV cache full",
 }
-"""What is missed, and its cause."""
+"""What is missed, and why."""
 ACTS = {
-    "kv_cache": "Tokens that went through the model before are not computed again.",
-    "paging": "Memory is taken block by block, not reserved for the longest request.",
+    "kv_cache": "No token is computed twice.",
+    "paging": "Memory is allocated block by block, not reserved for the longest request.",
     "continuous_batching": "A request joins the batch as soon as another leaves.",
-    "flash_attention": "Scores stay on the chip, and blocks are read where they lie.",
+    "flash_attention": "Scores stay on the chip, and the kernel reads blocks in place.",
     "gqa": "Four query heads share one head of keys and values: a quarter of the cache.",
-    "chunked_prefill": "A prompt that does not fit into the rest of a step is cut.",
-    "prefix_caching": "A beginning that another request had is not computed again.",
-    "kv_dtype": "Keys and values in 8 bits take half the room and half the reading.",
-    "weight_bits": "A step reads about a quarter of the weights' bytes, and unpacks them.",
-    "speculative_tokens": "A step verifies three drafts of each request; each is right with a chance of 60 %.",
-    "tensor_parallel": "Two GPUs share each step, and add up their parts twice a layer.",
-    "cuda_graphs": "The host launches a step once, not kernel by kernel.",
+    "chunked_prefill": "A prompt that does not fit into the rest of a step is cut into chunks.",
+    "prefix_caching": "A prefix that another request had is not computed again.",
+    "kv_dtype": "Keys and values in 8 bits take half the room and half the bandwidth.",
+    "weight_bits": "A step reads about a quarter of the weights' bytes, but must unpack them.",
+    "speculative_tokens": "A step verifies three drafts of each request; each is accepted with a chance of 60 %.",
+    "tensor_parallel": "Two GPUs share each step, and add up their parts twice per layer.",
+    "cuda_graphs": "The host launches a step once instead of kernel by kernel.",
 }
 NEEDS = {"paging": ("kv_cache",), "prefix_caching": ("kv_cache", "paging"), "kv_dtype": ("kv_cache",)}
-"""Levers without which another finds nothing to act on."""
+"""Levers that a lever needs before it."""
 WHY = {
-    ("paging", "slower"): "Blocks are copied together in every step until a kernel walks them.",
-    ("paging", "nothing"): "Memory was no limit.",
-    ("weight_bits", "slower"): "The step waits for arithmetic, and unpacking is more of it.",
-    ("weight_bits", "nothing"): "The step does not wait for the weights' bytes.",
-    ("cuda_graphs", "nothing"): "The GPU is busier than its host.",
-    ("cuda_graphs", "slower"): "The GPU is busier than its host, and graphs take memory from the KV cache.",
-    ("chunked_prefill", "nothing"): "Hardly a prompt had to wait for room in a step.",
-    ("prefix_caching", "nothing"): "Hardly any computed prompt is spared, or it costs little.",
-    ("continuous_batching", "nothing"): "Requests seldom wait for the others of their batch.",
+    ("paging", "slower"): "Each step copies the blocks together until a kernel reads them in place.",
+    ("paging", "nothing"): "Memory was not the limit.",
+    ("weight_bits", "slower"): "The step is compute-bound, and unpacking adds arithmetic.",
+    ("weight_bits", "nothing"): "The step is not bound by reading the weights.",
+    ("cuda_graphs", "nothing"): "The GPU, not its host, is the bottleneck.",
+    ("cuda_graphs", "slower"): "The GPU is the bottleneck, and graphs take memory from the KV cache.",
+    ("chunked_prefill", "nothing"): "Hardly any prompt had to wait for room in a step.",
+    ("prefix_caching", "nothing"): "Few prompt tokens hit the cache, or they cost little.",
+    ("continuous_batching", "nothing"): "Requests rarely wait for others in their batch.",
 }
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Both waterfalls on one logarithmic scale, and the curves over the number of requests at once."""
+    """Draw both waterfalls on one logarithmic scale, and the curves against the requests at once."""
     wide, rows = width >= WIDE, (len(state.rows) + 2) * ROW
     height = HEIGHT if wide else 2 * (rows + 52) + SWEPT + 60
     drawing = Drawing(width, height, "What each lever buys, in two orders", _described(state))
     drawing.heading((MARGIN, 19), "What each lever buys, in both orders")
     note = f"{MODEL} on {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once"
     drawing.text((MARGIN, 37), note, size=SMALL, colour=QUIET)
-    scale, room, top = _scale(state), (width - 2 * MARGIN - LABELS) / (2 if wide else 1), 62.0
+    scale = _scale(state)
+    room = (width - 2 * MARGIN - LABELS) / (2 if wide else 1)
+    top = 62.0
     left = Box(MARGIN + LABELS, top, room - 10, rows)
     right = Box(left.x + room, top, room - 10, rows) if wide else Box(left.x, left.bottom + 46, room - 10, rows)
     for y in {left.y, right.y}:
@@ -90,7 +91,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
 
 
 def _described(state: State) -> str:
-    ends = ", ".join(f"{name}: {_rate_words(one)}" for name, one in _ends(state))
+    ends = ", ".join(f"{name}: {_rate_words(run)}" for name, run in _ends(state))
     factors = (f"{row.title} {' and '.join(_change(step) for step in row.steps)}" for row in state.on)
     return f"{ends}. In the ranking's order and in the reverse: {'; '.join(factors)}."
 
@@ -113,7 +114,7 @@ def _draw_names(drawing: Drawing, rows: Sequence[Row], top: float) -> None:
 
 
 def _draw_order(drawing: Drawing, box: Box, scale: Scale, state: State, reverse: int) -> None:
-    """One waterfall: nothing on, a rung for each lever, all that are on; upside down for the reverse."""
+    """Draw one waterfall from nothing on to all levers on; upside down for the reverse."""
     drawing.text((box.x, box.y - 4), TITLES[reverse], size=SMALL, bold=True)
     for tick in scale.ticks(4):
         x = box.x + scale.share(tick) * box.width
@@ -148,14 +149,14 @@ def _row(box: Box, index: int) -> Box:
 
 
 def _draw_link(drawing: Drawing, before: Box, place: Box, scale: Scale, reached: LeverResult) -> None:
-    """From the end of one bar to the next."""
+    """Draw a line from the end of one bar to the next."""
     x = place.x + scale.share(reached.tokens_per_second) * place.width
     upper, lower = sorted((before, place), key=lambda box: box.y)
     drawing.line((x, upper.bottom), (x, lower.y), colour=QUIET)
 
 
 def _draw_end(drawing: Drawing, place: Box, scale: Scale, name: str, run: Outcome, colour: str) -> None:
-    """A bar from the axis: with nothing on, or with all that are on."""
+    """Draw a bar from the axis for the first or the last set of levers."""
     rated = isinstance(run, LeverResult)
     bar = Box(place.x, place.y, scale.share(run.tokens_per_second) * place.width if rated else 0, place.height)
     words = f"{name}: {_rate_words(run)}"
@@ -168,15 +169,16 @@ def _draw_end(drawing: Drawing, place: Box, scale: Scale, name: str, run: Outcom
 
 
 def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
-    """From what there was before the lever to what there is with it."""
-    words, effect = _change(step), step.effect
+    """Draw the change from before the lever to after it."""
+    words = _change(step)
+    effect = step.effect
     if not isinstance(step.after, LeverResult):
         if effect == "refused":
             drawing.rect(place, BROKEN)
             drawing.hatch(place, MISSED, gap=9)
         drawing.text((place.x + 5, place.y + 10), words, size=SMALL, colour=VERMILLION, halo=True)
         return
-    reached = [one.tokens_per_second for one in step if isinstance(one, LeverResult)]
+    reached = [run.tokens_per_second for run in step if isinstance(run, LeverResult)]
     low, high = (scale.share(rate) * place.width for rate in (min(reached), max(reached)))
     low = low if len(reached) == 2 else 0
     bar = Box(place.x + low, place.y, max(high - low, 2), place.height)
@@ -194,7 +196,7 @@ def _draw_rung(drawing: Drawing, place: Box, scale: Scale, step: Step) -> None:
 
 
 def _change(step: Step) -> str:
-    """What a lever does, as a sign and a factor."""
+    """Write a lever's effect as a sign and a factor."""
     if step.effect == "waiting":
         return "…"
     if step.factor is None:
@@ -204,7 +206,7 @@ def _change(step: Step) -> str:
 
 
 def factor_words(factor: float) -> str:
-    """A factor with two decimals; large ones with fewer."""
+    """Format a factor with two decimals, or with fewer if it is large."""
     return f"{factor:.2f}" if factor < 9.995 else f"{factor:.1f}"
 
 
@@ -216,25 +218,26 @@ def _rate_words(run: Outcome) -> str:
 
 
 def _counts(run: LeverResult) -> str:
-    """The figures behind a rate."""
+    """List the figures behind a rate."""
     cache = f"a KV cache of {run.kv_tokens:,} tokens" if run.kv_tokens else "no KV cache"
-    hits = f", {run.prefix_hit_rate:.0%} of the prompts' tokens found" if run.prefix_hit_rate else ""
-    lost = f", {run.preemptions} preemptions" if run.preemptions else ""
+    hits = f", {run.prefix_hit_rate:.0%} of the prompt tokens hit the cache" if run.prefix_hit_rate else ""
+    lost = f", {counted(run.preemptions, 'preemption')}" if run.preemptions else ""
     wait = f"{run.inter_token_latency * 1e3:,.1f} ms between tokens"
-    batch = f"{run.mean_batch:.1f} requests in a step"
+    batch = f"{run.mean_batch:.1f} requests per step"
     return f"{run.tokens_per_second:,.1f} tokens/s, {wait}, {batch}, {cache}{hits}{lost}"
 
 
 def _tip(state: State, row: Row, reverse: int) -> str:
-    """Before and after, and why."""
-    step, other = row.steps[reverse], row.steps[1 - reverse]
-    on = [one.field for one in state.on][:: -1 if reverse else 1]
+    """Show before and after, and why."""
+    step = row.steps[reverse]
+    other = row.steps[1 - reverse]
+    on = [lever.field for lever in state.on][:: -1 if reverse else 1]
     place = on.index(row.field)
     head = f"{row.title[0].upper()}{row.title[1:]}, number {place + 1} of {len(on)} in {ORDERS[reverse]}"
     if isinstance(step.after, str):
         return f"{head}: the server does not start. {step.after}."
     if not isinstance(step.after, LeverResult) or step.before is None:
-        return f"{head}: being computed."
+        return f"{head}: still being served."
     before = _counts(step.before) if isinstance(step.before, LeverResult) else "does not start"
     elsewhere = f" In {ORDERS[1 - reverse]}: {_change(other)}." if other.effect != "waiting" else ""
     why = _why(row.field, step, on[:place])
@@ -242,16 +245,16 @@ def _tip(state: State, row: Row, reverse: int) -> str:
 
 
 def _why(field: str, step: Step, before: Sequence[str]) -> str:
-    """What it acts on, or what keeps it from acting; `before` are the levers that are on before it."""
+    """Say what the lever acts on, or which of the levers `before` it are missing."""
     names = {"kv_cache": "the KV cache", "paging": "paging"}
     missing = [names[need] for need in NEEDS.get(field, ()) if need not in before]
     if missing:
-        return f"It needs {' and '.join(missing)} on before it, and in this order that is not so."
+        return f"It needs {' and '.join(missing)} on before it, which is not so in this order."
     return f"{ACTS[field]} {WHY.get((field, step.effect), '')}".strip()
 
 
 def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
-    """Tokens per second over the requests at once: all that are on, nothing, and the biggest levers alone."""
+    """Draw tokens per second against the requests at once: all levers that are on, none, and the biggest ones alone."""
     pairs = zip(state.curves, STYLES, strict=False)
     curves = [(curve, style) for curve, style in pairs if any(isinstance(run, LeverResult) for run in curve.outcomes)]
     rates = [rate for curve, _ in curves for rate in _known(curve)[1]] or [1.0]
@@ -262,47 +265,52 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     if pinned is not None:
         axes.pinned(*_known(pinned.curves[0]))
     for curve, (colour, dash) in reversed(curves):
-        slots, found = _known(curve)
+        slots, rates = _known(curve)
         if colour == BLUE:
             with drawing.layer(group=curve.name):
-                axes.points(slots, found, colour, radius=3.5)
+                axes.points(slots, rates, colour, radius=3.5)
         runs = zip(curve.slots, curve.outcomes, strict=True)
-        tips = [_point_tip(state, curve.name, one, run) for one, run in runs if isinstance(run, LeverResult)]
-        axes.line(slots, found, colour, dash=dash, tips=tips, group=curve.name)
+        tips = [_point_tip(state, curve.name, count, run) for count, run in runs if isinstance(run, LeverResult)]
+        axes.line(slots, rates, colour, dash=dash, tips=tips, group=curve.name)
     axes.here(state.slots, "slots", f"{state.slots} at once")
     _draw_curve_names(axes, [(curve, colour) for curve, (colour, _) in curves])
 
 
 def _known(curve: Curve) -> tuple[list[int], list[float]]:
-    """The slots at which a curve is known and a server runs, and the rates."""
+    """Return the slots at which a curve is known and the server runs, and the rates there."""
     pairs = zip(curve.slots, curve.outcomes, strict=True)
-    found = [(slots, run.tokens_per_second) for slots, run in pairs if isinstance(run, LeverResult)]
-    return [slots for slots, _ in found], [rate for _, rate in found]
+    points = [(slots, run.tokens_per_second) for slots, run in pairs if isinstance(run, LeverResult)]
+    return [slots for slots, _ in points], [rate for _, rate in points]
 
 
 def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
-    """Where all that are on break: from, to (None: the end of the axis), and what breaks first."""
-    curve, found, at = state.curves[0], [], 0
-    between = [math.sqrt(one * other) for one, other in pairwise(SLOTS)]
-    for broken, run in groupby(curve.outcomes, key=lambda outcome: bool(state.trouble(outcome))):
+    """Return where the server with all levers breaks: from, to (None for the axis's end), and what breaks first."""
+    regions: list[tuple[float | None, float | None, str]] = []
+    at = 0
+    between = [math.sqrt(low * high) for low, high in pairwise(SLOTS)]
+    for broken, run in groupby(state.curves[0].outcomes, key=lambda outcome: bool(state.trouble(outcome))):
         outcomes = list(run)
-        first, last = at, at + len(outcomes) - 1
+        first = at
+        last = at + len(outcomes) - 1
         at = last + 1
         if broken:
-            low, high = between[first - 1] if first else None, between[last] if last + 1 < len(SLOTS) else None
-            found.append((low, high, state.trouble(outcomes[0])))
-    return found
+            low = between[first - 1] if first else None
+            high = between[last] if last + 1 < len(SLOTS) else None
+            regions.append((low, high, state.trouble(outcomes[0])))
+    return regions
 
 
 def _point_tip(state: State, name: str, slots: int, run: LeverResult) -> str:
-    words = {"late": f" Later than the {state.level * 1e3:g} ms asked for.", "preempts": " The KV cache is full."}
+    words = {"late": f" That is over the limit of {state.level * 1e3:g} ms.", "preempts": " The KV cache is full."}
     return f"{name}, {slots} at once: {_counts(run)}.{words.get(state.trouble(run), '')}"
 
 
 def _draw_curve_names(axes: Axes, curves: Sequence[tuple[Curve, str]]) -> None:
-    """At the right end of each curve, one above the other."""
+    """Name each curve at its right end, one above the other."""
     ends = [(axes.at(1, _known(curve)[1][-1])[1] + 4, curve, colour) for curve, colour in curves]
-    y, x = axes.box.bottom + 18.0, axes.box.right + 8
-    for wanted, curve, colour in sorted(ends, key=lambda end: -end[0]):
-        y, bold = min(wanted, y - 14), colour == BLUE
+    y = axes.box.bottom + 18.0
+    x = axes.box.right + 8
+    for height, curve, colour in sorted(ends, key=lambda end: -end[0]):
+        y = min(height, y - 14)
+        bold = colour == BLUE
         axes.drawing.text((x, y), curve.name, size=SMALL, colour=colour, group=curve.name, bold=bold)

@@ -1,7 +1,7 @@
-"""Lesson 05's levers: what each buys in the ranking's order and in the reverse, and with few or many requests at once.
+"""Run lesson 05's levers: what each buys in both orders, and with few or many requests at once.
 
-The engine's own scheduler and block pool serve a workload under every set of levers; the time of a step is modelled
-(`minivllm_simulate.levers`). A run is done once and kept.
+The engine's own scheduler and block pool serve a workload with every set of levers; `minivllm_simulate.levers` models
+the time of a step. Each run is done once and kept.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from minivllm_simulate.levers import (
 )
 from minivllm_simulate.virtual_clock import SimulatedRequest
 from minivllm_simulate.workloads import WORKLOADS
+from widgets.shell.spec import require_choices
 
 MODEL = "Llama-3.1-8B"
 GPUS = ("L4", "A100", "H100")
@@ -39,20 +40,20 @@ REQUESTS = {"chats": "chats, one prompt", "mixed": "long and short", "code": "co
 MAX_MODEL_LEN = {"chats": 4096, "mixed": 4096, "code": 8192}
 SLOTS: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 FEWER_SLOTS = (1, 2, 4, 8, 16, 32, 64)
-"""Where the sets of levers are run that are only compared with."""
+"""The numbers of requests at once at which other sets of levers are run for comparison."""
 LEVELS = (5, 10, 20, 30, 50, 100, 200)
-"""Milliseconds between two tokens that may be asked for."""
+"""Limits of the time between two tokens, in milliseconds."""
 FEWEST_REQUESTS, WAVES = 16, 2
-"""A run serves twice as many requests as run at once, and at least 16."""
+"""A run serves at least 16 requests, and twice as many as run at once."""
 SHORTER = 4
-"""Factor by which answers are shorter than ShareGPT's, to keep redraws fast; their relative spread is unchanged."""
+"""How many times shorter answers are than ShareGPT's, to keep redraws fast; their relative spread is the same."""
 ACCEPTANCE = 0.6
-"""The chance that a draft is right when those before it were."""
+"""The chance that a draft is accepted if all before it were."""
 FIELDS = tuple(rung.field for rung in LADDER)
 TITLES = {rung.field: rung.title for rung in LADDER} | {
     "gqa": "grouped heads", "speculative_tokens": "speculation", "tensor_parallel": "two GPUs",
 }  # fmt: skip
-"""Of the levers, in the picture and on the switches: those of `LADDER`, some of which have no room there."""
+"""The levers' titles in picture and switches: those of `LADDER`, with shorter ones where space is short."""
 START: dict[str, Any] = {
     "gpu": "L4",
     "requests": "chats",
@@ -61,31 +62,31 @@ START: dict[str, Any] = {
     **{field: field != "tensor_parallel" for field in FIELDS},
 }
 CHUNK = 0.02
-"""Seconds of processor time after which a sweep shows what it has."""
+"""CPU seconds after which a sweep shows what it has."""
 NOTHING_SEEN = 0.01
-"""A lever that changes the throughput by less buys nothing."""
+"""The relative change of throughput below which a lever buys nothing."""
 
 Outcome = LeverResult | str | None
-"""Of a run: its results; why the server does not start; None where it has not been run yet."""
+"""A run's result, the reason why the server does not start, or None before the run."""
 Effect = Literal["waiting", "refused", "starts", "faster", "slower", "nothing"]
 
 
 class Step(NamedTuple):
-    """One lever in its place in an order: what there was before it, and what there is with it."""
+    """Record one lever's place in an order: the outcome before it, and with it."""
 
     before: Outcome
     after: Outcome
 
     @property
     def factor(self) -> float | None:
-        """Tokens per second against before; None where one of the two does not run."""
+        """Return the ratio of throughputs, or None where one of the two does not run."""
         if isinstance(self.before, LeverResult) and isinstance(self.after, LeverResult):
             return self.after.tokens_per_second / self.before.tokens_per_second
         return None
 
     @property
     def effect(self) -> Effect:
-        """The factor in a word."""
+        """Name the effect of the factor."""
         if self.before is None or self.after is None:
             return "waiting"
         if isinstance(self.after, str):
@@ -99,7 +100,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One lever, with its step in the ranking's order and the one in the reverse; no steps where it is off."""
+    """Hold one lever with its step in each order; no steps where it is off."""
 
     field: str
     title: str
@@ -108,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Curve:
-    """A set of levers, served with each number of slots."""
+    """Hold a set of levers served with each number of requests at once."""
 
     name: str
     slots: tuple[int, ...]
@@ -117,39 +118,41 @@ class Curve:
 
 @dataclass(frozen=True)
 class State:
-    """The levers as they stand."""
+    """Hold the levers and their results."""
 
     gpu: str
     requests: str
-    """Key of REQUESTS."""
+    """A key of REQUESTS."""
     slots: int
     level: float
-    """Seconds between two tokens of a request that are asked for."""
+    """The limit of the time between two tokens, in seconds."""
     levers: Levers
     rows: tuple[Row, ...]
     """All levers, in the ranking's order."""
     nothing: Outcome
     everything: Outcome
-    """With all levers that are on."""
+    """The outcome with all levers that are on."""
     curves: tuple[Curve, ...]
-    """All that are on; and to compare, nothing and the biggest levers alone, as soon as it is known which they are."""
+    """All levers that are on, then, for comparison, none, and the biggest ones alone once they are known."""
     error: str | None
-    """Of the lever model, median on published figures; None until it is computed."""
+    """The lever model's median error on published figures; None until it has been computed."""
 
     @property
     def on(self) -> tuple[Row, ...]:
-        """The levers that are on."""
+        """Return the levers that are on."""
         return tuple(row for row in self.rows if row.steps)
 
     @property
     def complete(self) -> bool:
-        """Has everything been run?"""
+        """Return whether everything has been run."""
         rungs = all(step.effect != "waiting" for row in self.on for step in row.steps)
         compared = len(self.on) < 2 or len(self.curves) > 2
-        return rungs and compared and all(None not in one.outcomes for one in self.curves) and self.error is not None
+        return (
+            rungs and compared and all(None not in curve.outcomes for curve in self.curves) and self.error is not None
+        )
 
     def trouble(self, outcome: Outcome) -> str:
-        """What breaks: "refused" (the server does not start), "late" (tokens), "preempts", or nothing."""
+        """Return what breaks: "refused" (the server does not start), "late" (its tokens), "preempts" or ""."""
         if outcome is None:
             return ""
         if isinstance(outcome, str):
@@ -159,13 +162,13 @@ class State:
         return "preempts" if outcome.preemptions else ""
 
     def factor(self, field: str, reverse: bool = False) -> float | None:
-        """What this lever buys in its place; None where it is off or cannot be told."""
+        """Return what this lever buys in its place, or None where it is off or unknown."""
         steps = next(row.steps for row in self.rows if row.field == field)
         return steps[reverse].factor if steps else None
 
 
-class Asked(NamedTuple):
-    """A setting of the knobs."""
+class Setting(NamedTuple):
+    """Hold a setting of the knobs."""
 
     gpu: str
     requests: str
@@ -175,26 +178,26 @@ class Asked(NamedTuple):
     """The levers that are on, in the ranking's order."""
 
     def known(self, slots: int, levers: Levers) -> Outcome:
-        """The run with these levers, if it has been done."""
+        """Return the outcome with these levers, if it has been run."""
         return _RUNS.get((self.gpu, self.requests, slots, levers))
 
     def ladder(self, reverse: bool = False) -> tuple[Levers, ...]:
-        """From nothing on to all that are on, one lever after another."""
+        """List the sets of levers from none to all that are on, one lever at a time."""
         return tuple(accumulate(reversed(self.fields) if reverse else self.fields, _pull, initial=Levers()))
 
     def alone(self) -> dict[str, Levers]:
-        """Each lever that is on, with no other; none where no other is on."""
+        """Map each lever that is on to its set alone, if several are on."""
         return {field: _pull(Levers(), field) for field in self.fields} if len(self.fields) > 1 else {}
 
     def biggest(self) -> list[str]:
-        """The two levers that buy most alone; none as long as one of them has not been run."""
+        """Return the two levers that buy most alone, once all of them have been run."""
         runs = {field: self.known(self.slots, levers) for field, levers in self.alone().items()}
         rates = {field: run.tokens_per_second for field, run in runs.items() if isinstance(run, LeverResult)}
         return [] if None in runs.values() else sorted(rates, key=lambda field: -rates[field])[:2]
 
 
 _RUNS: dict[tuple[str, str, int, Levers], Outcome] = {}
-"""Runs that were done. A reader who turns knobs for an hour does some ten thousand; a result is a few hundred bytes."""
+"""All outcomes so far. Ten thousand, an hour of turning knobs, take a few hundred bytes each."""
 
 
 def sweep(
@@ -204,95 +207,94 @@ def sweep(
     level: int = START["level"],
     **levers: bool,
 ) -> State | Iterator[State]:
-    """Serve a workload with no lever on, then with one after another, in both orders; and at other numbers of slots.
+    """Serve a workload with no lever, then with one more at a time, in both orders, and at other numbers of requests.
 
     Args:
-        gpu: one of GPUS.
+        gpu: One of GPUS.
         requests: "chats" (ShareGPT's lengths behind one system prompt), "mixed" (chats and completions of code, nothing
             shared) or "code" (completions of code, prompts of up to 7,436 tokens).
-        slots: requests that may run at once, one of SLOTS.
-        level: milliseconds between two tokens of a request that are asked for, one of LEVELS.
-        levers: fields of `minivllm_simulate.levers.Levers`, on or off; those that are not named are as in START.
+        slots: Requests that may run at once, one of SLOTS.
+        level: The limit of the time between two tokens in milliseconds, one of LEVELS.
+        levers: Fields of `minivllm_simulate.levers.Levers`, on or off; others are as in START.
 
     Returns:
-        The state, if all its runs have been done before; else states that are more and more complete.
+        The state, if all its runs have been done before, or else ever more complete states.
 
     Raises:
-        MinivllmError: a value makes no sense.
+        MinivllmError: A value makes no sense.
     """
-    given = {"gpu": gpu, "requests": requests, "slots": slots, "level": level}
-    for (name, value), allowed in zip(given.items(), (GPUS, REQUESTS, SLOTS, LEVELS), strict=True):
-        require(value in allowed, f"{name} is one of {', '.join(map(str, allowed))}, not {value!r}")
+    require_choices(gpu=(gpu, GPUS), requests=(requests, REQUESTS), slots=(slots, SLOTS), level=(level, LEVELS))
     for field, is_on in levers.items():
         require(field in FIELDS, f"there is no lever {field!r}; there are {', '.join(FIELDS)}")
-        require(isinstance(is_on, bool), f"{field} is on (True) or off (False), not {is_on!r}")
-    asked = Asked(gpu, requests, slots, level, tuple(field for field in FIELDS if levers.get(field, START[field])))
-    state = _state(asked)
-    return state if state.complete else _states(asked)
+        require(isinstance(is_on, bool), f"{field} must be True or False, not {is_on!r}")
+    fields = tuple(field for field in FIELDS if levers.get(field, START[field]))
+    setting = Setting(gpu, requests, slots, level, fields)
+    state = _state(setting)
+    return state if state.complete else _states(setting)
 
 
-def _states(asked: Asked) -> Iterator[State]:
-    """A state as soon as nothing and everything have been run, then each time that some more is known."""
+def _states(setting: Setting) -> Iterator[State]:
+    """Yield a state once both ends have been run, and then whenever more is known."""
     started = time.process_time()
-    for index, (slots, levers) in enumerate(_wanted(asked)):
-        _run(asked, slots, levers)
+    for index, (slots, levers) in enumerate(_runs_of(setting)):
+        _run(setting, slots, levers)
         if index == 1 or (index and time.process_time() - started > CHUNK):
-            yield _state(asked)
+            yield _state(setting)
             started = time.process_time()
     published_checks()
-    yield _state(asked)
+    yield _state(setting)
 
 
-def _wanted(asked: Asked) -> Iterator[tuple[int, Levers]]:
-    """What is to be run: both ends, both orders, two curves, each lever alone, and the curves of the biggest."""
-    everything = asked.ladder()[-1]
-    yield from ((asked.slots, levers) for levers in (everything, Levers()))
+def _runs_of(setting: Setting) -> Iterator[tuple[int, Levers]]:
+    """Yield all runs: both ends, both orders, two curves, each lever alone, and the curves of the biggest."""
+    everything = setting.ladder()[-1]
+    yield from ((setting.slots, levers) for levers in (everything, Levers()))
     for reverse in (False, True):
-        yield from ((asked.slots, levers) for levers in asked.ladder(reverse))
+        yield from ((setting.slots, levers) for levers in setting.ladder(reverse))
     yield from ((slots, everything) for slots in SLOTS)
     yield from ((slots, Levers()) for slots in FEWER_SLOTS)
-    yield from ((asked.slots, levers) for levers in asked.alone().values())
-    for field in asked.biggest():
+    yield from ((setting.slots, levers) for levers in setting.alone().values())
+    for field in setting.biggest():
         yield from ((slots, _pull(Levers(), field)) for slots in FEWER_SLOTS)
 
 
-def _run(asked: Asked, slots: int, levers: Levers) -> None:
-    """Run what has not been run yet."""
-    if asked.known(slots, levers) is not None:
+def _run(setting: Setting, slots: int, levers: Levers) -> None:
+    """Run this setting unless it has been run."""
+    if setting.known(slots, levers) is not None:
         return
     try:
-        found = throughput(levers, _model(), get_hardware(asked.gpu), _workload(asked.requests, slots))
+        outcome: Outcome = throughput(levers, _model(), get_hardware(setting.gpu), _workload(setting.requests, slots))
     except MinivllmError as error:
-        found = str(error)
-    _RUNS[asked.gpu, asked.requests, slots, levers] = found
+        outcome = str(error)
+    _RUNS[setting.gpu, setting.requests, slots, levers] = outcome
 
 
-def _state(asked: Asked) -> State:
-    """What is known."""
-    orders = [[asked.known(asked.slots, levers) for levers in asked.ladder(reverse)] for reverse in (False, True)]
+def _state(setting: Setting) -> State:
+    """Build a state from what is known."""
+    orders = [[setting.known(setting.slots, levers) for levers in setting.ladder(reverse)] for reverse in (False, True)]
     forth, back = ([Step(*pair) for pair in pairwise(order)] for order in orders)
-    found = dict(zip(asked.fields, zip(forth, reversed(back), strict=True), strict=True))
-    everything = asked.ladder()[-1]
+    steps = dict(zip(setting.fields, zip(forth, reversed(back), strict=True), strict=True))
+    everything = setting.ladder()[-1]
     compared = {"nothing on": Levers()}
-    compared |= {f"{TITLES[field]} alone": _pull(Levers(), field) for field in asked.biggest()}
-    curves = [_curve(asked, _together(len(asked.fields)), everything, SLOTS)]
-    curves += [_curve(asked, name, levers, FEWER_SLOTS) for name, levers in compared.items()]
+    compared |= {f"{TITLES[field]} alone": _pull(Levers(), field) for field in setting.biggest()}
+    curves = [_curve(setting, _together(len(setting.fields)), everything, SLOTS)]
+    curves += [_curve(setting, name, levers, FEWER_SLOTS) for name, levers in compared.items()]
     return State(
-        gpu=asked.gpu,
-        requests=asked.requests,
-        slots=asked.slots,
-        level=asked.level / 1000,
+        gpu=setting.gpu,
+        requests=setting.requests,
+        slots=setting.slots,
+        level=setting.level / 1000,
         levers=everything,
-        rows=tuple(Row(field, TITLES[field], found.get(field, ())) for field in FIELDS),
+        rows=tuple(Row(field, TITLES[field], steps.get(field, ())) for field in FIELDS),
         nothing=orders[0][0],
         everything=orders[0][-1],
-        curves=tuple(curves if found else curves[:1]),
+        curves=tuple(curves if steps else curves[:1]),
         error=known_error("decode", "prefill") if published_checks.cache_info().currsize else None,
     )
 
 
-def _curve(asked: Asked, name: str, levers: Levers, slots: tuple[int, ...]) -> Curve:
-    return Curve(name, slots, tuple(asked.known(one, levers) for one in slots))
+def _curve(setting: Setting, name: str, levers: Levers, slots: tuple[int, ...]) -> Curve:
+    return Curve(name, slots, tuple(setting.known(count, levers) for count in slots))
 
 
 def _together(count: int) -> str:
@@ -311,23 +313,24 @@ def _model() -> ModelConfig:
 @cache
 def _workload(requests: str, slots: int) -> LeverWorkload:
     make = {"chats": shared_chat, "mixed": long_and_short, "code": _code}[requests]
-    work, longest = make(max(FEWEST_REQUESTS, WAVES * slots), shorter=SHORTER), MAX_MODEL_LEN[requests]
-    fitting = tuple(one for one in work.requests if one.prompt_tokens + one.output_tokens <= longest)
+    work = make(max(FEWEST_REQUESTS, WAVES * slots), shorter=SHORTER)
+    longest = MAX_MODEL_LEN[requests]
+    fitting = tuple(request for request in work.requests if request.prompt_tokens + request.output_tokens <= longest)
     return replace(work, requests=fitting, max_model_len=longest, max_num_seqs=slots, acceptance=ACCEPTANCE)
 
 
 def _code(count: int, shorter: int) -> LeverWorkload:
-    """Completions of code: the Azure trace's lengths, spread evenly by multiples of two irrational numbers.
+    """Make completions of code with the Azure trace's lengths, spread evenly by multiples of two irrational numbers.
 
-    Few random draws have another mean from one number of slots to the next. Answers are short as they are.
+    A few random draws would differ in mean between numbers of requests at once. The answers are short already.
     """
     del shorter
     code = WORKLOADS["azure-code"]
     ranks = [((0.5 + 0.7548776662 * index) % 1, (0.5 + 0.5698402910 * index) % 1) for index in range(count)]
-    lengths = [(code.prompt.quantile(one), code.output.quantile(other)) for one, other in ranks]
+    lengths = [(code.prompt.quantile(rank), code.output.quantile(other)) for rank, other in ranks]
     return LeverWorkload("code", "", tuple(SimulatedRequest(*pair) for pair in lengths))
 
 
 def weight_bytes(levers: Levers) -> int:
-    """Bytes of the weights on one GPU."""
+    """Return the bytes of the weights on one GPU."""
     return lever_weight_bytes(levers, lever_model(levers, _model()))

@@ -1,9 +1,9 @@
-"""Lesson 02: what a block size costs, in memory and in the kernel, and a block pool that plays step by step.
+"""Show what a block size costs, in memory and in the kernel, and play a block pool step by step.
 
-Both costs are counted over many requests, by `minivllm_simulate`. The pool that plays is the engine's own `BlockPool`,
-or the reader's. The times of a CPU come from the results that lesson 02's script left.
+`minivllm_simulate` counts both costs over many requests. The pool that plays is the engine's own `BlockPool`, or the
+reader's. CPU times come from the saved results of lesson 02's script.
 
-The picture in the lesson's text: `uv run python -P -m widgets paged_attention lessons/figures/02_pool.svg`
+Draw the lesson's figure with `uv run python -P -m widgets paged_attention lessons/figures/02_pool.svg`.
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ from minivllm_lab.paged_attention.paged_traffic import LINE, SECTOR
 from minivllm_lab.paged_attention.played_pool import Play, play_pool
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths, Workload, workload
 from widgets.paged_attention.figure import draw, percent, slots, times
+from widgets.shell.advice import progress
 from widgets.shell.knobs import choice, entry, steps
 from widgets.shell.lesson_widget import LessonWidget
+from widgets.shell.plot import figures
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SMALLEST = 16
-"""The least that a kernel takes: vLLM's FlashAttention, FlashInfer, Triton and FlexAttention, for keys and values."""
+"""The smallest block that vLLM's kernels take: FlashAttention, FlashInfer, Triton and FlexAttention."""
 SAMPLES = (1, 2, 4, 8)
 LONGEST = 2048
-"""Tokens of the longest request that is let in, as in the lesson."""
+"""The longest request that is admitted, in tokens, as in the lesson."""
 SEEN, PLAYED, MOST_BLOCKS = 400, 9, 40
-"""Requests that are counted, requests that are played, and blocks of the pool that is drawn."""
+"""Requests that count, requests that are played, and blocks of the pool that is drawn."""
 PATIENCE = 1.0
-"""Seconds of the processor that a play with the reader's pool may take; with ours it takes some thousandths."""
+"""CPU seconds that a play with the reader's pool may take; ours takes milliseconds."""
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """How attention looks blocks up."""
+    """Describe how attention looks blocks up."""
 
     words: str
     piece: int
-    """Bytes that are fetched for one entry."""
+    """Bytes fetched for one entry."""
     per_token: bool = False
 
 
@@ -57,7 +59,7 @@ KERNELS = {
     "token": Kernel("once a token, 32 bytes", SECTOR, per_token=True),
 }
 ROWS = {256: "128 × bf16", 128: "128 × fp8", 64: "64 × fp8"}
-"""Bytes of a token's keys in one KV head -> what they are."""
+"""What a token's keys in one KV head are, by their bytes."""
 MODELS = {256: "Qwen/Qwen3-8B", 128: "Qwen/Qwen3-8B --kv-cache-dtype fp8"}
 SMALL_HEADS = "meta-llama/Llama-3.2-1B-Instruct --kv-cache-dtype fp8"
 EMPTY_ALLOWED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
@@ -66,7 +68,7 @@ FACTORS_ALLOWED = (1.01, 1.02, 1.05, 1.1, 1.25, 1.5)
 
 @dataclass(frozen=True)
 class Valley:
-    """The block size at which the sum of both costs is least, for requests of one kind, where a kernel takes it."""
+    """Record the block size of least total cost for one kind of requests, among sizes that a kernel takes."""
 
     title: str
     block_size: int
@@ -75,11 +77,11 @@ class Valley:
 
 @dataclass(frozen=True)
 class State:
-    """Both costs of every block size, and a pool that plays."""
+    """Hold both costs of every block size, and a pool that plays."""
 
     block_size: int
     title: str
-    """Of the requests."""
+    """The requests' title."""
     samples: int
     kernel: str
     """A key of `KERNELS`."""
@@ -87,42 +89,42 @@ class State:
     empty_allowed: float
     factor_allowed: float
     tokens: float
-    """Tokens of a sequence at an average moment."""
+    """Mean tokens of a sequence at an average moment."""
     empty: Mapping[int, float]
-    """Block size -> share of the held slots that are empty."""
+    """The empty share of the held slots by block size."""
     extra: Mapping[int, float]
-    """Block size -> bytes fetched in vain for each byte needed; modelled."""
+    """Bytes fetched in vain per byte needed, by block size; modelled."""
     saved: float
     """The share of blocks that sharing saves."""
     valley: Valley
     others: tuple[Valley, ...]
-    """Of the other kinds of requests."""
+    """The valleys of the other kinds of requests."""
     cpu: str
-    """Where attention was measured; "" if nowhere."""
+    """The CPU on which attention was measured, or ""."""
     measured: Mapping[int, float]
-    """Block size -> time of attention over that of a contiguous cache."""
+    """Attention's time relative to a contiguous cache, by block size."""
     play: Play
     own: bool
-    """The pool that plays is the reader's."""
+    """Whether the pool that plays is the reader's."""
 
     @property
     def cost(self) -> Mapping[int, float]:
-        """Block size -> the sum of both costs."""
+        """Return the sum of both costs by block size."""
         return {size: self.empty[size] + self.extra[size] for size in self.empty}
 
     @property
     def breaks(self) -> tuple[bool, bool, bool]:
-        """At this block size: too much is empty, too much is fetched, no kernel takes it."""
+        """Return whether too much is empty, too much is fetched, and no kernel takes this block size."""
         size = self.block_size
         return self.empty[size] > self.empty_allowed, self.over(size), size < SMALLEST
 
     def over(self, size: int) -> bool:
-        """Whether the kernel fetches more than is allowed at this block size."""
+        """Return whether the kernel fetches more than the limit at this block size."""
         return 1 + self.extra[size] > self.factor_allowed
 
     @property
     def balance(self) -> float:
-        """Where half an empty block and one look-up a block cost the same: √(2 · tokens · fetch / bytes of a token)."""
+        """Return where half a block costs as much as its look-ups: √(2 · tokens · fetch / bytes per token)."""
         return math.sqrt(2 * self.tokens * KERNELS[self.kernel].piece / (2 * self.row_bytes))
 
 
@@ -140,18 +142,18 @@ def sweep(
     """Count both costs of every block size, and play a small pool at this one.
 
     Args:
-        block_size: token slots in a block.
-        requests: a workload of `minivllm_simulate.workloads`.
-        file: a file with lengths of one's own, in their place.
-        samples: answers to each request, which share the full blocks of its prompt.
-        kernel: a key of `KERNELS`.
-        row_bytes: bytes of a token's keys in one KV head.
-        empty_allowed: the share of held slots that may be empty.
-        factor_allowed: bytes that may be fetched for each byte needed.
-        block_pool: the reader's class, with the methods of exercise 02's `BlockPool`.
+        block_size: Token slots in a block.
+        requests: A workload of `minivllm_simulate.workloads`.
+        file: A file of request lengths, in place of the workload.
+        samples: Answers to each request, which share the full blocks of its prompt.
+        kernel: A key of `KERNELS`.
+        row_bytes: Bytes of a token's keys in one KV head.
+        empty_allowed: The share of held slots that may be empty.
+        factor_allowed: Bytes that may be fetched per byte needed.
+        block_pool: The reader's class, with the methods of exercise 02's `BlockPool`.
 
     Raises:
-        MinivllmError: a value that no knob has, or requests that are all too long.
+        MinivllmError: A value that no knob has, or requests that are all too long.
     """
     SPEC.accept({name: value for name, value in locals().items() if name != "block_pool"})
     kind = workload(file.strip() or requests)
@@ -167,7 +169,7 @@ def sweep(
         row_bytes=row_bytes,
         empty_allowed=empty_allowed,
         factor_allowed=factor_allowed,
-        tokens=sum(one.weight * one.tokens for one in seen) / sum(one.weight for one in seen),
+        tokens=sum(moment.weight * moment.tokens for moment in seen) / sum(moment.weight for moment in seen),
         empty={size: _empty(kind, size, samples) for size in SIZES},
         extra=extra,
         saved=held(seen, block_size, samples).saved,
@@ -182,9 +184,9 @@ def sweep(
 
 @lru_cache(maxsize=16)
 def _lengths(kind: Workload) -> tuple[RequestLengths, ...]:
-    found = tuple(one for one in kind.sample(2000) if one.total <= LONGEST)[:SEEN]
-    require(bool(found), f"{kind.title}: no request has at most {LONGEST:,} tokens, prompt and output together")
-    return found
+    fitting = tuple(lengths for lengths in kind.sample(2000) if lengths.total <= LONGEST)[:SEEN]
+    require(bool(fitting), f"{kind.title}: no request has at most {LONGEST:,} tokens, prompt and output together")
+    return fitting
 
 
 @lru_cache(maxsize=16)
@@ -194,8 +196,8 @@ def _seen(kind: Workload) -> tuple[Moment, ...]:
 
 @lru_cache(maxsize=16)
 def _few(kind: Workload) -> tuple[RequestLengths, ...]:
-    """Some that stand for all: evenly from the shortest to the longest, in an order without order."""
-    ordered = sorted(_lengths(kind), key=lambda one: one.total)
+    """Choose a few requests that represent all: evenly from the shortest to the longest, shuffled."""
+    ordered = sorted(_lengths(kind), key=lambda lengths: lengths.total)
     places = [place * 4 % PLAYED for place in range(PLAYED)]
     return tuple(ordered[len(ordered) * (2 * place + 1) // (2 * PLAYED)] for place in places)
 
@@ -228,7 +230,7 @@ def _played(lengths: tuple[RequestLengths, ...], size: int, samples: int, own: C
 
 @lru_cache(maxsize=1)
 def _measured() -> tuple[str, Mapping[int, float]]:
-    """The CPU on which lesson 02 was measured, and attention's time there by block size; ("", {}) without one."""
+    """Return the CPU of lesson 02's measurement, and attention's relative time there by block size, or ("", {})."""
     for path in sorted(RESULTS.glob("02_paged_attention.*.json")):
         record = json.loads(path.read_text())
         if record["machine"]["gpu"] is None:
@@ -238,44 +240,48 @@ def _measured() -> tuple[str, Mapping[int, float]]:
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Both costs over the block size with where they break, and below it the pool as it plays."""
+    """Draw both costs against the block size, and below them the pool as it plays."""
     return draw(state, width, pinned, verdict(state).words)
 
 
 def verdict(state: State) -> Verdict:
-    """What this block size means, in one line."""
-    size, (empty, extra) = state.block_size, (state.empty[state.block_size], state.extra[state.block_size])
+    """Say in one sentence or two what this block size costs."""
+    size = state.block_size
+    empty, extra = state.empty[size], state.extra[size]
     if state.play.fault:
         whose = "Your pool" if state.own else "The pool"
-        return Verdict(f"{whose} is wrong: {state.play.fault}. The player shows where.", "broken")
-    is_ = f"{slots(size)}: {percent(empty, state.empty_allowed)} of the held slots are empty"
+        return Verdict(f"{whose} is wrong: {state.play.fault}. Play the pool to see where.", "broken")
+    emptiness = f"{slots(size)}: {percent(empty, state.empty_allowed)} of the held slots are empty"
     fetched = f"the kernel fetches {times(1 + extra, state.factor_allowed)} the bytes it needs"
     best = f"Cheapest for these requests: {state.valley.block_size}."
     if size < SMALLEST:
-        return Verdict(f"{slots(size)}: no kernel of vLLM's takes fewer than {SMALLEST}. {best}", "broken")
+        return Verdict(f"{slots(size)}: no kernel in vLLM takes fewer than {SMALLEST} slots. {best}", "broken")
     limits = [f"{percent(state.empty_allowed)} may be empty"] * state.breaks[0]
     limits += [f"{times(state.factor_allowed)} may be fetched"] * state.breaks[1]
     if limits:
-        return Verdict(f"{is_}, and {fetched} (modelled). Too much: {' and '.join(limits)}. {best}", "broken")
+        return Verdict(
+            f"{emptiness}, and {fetched} (modelled). That is too much: only {' and '.join(limits)}. {best}", "broken"
+        )
     tight = state.cost[size] > 1.5 * state.valley.cost
-    return Verdict(f"{is_}, and {fetched} (modelled). {best}", "tight" if tight else "fine")
+    return Verdict(f"{emptiness}, and {fetched} (modelled). {best}", "tight" if tight else "fine")
 
 
 def command(state: State) -> str:
-    """The `vllm serve` line of this block size."""
+    """Write the `vllm serve` line of this block size."""
     lines = [f"vllm serve {MODELS.get(state.row_bytes, SMALL_HEADS)} --block-size {state.block_size}"]
     if state.block_size < SMALLEST:
         lines.append(f"# refused: no attention backend takes blocks of fewer than {SMALLEST}")
     if state.samples > 1:
-        lines.append(f'# the client asks for the samples: "n": {state.samples} in the request')
-    lines.append("# no flag says how the kernel looks blocks up")
+        lines.append(f'# the client requests the samples: "n": {state.samples} in the request')
+    lines.append("# no flag sets how the kernel looks blocks up")
     return "\n".join(lines)
 
 
 _LIMITS = (0.1, 1.02)
-"""Of the first two challenges, and at the start."""
+"""The limits of the first two challenges, which the knobs start with."""
+LIMITS_FIRST = "Set the limits back to 10 % empty slots and 1.02 × bytes fetched."
 SAVED = 0.75
-"""The share of blocks that sharing must save in the second."""
+"""The share of blocks that sharing must save in the second challenge."""
 
 
 def _figures(state: State) -> str:
@@ -288,70 +294,69 @@ def _limits_moved(state: State) -> bool:
 
 
 def _keep_64(state: State) -> Progress:
-    words = f"{slots(state.block_size)}: {_figures(state)}"
-    if _limits_moved(state):
-        return Progress(False, words, "The limits have moved: 10 % may be empty, and 1.02 × fetched.")
-    if state.block_size != 64:
-        return Progress(False, words, "Set the block size to 64.")
-    advice = "The requests, and the samples: half of each last block is empty, so each must have many."
-    return Progress(not any(state.breaks), words, advice)
+    return progress(
+        f"{slots(state.block_size)}: {_figures(state)}",
+        (_limits_moved(state), LIMITS_FIRST),
+        (state.block_size != 64, "Set the block size to 64."),
+        (any(state.breaks), "Choose longer requests, or fewer samples: half of each last block is empty."),
+    )
 
 
 def _sharing_pays(state: State) -> Progress:
-    words = f"Sharing saves {percent(state.saved, SAVED)} of the blocks; {_figures(state)}"
     enough = state.saved >= SAVED
-    if _limits_moved(state):
-        advice = "The limits have moved: 10 % may be empty, and 1.02 × fetched."
-    elif not enough and state.samples < 8:
-        advice = "The samples: what two share is saved once, what eight share seven times."
-    elif not enough:
-        advice = "The requests: samples share the prompt, never what they write. Who asks much and wants little?"
-    elif state.breaks[2]:
-        advice = f"Enough is saved. The block size: no kernel takes fewer than {SMALLEST}."
-    elif state.breaks[0] and state.block_size > SMALLEST:
-        advice = "Enough is saved. The block size: each sample has a last block of its own, half empty."
-    elif state.breaks[0]:
-        advice = "More than enough is saved. Fewer samples: each has a last block of its own, half empty."
-    else:
-        advice = "Enough is saved. The kernel fetches too much: its look-ups, or too small blocks."
-    return Progress(enough and not any(state.breaks) and not _limits_moved(state), words, advice)
+    too_empty, too_much_fetched, too_small = state.breaks
+    return progress(
+        f"Sharing saves {percent(state.saved, SAVED)} of the blocks; {_figures(state)}",
+        (_limits_moved(state), LIMITS_FIRST),
+        (not enough and state.samples < 8, "Raise the samples: two share the prompt once, eight share it seven times."),
+        (not enough, "Choose requests with long prompts and short answers: samples share only the prompt."),
+        (too_small, f"Raise the block size to {SMALLEST}: no kernel takes fewer slots."),
+        (too_empty and state.block_size > SMALLEST, "Lower the block size: each sample's last block is half empty."),
+        (too_empty, "Lower the samples: more than enough is saved, and each one's last block is half empty."),
+        (too_much_fetched, "Raise the block size or change how the kernel looks up: it fetches too much."),
+    )
 
 
 def _valley_moves(state: State) -> Progress:
-    valley, size = state.valley, state.block_size
-    met = valley.block_size >= 64 and size == valley.block_size
-    words = f"The valley is at {valley.block_size}; you stand at {size}. "
-    words += f"√(2 × {state.tokens:.0f} × {KERNELS[state.kernel].piece} / {2 * state.row_bytes}) = {state.balance:.3g}."
-    if valley.block_size >= 64:
-        advice = "The valley is there. Stand in it."
-    elif KERNELS[state.kernel].per_token:
-        advice = "The kernel: it looks up every token, so larger blocks save it nothing."
-    elif state.row_bytes > 64:
-        advice = "The bytes of a token: the fewer a block brings, the dearer is its look-up."
-    elif state.kernel != "line":
-        advice = "The kernel: with 128 bytes to a look-up, each must serve more tokens."
-    elif state.samples > 1:
-        advice = "The samples: each has an end of its own. Ask for one answer."
-    else:
-        advice = "The requests: the longer they are, the less half a block weighs."
-    return Progress(met, words, advice)
+    valley = state.valley.block_size
+    fetch = KERNELS[state.kernel].piece
+    formula = f"√(2 × {state.tokens:.0f} × {fetch} / {2 * state.row_bytes}) = {figures(state.balance)}"
+    too_low = valley < 64
+    return progress(
+        f"The valley is at {valley}, and your block size is {state.block_size}. {formula}.",
+        (not too_low and state.block_size != valley, f"Set the block size to {valley}, the valley."),
+        (
+            too_low and KERNELS[state.kernel].per_token,
+            "Use a kernel that looks up once a block: larger blocks then save.",
+        ),
+        (
+            too_low and state.row_bytes > 64,
+            "Lower the keys of a token: with fewer bytes per block, look-ups cost more.",
+        ),
+        (
+            too_low and state.kernel != "line",
+            "Use a kernel that fetches 128 bytes: each look-up must serve more tokens.",
+        ),
+        (too_low and state.samples > 1, "Lower the samples to 1: each has a last block of its own."),
+        (too_low, "Choose longer requests: half a block weighs less for them."),
+    )
 
 
 CHALLENGES = (
     Challenge(
-        "A kernel that takes blocks of 64 only, as FlashMLA does: find requests that keep both limits with it.",
+        "FlashMLA only takes blocks of 64. Find requests that keep both limits with such a kernel.",
         _keep_64,
-        "Half of 64 slots is little for long texts. Requests like Alpaca's would leave more than a quarter empty.",
+        "Half of 64 slots is little for long requests. But Alpaca's would leave more than a quarter empty.",
     ),
     Challenge(
-        f"Let sharing save {SAVED:.0%} of the blocks, within both limits as they are at the start.",
+        f"Make sharing save {SAVED:.0%} of the blocks, within the limits of the start.",
         _sharing_pays,
-        "Only the common beginning is shared; today vLLM shares it between any two requests (lesson 05).",
+        "Samples share only their prompt. Today vLLM shares it between any two requests (lesson 05).",
     ),
     Challenge(
-        "Move the valley to blocks of 64 or more, and stand in it.",
+        "Move the valley to blocks of at least 64, and set that block size.",
         _valley_moves,
-        "Half an empty block against a look-up a block: the valley is near √(2 · tokens · fetch / bytes of a token).",
+        "Half a block against one look-up per block: the valley is near √(2 · tokens · fetch / bytes per token).",
     ),
 )
 _KINDS = [(kind.title, name) for name, kind in WORKLOADS.items()]
@@ -359,20 +364,20 @@ _KNOBS = {
     "The cache": {
         "block_size": steps("Block size", SIZES, 16, "token slots in a block; vLLM's default is 16"),
         "row_bytes": choice("Keys of a token", [(words, size) for size, words in ROWS.items()], 256,
-                            "numbers of one KV head, and their type; its values have as many"),
+                            "numbers in one KV head and their type; values take as much"),
         "kernel": choice("Kernel looks up", [(how.words, name) for name, how in KERNELS.items()], "sector",
-                         "when it reads the block table, and what a read of 4 bytes fetches"),
+                         "how often it reads the table, and what a read of 4 bytes fetches"),
     },
     "The requests": {
         "requests": choice("Lengths as in", _KINDS, "alpaca", "how long prompts and answers are"),
         "file": entry("… or a file", "", "lengths.csv", "CSV with prompt and output tokens, or JSON of vllm bench"),
-        "samples": steps("Samples", SAMPLES, 2, "answers to each request; they share the prompt's full blocks"),
+        "samples": steps("Samples", SAMPLES, 2, "answers to each request, which share the prompt's full blocks"),
     },
-    "What is allowed": {
+    "The limits": {
         "empty_allowed": steps("Empty slots", [(f"{share:.0%}", share) for share in EMPTY_ALLOWED], 0.1,
                                "share of the held slots without a token"),
         "factor_allowed": steps("Bytes fetched", [(f"{factor:g} ×", factor) for factor in FACTORS_ALLOWED], 1.02,
-                                "for each byte of keys and values that is needed"),
+                                "per byte of keys and values that is needed"),
     },
 }  # fmt: skip
 SPEC = Spec(
@@ -391,15 +396,15 @@ SPEC = Spec(
     command=command,
     challenges=CHALLENGES,
     guess=Guess(
-        "Blocks of 16, and requests of some 80 tokens, as Alpaca's. What share of the held slots is empty?",
+        "With blocks of 16 and requests of some 80 tokens, like Alpaca's: what share of the held slots is empty?",
         ("1 %", "10 %", "20 %", "50 %"),
         1,
-        "The last block of each request is half empty: about 8 slots beside 80 tokens.",
+        "On average, a request's last block is half empty: about 8 slots beside 80 tokens.",
     ),
-    own={"block_pool": "the pool of exercise 02: get_num_free_blocks, get_new_blocks, touch, free_blocks"},
+    own={"block_pool": "has get_num_free_blocks, get_new_blocks, touch and free_blocks"},
 )  # fmt: skip
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget; `show(block_size=64)` sets a knob, `show(block_pool=BlockPool)` plays the reader's own pool."""
+    """Show the widget: `show(block_size=64)` sets a knob, `show(block_pool=BlockPool)` plays your pool."""
     return LessonWidget(SPEC, **knobs)

@@ -1,4 +1,4 @@
-"""How lesson 02's widget is drawn: the costs of a block size with where they break, and the pool as it plays."""
+"""Draw lesson 02's picture: the costs of a block size with where they break, and the pool as it plays."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from widgets.paged_attention import State
 
 LEAST, MOST = 0.0005, 3.0
-"""Ends of the axis of costs, which is logarithmic: 0.05 % and 300 %."""
+"""The ends of the logarithmic axis of costs: 0.05 % and 300 %."""
 DEFAULT = 16
-"""vLLM's block size, and the least that its kernels take."""
+"""vLLM's default block size, which is also the smallest that its kernels take."""
 CELL, ROW = 24, 15
-"""Heights in pixels: of a block, and of a row of the tables."""
+"""Heights in pixels of a block, and of a row of the tables."""
 
 
 def percent(share: float, beside: float | None = None) -> str:
-    """9.79 %, 0.391 %; with as many digits as it takes to tell the share from another one `beside` it."""
+    """Format a share (9.79 %) with enough digits to tell it from the one `beside` it."""
     return f"{_told_apart(100 * share, None if beside is None else 100 * beside, 3)} %"
 
 
 def times(factor: float, beside: float | None = None) -> str:
-    """1.004 ×, 3 ×; with as many digits as it takes to tell the factor from another one `beside` it."""
+    """Format a factor (1.004 ×) with enough digits to tell it from the one `beside` it."""
     return f"{_told_apart(factor, beside, 4)} ×"
 
 
@@ -43,12 +43,12 @@ def _told_apart(value: float, beside: float | None, digits: int) -> str:
 
 
 def slots(size: int) -> str:
-    """Blocks of 1 slot, blocks of 16."""
+    """Format a block size in words."""
     return f"Blocks of {size}" if size > 1 else "Blocks of 1 slot"
 
 
 def draw(state: State, width: float, pinned: State | None, description: str) -> str:
-    """The picture as SVG, `width` pixels wide."""
+    """Draw the picture as SVG."""
     drawing = Drawing(width, 0, "What a block size costs", description)
     y = _costs(drawing, state, pinned, width)
     drawing.height = _pool(drawing, state.play, y + 22, width) + 10
@@ -57,14 +57,14 @@ def draw(state: State, width: float, pinned: State | None, description: str) -> 
 
 
 def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -> float:
-    """The plot of both costs; returns the y below it."""
-    note = f"{state.title}, {state.samples} answer{'s' if state.samples > 1 else ''} each; both costs in percent"
+    """Draw the plot of both costs, and return the y below it."""
+    note = f"{state.title}, {state.samples} answer{'s' if state.samples > 1 else ''} each; both costs in per cent"
     y = drawing.heading((MARGIN, 22), "What a block size costs", note)
     keys = [
         Segment("empty share of slots", 0, ORANGE),
         Segment("fetched in vain (modelled)", 0, BLUE, tip=_modelled(state)),
         Segment("sum", 0, INK),
-        Segment("others' valleys", 0, GREEN),
+        Segment("other requests' valleys", 0, GREEN),
     ]
     below = legend(drawing, (MARGIN, y + 20), keys, width - 2 * MARGIN)
     box = Box(MARGIN + 38, below - 6, width - 2 * MARGIN - 48, 140)
@@ -88,14 +88,14 @@ def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -
 
 def _modelled(state: State) -> str:
     return (
-        "Modelled, not measured: bytes that warps fetch in whole pieces of memory, one KV head, no cache assumed. "
-        f"An entry of the table has 4 bytes and brings a whole piece. Waiting for it is not counted. "
-        f"Keys of a token: {state.row_bytes} bytes, values as many."
+        "Modelled, not measured: bytes that warps fetch in whole pieces of memory, for one KV head, without a cache. A "
+        "table entry has 4 bytes but fetches a whole piece. Waiting for it does not count. "
+        f"Keys take {state.row_bytes} bytes per token, and values as many."
     )
 
 
 def _shown(share: float) -> float:
-    """Not below the axis: a cost of nothing has no place on a logarithmic one."""
+    """Keep a cost on the logarithmic axis, which has no place for 0."""
     return max(share, LEAST / 2)
 
 
@@ -106,17 +106,18 @@ def _curves(axes: Axes, state: State, sizes: list[float]) -> None:
     with axes.drawing.answer():
         tips = [f"Blocks of {size}: {1 + extra[size]:.5g} × the bytes needed are fetched (modelled)." for size in extra]
         axes.line(sizes, [_shown(share) for share in extra.values()], BLUE, dash="7 3", tips=tips)
-        tips = [f"Blocks of {size}: {percent(cost[size])}, both costs added, one to one." for size in cost]
+        tips = [f"Blocks of {size}: {percent(cost[size])}, both costs added." for size in cost]
         axes.line(sizes, [_shown(share) for share in cost.values()], INK, width=3, tips=tips)
         _valleys(axes, state)
 
 
 def _valleys(axes: Axes, state: State) -> None:
-    """The valley of these requests on the curve, those of others as ticks on the lower edge, side by side."""
-    valley, taken = state.valley, dict.fromkeys(state.empty, 0)
+    """Draw these requests' valley on the curve, and other requests' as ticks side by side on the lower edge."""
+    valley = state.valley
+    ticks = dict.fromkeys(state.empty, 0)
     for other in state.others:
-        x = axes.at(other.block_size, LEAST)[0] + 8 * taken[other.block_size] - 4
-        taken[other.block_size] += 1
+        x = axes.at(other.block_size, LEAST)[0] + 8 * ticks[other.block_size] - 4
+        ticks[other.block_size] += 1
         tip = f"{other.title}: cheapest with blocks of {other.block_size}, {percent(other.cost)}."
         axes.drawing.rect(Box(x - 2.5, axes.box.bottom - 13, 5, 12), GREEN, tip=tip)
     tip = f"{valley.title}: cheapest with blocks of {valley.block_size}, {percent(valley.cost)}, both costs added."
@@ -126,9 +127,9 @@ def _valleys(axes: Axes, state: State) -> None:
 
 
 def _broken(axes: Axes, state: State) -> None:
-    """Left the kernel, right the memory; each from where its cost passes what is allowed, or no kernel is left."""
+    """Shade where the kernel's cost or the empty share exceeds its limit, or no kernel takes the size."""
     low = _crossing(state.extra, state.factor_allowed - 1, [state.over(size) for size in state.extra])
-    least = DEFAULT / math.sqrt(2)  # between the last size that no kernel takes and the first that some do
+    least = DEFAULT / math.sqrt(2)  # between the largest size without a kernel and the smallest with one
     over = [share > state.empty_allowed for share in state.empty.values()]
     flipped = {size: state.empty[size] for size in reversed(list(state.empty))}
     high = _crossing(flipped, state.empty_allowed, over[::-1])
@@ -137,7 +138,7 @@ def _broken(axes: Axes, state: State) -> None:
     edges: list[tuple[float | None, float | None, str]] = []
     if high is not None:
         missed = f"over {percent(state.empty_allowed)}"
-        words = f"Last blocks stand empty: {missed} of the slots" if wide else f"Empty: {missed}"
+        words = f"Last blocks are empty: {missed} of the slots" if wide else f"Empty: {missed}"
         edges.append((high, None, words))
     edges.append((None, least, f"No kernel takes fewer than {DEFAULT}"))
     if low is not None:
@@ -152,9 +153,9 @@ def _broken(axes: Axes, state: State) -> None:
 
 
 def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:
-    """Between what sizes a cost that falls along `costs` comes back to what is allowed; None where it never is over."""
+    """Return where a cost that falls along `costs` returns to its limit, or None where it never exceeds it."""
     sizes = list(costs)
-    last = next((index for index, one in enumerate(over) if not one), len(sizes))
+    last = next((index for index, exceeds in enumerate(over) if not exceeds), len(sizes))
     if last == 0:
         return None
     if last == len(sizes):
@@ -165,23 +166,23 @@ def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) 
 
 
 def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
-    """What a CPU measured, said under the plot; returns the y below."""
+    """Write a CPU's measurement below the plot, and return the y below."""
     least, most = min(state.measured.values()), max(state.measured.values())
     words = (
-        f"Measured on a CPU ({state.cpu}), whatever the size: {least:.2f} to {most:.2f} × the time of a contiguous "
-        "cache. It cannot show the look-up."
+        f"Measured on a CPU ({state.cpu}): with any size, {least:.2f} to {most:.2f} × the time of a contiguous cache. "
+        "A CPU cannot show the look-up."
     )
     return drawing.paragraph((axes.box.x, axes.box.bottom + 48), words, width - axes.box.x - MARGIN)
 
 
 def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
-    """The blocks, and the tables of the requests; returns the y of what is lowest."""
+    """Draw the blocks, and the tables of the requests; return the y of the lowest."""
     blocks = play.num_blocks - 1
     note = f"{blocks} blocks of {play.block_size} slot{'s' * (play.block_size > 1)}"
-    note += f", lengths ÷ {play.shortened}" * (play.shortened > 1) + "; framed: just taken"
+    note += f", lengths ÷ {play.shortened}" * (play.shortened > 1) + "; framed: just allocated"
     y = drawing.heading((MARGIN, y), "The pool, played", note)
     keys = [
-        Segment("number: holder; bar: empty slots", 0, BLUE),
+        Segment("number: request; bar: empty slots", 0, BLUE),
         Segment("free", 0, CARD, outlined=True),
         Segment("dot: shared", 0, YELLOW),
     ]
@@ -201,17 +202,17 @@ def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
 
 
 def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
-    """Every block: free below, and over it who holds it, for as long as that is so.
+    """Draw every block as free, and over it who holds it, for as long as that lasts.
 
-    There are hundreds of marks, so what is alike in the same frames is one shape.
+    There are hundreds of marks, so marks that are alike in the same frames form one shape.
     """
-    drawing.rect(places[0], MID, tip="Block 0, the null block: it fills the ends of tables, and nobody gets it.")
+    drawing.rect(places[0], MID, tip="Block 0, the null block: it fills the ends of tables, and no request gets it.")
     for block, place in enumerate(places[1:], 1):
         drawing.rect(place, CARD, stroke=RULE, tip=f"Block {block}: free.")
     seen = [_holdings(frame, play.block_size) for frame in play.frames]
-    owned = _layers(seen, play.num_blocks, lambda one: (one.request, one.entry, one.fault))
-    partly = _layers(seen, play.num_blocks, lambda one: not one.full and (one.request, one.entry))
-    shared = _layers(seen, play.num_blocks, lambda one: one.samples > 1 and (one.request, one.samples))
+    owned = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.entry, holding.fault))
+    partly = _layers(seen, play.num_blocks, lambda holding: not holding.full and (holding.request, holding.entry))
+    shared = _layers(seen, play.num_blocks, lambda holding: holding.samples > 1 and (holding.request, holding.samples))
     drawing.add('<g text-anchor="middle">')
     for request, marks in _layered(drawing, owned):
         _draw_owned(drawing, request, marks, places)
@@ -226,20 +227,20 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
     _new(drawing, seen, places)
 
 
-def _layers(seen: Sequence[Mapping[int, _Holding]], num_blocks: int, told: Callable[[Any], Any]) -> _Layers:
-    """What is `told` of a held block, by request and the first and last frame for which it stays the same."""
-    found: _Layers = {}
+def _layers(seen: Sequence[Mapping[int, _Holding]], num_blocks: int, mark: Callable[[Any], Any]) -> _Layers:
+    """Collect each block's mark by request and by the first and last frame in which it stays the same."""
+    layers: _Layers = {}
     for block in range(num_blocks):
         held = [frame.get(block) for frame in seen]
-        for one, first, last in _runs([one and told(one) for one in held]):
-            found.setdefault((one[0], first, last), []).append((block, one))
-    return found
+        for value, first, last in _runs([holding and mark(holding) for holding in held]):
+            layers.setdefault((value[0], first, last), []).append((block, value))
+    return layers
 
 
 def _draw_owned(drawing: Drawing, request: int, marks: Sequence[tuple[int, Any]], places: Sequence[Box]) -> None:
     for block, (_, entry, fault) in marks:
-        whose = f"request {request}, entry {entry}" if request else "in no table"
-        tip = escape(f"Block {block}: {whose}" + (f". ✕ {fault}" if fault else ""))
+        owner = f"request {request}, entry {entry}" if request else "in no table"
+        tip = escape(f"Block {block}: {owner}" + (f". ✕ {fault}" if fault else ""))
         fill = VERMILLION if fault else BLUE
         drawing.add(f'<path d="{_outline(places[block])}" fill="{fill}" data-tip="{tip}"/>')
     drawing.add('<g pointer-events="none">')
@@ -256,7 +257,7 @@ def _bar_below(place: Box) -> str:
 
 
 _Layers = dict[tuple[int, int, int], list[tuple[int, Any]]]
-"""(request, first frame, last frame) -> blocks, and what is drawn of each."""
+"""Blocks and their marks, by (request, first frame, last frame)."""
 
 
 def _layered(drawing: Drawing, layers: _Layers) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
@@ -270,7 +271,7 @@ def _outline(place: Box) -> str:
 
 
 def _new(drawing: Drawing, seen: Sequence[Mapping[int, _Holding]], places: Sequence[Box]) -> None:
-    """A frame around the blocks that each step took."""
+    """Draw a frame around the blocks that each step allocated."""
     for index, (before, after) in enumerate(zip([{}, *seen], seen, strict=False)):
         new = [places[block] for block in after if block not in before]
         path = "".join(map(_outline, new))
@@ -281,34 +282,34 @@ def _new(drawing: Drawing, seen: Sequence[Mapping[int, _Holding]], places: Seque
 
 
 class _Holding(NamedTuple):
-    """Who holds a block in one frame."""
+    """Record who holds a block in one frame."""
 
     request: int
-    """0 where nobody does, though the pool counts a holder."""
+    """The request, or 0 where none holds it although the pool counts a holder."""
     samples: int
     entry: int
-    """Of the table, from 0."""
+    """The entry in the table, from 0."""
     full: bool
     fault: str
 
 
 def _holdings(frame: Frame, block_size: int) -> dict[int, _Holding]:
-    """Block -> who holds it, in one frame."""
+    """Map each block to its holder in one frame."""
     faults = {block: fault.words for fault in reversed(frame.faults) for block in fault.blocks}
-    found = {block: _Holding(0, 0, 0, True, words) for block, words in faults.items()}
+    holdings = {block: _Holding(0, 0, 0, True, words) for block, words in faults.items()}
     for table in frame.tables:
         for entry, block in enumerate(table.blocks):
             full = table.tokens >= (entry + 1) * block_size
-            before = found.get(block)
+            before = holdings.get(block)
             if before and before.request == table.request:
-                found[block] = before._replace(samples=before.samples + 1, full=before.full or full)
+                holdings[block] = before._replace(samples=before.samples + 1, full=before.full or full)
             else:
-                found[block] = _Holding(table.request, 1, entry, full, faults.get(block, ""))
-    return found
+                holdings[block] = _Holding(table.request, 1, entry, full, faults.get(block, ""))
+    return holdings
 
 
 def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
-    """Stretches of equal values that are there: the value, its first and its last place."""
+    """Yield runs of equal, true values: the value, its first and its last index."""
     first = 0
     for index, value in enumerate(values):
         if index + 1 == len(values) or values[index + 1] != value:
@@ -318,11 +319,12 @@ def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
 
 
 def _tables(drawing: Drawing, play: Play, place: tuple[float, float], room: float) -> float:
-    """A row for each request: its block table, or that it waits or has ended; returns the y of the last one."""
-    (x, y), base = place, place[1]
+    """Draw a row for each request, with its block table or its state; return the y of the last one."""
+    x, y = place
+    base = y
     drawing.text((x, y), "Block tables", size=SMALL, bold=True)
     by_request = [_by_request(frame.tables) for frame in play.frames]
-    for row, request in enumerate(sorted({one for frame in by_request for one in frame}), 1):
+    for row, request in enumerate(sorted({request for frame in by_request for request in frame}), 1):
         base = y + 3 + row * ROW
         with drawing.layer(group=f"r{request}"):
             drawing.text((x + 8, base), str(request), size=SMALL, bold=True, anchor="end")
@@ -335,25 +337,25 @@ def _tables(drawing: Drawing, play: Play, place: tuple[float, float], room: floa
 
 
 def _by_request(tables: Iterable[HeldTable]) -> dict[int, list[HeldTable]]:
-    found: dict[int, list[HeldTable]] = {}
+    grouped: dict[int, list[HeldTable]] = {}
     for table in tables:
-        found.setdefault(table.request, []).append(table)
-    return found
+        grouped.setdefault(table.request, []).append(table)
+    return grouped
 
 
 def _row_words(
     frames: Iterable[Frame], by_request: Iterable[Mapping[int, list[HeldTable]]], request: int
 ) -> Iterator[str]:
-    """In each frame: what the samples share, then each one's own entries, or what the request does without a table."""
-    otherwise = "waits"
+    """Yield, for each frame, what the samples share and each one's own entries, or the request's state."""
+    status = "waiting"
     for frame, tables in zip(frames, by_request, strict=True):
         if request in tables:
-            otherwise = "preempted, waits"
-            yield _table_words([one.blocks for one in tables[request]])
+            status = "preempted, waiting"
+            yield _table_words([table.blocks for table in tables[request]])
             continue
         if f"Request {request} ends" in frame.caption:
-            otherwise = "has ended"
-        yield otherwise
+            status = "done"
+        yield status
 
 
 def _table_words(tables: Sequence[tuple[int, ...]]) -> str:
@@ -367,7 +369,7 @@ def _table_words(tables: Sequence[tuple[int, ...]]) -> str:
 
 
 def _cut(words: str, room: float) -> str:
-    """As many words as fit, and a sign that there are more."""
+    """Cut the words to what fits, with a sign that there are more."""
     if text_width(words, SMALL) <= room:
         return words
     kept = words.split(" ")

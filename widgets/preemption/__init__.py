@@ -1,10 +1,10 @@
-"""Lesson 11's widget: a pool that is too small, who loses its blocks, and what becomes of those.
+"""Show what happens when the KV pool is too small: which request is preempted, and what that costs.
 
-The engine's own scheduler decides every step, on a virtual clock; a step's time is that of `minivllm_simulate.layouts`,
-and a copy's that of `minivllm_lab.preemption.costs`. What is left out: tokenizer, event loop, sockets, and the prefix
+The engine's own scheduler decides every step, on a virtual clock. `minivllm_simulate.layouts` models the time of a
+step, and `minivllm_lab.preemption.costs` that of a copy. The model leaves out tokenizer, event loop, sockets and prefix
 cache.
 
-The picture in the lesson's text: `uv run python -P -m widgets preemption lessons/figures/11_cliff.svg`
+Draw the lesson's figure with `uv run python -P -m widgets preemption lessons/figures/11_cliff.svg`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS
 from widgets.preemption.figure import cause_words, figure, micro
-from widgets.preemption.runs import BLOCK_SIZE, BUDGET, PLACES, SPREAD, Point
+from widgets.preemption.runs import BLOCK_SIZE, BUDGET, SEATS, SPREAD, Point, Serving
 from widgets.preemption.state import (
     ANSWERS,
     GPUS,
@@ -29,71 +29,72 @@ from widgets.preemption.state import (
     State,
     sweep,
 )
-from widgets.shell.knobs import choice, steps
+from widgets.shell.advice import Rule, at_least, at_most, choose, progress, use
+from widgets.shell.knobs import choice, labelled, steps
 from widgets.shell.lesson_widget import LessonWidget
 from widgets.shell.plot import counted, seconds, tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 ONLY_JUST = 0.9
-"""Beyond this share of what is allowed, a little more load is too much."""
+"""The share of a limit from which a little more load is too much."""
 LITTLE_WASTE = 0.15
-"""Of the second challenge."""
+"""The share of work done twice that the second challenge allows."""
 STEP = 2.0
-"""Two pools that are no further apart than this have the edge between them: places of the axis are less."""
+"""The largest ratio of two pools that the first challenge accepts as neighbours."""
 
 
 def verdict(state: State) -> Verdict:
-    """What this pool means for who waits, in one line."""
+    """Say in one sentence or two whether this pool serves the load, and what preemption costs."""
     where = f"with a pool of {state.pool:,} tokens"
-    if found := state.not_served(where, "Your function takes other victims", _figures):
-        return found
-    cause, point = state.cause(state.pool), state.points[state.pool]
-    took = f"{SHARE:.0%} are answered within {seconds(state.latency(state.pool))}"
-    said = f"{took}; {_lost(state)} {crossover_words(state)}"
+    if unserved := state.not_served(where, "Your function picks other victims than the engine.", _figures):
+        return unserved
+    cause = state.cause(state.pool)
+    point = state.points[state.pool]
+    took = f"{SHARE:.0%} of the requests finish within {seconds(state.latency(state.pool))}"
     if cause:
+        in_run = " in this short run" * (cause == "queue")
         why = cause_words(state, cause, state.pool)
-        return Verdict(f"{why[0].upper()}{why[1:]}. {said}", "broken")
+        words = f"{why[0].upper()}{why[1:]}. {took}{in_run}; {_lost(state)} {crossover_words(state)}"
+        return Verdict(words, "broken")
+    words = f"{took}; {_lost(state)} {crossover_words(state)}"
     used = max(state.latency(state.pool) / state.limit, state.serving.load / state.capacity[state.pool])
     if used > ONLY_JUST or point.preemptions:
-        return Verdict(f"In time, but {'only just' if used > ONLY_JUST else 'at a price'}: {said}", "tight")
-    return Verdict(f"In time: {said}", "fine")
+        return Verdict(f"In time, but {'only just' if used > ONLY_JUST else 'at a price'}: {words}", "tight")
+    return Verdict(f"In time: {words}", "fine")
 
 
 def _lost(state: State) -> str:
-    """What was lost to preemptions."""
     point = state.points[state.pool]
     if not point.preemptions:
-        return "nobody is preempted."
+        return "no request is preempted."
     times = counted(point.preemptions, "preemption")
     if state.serving.policy == "recompute":
-        return f"{times} cost {point.recomputed:,} tokens, {point.wasted:.0%} of the work."
-    return f"{times} copy {point.copied:,} blocks, {point.copying / point.seconds:.1%} of the time."
+        return f"{times} made it recompute {point.recomputed:,} tokens, {point.wasted:.0%} of the work."
+    return f"{times} made it copy {point.copied:,} blocks, {point.copying / point.seconds:.1%} of the time."
 
 
 def crossover_words(state: State) -> str:
-    """Which way with a victim costs less, by the formula without attention, in which its length cancels."""
-    found, link = state.serving.crossover, state.serving.link.name
-    both = f"{micro(found.recompute)} a token to compute it again, {micro(found.swap)} to swap it over {link}"
-    if found.copying_wins:
-        return f"Swapping costs less: {both}."
-    return f"Computing again costs less: {both}."
+    """Say whether recomputing or swapping is cheaper, by the formula without attention, in which length cancels."""
+    crossover = state.serving.crossover
+    link = state.serving.link.name
+    both = f"recomputing a token takes {micro(crossover.recompute)}, swapping it over {link} {micro(crossover.swap)}"
+    return f"{'Swapping' if crossover.copying_wins else 'Recomputing'} is cheaper: {both}."
 
 
 def _figures(point: Point) -> str:
-    """What other victims than the engine's change."""
-    lost = f"{counted(point.preemptions, 'preemption')}, {point.recomputed:,} tokens computed again"
+    lost = f"{counted(point.preemptions, 'preemption')}, {point.recomputed:,} tokens recomputed"
     return f"{lost}, {SHARE:.0%} within {seconds(point.latency(SHARE))}"
 
 
 def command(state: State) -> str:
-    """The server, and the load on it."""
+    """Write the command of the server, and that of the load as a comment."""
     serving = state.serving
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{serving.name}")))
     notes = []
     if serving.policy != "recompute":
-        notes.append("# Swap was V0's (--swap-space). Today a tier of host memory: --kv-offloading-size GiB.")
+        notes.append("# Swap was in V0 (--swap-space). Today: a host-memory tier, --kv-offloading-size GiB.")
     if serving.rule not in ("last in", "worst priority"):
-        notes.append("# vLLM has no flag for this victim: the last one in goes, or the worst priority.")
+        notes.append("# vLLM has no flag for this victim: it preempts the last one in, or the worst priority.")
     whole = " --no-scheduler-reserve-full-isl" * (serving.admission == "chunk")
     policy = " --scheduling-policy priority" * (serving.rule == "worst priority")
     return "\n".join(
@@ -104,7 +105,7 @@ def command(state: State) -> str:
             f"--request-rate {serving.load:g} --goodput e2el:{state.limit * 1e3:g}",
             *notes,
             f"vllm serve {name} --num-gpu-blocks-override {state.pool // BLOCK_SIZE + 1} --block-size {BLOCK_SIZE} "
-            f"--max-model-len {serving.longest} --max-num-seqs {PLACES} --max-num-batched-tokens {BUDGET} "
+            f"--max-model-len {serving.longest} --max-num-seqs {SEATS} --max-num-batched-tokens {BUDGET} "
             f"--no-enable-prefix-caching{policy}{whole}",
         ]
     )
@@ -113,24 +114,17 @@ def command(state: State) -> str:
 # ---- the challenges
 
 
-def _wanted(state: State, asked: list[tuple[bool, str]], met: bool, words: str, mend: str) -> Progress:
-    """`asked` is what the goal fixes, the first wrong one is said; `mend` is the advice where all that is right."""
-    wrong = next((said for is_wrong, said in asked if is_wrong), "")
-    if wrong:
-        return Progress(False, words, wrong)
-    if state.refused:
-        return Progress(False, words, f"Pool, GPU, Model: the engine does not start: {state.refusals[state.pool]}.")
-    if not state.known:
-        return Progress(False, words, "The requests are being served.")
-    return Progress(met, words, "" if met else mend)
+def _progress(state: State, rules: list[Rule], met: bool, advice: str) -> Progress:
+    why = state.refusals.get(state.pool, "")
+    return progress(_words(state), *rules, *state.outcome_rules(met, advice, f"Let the engine start: {why}."))
 
 
-def _lengths_and_model(state: State) -> list[tuple[bool, str]]:
-    serving = state.serving
+def _lengths_and_model(serving: Serving) -> list[Rule]:
+    as_at_first = serving.name == START["model"] and serving.gpu.name == START["gpu"]
     return [
-        (serving.name != START["model"] or serving.gpu.name != START["gpu"], "Model, GPU: Llama-3.1-8B on an H100."),
-        (serving.prompt < START["prompt"], f"Prompts: {serving.prompt}, and 512 or more are asked for."),
-        (serving.answer < START["answer"], f"Answers: {serving.answer}, and 512 or more are asked for."),
+        use("Llama-3.1-8B on an H100", as_at_first),
+        at_least("the prompts", serving.prompt, START["prompt"]),
+        at_least("the answers", serving.answer, START["answer"]),
     ]
 
 
@@ -145,129 +139,126 @@ def _words(state: State) -> str:
 
 
 def _edge(state: State) -> Progress:
-    smaller = [one for one in state.run if one < state.pool]
+    smaller = [pool for pool in state.run if pool < state.pool]
     next_one = max(smaller, default=None)
     near = next_one is not None and state.pool / next_one <= STEP
     good = state.known and not state.refused and not state.cause(state.pool)
     met = bool(good and near and next_one and state.cause(next_one))
-    asked = [
-        *_lengths_and_model(state),
-        (state.serving.load < START["load"], f"Load: {state.serving.load:g}, and 14 or more are asked for."),
-        (state.limit > START["limit"], f"Answered in: {seconds(state.limit)}, and 10 s is asked for."),
+    rules = [
+        *_lengths_and_model(state.serving),
+        at_least("the load", state.serving.load, START["load"]),
+        at_most("the latency limit", state.limit, START["limit"], seconds),
     ]
-    mend = "Pool: this one serves the load, and so does the next smaller one. Less."
+    advice = "Lower the pool: the next smaller one serves this load too."
     if not good:
-        mend = "Pool: too small for this load. More."
+        advice = "Raise the pool: it is too small for this load."
     elif not near:
-        mend = "Pool: what a smaller one does is not known yet."
-    return _wanted(state, asked, met, _words(state), mend)
+        advice = "Wait until a smaller pool has been run."
+    return _progress(state, rules, met, advice)
 
 
 def _chunk(state: State) -> Progress:
     serving = state.serving
-    asked = [
-        *_lengths_and_model(state),
-        (serving.admission != "chunk", "Admitted if: the first chunk fits is asked for."),
-        (serving.policy != "recompute", "A victim is: computed again is asked for."),
-        (state.pool > 32768, f"Pool: {tokens(state.pool)}, and 32K or less is asked for."),
-        (serving.load < 8, f"Load: {serving.load:g}, and 8 or more are asked for."),
+    rules = [
+        *_lengths_and_model(serving),
+        choose("the first chunk fits", "Admit if", serving.admission == "chunk"),
+        choose("is recomputed", "Victim then", serving.policy == "recompute"),
+        at_most("the pool", state.pool, 32768, tokens),
+        at_least("the load", serving.load, 8),
     ]
     known = state.known and not state.refused
     met = known and not state.own and state.points[state.pool].wasted <= LITTLE_WASTE
-    mend = "Victim: what it had computed is lost. Who loses least?"
+    advice = "Change the victim: it loses all it has computed. Which request loses least?"
     if known and state.points[state.pool].wasted > 3 * LITTLE_WASTE and serving.rule == "least computed":
-        mend = "Pool, Load: whoever is the victim, this load is too much for this pool."
-    return _wanted(state, asked, met, _words(state), mend)
+        advice = "Raise the pool or lower the load: no choice of victim saves this pool."
+    return _progress(state, rules, met, advice)
 
 
 def _swap(state: State) -> Progress:
-    serving, found = state.serving, state.serving.crossover
-    asked = [
-        (serving.gpu.name != "B200", "GPU: a B200 is asked for, which computes faster than the others."),
-        (serving.name != START["model"], "Model: Llama-3.1-8B is asked for."),
-        (serving.link.name != "PCIe 5", "Link: PCIe 5 is asked for."),
-    ]
-    words = f"Out and back {micro(found.swap)} a token, computed again {micro(found.recompute)}."
-    mend = "A victim is: it is not swapped at all." if serving.policy == "recompute" else (
-        f"A victim is: {serving.pieces.of_block(serving.model)} copies a block cost more than their bytes. Larger "
-        "pieces."
-    )  # fmt: skip
-    wrong = next((said for is_wrong, said in asked if is_wrong), "")
-    met = not wrong and serving.policy != "recompute" and found.copying_wins
-    return Progress(met, words, "" if met else wrong or mend)
+    serving = state.serving
+    crossover = serving.crossover
+    copies = serving.pieces.of_block(serving.model)
+    larger = choose("is swapped, large pieces", "Victim then", chosen=False)
+    return progress(
+        f"Swapping a token out and back takes {micro(crossover.swap)}, recomputing it {micro(crossover.recompute)}.",
+        use("a B200, the fastest GPU here", serving.gpu.name == "B200"),
+        use("Llama-3.1-8B", serving.name == START["model"]),
+        use("PCIe 5 as the link", serving.link.name == "PCIe 5"),
+        choose("is swapped, small pieces", "Victim then", serving.policy != "recompute"),
+        (not crossover.copying_wins, f"{larger[1]} With small ones, {copies} copies per block take too long."),
+    )
 
 
 CHALLENGES = (
     Challenge(
-        "Find the cliff's edge: the smallest pool of the axis that serves the load of the start, or more, with 99 % of "
-        "the answers within 10 s.",
+        "Find the edge of the cliff: the smallest pool on the axis that handles at least 14 requests a second, with "
+        "99 % of them done within 10 s.",
         _edge,
-        "The edge is where the load fills the pool: the requests that are in the engine at once (Little's law), times "
-        "what each holds.",
+        "The edge is where the load fills the pool: the requests that run at once, by Little's law, times the tokens "
+        "that each holds.",
     ),
     Challenge(
-        "Admit a request as soon as its first chunk fits, with a pool of 32K tokens and 8 requests a second or more. "
-        "Compute victims again, and yet do no more than 15 % of the work twice.",
+        "Admit each request as soon as its first chunk fits, with a pool of at most 32K tokens and at least 8 requests "
+        "a second. Recompute the victims, and still do at most 15 % of the work twice.",
         _chunk,
-        "What a victim loses is what it had computed: take the one with the least. vLLM admits a request only if all "
-        "of it fits.",
+        "A victim loses whatever it has computed, so preempt the one with the least. vLLM avoids the problem: it "
+        "admits a request only if all of it fits.",
     ),
     Challenge(
-        "A B200 computes a token again in 14 µs. Swap over PCIe 5 in such a way that it costs less.",
+        "A B200 recomputes a token in 14 µs. Make swapping over PCIe 5 cheaper than that.",
         _swap,
-        "It was not the link that made swap slow in 2023, but 64 small copies for each block in place of one.",
+        "In 2023 it was not the link that made swapping slow, but 64 small copies for each block instead of one.",
     ),
 )
 GUESS = Guess(
-    "This load fills 58K tokens on average. With a pool of 24K, how much of the GPU's work is done twice?",
-    ("next to nothing", "about a tenth", "over a quarter", "over a half"),
+    "This load needs 58K tokens on average. With a pool of only 24K, how much of the GPU's work is done twice?",
+    ("next to nothing", "about a tenth", "over a quarter", "over half"),
     2,
-    "Requests grow by their answers after they are admitted, and more begin than the pool can finish: 27 % of all "
-    "tokens are computed again. And the queue grows, since the pool is full.",
+    "Requests grow after they are admitted, so more start than the pool can finish: 27 % of all tokens are computed "
+    "twice. And because the pool is full, the queue keeps growing.",
 )
 
 # ---- the knobs
 
 KNOBS = {
     "The pool": {
-        "pool": steps(
-            "Pool", [(tokens(one), one) for one in POOLS], START["pool"], "tokens that the KV cache holds"
-        ),
+        "pool": steps("Pool", labelled(POOLS, tokens), START["pool"], "tokens that the KV cache holds"),
         "rule": choice(
             "Victim",
             [("last in", "last in"), ("worst priority", "worst priority"), ("first in", "first in"),
              ("most blocks", "most blocks"), ("fewest tokens left", "fewest left"),
              ("least computed", "least computed")],
-            START["rule"], "who loses its blocks: the first two are vLLM's, by its policy",
+            START["rule"], "which request loses its blocks; the first two are vLLM's policies",
         ),
         "policy": choice(
-            "A victim is",
-            [("computed again", "recompute"), ("swapped, small pieces", "small"), ("swapped, large pieces", "large")],
-            START["policy"], "vLLM's way; V0's swap, a copy for each layer's keys and values; one copy for a block",
+            "Victim then",
+            [("is recomputed", "recompute"), ("is swapped, small pieces", "small"),
+             ("is swapped, large pieces", "large")],
+            START["policy"], "as in vLLM; V0's swap, with a copy per layer for keys and values; one copy per block",
         ),
         "admission": choice(
-            "Admitted if", [("all of it fits", "whole"), ("the first chunk fits", "chunk")],
-            START["admission"], "scheduler_reserve_full_isl, on and off",
+            "Admit if", [("all of it fits", "whole"), ("the first chunk fits", "chunk")],
+            START["admission"], "scheduler_reserve_full_isl, on or off",
         ),
-        "link": choice("Link", list(HOST_LINKS), START["link"], "to the host that victims are swapped to"),
+        "link": choice("Link", list(HOST_LINKS), START["link"], "between the GPU and host memory, for swapping"),
     },
-    "What is asked": {
+    "The load": {
         "limit": steps(
-            "Answered in", [(seconds(one), one) for one in LIMITS], START["limit"],
-            f"the service level: {SHARE:.0%} of the requests, to the last token",
+            "Latency limit", labelled(LIMITS, seconds), START["limit"],
+            f"the service level: {SHARE:.0%} of the requests finish within this time",
         ),
-        "load": steps("Load", [(f"{one:g}", one) for one in LOADS], START["load"], "requests a second"),
-        "prompt": steps("Prompts", [(tokens(one), one) for one in PROMPTS], START["prompt"], "tokens, on average"),
-        "answer": steps("Answers", [(tokens(one), one) for one in ANSWERS], START["answer"], "tokens, on average"),
-        "model": choice("Model", list(MODELS), START["model"], "what is served, in 16 bits"),
-        "gpu": choice("GPU", list(GPUS), START["gpu"], "whose memory and rates"),
+        "load": steps("Load", labelled(LOADS, "{:g}".format), START["load"], "requests a second"),
+        "prompt": steps("Prompts", labelled(PROMPTS, tokens), START["prompt"], "tokens, on average"),
+        "answer": steps("Answers", labelled(ANSWERS, tokens), START["answer"], "tokens, on average"),
+        "model": choice("Model", list(MODELS), START["model"], "served in 16 bits"),
+        "gpu": choice("GPU", list(GPUS), START["gpu"], "sets memory, bandwidth and FLOP/s"),
     },
 }  # fmt: skip
 
 SPEC = Spec(
     name="preemption",
-    title="When the pool is full, who goes?",
-    lead="Drag the pool: below the edge, requests are thrown out, come back, and are computed again.",
+    title="When the pool is full, which request goes?",
+    lead="Drag the pool: below the edge, requests are preempted, come back, and are computed again.",
     knobs=KNOBS,
     presets={
         "A third of the pool": {"pool": 16384},
@@ -281,10 +272,10 @@ SPEC = Spec(
     command=command,
     challenges=CHALLENGES,
     guess=GUESS,
-    own={"victim": "chooses who of those that run loses its blocks"},
+    own={"victim": "chooses which running request loses its blocks"},
 )
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget; `victim=` is your own from exercise 11."""
+    """Show the widget; `victim=` takes your function from exercise 11."""
     return LessonWidget(SPEC, **knobs)

@@ -1,61 +1,51 @@
-"""The lower part of lesson 11's picture: the pool step by step, and the requests that are preempted. It plays."""
+"""Draw the lower part of lesson 11's picture, which plays: the pool step by step, and the preempted requests."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, ORANGE, SKY
 from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, Point, Sample, Span
 from widgets.preemption.state import State
 from widgets.shell.plot import MARGIN, Scale, seconds
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.strip import FRAMES, NAMES, draw_placeholder, draw_times, draw_title, frame_ends
+from widgets.shell.svg import QUIET, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import IDLE, MID, MISSED
 
-NAMES = 104
-"""Pixels left of the rows, for what they are."""
-FRAMES, ROWS, ROW = 24, 5, 15
-"""Frames in which it plays; requests that have a row, and the pixels of one."""
+TITLE = "The pool, step by step"
+ROWS, ROW = 5, 15
+"""How many requests have a row, and the pixels of a row."""
 WINDOW = 0.6
-"""The stretch of time that is drawn, in times what a mean answer takes alone."""
+"""The time that is drawn, as a multiple of what a mean answer takes alone."""
 KINDS = {OUT: MISSED, AGAIN: ORANGE}
 
 
 def draw_pool(drawing: Drawing, state: State, y: float) -> float:
-    """The pool in a stretch of time, and a row for each of a few requests; returns the y below."""
-    title = "The pool, step by step"
-    drawing.text((MARGIN, y), title, size=14.5, bold=True)
-    wide = drawing.width - 2 * MARGIN
+    """Draw the pool over a stretch of time, and a row for each of a few requests; return the y below."""
     if state.pool not in state.points:
-        words = "Nothing is served." if state.refused else "Requests are being served."
-        return drawing.paragraph((MARGIN, y + 20), words, wide)
+        return draw_placeholder(drawing, TITLE, state.refused, y)
     swaps = state.serving.policy != "recompute"
     keys = [
-        Segment("runs", 0, BLUE), Segment("back", 0, SKY), Segment("preempted", 0, MISSED, hatched=True),
-        Segment("copied back" if swaps else "computed again", 0, ORANGE),
-    ]  # fmt: skip
-    after = MARGIN + text_width(title, 14.5) * 1.08 + 16
-    room = sum(34 + text_width(key.label, SMALL) for key in keys)
-    aside = after + room <= drawing.width
-    y = legend(drawing, (after, y) if aside else (MARGIN, y + 20), keys, wide) - 19
+        Segment("running", 0, BLUE),
+        Segment("back", 0, SKY),
+        Segment("preempted", 0, MISSED, hatched=True),
+        Segment("copied back" if swaps else "recomputed", 0, ORANGE),
+    ]
+    y = draw_title(drawing, TITLE, keys, y)
     point = state.points[state.pool]
     start, end = window(state, point)
     across = Scale(start, end)
-    box = Box(MARGIN + NAMES, y + 12, wide - NAMES, 36)
+    box = Box(MARGIN + NAMES, y + 12, drawing.width - 2 * MARGIN - NAMES, 36)
     _draw_usage(drawing, box, point, across, state)
     shown = victims(point, start, end)
     below = _draw_rows(drawing, Box(box.x, box.bottom + 5, box.width, ROW), point, shown, across)
-    drawing.play([_caption(point, start + (end - start) * (frame + 1) / FRAMES, start) for frame in range(FRAMES)])
-    for value in Scale(0, end - start).ticks(6):
-        x = box.x + across.share(start + value) * box.width
-        drawing.line((x, below), (x, below + 4), colour=QUIET)
-        drawing.text((x, below + 17), seconds(value) if value else "0", size=SMALL, colour=QUIET, anchor="middle")
-    return below + 17
+    drawing.play([_caption(point, end, start) for end in frame_ends(across)])
+    return draw_times(drawing, Box(box.x, below, box.width, 0), across)
 
 
 def window(state: State, point: Point) -> tuple[float, float]:
-    """The time that is drawn: around the middle one of the preemptions, or from the middle of the run."""
+    """Return the time that is drawn: around the middle preemption, or from the middle of the run."""
     out = [span.start for span in point.spans if span.kind == OUT]
     middle = out[len(out) // 2] if out else point.seconds / 2
     wide = WINDOW * state.serving.answer * state.serving.step_alone
@@ -64,7 +54,7 @@ def window(state: State, point: Point) -> tuple[float, float]:
 
 
 def victims(point: Point, start: float, end: float) -> list[int]:
-    """Requests that have a row: those preempted in this time, the first ones first; else those seen longest in it."""
+    """Choose the requests that have a row: first those preempted in this time, then those that run longest in it."""
     inside = [span for span in point.spans if span.start < end and span.end > start]
     out = [span.request for span in inside if span.kind == OUT and span.start >= start]
     longest = sorted(inside, key=lambda span: max(span.start, start) - min(span.end, end))
@@ -72,9 +62,9 @@ def victims(point: Point, start: float, end: float) -> list[int]:
 
 
 def _slices(across: Scale) -> list[tuple[float, float]]:
-    """The time of each frame."""
-    each = (across.high - across.low) / FRAMES
-    return [(across.low + frame * each, across.low + (frame + 1) * each) for frame in range(FRAMES)]
+    """Return the start and end of each frame."""
+    ends = frame_ends(across)
+    return list(zip([across.low, *ends], ends, strict=False))
 
 
 def _at(frame: int) -> str:
@@ -82,16 +72,17 @@ def _at(frame: int) -> str:
 
 
 def _draw_usage(drawing: Drawing, box: Box, point: Point, across: Scale, state: State) -> None:
-    """A bar for each frame: how full the pool is at its end, and how much of it those hold who were preempted."""
+    """Draw a bar for each frame: how full the pool is, and how much of it requests hold that were preempted before."""
     drawing.text((MARGIN, box.y + 15), "the pool", size=SMALL, colour=QUIET)
     drawing.text((MARGIN, box.y + 29), f"{state.pool // BLOCK_SIZE:,} blocks", size=SMALL, colour=QUIET)
     drawing.rect(box, IDLE)
-    wide, blocks = box.width / FRAMES, state.pool // BLOCK_SIZE
+    wide = box.width / FRAMES
+    blocks = state.pool // BLOCK_SIZE
     for frame, (_, end) in enumerate(_slices(across)):
         sample = _sample(point.samples, end)
         tip = (
-            f"{sample.used:,} blocks in use, {sample.returned:,} of them by requests that were preempted before; "
-            f"{sample.running} run, {sample.out} wait preempted"
+            f"{sample.used:,} blocks in use, {sample.returned:,} of them by requests that came back; "
+            f"{sample.running} running, {sample.out} preempted"
         )
         top = box.bottom
         for used, colour in ((sample.used - sample.returned, BLUE), (sample.returned, SKY)):
@@ -101,26 +92,26 @@ def _draw_usage(drawing: Drawing, box: Box, point: Point, across: Scale, state: 
 
 
 def _sample(samples: Sequence[Sample], now: float) -> Sample:
-    """How it was at some time."""
-    ends = [one.end for one in samples]
+    """Return the sample at some time."""
+    ends = [sample.end for sample in samples]
     return samples[max(0, bisect_right(ends, now) - 1)]
 
 
 def _draw_rows(drawing: Drawing, row: Box, point: Point, shown: Sequence[int], across: Scale) -> float:
-    """What each of these requests does; returns the y below the last."""
+    """Draw what each of these requests does, and return the y below the last."""
     for index, request in enumerate(shown):
         box = Box(row.x, row.y + index * ROW, row.width, ROW - 3)
         drawing.text((MARGIN, box.y + 10), f"request {request + 1}", size=SMALL, colour=QUIET)
         drawing.rect(box, IDLE)
-        mine = [span for span in point.spans if span.request == request]
-        for span in mine:
-            again = any(one.kind == OUT and one.end <= span.start + 1e-9 for one in mine)
+        spans = [span for span in point.spans if span.request == request]
+        for span in spans:
+            again = any(other.kind == OUT and other.end <= span.start + 1e-9 for other in spans)
             _draw_span(drawing, box, span, KINDS.get(span.kind, SKY if again else BLUE), across)
     return row.y + len(shown) * ROW
 
 
 def _draw_span(drawing: Drawing, box: Box, span: Span, colour: str, across: Scale) -> None:
-    """A span, cut where frames begin, so that it appears as time goes on."""
+    """Draw a span cut at the frames' edges, so that it grows as time goes on."""
     tip = f"request {span.request + 1} {span.kind}: {seconds(span.end - span.start)}"
     for frame, (start, end) in enumerate(_slices(across)):
         left, right = max(start, span.start), min(end, span.end)
@@ -137,6 +128,6 @@ def _draw_span(drawing: Drawing, box: Box, span: Span, colour: str, across: Scal
 def _caption(point: Point, now: float, start: float) -> str:
     sample = _sample(point.samples, now)
     out = sorted({span.request + 1 for span in point.spans if span.kind == OUT and span.start <= now < span.end})
-    who = ", ".join(map(str, out[:6])) + (" and others" if len(out) > 6 else "")
-    waits = f"{len(out)} wait preempted ({who})" if out else "nobody waits preempted"
-    return f"{seconds(now - start)}: {sample.running} run in {sample.used:,} blocks, {waits}"
+    listed = ", ".join(map(str, out[:6])) + (" and others" if len(out) > 6 else "")
+    preempted = f"{len(out)} preempted ({listed})" if out else "none preempted"
+    return f"{seconds(now - start)}: {sample.running} running in {sample.used:,} blocks, {preempted}"

@@ -1,4 +1,4 @@
-"""The state of lesson 11's widget: how long requests take over the size of the pool, and from where on too long."""
+"""Compute the state of lesson 11's widget: latency against the size of the pool, and where it is too high."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from minivllm.config.checks import require
 from minivllm_lab.preemption.learner_policy import Victim
 from minivllm_simulate.kv_links import LINKS
 from minivllm_simulate.load_sweep import Span, spans
-from widgets.preemption.runs import ADMISSIONS, POLICIES, RULES, Experiment, Point, Serving, experiment
-from widgets.shell.spec import require_numbers
+from widgets.preemption.runs import ADMISSIONS, POLICIES, RULES, Point, Serving, experiment
+from widgets.shell.spec import require_choices, require_numbers
 from widgets.shell.swept import Sweep, SweptState
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B")
@@ -25,9 +25,9 @@ PROMPTS = (128, 256, 512, 1024, 2048)
 ANSWERS = (64, 128, 256, 512, 1024)
 LIMITS = (2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 60.0)
 SHARE = 0.99
-"""Of the requests that must be answered in time."""
+"""The share of the requests that must finish within the limit."""
 WASTE = 0.05
-"""From this share of work on that is done twice, or waits for copies, it is the cause."""
+"""The share of repeated work, or of waiting for copies, from which it counts as the cause."""
 MOST = {"pool": 2**22, "load": 1e3, "prompt": 2**15, "answer": 2**13, "limit": 1e4}
 START = {
     "pool": 32768, "load": 14.0, "limit": 10.0, "prompt": 512, "answer": 512, "policy": "recompute",
@@ -37,57 +37,50 @@ START = {
 
 @dataclass(frozen=True, kw_only=True)
 class State(SweptState[Point]):
-    """One engine with every pool that has been run so far."""
+    """Hold the results of one engine with every pool that has been run so far."""
 
-    PLACES = POOLS
+    KNOB = "pool"
+    VALUES = POOLS
     pool: int
     """Tokens."""
     limit: float
-    """Seconds within which 99 % of the requests must be answered."""
+    """Seconds within which 99 % of the requests must finish."""
     serving: Serving
     capacity: Mapping[int, float]
-    """Requests a second that each pool serves at most, were nothing done twice."""
-
-    @property
-    def at(self) -> int:
-        """The pool."""
-        return self.pool
+    """The most requests a second that each pool could handle if nothing were computed twice."""
 
     def latency(self, pool: int) -> float:
-        """Seconds within which 99 % of the requests are answered."""
+        """Return the seconds within which 99 % of the requests finish."""
         return self.points[pool].latency(SHARE)
 
     def cause(self, pool: int) -> str:
-        """What is wrong with a pool that has been run: "queue", "thrash", "copies", "wait", or nothing."""
+        """Return what is wrong with a pool that has been run: "queue", "thrash", "copies", "wait" or ""."""
         point = self.points[pool]
         if self.serving.load > self.capacity[pool]:
             return "queue"
         if self.latency(pool) <= self.limit:
             return ""
-        copies, again = point.copying / point.seconds, point.wasted
-        if max(copies, again) < WASTE:
+        copies = point.copying / point.seconds
+        if max(copies, point.wasted) < WASTE:
             return "wait"
-        return "copies" if copies > again else "thrash"
+        return "copies" if copies > point.wasted else "thrash"
 
     @property
     def late(self) -> list[Span]:
-        """Where requests take too long, or the queue grows."""
+        """Return the pools with which requests take too long, or the queue grows."""
         pools = self.run
         return self.where(
-            [max(self.latency(one) / self.limit, self.serving.load / self.capacity[one]) for one in pools]
+            [max(self.latency(pool) / self.limit, self.serving.load / self.capacity[pool]) for pool in pools]
         )
 
     def where(self, ratios: Sequence[float]) -> list[Span]:
-        """Where a ratio, given for each pool that has been run, is above 1; no farther than the engine starts."""
-        stopped = self.stopped
-        least = max((high for low, high in stopped if low is None and high), default=None)
-        most = min((low for low, _ in stopped if low), default=None)
-        return [(low or least, high or most) for low, high in spans(self.run, ratios)]
+        """Return where a ratio, one for each pool that has been run, exceeds 1."""
+        return self.within_start(spans(self.run, ratios))
 
     @property
     def stopped(self) -> list[Span]:
-        """Where the engine does not start: a request does not fit, or the pool does not fit into the GPU."""
-        allowed = [one for one in POOLS if one not in self.refusals]
+        """Return where the engine does not start: a request, or the pool itself, does not fit."""
+        allowed = [pool for pool in POOLS if pool not in self.refusals]
         if not allowed:
             return [(None, None)]
         below = [(None, float(self.serving.longest))] if allowed[0] > POOLS[0] else []
@@ -96,7 +89,7 @@ class State(SweptState[Point]):
 
     @property
     def saturation(self) -> float:
-        """Tokens of the pool that the load fills on average, by Little's law; the pool must hold more."""
+        """Return the tokens that the load fills on average, by Little's law; the pool must hold more."""
         serving = self.serving
         inside = serving.steady().batch(serving.load)
         return inside * serving.held
@@ -116,51 +109,38 @@ def sweep(
     gpu: str = START["gpu"],
     victim: Victim | None = None,
 ) -> Iterator[State]:
-    """Serve one load with pools of 8,192 to 262,144 tokens; each state knows more of the curve.
+    """Serve one load with pools of 8,192 to 262,144 tokens, and yield ever more complete states.
 
     Args:
-        pool: tokens that the KV cache holds: where the reader stands.
-        load: requests a second.
-        limit: seconds within which 99 % of them must be answered.
-        prompt, answer: tokens, on average.
-        policy: what becomes of a victim, of POLICIES.
-        rule: who is the victim, of RULES.
-        admission: what must fit for a request to be admitted, of ADMISSIONS.
-        link: to the host, a name of `kv_links`.
-        model, gpu: names of `known_models` and `hardware`.
-        victim: the reader's own, as in exercise 11; it takes the place of `rule`.
+        pool: The KV cache's tokens, where the reader stands.
+        load: Requests a second.
+        limit: Seconds within which 99 % of them must finish.
+        prompt, answer: Mean tokens.
+        policy: What happens to a victim, of POLICIES.
+        rule: Which request is the victim, of RULES.
+        admission: What must fit to admit a request, of ADMISSIONS.
+        link: The link to the host, a name in `kv_links`.
+        model, gpu: Names in `known_models` and `hardware`.
+        victim: The reader's function of exercise 11, in place of `rule`.
 
     Raises:
-        MinivllmError: a value makes no sense, or the reader's function gives what cannot be carried out.
+        MinivllmError: A value makes no sense, or the reader's function returns an impossible victim.
     """
     require_numbers(MOST, pool=pool, load=load, prompt=prompt, answer=answer, limit=limit)
     sensible = min(load, limit) > 0 and pool >= 1024 and prompt >= 16 and answer >= 16
     require(
         sensible,
-        f"load and limit are above 0, prompt and answer from 16, pool from 1,024; load is {load}, limit {limit}, "
-        f"prompt {prompt}, answer {answer}, pool {pool}",
+        f"load and limit must be above 0, prompt and answer 16 or more, pool 1,024 or more; now load {load}, "
+        f"limit {limit}, prompt {prompt}, answer {answer}, pool {pool}",
     )
-    for name, value, allowed in (
-        ("policy", policy, tuple(POLICIES)), ("rule", rule, RULES), ("admission", admission, ADMISSIONS),
-        ("link", link, tuple(LINKS)), ("model", model, MODELS), ("gpu", gpu, GPUS),
-    ):  # fmt: skip
-        require(isinstance(value, str) and value in allowed, f"{name} is one of {', '.join(allowed)}, not {value!r}")
+    require_choices(policy=(policy, POLICIES), rule=(rule, RULES), admission=(admission, ADMISSIONS))
+    require_choices(link=(link, LINKS), model=(model, MODELS), gpu=(gpu, GPUS))
     setting = model, gpu, load, prompt, answer, link, policy, rule, admission
     runs = experiment(*setting, victim)
-    return _Sweep(runs, experiment(*setting) if victim else None, pool, limit).states()
+    twin = experiment(*setting) if victim else None
 
+    def make(allowed: Sequence[int], **known: Any) -> State:
+        capacity = {size: runs.capacity(size) for size in allowed}
+        return State(pool=pool, limit=limit, serving=runs.serving, capacity=capacity, **known)
 
-class _Sweep(Sweep[State]):
-    def __init__(self, runs: Experiment, twin: Experiment | None, pool: int, limit: float) -> None:
-        super().__init__(runs, twin, pool, POOLS)
-        self.engine, self.limit = runs, limit
-
-    def state(self, allowed: Sequence[int], known: Mapping[str, Any]) -> State:
-        """See `Sweep`."""
-        return State(
-            pool=self.at,
-            limit=self.limit,
-            serving=self.engine.serving,
-            capacity={one: self.engine.capacity(one) for one in allowed},
-            **known,
-        )
+    return Sweep(make, runs, twin, pool, POOLS).states()

@@ -1,4 +1,4 @@
-"""The picture of lesson 05's prefix cache: the map of hit rates, a cut through it, and whose context is in the pool."""
+"""Draw lesson 05's prefix cache: a map of hit rates, a cut through it, and whose context is in the pool."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ from minivllm_lab.drawing import QUIET, RULE, number, text_width
 from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
-from widgets.shell.plot import Axes, Scale, tokens
+from widgets.shell.plot import Axes, Scale, counted, tokens
 from widgets.shell.svg import HEADING, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MISSED, RAMP, RAMP_WORDS
 
 MARGIN, GUTTER = 16, 40
 ROW, CUT, NARROW_CUT, STRIP = 17, 84, 120, 84
-"""Heights in pixels: of a row of the map, of the cut, of the cut where words need more lines, of the strip."""
+"""Heights in pixels of a row of the map, of the cut, of a cut with more lines of words, and of the strip."""
 WIDE = 560
-"""Pixels from which on words need few lines."""
+"""The width from which words need few lines."""
 MOST_PIECES = 200
-"""Pieces into which the strip's bars are cut, so that they grow while the drawing plays."""
+"""The number of pieces into which the strip's bars are cut, so that they grow as the drawing plays."""
 
 
 def _edges(values: Sequence[float], below: float, above: float) -> list[float]:
-    """Where one cell ends and the next begins, between two values and beyond the outer ones."""
-    all_values = [below, *values, above]
-    return [math.sqrt(low * high) for low, high in pairwise(all_values)]
+    """Return the edges of the cells: between two values, and beyond the outer ones."""
+    return [math.sqrt(low * high) for low, high in pairwise([below, *values, above])]
 
 
-COLUMNS, ROWS = _edges(POOLS, 1536, 32768), _edges(USERS, 1.5, 24)
-ACROSS, UP = Scale(COLUMNS[0], COLUMNS[-1], log=True), Scale(ROWS[0], ROWS[-1], log=True)
+COLUMNS = _edges(POOLS, 1536, 32768)
+ROWS = _edges(USERS, 1.5, 24)
+ACROSS = Scale(COLUMNS[0], COLUMNS[-1], log=True)
+UP = Scale(ROWS[0], ROWS[-1], log=True)
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """The hit rate over users and pool, a cut through it at the present users, and the pool from request to request."""
+    """Draw the map of hit rates, a cut through it for the current users, and the pool from request to request."""
     drawing = Drawing(width, 1000, f"Prefix cache: {state.kind.title}", _summary(state))
-    y = _heading(drawing, 22, "Share of prompt tokens found", state.kind.title)
+    y = _heading(drawing, 22, "Prefix-cache hit rate", state.kind.title)
     y = _map_legend(drawing, state, y + 21)
     plane = Box(MARGIN + GUTTER, y - 8, width - 2 * MARGIN - GUTTER, ROW * len(USERS))
     cut = Box(plane.x, plane.bottom + 29, plane.width, CUT if width >= WIDE else NARROW_CUT)
     whole = Box(plane.x, plane.y, plane.width, cut.bottom - plane.y)
-    # Under the cells, which have tooltips: the plot is dragged wherever the pointer takes hold of it.
+    # Under the cells, so that their tooltips work; the plot can be dragged anywhere.
     Axes(drawing, whole, ACROSS, Scale(0, 1)).here(state.pool, "pool")
     _draw_map(drawing, state, plane)
     _draw_cut(drawing, state, cut, pinned)
@@ -51,7 +52,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
 
 
 def _heading(drawing: Drawing, y: float, content: str, note: str) -> float:
-    """A title with its note at the right end of the line, or below where there is no room; the last baseline."""
+    """Write a title with its note at the right, or below if there is no room; return the last baseline."""
     end = drawing.width - MARGIN
     drawing.heading((MARGIN, y), content)
     if MARGIN + 1.2 * text_width(content, HEADING) + text_width(note, SMALL) > end:
@@ -66,11 +67,11 @@ def _summary(state: State) -> str:
 
 
 def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
-    """What a cell's tooltip says."""
-    found = f"{users} users, {tokens(pool)} tokens of KV cache: {cell.hit_rate:.1%} found, {cell.evicted:,} evictions"
+    """Write a cell's tooltip."""
+    hits = f"{users} users, {tokens(pool)} tokens of KV cache: {cell.hit_rate:.1%} hits, {cell.evicted:,} evictions"
     wrong = f", {sum(cell.wrong) / sum(cell.prompts):.1%} in blocks of another text" if any(cell.wrong) else ""
-    slow = f"; p95 TTFT {milliseconds(state.ttft(cell), state.target)}"
-    return f"{found}{wrong}{slow}{', target missed' * state.missed(cell)}."
+    ttft = f"; p95 TTFT {milliseconds(state.ttft(cell), state.target)}"
+    return f"{hits}{wrong}{ttft}{', too late' * state.missed(cell)}."
 
 
 # ---- the map
@@ -82,7 +83,7 @@ def _map_legend(drawing: Drawing, state: State, y: float) -> float:
     below = legend(drawing, (MARGIN, y), [Segment(hatched, 0, BROKEN, hatched=True)], wide)
     if not _has_line(state):
         return below
-    words = "all contexts together = the pool"
+    words = "all contexts together fill the pool"
     x = MARGIN + 18 + text_width(hatched, SMALL) + 22
     if x + 32 + text_width(words, SMALL) > drawing.width - MARGIN:
         x, y, below = MARGIN, y + 19, below + 19
@@ -92,7 +93,7 @@ def _map_legend(drawing: Drawing, state: State, y: float) -> float:
 
 
 def _has_line(state: State) -> bool:
-    """Whether what must be kept for all users grows with them: those who do not pause leave early."""
+    """Return whether the contexts to keep grow with the users; users who do not pause leave early."""
     return state.kind.pause > 0 and (state.kind.prefix_of == "user" or state.kind.grows)
 
 
@@ -125,7 +126,7 @@ def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
 
 
 def _draw_cover(drawing: Drawing, box: Box) -> None:
-    """Says why there is nothing; what the guess hides is opaque, and covers it later."""
+    """Say why nothing shows; the hidden cells are opaque and cover this later."""
     words = "hidden until you guess"
     if text_width(words, SMALL) < box.width:
         middle = (box.x + box.width / 2, box.y + box.height / 2 + 4)
@@ -156,7 +157,7 @@ def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 
 
 def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
-    """The cell's per cent, above hatching and lines."""
+    """Write the cell's hit rate above hatching and lines."""
     cell = state.cells[place]
     words = f"{'✕ ' * any(cell.wrong)}{_rounded(cell.hit_rate)}"
     middle = box.x + box.width / 2
@@ -168,14 +169,14 @@ def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 
 
 def _rounded(share: float) -> str:
-    """A per cent; what is not nothing is not told as nothing, and what is not all not as all."""
+    """Format a share in per cent, never rounded to nothing or to all."""
     if 0 < share < 0.01:
         return "<1%"
     return ">99%" if 0.99 < share < 1 else f"{share:.0%}"
 
 
 def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[tuple[float, float], ...]]:
-    """Lines between cells that miss the target and their neighbours that do not."""
+    """Yield lines between cells that miss the limit and neighbours that do not."""
     for (users, pool), box in boxes.items():
         missed = state.missed(state.cells[users, pool])
         row, column = USERS.index(users), POOLS.index(pool)
@@ -188,7 +189,7 @@ def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[
 
 
 def _draw_line(axes: Axes, state: State) -> None:
-    """Where all that must stay takes the whole pool."""
+    """Draw the line where all contexts fill the pool."""
     load = state.load
     users = [ROWS[0] * (ROWS[-1] / ROWS[0]) ** (index / 24) for index in range(25)]
     kept = [load.kind.kept(1, load.turns, load.prefix), load.kind.kept(2, load.turns, load.prefix)]
@@ -229,7 +230,7 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     drawing.circle((x, box.bottom), 7, INK)
     with drawing.answer():
         drawing.circle((x, y), 6, BLUE, stroke=INK)
-        # Right below the curve, which never falls towards larger pools; at the bottom left above it.
+        # The curve never falls towards larger pools, so right below it is free; at the bottom, left above it.
         low = y + 18 > box.bottom - 4
         before = x > box.right - 70 or (low and x > box.x + 70)
         place = (x - 10 if before else x + 10, y - 8 if low else y + 18)
@@ -243,13 +244,13 @@ def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> N
 
 
 def _cause(state: State) -> str:
-    """Why the cells of this row that miss the target do, and what they miss."""
+    """Say why this row's cells miss the limit."""
     missed = f"p95 TTFT above {state.target * 1e3:g} ms"
     if state.endless is not None and state.missed(state.endless):
         reason = "nothing is shared" if state.findable == 0 else "even a cache that never evicts is too slow"
         return f"{reason}; {missed}"
     if state.kind.pause == 0:
-        return f"the pool holds too few users at once, the others wait; {missed}"
+        return f"the pool holds too few users at once, so others wait; {missed}"
     whom = "those whose users return late" if state.load.at_random else "each before its user returns"
     return f"all contexts together exceed the pool: LRU evicts {whom}; {missed}"
 
@@ -258,11 +259,11 @@ def _cause(state: State) -> str:
 
 
 def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
-    """A row for each user: when their context was in the pool, and what each request found. Returns the height."""
+    """Draw a row for each user, with their context in the pool and what each request hit; return the height."""
     note = "rows: users; columns: requests"
     y = _heading(drawing, top, "Whose context is in the pool", note)
-    keys = [Segment("in the pool", 0, BLUE), Segment("found (●)", 0, GREEN)]
-    keys += [Segment("computed again (◆)", 0, VERMILLION), Segment("new (■)", 0, GREY)]
+    keys = [Segment("in the pool", 0, BLUE), Segment("hit (●)", 0, GREEN)]
+    keys += [Segment("recomputed (◆)", 0, VERMILLION), Segment("new (■)", 0, GREY)]
     if any(state.here.wrong):
         keys.append(Segment("of another text (▲)", 0, PURPLE))
     y = legend(drawing, (MARGIN, y + 19), keys, drawing.width - 2 * MARGIN)
@@ -276,10 +277,12 @@ def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
 
 
 class _Strip:
-    """Users as rows, admissions as columns."""
+    """Draw users as rows and admissions as columns."""
 
     def __init__(self, drawing: Drawing, state: State, box: Box) -> None:
-        self.drawing, self.state, self.box = drawing, state, box
+        self.drawing = drawing
+        self.state = state
+        self.box = box
         self.could = state.load.findable()
         self.admissions = state.here.admissions
         self.rows = [SHARED] * (state.load.shared_blocks > 0) + list(range(state.users))
@@ -288,13 +291,13 @@ class _Strip:
         self.held = self._held()
 
     def draw(self) -> None:
-        """All rows; those of one user are a group."""
+        """Draw all rows; those of one user form a group."""
         every = math.ceil(13 / self.high)
         self.drawing.rect(self.box, CARD, stroke=RULE)
         for index, user in enumerate(self.rows):
             with self.drawing.layer(group=f"user {user}"):
                 top = self.box.y + index * self.high
-                # All of the row can be pointed at.
+                # The whole row reacts to the pointer.
                 self.drawing.rect(Box(self.box.x, top, self.box.width, self.high), "transparent")
                 self._bars(user, top)
             if index % every == 0:
@@ -306,41 +309,43 @@ class _Strip:
         self.drawing.text(middle, "user", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
 
     def caption(self, index: int) -> str:
-        """What happens in a frame."""
-        one = self.admissions[index]
-        user, turn = divmod(one.requests[0], self.state.load.turns)
-        parts = [self._parts(request) for request in one.requests]
-        found, all_tokens = sum(part[0] for part in parts), sum(sum(part[:3]) for part in parts)
+        """Say what happens in a frame."""
+        admission = self.admissions[index]
+        user, turn = divmod(admission.requests[0], self.state.load.turns)
+        parts = [self._parts(request) for request in admission.requests]
+        hits = sum(part[0] for part in parts)
+        prompts = sum(sum(part[:3]) for part in parts)
         who = f"User {user + 1}, turn {turn + 1}" if len(parts) == 1 else f"{len(parts)} requests at once"
-        lost = sum(blocks for _, blocks in one.lost)
-        users = [str(user + 1) for user, _ in one.lost if user != SHARED]
-        whose = [f"user{'s' * (len(users) > 1)} {', '.join(users)}"] * bool(users)
-        whose = " and ".join(["all"] * (len(users) < len(one.lost)) + whose)
-        evicts = f"; {lost} block{'s' * (lost > 1)} of {whose} evicted" if lost else ""
-        return f"{who}: {found:,} of {all_tokens:,} found{evicts}."
+        lost = sum(blocks for _, blocks in admission.lost)
+        users = [str(user + 1) for user, _ in admission.lost if user != SHARED]
+        owners = ["all"] * (len(users) < len(admission.lost))
+        owners += [f"user{'s' * (len(users) > 1)} {', '.join(users)}"] * bool(users)
+        evicts = f"; {counted(lost, 'block')} of {' and '.join(owners)} evicted" if lost else ""
+        return f"{who}: {hits:,} of {prompts:,} tokens hit{evicts}."
 
     def _of_request(self, index: int) -> str:
         user, turn = divmod(index, self.state.load.turns)
         found, again, new, wrong = self._parts(index)
-        words = f"User {user + 1}, turn {turn + 1}: {found:,} of {found + again + new:,} tokens found"
+        words = f"User {user + 1}, turn {turn + 1}: {found:,} of {found + again + new:,} tokens hit"
         words += f", {wrong:,} of them another text's" if wrong else ""
-        return f"{words}; {f'{again:,} evicted and computed again, ' if again else ''}{new:,} new."
+        return f"{words}; {f'{again:,} evicted and recomputed, ' if again else ''}{new:,} new."
 
     def _parts(self, index: int) -> tuple[int, int, int, int]:
-        """Prompt tokens found, evicted and computed again, computed first; and those found wrongly."""
+        """Return the prompt tokens that hit, that are recomputed, that are new, and that hit wrongly."""
         found = self.state.here.found[index]
         again = max(0, self.could[index] - found)
         return found, again, self.state.here.prompts[index] - found - again, self.state.here.wrong[index]
 
     def _held(self) -> dict[int, list[float]]:
-        """By user, the share of their context that is in the pool after each admission."""
+        """Return, by user, the share of their context in the pool after each admission."""
         load = self.state.load
-        held, full = Counter[int](), dict.fromkeys(self.rows, 1)
+        held = Counter[int]()
+        full = dict.fromkeys(self.rows, 1)
         shares: dict[int, list[float]] = {user: [] for user in self.rows}
-        for one in self.admissions:
-            for user, blocks in one.lost:
+        for admission in self.admissions:
+            for user, blocks in admission.lost:
                 held[user] -= blocks
-            for index in one.requests:
+            for index in admission.requests:
                 user, turn = divmod(index, load.turns)
                 full[user] = max(1, load.context_blocks(turn) - load.shared_blocks)
                 held[user] = load.context_blocks(turn) - load.shared_blocks
@@ -351,9 +356,10 @@ class _Strip:
         return shares
 
     def _bars(self, user: int, top: float) -> None:
-        """Pieces of bars, each seen from its first column on; paler where only a part is left."""
+        """Draw pieces of bars, each from its first column on, paler where only a part is left."""
         most = max(1, math.ceil(len(self.rows) * len(self.admissions) / MOST_PIECES))
-        first, shares = 0, self.held[user]
+        first = 0
+        shares = self.held[user]
         y = number(top + self.high / 2)
         self.drawing.add(f'<g stroke="{BLUE}" stroke-width="{number(self.high - 2)}" fill="none">')
         for index in range(1, len(shares) + 1):
@@ -368,8 +374,8 @@ class _Strip:
         self.drawing.add("</g>")
 
     def _marks(self) -> None:
-        for column, one in enumerate(self.admissions):
-            for index in one.requests:
+        for column, admission in enumerate(self.admissions):
+            for index in admission.requests:
                 user = index // self.state.load.turns
                 row = self.rows.index(user)
                 middle = (self.box.x + (column + 0.5) * self.wide, self.box.y + (row + 0.5) * self.high)
@@ -377,8 +383,9 @@ class _Strip:
                     self._mark(index, middle, max(3, min(4.5, self.high / 2 - 0.5)))
 
     def _mark(self, index: int, middle: tuple[float, float], radius: float) -> None:
-        """Its sign tells what became of the prompt, and so does its colour."""
-        (x, y), (found, again, _, wrong) = middle, self._parts(index)
+        """Draw a sign whose shape and colour tell what became of the prompt."""
+        x, y = middle
+        found, again, _, wrong = self._parts(index)
         if wrong:
             corners = [(x - radius, y + radius), (x + radius, y + radius), (x, y - radius)]
             self.drawing.polygon(corners, PURPLE)

@@ -1,7 +1,7 @@
-"""Lesson 05's prefix cache: the sessions served for every number of users and every pool of a map.
+"""Serve lesson 05's sessions for every number of users and every pool of a map.
 
-The engine's own scheduler and block pool serve them, under a virtual clock; a step's time is that of Llama-3.1-8B on an
-H100, modelled. All else is counted.
+The engine's own scheduler and block pool serve them, on a virtual clock. The time of a step is modelled, for
+Llama-3.1-8B on an H100; everything else is counted.
 """
 
 from __future__ import annotations
@@ -20,93 +20,93 @@ from minivllm_lab.optimization_catalog.sharing import Sharing, sharing
 from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from widgets.shell.spec import require_numbers
+from widgets.shell.spec import require_choices, require_numbers
 
 MODEL, GPU = "Llama-3.1-8B", "H100"
 USERS = (2, 3, 4, 6, 8, 12, 16)
 POOLS = tuple(1024 * size for size in (2, 3, 4, 6, 8, 12, 16, 24))
-"""Tokens. Both axes go up by half an octave, now a little more, now a little less: cells are of one size."""
-TURNS, PREFIXES, TARGETS = (1, 2, 3, 4), (128, 256, 512, 1024), (10, 15, 20, 30)
+"""Tokens of each pool. Both axes grow by about half an octave per step, so that cells are equally large."""
+TURNS = (1, 2, 3, 4)
+PREFIXES = (128, 256, 512, 1024)
+TARGETS = (10, 15, 20, 30)
 ORDERS = ("in turn", "at random")
 MOST = {"turns": 4, "prefix": 1024, "target": 1e3}
 AT_ONCE = 0.012
-"""Seconds of CPU after which the map as far as it is known is drawn."""
-
+"""CPU seconds after which the known part of the map is drawn."""
 
 PATIENCE = 2.0
-"""Of CPU, for one cell with the reader's names."""
+"""CPU seconds that the reader's hash function may take for one cell."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Where the reader stands, and the cells of the map that are known by now."""
+    """Hold the reader's setting, and the cells of the map that are known so far."""
 
     load: Load
     pool: int
-    """Tokens that the pool holds."""
+    """Tokens in the pool."""
     target: float
-    """Seconds to the first token that 95 % of the requests after each user's first must keep to."""
+    """The limit of the p95 time to first token, for the requests after each user's first."""
     cells: Mapping[tuple[int, int], Reuse]
-    """By users and pool; all are there once the sweep has ended."""
+    """Results by users and pool; complete once the sweep has ended."""
     endless: Reuse | None
-    """The same sessions on a pool that never evicts; None until it is known."""
+    """The result of a pool that never evicts; None until it is known."""
 
     @property
     def kind(self) -> Sharing:
-        """Who shares what."""
+        """Return who shares what."""
         return self.load.kind
 
     @property
     def users(self) -> int:
-        """Sessions."""
         return self.load.users
 
     @property
     def here(self) -> Reuse:
-        """The cell where the reader stands."""
+        """Return the cell of the reader's setting."""
         return self.cells[self.users, self.pool]
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens found in the cache, rightly or wrongly."""
+        """Return the share of the prompt tokens that hit the cache, rightly or wrongly."""
         return self.here.hit_rate
 
     @property
     def findable(self) -> int:
-        """Prompt tokens that a cache without end finds."""
+        """Return the prompt tokens that hit an endless cache."""
         return sum(self.load.findable())
 
     @property
     def endless_rate(self) -> float:
-        """The share of the prompt tokens that a cache without end finds."""
+        """Return the share of the prompt tokens that hit an endless cache."""
         return self.findable / sum(self.here.prompts)
 
     @property
     def lost(self) -> int:
-        """Prompt tokens that a cache without end finds, and this one does not."""
+        """Return the prompt tokens that only an endless cache would hit."""
         pairs = zip(self.load.findable(), self.here.found, strict=True)
-        return sum(max(0, could - found) for could, found in pairs)
+        return sum(max(0, possible - hits) for possible, hits in pairs)
 
     @property
     def wrong_rate(self) -> float:
-        """Share of the prompt tokens found in a block of another text."""
+        """Return the share of the prompt tokens that hit a block of another text."""
         return sum(self.here.wrong) / sum(self.here.prompts)
 
     @property
     def kept(self) -> int:
-        """Tokens that must stay cached for everyone's last turn."""
+        """Return the tokens that must stay cached until every user's last turn."""
         return self.load.kind.kept(self.users, self.load.turns, self.load.prefix)
 
     def ttft(self, cell: Reuse) -> float:
-        """The time to first token, in seconds, that the target is held against."""
+        """Return the time to first token, in seconds, that is compared with the limit."""
         return cell.later_ttft(self.load.turns)
 
     def missed(self, cell: Reuse) -> bool:
-        """Whether the target is missed."""
+        """Return whether the limit is missed."""
         return self.ttft(cell) > self.target
 
     def row(self) -> list[tuple[int, Reuse]]:
-        """(pool, what became of the prompts) for the present number of users, as far as it is known."""
+        """List (pool, result) for the current number of users, as far as it is known."""
         return [(pool, self.cells[self.users, pool]) for pool in POOLS if (self.users, pool) in self.cells]
 
 
@@ -120,26 +120,24 @@ def sweep(
     target: float = 15,
     hash_block_tokens: HashBlockTokens | None = None,
 ) -> Iterator[State]:
-    """Serve the sessions, first for these users and this pool, then for all others of the map.
+    """Serve the sessions, first for these users and this pool, then for the rest of the map.
 
     Args:
-        kind: who shares what, of `minivllm_lab.optimization_catalog.sharing`.
-        users: sessions, one of `USERS`.
-        turns: requests of each session.
-        prefix: tokens of the shared beginning.
-        order: how users come back, of `ORDERS`.
-        pool: tokens that the KV cache holds, one of `POOLS`.
-        target: milliseconds to the first token, for 95 % of the requests after each user's first.
-        hash_block_tokens: the reader's, in place of the engine's.
+        kind: Who shares what, of `minivllm_lab.optimization_catalog.sharing`.
+        users: Sessions, one of `USERS`.
+        turns: Requests of each session.
+        prefix: Tokens of the shared beginning.
+        order: How users return, of `ORDERS`.
+        pool: Tokens in the KV cache, one of `POOLS`.
+        target: Milliseconds to the first token, for 95 % of the requests after each user's first.
+        hash_block_tokens: The reader's hash function, in place of the engine's.
 
     Raises:
-        MinivllmError: a value makes no sense, or the reader's names are no bytes or never come.
+        MinivllmError: A value makes no sense, or the reader's function returns no bytes or never ends.
     """
     require_numbers(MOST, turns=turns, prefix=prefix, target=target)
-    require(users in USERS, f"users is one of {', '.join(map(str, USERS))}, not {users!r}")
-    require(pool in POOLS, f"pool is one of {', '.join(map(str, POOLS))} tokens, not {pool!r}")
-    require(order in ORDERS, f"order is one of {', '.join(ORDERS)}, not {order!r}")
-    require(target > 0, f"target is above 0 ms, not {target!r}")
+    require_choices(users=(users, USERS), pool=(pool, POOLS), order=(order, ORDERS))
+    require(target > 0, f"target must be above 0 ms, not {target!r}")
     load = Load(sharing(kind), users, turns, prefix, order == "at random", hash_block_tokens)
     return _states(load, pool, target / 1e3)
 
@@ -159,7 +157,7 @@ def _states(load: Load, pool: int, target: float) -> Iterator[State]:
 
 
 def _by_distance(users: int, pool: int) -> list[tuple[int, int | None]]:
-    """All cells, those in the reader's row first; None is the pool that never evicts."""
+    """List all cells, those of the reader's row first; None is the pool that never evicts."""
     at = USERS.index(users), POOLS.index(pool)
     cells = [(abs(row - at[0]), abs(column - at[1]), USERS[row], POOLS[column]) for row, column in _places()]
     return [(users, None), *((many, size) for _, _, many, size in sorted(cells))]
@@ -170,7 +168,7 @@ def _places() -> list[tuple[int, int]]:
 
 
 class _Map:
-    """The cells of one load, computed once each; pools that evict nothing have one result."""
+    """Compute the cells of one load, once each; all pools that evict nothing share one result."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -209,7 +207,7 @@ class _Map:
 def _runs(
     kind: Sharing, turns: int, prefix: int, at_random: bool, own: HashBlockTokens | None
 ) -> dict[tuple[int, int, bool], Reuse]:
-    """The map of a load, filled while it is looked at; `own` are the reader's names."""
+    """Return the results of a load, to be filled in; `own` is the reader's hash function."""
     return {}
 
 
@@ -224,7 +222,7 @@ def _cost() -> RooflineCost:
 
 
 def told(value: float, bound: float, scale: float, unit: str) -> str:
-    """`value`, with as many digits as it takes to be on its own side of `bound`."""
+    """Format `value` with enough digits to show on which side of `bound` it is."""
     digits = 1
     while digits < 9 and _side(round(value * scale, digits), bound * scale) != _side(value, bound):
         digits += 1
@@ -236,5 +234,5 @@ def _side(value: float, bound: float) -> int:
 
 
 def milliseconds(value: float, bound: float) -> str:
-    """A time in seconds, told in milliseconds; never "at most `bound`" if it is more."""
+    """Format seconds in milliseconds, never as "at most `bound`" if it is more."""
     return told(value, bound, 1e3, "ms")

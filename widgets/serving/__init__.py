@@ -1,10 +1,9 @@
-"""Lesson 06's widget: what clients see of a model on several GPUs over the rate, and which layout bears most.
+"""Show what clients see of a model on several GPUs as the rate grows, and which layout handles the most requests.
 
-The engine's own scheduler decides every step, under a virtual clock; a step's time is that of
-`minivllm_simulate.levers`, with the all-reduces of tensor parallelism. What is left out: tokenizer, event loop,
-sockets.
+The engine's own scheduler decides every step, on a virtual clock. `minivllm_simulate.levers` models the time of a step,
+with the all-reduces of tensor parallelism. The model leaves out tokenizer, event loop and sockets.
 
-The picture in the lesson's text: `uv run python -P -m widgets serving lessons/figures/06_layouts.svg`
+Draw the lesson's figure with `uv run python -P -m widgets serving lessons/figures/06_layouts.svg`.
 """
 
 from __future__ import annotations
@@ -18,61 +17,64 @@ from widgets.serving.figure import cause_words, figure
 from widgets.serving.reader import read_answer
 from widgets.serving.runs import RATES
 from widgets.serving.state import DPS, GPUS, MODELS, OUTPUTS, PPS, PROMPTS, START, TPS, State, sweep
+from widgets.shell.advice import Rule, at_least, at_most, progress, use
 from widgets.shell.knobs import choice, entry, steps
 from widgets.shell.lesson_widget import LessonWidget
-from widgets.shell.plot import seconds
+from widgets.shell.plot import figures, seconds
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 NEAR = 0.8
-"""Beyond this share of the knee's rate, the next burst may be too much."""
+"""The share of the knee's rate from which the next burst may be too much."""
 
 
 def verdict(state: State) -> Verdict:
-    """What this rate means for this layout, in one line."""
+    """Say in one sentence or two whether this layout handles this rate."""
     served = state.served
-    if wrong := _collector_is_wrong(state):
-        return Verdict(wrong, "broken")
+    if error := _collector_error(state):
+        return Verdict(error, "broken")
     if served.refused:
         return Verdict(f"{state.model} does not fit on {state.gpu} as {state.layout}: {served.refused}.", "broken")
     if state.rate not in served.points:
-        return Verdict(f"Requests are being served as {state.layout}, {state.rate:g} a second.", "tight")
-    point, causes = served.points[state.rate], served.causes(state.rate)
-    saw = (
-        f"99 % have their first token within {seconds(point.ttft[1])}, then one every {seconds(point.tpot[1])}; "
-        f"{point.inside:.3g} requests are inside"
+        return Verdict(f"Still serving the requests as {state.layout}, {state.rate:g} a second.", "tight")
+    point = served.points[state.rate]
+    latencies = (
+        f"99 % have their first token within {seconds(point.ttft[1])}, then one every {seconds(point.tpot[1])}, with "
+        f"{figures(point.inside)} requests in the system"
     )
-    if causes:
+    if causes := served.causes(state.rate):
         why = ", and ".join(cause_words(cause, served) for cause in causes)
-        return Verdict(f"{state.rate:g} requests a second are too many for {state.layout}: {why}. {saw}.", "broken")
-    knee = served.knee
-    if knee and state.rate > NEAR * knee.rate:
-        return Verdict(f"It bears this, but little more: it breaks at {knee.rate:.3g}. {saw}.", "tight")
-    return Verdict(f"It bears this: {saw}.", "fine")
+        in_run = " in this short run" * ("queue" in causes)
+        words = f"{state.rate:g} requests a second are too many for {state.layout}: {why}. {latencies}{in_run}."
+        return Verdict(words, "broken")
+    if served.knee and state.rate > NEAR * served.knee.rate:
+        return Verdict(
+            f"It handles this, but not much more: it breaks at {served.knee.rate:.3g}. {latencies}.", "tight"
+        )
+    return Verdict(f"It handles this: {latencies}.", "fine")
 
 
-def _collector_is_wrong(state: State) -> str:
-    """What the reader's own collector does that it must not; empty where it is right, or not there."""
+def _collector_error(state: State) -> str:
+    """Say what the reader's collector does wrong, or return ""."""
     if not state.own:
         return ""
     total = max(2, round(state.work.mean_output))
-    for one in state.reads:
-        if one.tokens != total:
+    for read in state.reads:
+        every = seconds(read.pause)
+        if read.tokens != total:
+            return f"Your collector hands only {read.tokens} of {total} tokens to a client that reads every {every}."
+        least = read_answer(total, state.served.points[state.rate].tpot[0] or 1e-3, read.pause).events
+        if read.events > 2 * least + 2:
             return (
-                f"Your collector hands over {one.tokens} tokens of {total} to a client that reads every "
-                f"{seconds(one.pause)}."
-            )
-        least = read_answer(total, state.served.points[state.rate].tpot[0] or 1e-3, one.pause).events
-        if one.events > 2 * least + 2:
-            return (
-                f"Your collector makes {one.events} events for a client that reads every {seconds(one.pause)}, where "
-                f"{least} would do: what is unread must be joined."
+                f"Your collector makes {read.events} events for a client that reads every {every}, where {least} would "
+                "do: merge what the client has not read yet."
             )
     return ""
 
 
 def command(state: State) -> str:
-    """The server, and the load on it."""
-    layout, work = state.layout, state.work
+    """Write the command of the server, and that of the load as a comment."""
+    layout = state.layout
+    work = state.work
     name = next(name for name in CONFIGS if name.endswith(f"/{state.model}"))
     lengths = f"--random-input-len {work.mean_prompt:.0f} --random-output-len {work.mean_output:.0f}"
     goal = f"--goodput ttft:{state.served.ttft * 1e3:g} tpot:{state.served.tpot * 1e3:g}"
@@ -92,82 +94,81 @@ def command(state: State) -> str:
 # ---- the challenges
 
 
-def _wanted(state: State, model: str, advice: list[tuple[bool, str]]) -> Progress:
-    """A load to be borne by this model on at most 8 H100; `advice` is for what else is asked, the first wrong one."""
+def _progress(state: State, model: str, rules: list[Rule]) -> Progress:
+    """Check a load for this model on at most 8 H100."""
     layout = state.layout
-    words = f"{state.model} on {layout.gpus} {state.gpu} as {layout}, {state.rate:g} requests a second."
-    asked = [
-        (state.model != model, f"Model: {model} is asked for."),
-        (state.gpu != "H100", "GPU: H100 is asked for."),
-        (layout.gpus > 8, f"TP, DP, PP: {layout.gpus} GPUs, and 8 at most are asked for."),
-        (bool(state.work.source), "Own lengths: the lengths of the knobs are asked for."),
-        *advice,
-        (bool(state.served.refused), f"TP: {state.model} does not fit as {layout}. More GPUs must share a layer."),
-    ]
-    found = next((said for wrong, said in asked if wrong), "")
-    if found:
-        return Progress(False, words, found)
-    if state.rate not in state.served.points:
-        return Progress(False, words, "The requests are being served.")
-    causes = state.served.causes(state.rate)
-    return Progress(not causes, words, _mend(causes, layout) if causes else "")
+    served = state.served
+    known = state.rate in served.points
+    causes = served.causes(state.rate) if known else []
+    return progress(
+        f"{state.model} on {layout.gpus} {state.gpu} as {layout}, {state.rate:g} requests a second.",
+        use(model, state.model == model),
+        use("an H100", state.gpu == "H100"),
+        at_most("TP × DP × PP", layout.gpus, 8),
+        (bool(state.work.source), "Clear your own lengths."),
+        *rules,
+        (bool(served.refused), f"Raise TP so that more GPUs share a layer: as {layout}, {state.model} does not fit."),
+        (not known, "Wait: the requests are still being served."),
+        (bool(causes), _advice(causes, layout)),
+    )
 
 
-def _mend(causes: list[str], layout: Layout) -> str:
-    """Which knob to turn, where all that was asked for is set and it breaks."""
+def _advice(causes: list[str], layout: Layout) -> str:
+    """Say which knob to turn when the load is right but the layout breaks."""
     if "queue" in causes:
-        more = "more replicas (DP) do more work with as many GPUs, since nothing is sent" if layout.tp > 1 else "TP"
-        return f"TP, DP: the queue grows. The GPUs must do more: {more}."
+        more = "raise DP: replicas send nothing, so the same GPUs do more work" if layout.tp > 1 else "raise TP"
+        return f"The queue grows, so {more}."
     if "tpot" in causes:
-        return "TP, DP: tokens take too long. More TP reads the weights faster, more DP makes each batch smaller."
-    return "TP, DP: first tokens come too late. A prompt is computed by one engine: cut the layers over more GPUs (TP)."
+        return "Tokens take too long: raise TP to read the weights faster, or DP to make each batch smaller."
+    return "First tokens come too late: raise TP, because one engine computes each prompt."
 
 
 def _first_tokens(state: State) -> Progress:
-    advice = [
-        (state.work.prompt < 2048, f"Prompt: {state.work.prompt} tokens, and 2,048 are asked for."),
-        (state.served.ttft > 0.05, "First token in: 50 ms are asked for."),
-        (state.rate < 5, f"Rate: {state.rate:g} requests a second, and 5 are asked for."),
+    rules = [
+        at_least("the prompt", state.work.prompt, 2048),
+        at_most("the TTFT limit", state.served.ttft, 0.05, seconds),
+        at_least("the rate", state.rate, 5),
     ]
-    return _wanted(state, "Llama-3.1-8B", advice)
+    return _progress(state, "Llama-3.1-8B", rules)
 
 
-def _bear(state: State, model: str, rate: float) -> Progress:
-    """So many requests a second of 512 tokens in and 128 out, within 500 ms and 25 ms."""
-    work, served = state.work, state.served
-    advice = [
-        (work.prompt < 512 or work.output < 128, "Prompt, Output: 512 and 128 tokens are asked for."),
-        (served.ttft > 0.5 or served.tpot > 0.025, "First token in, Tokens each: 500 and 25 ms."),
-        (state.rate < rate, f"Rate: {state.rate:g} requests a second, and {rate:g} are asked for."),
+def _handle(state: State, model: str, rate: float) -> Progress:
+    """Check a rate of requests with 512 tokens in and 128 out, within 500 ms and 25 ms."""
+    rules = [
+        at_least("the prompt", state.work.prompt, 512),
+        at_least("the output", state.work.output, 128),
+        at_most("the TTFT limit", state.served.ttft, 0.5, seconds),
+        at_most("the TPOT limit", state.served.tpot, 0.025, seconds),
+        at_least("the rate", state.rate, rate),
     ]
-    return _wanted(state, model, advice)
+    return _progress(state, model, rules)
 
 
 CHALLENGES = (
     Challenge(
-        "Llama-3.1-8B, prompts of 2,048 tokens, 5 requests a second: 99 % have their first token within 50 ms, on at "
-        "most 8 H100.",
+        "Serve Llama-3.1-8B on at most 8 H100, with prompts of 2,048 tokens at 5 requests a second, so that 99 % have "
+        "their first token within 50 ms.",
         _first_tokens,
-        "Alone, a prompt is as fast as the GPUs that share its layers. Replicas would stand idle.",
+        "A single prompt is only as fast as the GPUs that share its layers. Replicas would stand idle.",
     ),
     Challenge(
-        "Llama-3.1-8B on at most 8 H100: bear 300 requests a second of 512 tokens in and 128 out, within 500 ms to the "
-        "first token and 25 ms for each that follows.",
-        lambda state: _bear(state, "Llama-3.1-8B", 300),
-        "All-reduces take time in every step. Where the service level leaves room, replicas bear more.",
+        "Handle 300 requests a second of 512 tokens in and 128 out with Llama-3.1-8B on at most 8 H100, within 500 ms "
+        "to the first token and 25 ms for each later one.",
+        lambda state: _handle(state, "Llama-3.1-8B", 300),
+        "All-reduces cost time in every step. So where the limits leave room, replicas handle more.",
     ),
     Challenge(
-        "Meta-Llama-3-70B does not fit on one H100. Bear 20 requests a second on at most 8, 512 tokens in and 128 out, "
-        "within 500 and 25 ms.",
-        lambda state: _bear(state, "Meta-Llama-3-70B", 20),
-        "Below some TP it does not fit; a little above, weights leave too little room, or are read too slowly.",
+        "Meta-Llama-3-70B does not fit on one H100. Handle 20 requests a second on at most 8, with 512 tokens in and "
+        "128 out, within 500 ms and 25 ms.",
+        lambda state: _handle(state, "Meta-Llama-3-70B", 20),
+        "With too little TP it does not fit; with a little more, weights leave too little room or are read too slowly.",
     ),
 )
 GUESS = Guess(
-    "Four H100 serve Llama-3.1-8B, and a token must come every 7.5 ms. Which layout bears most requests?",
+    "Four H100 serve Llama-3.1-8B, with at most 7.5 ms per output token. Which layout handles the most requests?",
     ("four replicas: TP 1 × DP 4", "TP 2 × DP 2", "all four as one: TP 4 × DP 1"),
     2,
-    "Reading all weights takes a GPU 6.4 ms of the 7.5. Four that share them have time left for a larger batch.",
+    "One GPU needs 6.4 of the 7.5 ms just to read the weights. Four that share them have time for a larger batch.",
 )
 
 # ---- the knobs
@@ -177,27 +178,27 @@ TPOTS = [(seconds(limit), limit) for limit in (0.005, 0.0075, 0.01, 0.015, 0.025
 KNOBS = {
     "The load": {
         "rate": steps("Rate", [(f"{rate:g}", rate) for rate in RATES], START["rate"], "requests a second, in all"),
-        "ttft": steps("First token in", TTFTS, START["ttft"], "the service level: for 99 % of the requests"),
-        "tpot": steps("Tokens each", TPOTS, START["tpot"], "the service level: time per output token, for 99 %"),
+        "ttft": steps("TTFT limit", TTFTS, START["ttft"], "time to first token of 99 % of the requests"),
+        "tpot": steps("TPOT limit", TPOTS, START["tpot"], "time per output token of 99 % of the requests"),
     },
     "The layout": {
         "tp": steps("TP", list(TPS), START["tp"], "GPUs that share each layer (tensor parallel)"),
         "dp": steps("DP", list(DPS), START["dp"], "engines side by side (data parallel)"),
         "pp": steps("PP", list(PPS), START["pp"], "stages of each engine (pipeline parallel)"),
-        "gpu": choice("GPU", list(GPUS), START["gpu"], "whose memory and rates; NVLink where it has it, else PCIe"),
+        "gpu": choice("GPU", list(GPUS), START["gpu"], "linked by NVLink where it has it, else by PCIe"),
     },
     "The requests": {
-        "model": choice("Model", list(MODELS), START["model"], "what is served, in its own 16 bits"),
+        "model": choice("Model", list(MODELS), START["model"], "served in 16 bits"),
         "prompt": steps("Prompt", list(PROMPTS), START["prompt"], "tokens of each prompt"),
         "output": steps("Output", list(OUTPUTS), START["output"], "tokens of each answer"),
-        "file": entry("Own lengths", "", "a file, or azure-code", "a file, or a workload's name: in place of both"),
+        "file": entry("Own lengths", "", "a file, or azure-code", "a file or a workload's name replaces both"),
     },
 }
 
 SPEC = Spec(
     name="serving",
-    title="One engine or many: what each layout bears",
-    lead="Drag the rate to where clients wait too long. Then give the same GPUs to one engine, or to several.",
+    title="One engine or many: what each layout handles",
+    lead="Drag the rate to where clients wait too long. Then split the same GPUs among one engine or several.",
     knobs=KNOBS,
     presets={
         "Too many requests": {"rate": 150.0},
@@ -211,10 +212,10 @@ SPEC = Spec(
     command=command,
     challenges=CHALLENGES,
     guess=GUESS,
-    own={"output_collector": "stands between the engine and a client that reads rarely"},
+    own={"output_collector": "merges output for a client that reads rarely"},
 )
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget; `output_collector=` is your own from exercise 06."""
+    """Show the widget; `output_collector=` takes your class from exercise 06."""
     return LessonWidget(SPEC, **knobs)

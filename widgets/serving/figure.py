@@ -1,4 +1,4 @@
-"""The picture of lesson 06's widget: latencies and throughput over the rate, and other layouts of as many GPUs."""
+"""Draw lesson 06's picture: latencies and throughput against the rate, and the other layouts of as many GPUs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, VERMILLION
 from widgets.serving.runs import RATES, Point
 from widgets.serving.state import Knee, Served, State
-from widgets.shell.plot import MARGIN, Axes, Scale, draw_keys, seconds, short, three_boxes
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing
+from widgets.shell.plot import MARGIN, Axes, Scale, draw_keys, figures, seconds, short, three_boxes
+from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import MID
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
@@ -21,12 +21,14 @@ ROW, NAMES = 19, 140
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """TTFT, TPOT and tokens a second over the rate; below, what all layouts of these GPUs bear."""
+    """Draw TTFT, TPOT and throughput against the rate, and below them what all layouts of these GPUs handle."""
     count = state.layout.gpus
-    drawing = Drawing(width, 0, f"{state.model} on {count} {state.gpu}", f"Latencies over the rate as {state.layout}")
-    off = f", {state.error}" if state.error else ""
-    note = f"{state.model} on {count} {state.gpu} as {state.layout}; modelled{off}"
-    y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "What this layout bears") + 18), note, width - 32)
+    drawing = Drawing(
+        width, 0, f"{state.model} on {count} {state.gpu}", f"Latencies against the rate as {state.layout}"
+    )
+    error = f", {state.error}" if state.error else ""
+    note = f"{state.model} on {count} {state.gpu} as {state.layout}; modelled{error}"
+    y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "What this layout handles") + 18), note, width - 32)
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
     y = draw_keys(drawing, y + 20, KEYS)
@@ -39,7 +41,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     return drawing.render()
 
 
-KEYS = (("99% of requests", BLUE, "", 2.5), ("half", BLUE, "5 4", 1.6), ("service level", GREEN, "4 3", 1.5))
+KEYS = (("99% of requests", BLUE, "", 2.5), ("half", BLUE, "5 4", 1.6), ("limit", GREEN, "4 3", 1.5))
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
@@ -51,32 +53,37 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
         x_format="{:g}".format,
         y_format=seconds,
     )
-    served, knee = state.served, state.served.knee
+    served = state.served
+    knee = served.knee
     if served.refused:
         axes.broken(None, None, f"{state.model} does not fit: {served.refused}")
     elif knee:
         axes.broken(knee.rate, None, knee_words(knee, served))
     if pinned and pinned.served.points:
-        axes.pinned(pinned.served.rates, [one[1] for one in _values(pinned.served, _ttfts)])
+        axes.pinned(pinned.served.rates, [ttft[1] for ttft in _values(pinned.served, _ttfts)])
     axes.mark_y(served.ttft, "", GREEN)
     _draw_pair(axes, served, _ttfts)
     axes.here(state.rate, "rate", f"{state.rate:g} a second")
-    _draw_tips(axes, served, lambda point: f"First token: half within {seconds(point.ttft[0])}, 99 % within "
-               f"{seconds(point.ttft[1])}. {point.inside:.3g} requests inside")  # fmt: skip
+
+    def tip(point: Point) -> str:
+        first = f"Half have their first token within {seconds(point.ttft[0])}, 99 % within {seconds(point.ttft[1])}"
+        return f"{first}, with {figures(point.inside)} requests in the system"
+
+    _draw_tips(axes, served, tip)
 
 
 def knee_words(knee: Knee, served: Served) -> str:
-    """Where a layout breaks, and by what."""
+    """Say where a layout breaks, and why."""
     where = f"at {knee.rate:.3g}" if knee.rate > RATES[0] else f"below {RATES[0]:g}"
     return f"breaks {where}: {cause_words(knee.cause, served)}"
 
 
 def cause_words(cause: str, served: Served) -> str:
-    """What goes wrong beyond the knee."""
+    """Say what goes wrong beyond the knee."""
     return {
         "queue": "the queue grows without end",
-        "ttft": f"first tokens come after {seconds(served.ttft)}",
-        "tpot": f"tokens take over {seconds(served.tpot)}",
+        "ttft": f"first tokens take over {seconds(served.ttft)}",
+        "tpot": f"later tokens take over {seconds(served.tpot)}",
     }[cause]
 
 
@@ -100,20 +107,23 @@ def _draw_pair(axes: Axes, served: Served, pick: Callable[[Point], tuple[float, 
 
 
 def _tpot_scale(state: State) -> Scale:
-    """Up to what is seen, rounded up, so that it changes seldom while a sweep goes on."""
+    """Scale to the longest time so far, rounded up, so that it rarely changes while a sweep goes on."""
     most = max([2 * state.served.tpot, *(point.tpot[1] for point in state.served.points.values())])
     return Scale(0.001, 10 ** (math.ceil(3 * math.log10(most)) / 3), log=True)
 
 
 def _draw_tpot(axes: Axes, state: State) -> None:
     _shade(axes, state.served)
-    ticks = [at for at in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0) if at <= axes.y.high]
+    ticks = [tick for tick in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0) if tick <= axes.y.high]
     axes.frame("", "time per output token", x_ticks=(), y_ticks=ticks[-5:], y_format=seconds)
     axes.mark_y(state.served.tpot, "", GREEN)
     _draw_pair(axes, state.served, _tpots)
     axes.also_here(state.rate)
-    _draw_tips(axes, state.served, lambda point: f"Half have a token each {seconds(point.tpot[0])} or less, 99 % each "
-               f"{seconds(point.tpot[1])}")  # fmt: skip
+
+    def tip(point: Point) -> str:
+        return f"Half wait at most {seconds(point.tpot[0])} per token, 99 % at most {seconds(point.tpot[1])}"
+
+    _draw_tips(axes, state.served, tip)
 
 
 def _tokens_scale(state: State) -> Scale:
@@ -138,7 +148,7 @@ def _draw_throughput(axes: Axes, state: State) -> None:
 
 
 def _shade(axes: Axes, served: Served) -> None:
-    """The broken region again, without its words."""
+    """Shade the broken region without its words."""
     if served.refused:
         axes.shade(None, None, "")
     elif served.knee:
@@ -146,7 +156,7 @@ def _shade(axes: Axes, served: Served) -> None:
 
 
 def _draw_tips(axes: Axes, served: Served, words: Callable[[Point], str]) -> None:
-    """What the pointer asks for: the figures of the nearest rate, anywhere in the plot."""
+    """Show the figures of the nearest rate, anywhere in the plot."""
     for rate, strip in axes.strips(served.rates):
         axes.drawing.rect(strip, "transparent", tip=f"{rate:g} requests a second. {words(served.points[rate])}.")
 
@@ -155,63 +165,65 @@ def _draw_tips(axes: Axes, served: Served, words: Callable[[Point], str]) -> Non
 
 
 def _draw_layouts(drawing: Drawing, state: State, y: float) -> float:
-    """A bar for each layout of as many GPUs: the rate at its knee. Returns the y below."""
+    """Draw a bar for each layout of as many GPUs, up to the rate at its knee; return the y below."""
     count = state.layout.gpus
-    title = f"What {count} {state.gpu} bear, by layout" if count > 1 else f"What one {state.gpu} bears"
-    drawing.text((MARGIN, y), title, size=14.5, bold=True)
-    after = MARGIN + text_width(title, 14.5) * 1.08 + 14
-    if after + text_width("requests a second within the service level", SMALL) < drawing.width:
-        drawing.text((after, y), "requests a second within the service level", size=SMALL, colour=QUIET)
-    most = max([one.goodput for one in state.others if one.is_found] + [1.0])
-    for row, one in enumerate(state.others):
-        _draw_layout(drawing, one, y + 10 + ROW * row, most, one.layout == state.layout)
+    title = f"What {count} {state.gpu} handle, by layout" if count > 1 else f"What one {state.gpu} handles"
+    drawing.text((MARGIN, y), title, size=HEADING, bold=True)
+    after = MARGIN + text_width(title, HEADING) * 1.08 + 14
+    note = "requests a second within the limits"
+    if after + text_width(note, SMALL) < drawing.width:
+        drawing.text((after, y), note, size=SMALL, colour=QUIET)
+    most = max([layout.goodput for layout in state.others if layout.is_found] + [1.0])
+    for row, layout in enumerate(state.others):
+        _draw_layout(drawing, layout, y + 10 + ROW * row, most, layout.layout == state.layout)
     return y + 10 + ROW * len(state.others)
 
 
-def _draw_layout(drawing: Drawing, one: Served, y: float, most: float, mine: bool) -> None:
-    drawing.text((MARGIN, y + 13), str(one.layout), size=SMALL, bold=mine)
-    left, room = MARGIN + NAMES, drawing.width - 2 * MARGIN - NAMES
-    bears = one.is_found and one.goodput > RATES[0]
-    words = _fitting(layout_words(one), 0.65 * room if bears else room)
+def _draw_layout(drawing: Drawing, served: Served, y: float, most: float, selected: bool) -> None:
+    drawing.text((MARGIN, y + 13), str(served.layout), size=SMALL, bold=selected)
+    left = MARGIN + NAMES
+    room = drawing.width - MARGIN - left
+    has_bar = served.is_found and served.goodput > RATES[0]
+    words = _fitting(layout_words(served), 0.65 * room if has_bar else room)
     longest = 0.35 * room - 8
     with drawing.answer():
-        wide = one.goodput / most * longest if bears else 0.0
+        wide = served.goodput / most * longest if has_bar else 0.0
         if wide:
-            drawing.rect(Box(left, y + 3, wide, ROW - 6), BLUE if mine else MID, tip=f"{one.layout}: {words}")
+            bar = Box(left, y + 3, wide, ROW - 6)
+            drawing.rect(bar, BLUE if selected else MID, tip=f"{served.layout}: {words}")
         place = (left + wide + 8 if wide else left, y + 13)
-        drawing.text(place, words, size=SMALL, colour=VERMILLION if one.refused else INK)
+        drawing.text(place, words, size=SMALL, colour=VERMILLION if served.refused else INK)
 
 
-def layout_words(one: Served) -> str:
-    """What a layout bears, and what breaks beyond."""
-    if one.refused:
-        return f"does not fit: {one.refused}"
-    if not one.is_found:
-        return "not yet known"
-    if one.knee is None:
+def layout_words(served: Served) -> str:
+    """Say what a layout handles, and what breaks beyond that."""
+    if served.refused:
+        return f"does not fit: {served.refused}"
+    if not served.is_found:
+        return "not known yet"
+    if served.knee is None:
         return f"more than {RATES[-1]:g}"
-    if one.knee.rate <= RATES[0]:
-        return f"below {RATES[0]:g}; {cause_words(one.knee.cause, one)}"
-    return f"{one.knee.rate:.3g}; then {cause_words(one.knee.cause, one)}"
+    rate = f"below {RATES[0]:g}" if served.knee.rate <= RATES[0] else f"{served.knee.rate:.3g}"
+    return f"{rate}; then {cause_words(served.knee.cause, served)}"
 
 
 def _fitting(words: str, room: float) -> str:
-    """`words`, without what explains them where that does not fit into one line."""
+    """Drop the explanation where it does not fit into the line."""
     return words if text_width(words, SMALL) * 1.06 <= room else re.split("[;:]", words)[0]
 
 
-# ---- a client that reads seldom
+# ---- a client that reads rarely
 
 
 def _draw_reads(drawing: Drawing, state: State, y: float) -> float:
-    """How many events an answer becomes, by how seldom its client reads; returns the y of the last line."""
+    """Say how many events an answer becomes, by how rarely its client reads; return the y of the last line."""
     whose = "your collector" if state.own else "the collector"
     if not state.reads:
-        words = "A client that reads seldom: the requests are being served."
+        words = "Still serving the requests, for a client that reads rarely."
     else:
         total = max(2, round(state.work.mean_output))
-        parts = [_read_words(one.pause, one.events, one.tokens, total) for one in state.reads]
-        words = f"An answer of {total} tokens, through {whose}: a client that reads {'; '.join(parts)}."
+        parts = [_read_words(read.pause, read.events, read.tokens, total) for read in state.reads]
+        words = f"An answer of {total} tokens, through {whose}: a client that reads {', '.join(parts)}."
     return drawing.paragraph((MARGIN, y + 12), words, drawing.width - 2 * MARGIN)
 
 

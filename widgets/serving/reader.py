@@ -1,7 +1,7 @@
-"""A client that reads seldom: how many events it gets of one answer, with a collector between it and the engine.
+"""Count the events that a client gets of one answer if it reads rarely, with a collector between it and the engine.
 
-The collector is one that merges, in a few lines; or the reader's own from exercise 06, in an event loop whose clock is
-virtual.
+The collector is a few lines that merge outputs, or the reader's class of exercise 06, in an event loop with a virtual
+clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Collector = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Read:
-    """What a client got that pauses so long after each event."""
+    """Record what a client got that pauses this long after each event."""
 
     pause: float
     events: int
@@ -30,10 +30,10 @@ class Read:
 
 
 def read_answer(tokens: int, gap: float, pause: float, collector: Collector | None = None) -> Read:
-    """An answer of so many tokens, `gap` seconds apart, as a client gets it that pauses after each event.
+    """Return what a client reads of an answer with a token every `gap` seconds, if it pauses after each event.
 
     Raises:
-        MinivllmError: the reader's collector broke, waits for ever, or gives something else than an output.
+        MinivllmError: The reader's collector fails, waits forever, or returns something other than an output.
     """
     if collector is None:
         return Read(pause, _events(tokens, gap, pause), tokens)
@@ -44,32 +44,37 @@ def read_answer(tokens: int, gap: float, pause: float, collector: Collector | No
 
 
 def _events(tokens: int, gap: float, pause: float) -> int:
-    """Events of a collector that merges: each read takes all there is, or waits for the next token."""
-    read, now, events = 0, 0.0, 0
+    """Count the events of a merging collector: each read takes all tokens so far, or waits for the next one."""
+    read = 0
+    now = 0.0
+    events = 0
     while read < tokens:
         now = max(now, (read + 1) * gap)
         read = min(tokens, int(now / gap + 1e-9))
-        now, events = now + pause, events + 1
+        now += pause
+        events += 1
     return events
 
 
 async def _read(collector: Collector, tokens: int, gap: float, pause: float) -> Read:
-    between, events, seen = collector(), 0, 0
+    buffer = collector()
+    events = 0
+    seen = 0
 
     async def put_all() -> None:
         for index in range(tokens):
             await asyncio.sleep(gap)
-            between.put(_output(index, index == tokens - 1))
+            buffer.put(_output(index, index == tokens - 1))
 
     putting = asyncio.ensure_future(put_all())
     while True:
-        output = await between.get()
+        output = await buffer.get()
         events += 1
         try:
-            seen += sum(len(one.token_ids) for one in output.outputs)
+            seen += sum(len(completion.token_ids) for completion in output.outputs)
             finished = output.finished
         except (AttributeError, TypeError) as error:
-            raise AssertionError(f"your output_collector gives {output!r}, which is no output: {error}") from None
+            raise AssertionError(f"your output_collector returns {output!r}, which is not an output: {error}") from None
         if finished or events > 2 * tokens:
             await putting
             return Read(pause, events, seen)

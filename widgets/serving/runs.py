@@ -1,7 +1,7 @@
-"""The runs behind lesson 06's widget: a model laid out on GPUs, and requests that come to it at some rate.
+"""Run lesson 06's load on a model laid out on GPUs, at one rate.
 
-One of the equal groups of a layout is run, with its share of the requests: replicas are dealt requests in turn, which
-is what vLLM's rule (four times those waiting, plus those running) comes to where all are alike.
+Only one of the equal groups of a layout is run, with its share of the requests: replicas take requests in turn, which
+vLLM's rule (four times the waiting requests plus the running ones) amounts to where all are alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minivllm_simulate.open_load import OpenLoad, OpenRun, run_open
 from minivllm_simulate.workloads import RequestLengths, Workload, gamma_arrivals
 
 COUNTED = 120
-"""Requests that are looked at in a run; as many more keep the load up until the last of them has ended."""
+"""Requests that count in a run; as many more keep up the load until the last of them has ended."""
 SHARES = (0.5, 0.99)
 RATES = (
     0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 50.0, 70.0, 100.0, 150.0, 200.0, 300.0, 500.0,
@@ -32,23 +32,23 @@ LONGEST_OUTPUT = 1024
 
 @dataclass(frozen=True)
 class Point:
-    """What clients see at one rate. Pairs are for half of the requests, and for 99 % of them; in seconds."""
+    """Record what clients see at one rate: pairs are for half and for 99 % of the requests, in seconds."""
 
     ttft: tuple[float, float]
     tpot: tuple[float, float]
     waiting: float
-    """Of the requests that came, the share that waits in the end."""
+    """The share of the requests that wait in the end."""
     tokens_per_second: float
-    """Output tokens, of all GPUs together."""
+    """Output tokens a second of all GPUs together."""
     requests_per_second: float
-    """As many as those tokens are: what an engine serves that always has somebody waiting."""
+    """The requests that those tokens make up: the throughput of an engine whose queue is never empty."""
     inside: float
-    """Requests that are in the system, on average."""
+    """Mean requests in the system."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Requests of lengths that are alike, or those of a workload."""
+    """Describe requests of equal lengths, or those of a workload."""
 
     prompt: int
     output: int
@@ -56,43 +56,45 @@ class Work:
 
     @cached_property
     def lengths(self) -> list[RequestLengths]:
-        """Of all requests of a run."""
+        """List the lengths of all requests of a run."""
         if self.source is None:
             return [RequestLengths(self.prompt, self.output)] * (2 * COUNTED)
-        return [_cut(one) for one in self.source.sample(2 * COUNTED)]
+        return [_cut(lengths) for lengths in self.source.sample(2 * COUNTED)]
 
     @property
     def mean_prompt(self) -> float:
-        """Tokens of a prompt, on average."""
-        return statistics.mean(one.prompt_tokens for one in self.lengths)
+        """Return the mean tokens of a prompt."""
+        return statistics.mean(request.prompt_tokens for request in self.lengths)
 
     @property
     def mean_output(self) -> float:
-        """Tokens of an answer, on average."""
-        return statistics.mean(one.output_tokens for one in self.lengths)
+        """Return the mean tokens of an answer."""
+        return statistics.mean(request.output_tokens for request in self.lengths)
 
     @property
     def note(self) -> str:
-        """What was done to lengths from a file; empty without one."""
+        """Say how lengths from a file were changed, or return ""."""
         if self.source is None:
             return ""
         means = f"{self.mean_prompt:,.0f} tokens in, {self.mean_output:,.0f} out on average"
         return f"lengths of {self.source.title}: {means}, outputs cut at {LONGEST_OUTPUT:,}"
 
 
-def _cut(one: RequestLengths) -> RequestLengths:
-    output = min(one.output_tokens, LONGEST_OUTPUT)
-    return RequestLengths(min(one.prompt_tokens, MAX_MODEL_LEN - output), output)
+def _cut(lengths: RequestLengths) -> RequestLengths:
+    output = min(lengths.output_tokens, LONGEST_OUTPUT)
+    return RequestLengths(min(lengths.prompt_tokens, MAX_MODEL_LEN - output), output)
 
 
 class Experiment:
-    """All runs of a model in one layout. What has been run is kept, and a run that was left is taken up again."""
+    """Run a model in one layout at any rate; results are kept, and an interrupted run goes on where it stopped."""
 
     def __init__(self, placed: PlacedModel, work: Work) -> None:
-        self.layout, self.work = placed.layout, work
+        self.layout = placed.layout
+        self.work = work
         self.runs = Runs(self._run)
         self._placed = placed
-        self.refused, self._kv_tokens = "", 0
+        self.refused = ""
+        self._kv_tokens = 0
         try:
             self._kv_tokens = placed.kv_tokens()
         except MinivllmError as error:
@@ -100,26 +102,27 @@ class Experiment:
 
     @cached_property
     def steady(self) -> Steady:
-        """What one group comes to on average."""
+        """Return the steady batch of one group."""
         return self._placed.steady(self.work.mean_prompt, self.work.mean_output, self._kv_tokens)
 
     def run(self, rate: float) -> Iterator[None]:
-        """Do the run at this rate, with pauses of the caller's; nothing if it is done."""
+        """Run this rate in steps, unless it has been run."""
         yield from self.runs.run(rate)
 
     def served(self, rate: float) -> Generator[None, None, OpenRun]:
-        """What becomes of one group's requests when all groups together get this rate."""
+        """Serve one group's share of this rate."""
         groups = self.layout.groups
         at_start = round(self.steady.batch(rate / groups))
         arrivals = gamma_arrivals(rate / groups, 2 * COUNTED, burstiness=groups, seed=6)
         load = OpenLoad(self.work.lengths, arrivals, COUNTED, at_start, seed=6)
-        longest = max(one.total for one in self.work.lengths)
+        longest = max(lengths.total for lengths in self.work.lengths)
         configs = self._placed.configs((longest + 32) * (2 * COUNTED + at_start))
         return run_open(load, *configs, self._placed.cost)
 
     def _run(self, rate: float) -> Generator[None, None, Point]:
         run = yield from self.served(rate)
-        groups, (half, most) = self.layout.groups, SHARES
+        groups = self.layout.groups
+        half, most = SHARES
         ttfts, tpots = run.ttfts, run.tpots or [0.0]
         tokens_per_second = groups * run.tokens / run.end
         return Point(
@@ -134,9 +137,9 @@ class Experiment:
 
 @lru_cache(maxsize=128)
 def experiment(model: str, gpu: str, layout: Layout, work: Work) -> Experiment:
-    """The runs of this configuration, those done before included.
+    """Return the runs of this configuration, including earlier ones.
 
     Raises:
-        MinivllmError: no such model or GPU.
+        MinivllmError: The model or GPU is unknown.
     """
     return Experiment(PlacedModel(known_model(model), get_hardware(gpu), layout), work)

@@ -1,4 +1,4 @@
-"""The state of lesson 06's widget: what clients see over the rate, where it breaks, and what other layouts bear."""
+"""Compute the state of lesson 06's widget: latencies against the rate, the knee, and the other layouts' knees."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from minivllm_simulate.load_sweep import crossing
 from minivllm_simulate.workloads import workload
 from widgets.serving.reader import PAUSES, Collector, Read, read_answer
 from widgets.serving.runs import RATES, Experiment, Point, Work, experiment
-from widgets.shell.spec import require_numbers
+from widgets.shell.spec import require_choices, require_numbers
 
 MODELS = ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B", "Meta-Llama-3-70B")
 GPUS = ("L4", "A100-80", "H100", "H200", "B200", "MI300X")
-TPS, PPS, DPS = (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)
-PROMPTS, OUTPUTS = (64, 256, 512, 1024, 2048), (16, 64, 128, 256)
+TPS = (1, 2, 4, 8)
+PPS = (1, 2, 4)
+DPS = (1, 2, 4, 8)
+PROMPTS = (64, 256, 512, 1024, 2048)
+OUTPUTS = (16, 64, 128, 256)
 MOST = {"rate": 1e5, "prompt": 3072, "output": 1024, "ttft": 1000.0, "tpot": 1000.0}
 MOST_WAITING = 0.05
-"""Of the requests that came in a run. More wait only where more come than can be served."""
+"""The share of waiting requests from which the queue counts as growing."""
 START = {
     "rate": 50.0, "tp": 1, "dp": 4, "pp": 1, "model": "Llama-3.1-8B", "gpu": "H100", "prompt": 512, "output": 128,
     "file": "", "ttft": 0.5, "tpot": 0.0075,
@@ -31,7 +34,7 @@ CAUSES = ("queue", "ttft", "tpot")
 
 @dataclass(frozen=True)
 class Knee:
-    """The rate from which a layout is broken, and by what: one of CAUSES."""
+    """Record the rate at which a layout breaks, and the cause, one of CAUSES."""
 
     rate: float
     cause: str
@@ -39,41 +42,42 @@ class Knee:
 
 @dataclass(frozen=True)
 class Served:
-    """A layout at every rate that has been run so far."""
+    """Hold the results of a layout at every rate that has been run so far."""
 
     layout: Layout
     points: Mapping[float, Point]
     refused: str
-    """Why the model does not fit so; empty where it does."""
+    """Why the model does not fit, or ""."""
     ttft: float
     tpot: float
-    """The service level in seconds: 99 % of the requests must have both."""
+    """The limits in seconds, which 99 % of the requests must keep."""
 
     @property
     def rates(self) -> list[float]:
-        """The rates that have been run."""
+        """Return the rates that have been run."""
         return sorted(self.points)
 
     def causes(self, rate: float) -> list[str]:
-        """What is wrong at a rate that has been run: some of CAUSES."""
+        """Return what is wrong at a rate that has been run, from CAUSES."""
         return [cause for cause, over in zip(CAUSES, self._over(self.points[rate]), strict=True) if over > 1]
 
     @property
     def knee(self) -> Knee | None:
-        """Where it breaks; None until it is known, or where no rate breaks it."""
+        """Return where the layout breaks, or None where that is not known yet, or never happens."""
         if not self.is_found or self.refused:
             return None
         points = [self.points[rate] for rate in self.rates]
-        found = [
+        edges = [
             self._queue_grows_from,
             crossing(self.rates, [point.ttft[1] for point in points], self.ttft, log=True),
             crossing(self.rates, [max(point.tpot[1], 1e-6) for point in points], self.tpot, log=True),
         ]
-        return Knee(min(found), CAUSES[found.index(min(found))]) if min(found) < math.inf else None
+        first = min(edges)
+        return Knee(first, CAUSES[edges.index(first)]) if first < math.inf else None
 
     @property
     def is_found(self) -> bool:
-        """Whether it is known where it breaks: between two rates that stand next to each other."""
+        """Return whether the knee is known to lie between two neighbouring rates."""
         if self.refused:
             return True
         rates = self.rates
@@ -82,14 +86,14 @@ class Served:
         broken = [bool(self.causes(rate)) for rate in rates]
         if all(broken):
             return rates[0] == RATES[0]
-        last = max(index for index, one in enumerate(broken) if not one)
+        last = max(index for index, is_broken in enumerate(broken) if not is_broken)
         if rates[last] >= RATES[-1]:
             return True
         return last + 1 < len(rates) and rates[last + 1] <= next(rate for rate in RATES if rate > rates[last])
 
     @property
     def goodput(self) -> float:
-        """Requests a second that it bears within the service level; 0 where the model does not fit."""
+        """Return the requests a second that the layout handles within the limits; 0 where the model does not fit."""
         if self.refused:
             return 0.0
         knee = self.knee
@@ -97,53 +101,52 @@ class Served:
 
     @property
     def _queue_grows_from(self) -> float:
-        """What is served where somebody always waits: between the last rate without a queue and the first with one."""
+        """Return the throughput of a full engine, from the first rate at which the queue grows."""
         short = max((rate for rate in self.rates if "queue" not in self.causes(rate)), default=0.0)
         long = next((rate for rate in self.rates if rate > short), math.inf)
         return min(long, max(short, self.points[long].requests_per_second)) if long in self.points else math.inf
 
     def _over(self, point: Point) -> tuple[float, float, float]:
-        """How many times what is allowed: the queue, the time to first token, the time per token."""
+        """Return queue, TTFT and TPOT as multiples of their limits."""
         return point.waiting / MOST_WAITING, point.ttft[1] / self.ttft, point.tpot[1] / self.tpot
 
 
 @dataclass(frozen=True)
 class State:
-    """One layout over the rate, and others with as many GPUs, as far as they have been run."""
+    """Hold one layout's results, and those of all layouts of as many GPUs."""
 
     rate: float
     model: str
     gpu: str
     served: Served
     others: tuple[Served, ...]
-    """All layouts of as many GPUs, `served` among them."""
+    """All layouts of as many GPUs, `served` included."""
     work: Work
     reads: tuple[Read, ...]
-    """One answer at this rate, as clients get it that read more and more seldom; empty until the rate has been run."""
+    """One answer at this rate, read at several intervals; empty until the rate has been run."""
     own: bool
-    """Whether the reader's own collector hands it over."""
+    """Whether the reader's collector is used."""
     error: str | None
-    """How far the cost model is off on published measurements; None until it has been asked for."""
+    """The cost model's error on published measurements; None until it has been computed."""
 
     @property
     def layout(self) -> Layout:
-        """The layout that the knobs ask for."""
         return self.served.layout
 
     @property
     def known(self) -> bool:
-        """Whether it is known what becomes of this rate, and where the layout breaks."""
+        """Return whether the outcome at this rate and the layout's knee are known."""
         return bool(self.served.refused) or (self.rate in self.served.points and self.served.is_found)
 
     @property
     def complete(self) -> bool:
-        """Whether every layout's knee is known too."""
-        return self.known and all(one.is_found for one in self.others)
+        """Return whether every layout's knee is known too."""
+        return self.known and all(layout.is_found for layout in self.others)
 
     @property
     def best(self) -> Served:
-        """The layout that bears most."""
-        return max(self.others, key=lambda one: one.goodput)
+        """Return the layout that handles most."""
+        return max(self.others, key=lambda layout: layout.goodput)
 
 
 def sweep(
@@ -160,44 +163,46 @@ def sweep(
     tpot: float = START["tpot"],
     output_collector: Collector | None = None,
 ) -> Iterator[State]:
-    """Serve requests in a layout at rates from 0.5 to 1000 a second; each state knows more of the curves.
+    """Serve requests in a layout at rates from 0.5 to 1000 a second, and yield ever more complete states.
 
     Args:
-        rate: requests a second over all GPUs: where the reader stands.
-        tp, dp, pp: GPUs that share a layer; engines side by side; stages of each engine.
-        model, gpu: names of `known_models` and `hardware`.
-        prompt, output: tokens of each request.
-        file: a workload's name or the path of a file with lengths, which then replace `prompt` and `output`.
-        ttft, tpot: seconds to the first token, and per token after it, that 99 % of the requests must have.
-        output_collector: the reader's own, as in exercise 06.
+        rate: Requests a second over all GPUs, where the reader stands.
+        tp, dp, pp: GPUs that share a layer, engines side by side, and stages of each engine.
+        model, gpu: Names in `known_models` and `hardware`.
+        prompt, output: Tokens of each request.
+        file: A workload's name or the path of a file with lengths, which then replace `prompt` and `output`.
+        ttft, tpot: Seconds to the first token, and per token after it, that 99 % of the requests must have.
+        output_collector: The reader's class of exercise 06.
 
     Raises:
-        MinivllmError: a value makes no sense.
+        MinivllmError: A value makes no sense.
     """
     require_numbers(MOST, rate=rate, prompt=prompt, output=output, ttft=ttft, tpot=tpot)
     sensible = min(rate, ttft, tpot) > 0 and min(prompt, output) >= 1
-    require(sensible, f"rate, prompt, output, ttft and tpot are above 0; rate is {rate}, prompt {prompt}, output "
-            f"{output}, ttft {ttft}, tpot {tpot}")  # fmt: skip
-    for name, value, allowed in (("tp", tp, TPS), ("pp", pp, PPS), ("dp", dp, DPS)):
-        require(not isinstance(value, bool) and value in allowed, f"{name} is one of {allowed}, not {value!r}")
+    require(
+        sensible,
+        f"rate, prompt, output, ttft and tpot must be above 0; now rate {rate}, prompt {prompt}, output {output}, "
+        f"ttft {ttft}, tpot {tpot}",
+    )
+    require_choices(tp=(tp, TPS), pp=(pp, PPS), dp=(dp, DPS))
     for name, value in (("model", model), ("gpu", gpu), ("file", file)):
-        require(isinstance(value, str), f"{name} is a name, not {value!r}")
+        require(isinstance(value, str), f"{name} must be a name, not {value!r}")
     source = workload(file.strip()) if file.strip() else None
     work = Work(0, 0, source) if source else Work(prompt, output)
     here = Layout(int(tp), int(pp), int(dp))
-    runs = [experiment(model, gpu, one, work) for one in layouts(here)]
+    runs = [experiment(model, gpu, layout, work) for layout in layouts(here)]
     return _Sweep(rate, model, gpu, work, here, runs, (ttft, tpot), output_collector).states()
 
 
 def layouts(here: Layout) -> list[Layout]:
-    """Those of as many GPUs: cut as far as it goes, then more and more replicas; `here` among them."""
-    found = [Layout(tp, 1, here.gpus // tp) for tp in reversed(TPS) if here.gpus % tp == 0]
-    return found if here in found else [*found, here]
+    """List the layouts of as many GPUs, from the most TP to the most replicas, `here` included."""
+    layouts = [Layout(tp, 1, here.gpus // tp) for tp in reversed(TPS) if here.gpus % tp == 0]
+    return layouts if here in layouts else [*layouts, here]
 
 
 @dataclass(frozen=True)
 class _Sweep:
-    """A sweep under way."""
+    """Sweep the rate, and search for the knee of every layout."""
 
     rate: float
     model: str
@@ -209,11 +214,11 @@ class _Sweep:
     collector: Collector | None
 
     def states(self) -> Iterator[State]:
-        """Ever more complete states: here first, then where this layout breaks, the others, and all other rates."""
+        """Yield ever more complete states: this rate, this layout's knee, the others' knees, all other rates."""
         state = self._now()
         yield state
-        for wanted in self._wanted():
-            for _ in wanted:
+        for run in self._pending_runs():
+            for _ in run:
                 yield state
             if not state.complete or self._is_new(state):
                 state = self._now()
@@ -223,24 +228,23 @@ class _Sweep:
         return len(self._mine().runs.found) > len(state.served.points)
 
     def _mine(self) -> Experiment:
-        return next(one for one in self.runs if one.layout == self.here)
+        return next(runs for runs in self.runs if runs.layout == self.here)
 
-    def _wanted(self) -> Iterator[Iterator[None]]:
-        """Runs that are still to be done, one after another."""
+    def _pending_runs(self) -> Iterator[Iterator[None]]:
         mine = self._mine()
         if not mine.refused:
             yield mine.run(self.rate)
         known_error("decode", "prefill")
-        for one in (mine, *self.runs):
-            while (rate := self._next(one)) is not None:
-                yield one.run(rate)
+        for runs in (mine, *self.runs):
+            while (rate := self._next(runs)) is not None:
+                yield runs.run(rate)
         for rate in sorted(self._drawn(), key=lambda other: abs(math.log(other / self.rate))):
             if not mine.refused and rate <= self._far():
                 yield mine.run(rate)
 
-    def _next(self, one: Experiment) -> float | None:
-        """The rate to try next in search of a layout's knee; None when it is found."""
-        served = self._served(one)
+    def _next(self, runs: Experiment) -> float | None:
+        """Return the rate to try next in search of a layout's knee, or None when it is known."""
+        served = self._served(runs)
         if served.is_found:
             return None
         broken = [rate for rate in served.rates if served.causes(rate)]
@@ -249,38 +253,39 @@ class _Sweep:
         above = [rate for rate in broken if not fine or rate > max(fine)]
         high = min((index for index, rate in enumerate(RATES) if above and rate >= min(above)), default=len(RATES))
         if not served.points:
-            return self._guess(one)
+            return self._guess(runs)
         if fine and above:
             middle = (low + high) // 2
-        else:  # the first guess is not far off
+        else:  # the first guess is close
             middle = low + 1 if fine else high - 1
         middle = min(max(middle, 0), len(RATES) - 1)
         return next((rate for rate in RATES[middle:] if rate not in served.points), None)
 
-    def _guess(self, one: Experiment) -> float:
-        """The highest rate that it seems to bear, as the mean step goes."""
-        steady, groups = one.steady, one.layout.groups
+    def _guess(self, runs: Experiment) -> float:
+        """Guess the highest rate that the layout handles, from a steady batch."""
+        steady = runs.steady
+        groups = runs.layout.groups
         batches = ((rate, steady.batch(rate / groups)) for rate in RATES if rate < 0.95 * steady.capacity * groups)
         fine = [rate for rate, batch in batches if steady.step_seconds(batch) < 0.98 * self.limits[1]]
         return max(fine, default=RATES[0])
 
     def _drawn(self) -> list[float]:
-        """The rates that the curves have: all that are near the knee, and every third where little happens."""
+        """Return the rates to draw: all near the knee, and every third elsewhere."""
         goodput = self._served(self._mine()).goodput
         near = goodput / 4 if goodput > RATES[0] else math.inf
         return [rate for index, rate in enumerate(RATES) if rate >= near or index % 3 == 0]
 
     def _far(self) -> float:
-        """Beyond this rate there is nothing to see: requests wait, and longer and longer."""
+        """Return the rate beyond which the queue grows ever longer, so that nothing more is to be seen."""
         served = self._served(self._mine())
         return min((rate for rate in served.rates if "queue" in served.causes(rate)), default=math.inf)
 
-    def _served(self, one: Experiment) -> Served:
-        return Served(one.layout, dict(one.runs.found), one.refused, *self.limits)
+    def _served(self, runs: Experiment) -> Served:
+        return Served(runs.layout, dict(runs.runs.found), runs.refused, *self.limits)
 
     def _now(self) -> State:
-        others = tuple(self._served(one) for one in self.runs)
-        served = next(one for one in others if one.layout == self.here)
+        others = tuple(self._served(runs) for runs in self.runs)
+        served = next(layout for layout in others if layout.layout == self.here)
         return State(
             rate=self.rate,
             model=self.model,
@@ -296,5 +301,6 @@ class _Sweep:
     def _reads(self, served: Served) -> tuple[Read, ...]:
         if self.rate not in served.points:
             return ()
-        tokens, gap = max(2, round(self.work.mean_output)), served.points[self.rate].tpot[0]
+        tokens = max(2, round(self.work.mean_output))
+        gap = served.points[self.rate].tpot[0]
         return tuple(read_answer(tokens, gap or 1e-3, pause, self.collector) for pause in PAUSES)

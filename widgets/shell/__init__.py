@@ -1,1 +1,1 @@
-"""What all widgets share, from colours and shapes up to the anywidget that carries them."""
+"""Share what all widgets need, from colours and shapes up to the anywidget that carries them."""

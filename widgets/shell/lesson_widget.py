@@ -1,7 +1,7 @@
-"""The one shell that carries every widget: an anywidget whose front end is `shell.js` and `shell.css`.
+"""Carry every widget in one anywidget, whose front end is `shell.js` and `shell.css`.
 
-The kernel runs the sweep and draws; the page has the controls, tooltips, the player, and the keys. Nothing is fetched,
-and nothing is built. Where no kernel runs, the picture is shown as it stands.
+The kernel runs the sweep and draws; the page handles controls, tooltips, the player and keys. Nothing is fetched or
+built. Without a kernel, the page shows the last picture.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from widgets.shell.theme import dark_style
 
 HERE = Path(__file__).parent
 REST = 0.3
-"""Seconds after the last turn of a knob until pictures are drawn ahead."""
+"""Seconds between the last turn of a knob and drawing ahead."""
 
 
 def script() -> str:
-    """The front end, an ES module."""
+    """Return the front end, an ES module."""
     return (HERE / "shell.js").read_text() + theme_script()
 
 
 def style() -> str:
-    """The style of the front end, with the colours of pictures on a dark page."""
+    """Return the front end's CSS, with the colours of pictures on a dark page."""
     return (HERE / "shell.css").read_text() + dark_style(".lw-dark")
 
 
 class LessonWidget(anywidget.AnyWidget):
-    """A widget of a lesson, live: `LessonWidget(SPEC, block_size=64)`.
+    """Show a lesson's widget live: `LessonWidget(SPEC, block_size=64)`.
 
     Args:
-        spec: the widget.
-        settings: knobs that do not stand as at the start, and the reader's own code for what `spec.own` names.
+        spec: The widget.
+        settings: Knobs that differ from their starting values, and the reader's code for the parts in `spec.own`.
 
     Raises:
-        MinivllmError: there is no such knob, or it takes no such value.
+        MinivllmError: No knob has this name, or it does not take this value.
     """
 
     _esm = script()
@@ -56,7 +56,7 @@ class LessonWidget(anywidget.AnyWidget):
 
     def __init__(self, spec: Spec, **settings: Any) -> None:
         self.session = Session(spec, **settings)
-        self._ahead: Iterator[dict[str, Any] | None] = iter(())  # what is still to be drawn; another one ends it
+        self._ahead: Iterator[dict[str, Any] | None] = iter(())  # what is still to be drawn; a newer turn replaces it
         self._serial = 0
         self._still = f"lw-still-{uuid.uuid4().hex[:8]}"
         described = self.session.described() | {"still": self._still}
@@ -65,16 +65,16 @@ class LessonWidget(anywidget.AnyWidget):
 
     @property
     def state(self) -> Any:
-        """What the sweep gave for the knobs as they stand; None where they ask for something that cannot be."""
+        """Return the sweep's state for the knobs' values, or None where they were refused."""
         return self.session.state
 
     def set(self, **values: Any) -> None:
-        """Turn knobs, and draw once the whole sweep has run."""
+        """Turn knobs, run the whole sweep, and draw."""
         self._ahead = iter(())
         self._post(self.session.settle(**values))
 
     def _heard(self, _widget: object, message: Mapping[str, Any], _buffers: object) -> None:
-        """What the page asks for: turn knobs, pin, unpin, load; what is none of these is left alone."""
+        """Handle a message of the page: turn, pin, unpin or load; ignore any other."""
         match message:
             case {"do": "pin"}:
                 self._post(self.session.pin())
@@ -95,7 +95,7 @@ class LessonWidget(anywidget.AnyWidget):
         self._turn(values, None)
 
     def _turn(self, values: Mapping[str, Any], width: float | None) -> None:
-        """The first picture at once; the rest of the sweep between the page's next messages."""
+        """Draw the first picture at once, and the rest of the sweep between the page's next messages."""
         self._ahead = self.session.turn(values, width)
         self._go_on(self._ahead)
 
@@ -104,7 +104,7 @@ class LessonWidget(anywidget.AnyWidget):
             return
         try:
             view = next(ahead)
-        except KeyboardInterrupt:  # it is said in the view; the loop of the kernel would end by it
+        except KeyboardInterrupt:  # the view reports it; raised here, it would end the kernel's loop
             return
         except StopIteration:
             self._ahead = self.session.ahead()
@@ -115,7 +115,7 @@ class LessonWidget(anywidget.AnyWidget):
         asyncio.get_running_loop().call_later(0, self._go_on, ahead)
 
     def _draw_ahead(self, ahead: Iterator[dict[str, Any] | None]) -> None:
-        """While nobody turns anything: the pictures along the swept axis, so that dragging needs no kernel."""
+        """Draw the pictures along the swept axis while no knob moves, so that dragging needs no kernel."""
         if ahead is not self._ahead:
             return
         try:
@@ -130,15 +130,15 @@ class LessonWidget(anywidget.AnyWidget):
         self.view = {**view, "serial": self._serial}
 
     def still(self) -> str:
-        """The picture and the verdict as HTML, for where no kernel runs."""
+        """Return picture and verdict as HTML, for pages without a kernel."""
         view = self.view
         return f"<figure>{view['svg']}<figcaption>{view['sign']} {escape(view['words'])}</figcaption></figure>"
 
     def _ipython_display_(self) -> None:
-        """The picture as it stands, then the live widget, which takes the still one away where it comes to life.
+        """Display the picture, then the live widget, which removes the picture when it starts.
 
-        A page made from an executed notebook shows one of an output's forms only, and picks the live one, which is
-        empty there: so the still picture is an output of its own.
+        A page made from an executed notebook shows only one form of each output, and picks the live one, which is
+        empty there. So the picture is an output of its own.
         """
         html = f'<div class="{self._still}">{self.still()}</div>'
         display({"text/html": html, "text/plain": self.view["words"]}, raw=True)

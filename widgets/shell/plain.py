@@ -1,9 +1,9 @@
-"""A widget in the controls that every Jupyter page has: the form for pages on which the shell cannot come to life.
+"""Show a widget with Jupyter's standard controls, for pages where the shell cannot run.
 
     from widgets.shell.plain import plain
     plain(kv_cache.SPEC)
 
-Controls, picture, verdict and challenges, all redrawn by the kernel; no tooltips, no player, no dragging.
+The kernel redraws controls, picture, verdict and challenges; there are no tooltips, no player and no dragging.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ STYLE = {"description_width": "110px"}
 
 
 def plain(spec: Spec, **settings: Any) -> ipywidgets.Box:
-    """`spec` as a form; `settings` are knobs and parts of the reader's own, as `show` takes them.
+    """Show `spec` as a form; `settings` are knobs and the reader's own parts, as `show` takes them.
 
     Raises:
-        MinivllmError: there is no such knob, or it takes no such value.
+        MinivllmError: No knob has this name, or it does not take this value.
     """
     session = Session(spec, **settings)
     controls = {name: _control(knob, session.values[name]) for name, knob in spec.flat().items()}
-    picture, says = ipywidgets.HTML(), ipywidgets.HTML()
+    picture = ipywidgets.HTML()
+    verdict = ipywidgets.HTML()
 
     def show(view: dict[str, Any]) -> None:
         picture.value = view["svg"]
         goals = zip(spec.challenges, view["challenges"], strict=True)
         tasks = "".join(
-            f"<li>{'✓' if one['met'] else '·'} {escape(goal.goal)} <i>{escape(one['words'])} "
-            f"{escape('' if one['met'] else one['advice'])}</i></li>"
-            for goal, one in goals
+            f"<li>{'✓' if progress['met'] else '·'} {escape(challenge.goal)} <i>{escape(progress['words'])} "
+            f"{escape('' if progress['met'] else progress['advice'])}</i></li>"
+            for challenge, progress in goals
         )
-        says.value = f"<p><b>{view['sign']}</b> {escape(view['words'])}</p><ol>{tasks}</ol>"
+        verdict.value = f"<p><b>{view['sign']}</b> {escape(view['words'])}</p><ol>{tasks}</ol>"
 
     def moved(_change: object) -> None:
         show(session.settle(**{name: control.value for name, control in controls.items()}))
@@ -48,7 +49,7 @@ def plain(spec: Spec, **settings: Any) -> ipywidgets.Box:
         control.observe(moved, names="value")
     show(session.settle())
     heading = ipywidgets.HTML(f"<h4>{escape(spec.title)}</h4><p>{escape(spec.lead)}</p>")
-    right = ipywidgets.VBox([picture, says])
+    right = ipywidgets.VBox([picture, verdict])
     return ipywidgets.VBox([heading, ipywidgets.HBox([ipywidgets.VBox([*controls.values()]), right])])
 
 

@@ -1,7 +1,7 @@
-"""Plots: axes with curves, and the grammar that all widgets share.
+"""Draw axes with curves, in the grammar that all widgets share.
 
-One axis is swept. Where the system is broken, the plot is shaded and hatched, and the edge says what breaks there and
-which service level is missed. A handle says "you are here": the pointer drags it, which turns the knob of that axis.
+One axis is swept. Where the system is broken, the plot is shaded and hatched, and words at the edge name the cause and
+the service level that is missed. A handle marks the knob's value; dragging it turns the knob.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from widgets.shell.svg import SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED
 
 HIT = 9
-"""Radius in pixels within which the pointer meets a value of a curve."""
+"""Radius in pixels within which the pointer hits a point of a curve."""
 LEAST_ROOM = 110
-"""Pixels that a broken region is wide at least, for words to stand in it."""
+"""The least width in pixels of a broken region that holds its words."""
 ROW, STRIDE, LEVEL_STRIDE = 15, 4, 16
-"""Pixels: from one line of words to the next, and between the points of a curve, or of a level, that words avoid. Of a
-level less is lost where words cover it."""
+"""Pixels between lines of words, between the points of a curve that words avoid, and between those of a level line.
+Covering a level line loses less, so its points lie farther apart."""
 Number = TypeVar("Number", int, float)
 MARGIN, WIDE = 16, 600
-"""Pixels around a picture, and from which width on its parts stand side by side."""
+"""Pixels around a picture, and the width from which its parts stand side by side."""
 
 
 def short(value: float) -> str:
-    """A count as people say it: 950, 1.5k, 32k, 2M."""
+    """Format a count: 950, 1.5k, 32k, 2M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size * 0.9995:
             return f"{value / size:.3g}{unit}"
@@ -39,7 +39,7 @@ def short(value: float) -> str:
 
 
 def tokens(value: float) -> str:
-    """A number of tokens: powers of two as in 512, 8K, 128K, 1M (K = 1024); others as in 1,366 or 12.4K."""
+    """Format a number of tokens: 512, 8K, 128K, 1M for powers of two (K = 1024); 1,366 or 12.4K for others."""
     if value >= 2**20:
         return f"{value / 2**20:.3g}M"
     if value >= 2**13 or (value >= 1024 and value % 1024 == 0):
@@ -48,20 +48,25 @@ def tokens(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that people would say: 7.5 ms, 1.2 s, 3,600 s."""
+    """Format a time in the unit that fits it: 7.5 ms, 1.2 s, 3,600 s."""
     if value < 0.9995:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
 
 
+def figures(value: float) -> str:
+    """Format three figures without an exponent: 0.42, 12.3, 1,230."""
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
 def counted(count: float, noun: str) -> str:
-    """So many of them, in words: 1 slot, 1,000 slots."""
+    """Format a count with its noun: 1 slot, 1,000 slots."""
     return f"{count:,.0f} {noun}{'s' * (round(count) != 1)}"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A range of values along an axis, linear or logarithmic."""
+    """Map values to positions along an axis, linearly or logarithmically."""
 
     low: float
     high: float
@@ -69,37 +74,37 @@ class Scale:
 
     @classmethod
     def around(cls, low: float, high: float) -> Scale:
-        """A logarithmic scale around both with round ends, three to a decade, so that it changes seldom."""
+        """Make a logarithmic scale around both values, with ends at thirds of a decade, so that it rarely changes."""
         ends = math.floor(3 * math.log10(low)) / 3, math.ceil(3 * math.log10(high)) / 3
         return cls(10 ** ends[0], 10 ** ends[1], log=True)
 
     def share(self, value: float) -> float:
-        """Where `value` lies: 0 at `low`, 1 at `high`; outside of both it is below 0 or above 1."""
+        """Return 0 for a value at `low`, 1 at `high`, and less or more outside."""
         if self.log:
             value = max(value, 1e-300)
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """Round values in the range, at most about `most` of them: 1, 2 or 5 times a power of ten."""
+        """List about `most` round values in the range: 1, 2 or 5 times a power of ten."""
         if self.log:
             return self._decades(most)
         span = self.high - self.low
         rough = span / max(most - 1, 1)
         power = 10 ** math.floor(math.log10(rough))
-        # No step is wider than the range: one that is may have no multiple inside.
+        # A step wider than the range may have no multiple inside.
         steps = [power * factor for factor in (1, 2, 5, 10) if power * factor <= span]
         step = next((step for step in steps if step >= rough * 0.999), steps[-1])
         first = math.ceil(self.low / step - 1e-9)
         return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
     def doublings(self, most: int = 8) -> list[float]:
-        """Powers of two in the range, every second, third ... one where there would be more than `most`."""
+        """List the powers of two in the range, skipping some where there would be more than `most`."""
         powers = range(math.ceil(math.log2(self.low) - 1e-9), math.floor(math.log2(self.high) + 1e-9) + 1)
         return [float(2**power) for power in powers[:: max(1, math.ceil(len(powers) / most))]]
 
     def powers(self) -> list[float]:
-        """Powers of ten in the range."""
+        """List the powers of ten in the range."""
         low, high = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
         return [10.0**power for power in range(low, high + 1)]
 
@@ -114,15 +119,17 @@ class Scale:
 
 
 class Axes:
-    """A plot inside `box`: two scales, and curves that are clipped to them."""
+    """Draw a plot inside `box`, with curves clipped to it."""
 
     def __init__(self, drawing: Drawing, box: Box, x: Scale, y: Scale) -> None:
-        self.drawing, self.box, self.x, self.y = drawing, box, x, y
+        self.drawing = drawing
+        self.box = box
+        self.x, self.y = x, y
         self._drawn: list[Point] = []
         self._written: list[Box] = []
 
     def at(self, x: float, y: float) -> Point:
-        """The pixel where the values (`x`, `y`) lie."""
+        """Return the pixel of the values (`x`, `y`)."""
         return self.box.x + self.x.share(x) * self.box.width, self.box.bottom - self.y.share(y) * self.box.height
 
     def frame(
@@ -135,7 +142,7 @@ class Axes:
         x_ticks: Sequence[float] | None = None,
         y_ticks: Sequence[float] | None = None,
     ) -> None:
-        """Grid lines, tick labels and the names of both axes; the y name, if any, stands above its axis."""
+        """Draw grid lines, tick labels and the names of both axes; the y name stands above its axis."""
         box = self.box
         for value in self.y.ticks(5) if y_ticks is None else y_ticks:
             height = self.at(self.x.low, value)[1]
@@ -162,7 +169,7 @@ class Axes:
         tips: Sequence[str] = (),
         group: str = "",
     ) -> None:
-        """A curve through the values; with `tips`, each value can be asked for with the pointer or the arrow keys."""
+        """Draw a curve; with `tips`, the pointer and the arrow keys show one for each value."""
         points = [self.at(x, y) for x, y in zip(xs, ys, strict=True)]
         self._drawn += _along(points)
         self._clipped(lambda: self.drawing.polyline(points, colour, width=width, dash=dash, group=group))
@@ -171,7 +178,7 @@ class Axes:
                 self.drawing.circle(point, HIT, "transparent", stroke="none", tip=tip, group=group)
 
     def strips(self, xs: Sequence[Number]) -> Iterator[tuple[Number, Box]]:
-        """Each of some values along a logarithmic axis with the part of the plot that is nearest to it: for tips."""
+        """Yield each value of a logarithmic axis with the strip of the plot nearest to it, for tooltips."""
         edges = [self.x.low, *(math.sqrt(low * high) for low, high in pairwise(xs)), self.x.high]
         for value, low, high in zip(xs, edges, edges[1:], strict=False):
             left, right = (self.at(edge, self.y.low)[0] for edge in (low, high))
@@ -180,19 +187,19 @@ class Axes:
     def points(
         self, xs: Sequence[float], ys: Sequence[float], colour: str, *, radius: float = 4.5, tips: Sequence[str] = ()
     ) -> None:
-        """Dots at the values."""
+        """Draw dots at the values."""
         for index, (x, y) in enumerate(zip(xs, ys, strict=True)):
             self.drawing.circle(self.at(x, y), radius, colour, tip=tips[index] if tips else "")
 
     def mark_x(self, value: float, colour: str = INK, *, dash: str = "4 3") -> None:
-        """A dashed upright line at `value`."""
+        """Draw a dashed vertical line at `value`."""
         across = self.at(value, self.y.low)[0]
         self.drawing.line((across, self.box.y), (across, self.box.bottom), colour=colour, dash=dash, width=1.5)
 
     def mark_y(
         self, value: float, text: str, colour: str = INK, *, dash: str = "4 3", along: float = 1, below: bool = False
     ) -> None:
-        """A dashed level line at `value` with its text above or below it, ending at `along`: 1 is the right end."""
+        """Draw a dashed horizontal line at `value`, with text above or below that ends at `along` (1: right end)."""
         height = self.at(self.x.low, value)[1]
         self._drawn += _along([(self.box.x, height), (self.box.right, height)], LEVEL_STRIDE)
         self.drawing.line((self.box.x, height), (self.box.right, height), colour=colour, dash=dash, width=1.5)
@@ -202,8 +209,8 @@ class Axes:
     def broken(self, low: float | None, high: float | None, words: str) -> None:
         """Shade the values from `low` to `high` of the swept axis (None: to the end of it), where the system breaks.
 
-        `words` stand at the edge: the cause, and the service level that is missed. Nothing is drawn where no value of
-        the axis is broken. Call it before the curves.
+        `words` at the edge say the cause, and the service level that is missed. Nothing is drawn where no value of the
+        axis is broken. Call it before the curves.
         """
         self.shade(low, high, words)
         area = self._region(low, high)
@@ -211,7 +218,7 @@ class Axes:
             self._edge_words(area, words, high is None)
 
     def shade(self, low: float | None, high: float | None, words: str) -> None:
-        """`broken` without its words: where regions overlap, all are shaded before `edge` is drawn for any."""
+        """Shade a broken region without its words: where regions overlap, shade all before drawing any `edge`."""
         area = self._region(low, high)
         if area.width <= 0:
             return
@@ -221,7 +228,7 @@ class Axes:
             self._edge_line(area, high is None)
 
     def edge(self, low: float | None, high: float | None, words: str) -> None:
-        """The edge of a shaded region with its words, above the shading of others."""
+        """Draw the edge of a shaded region with its words, above the shading of others."""
         area = self._region(low, high)
         if area.width > 0:
             self._edge_line(area, high is None)
@@ -237,7 +244,7 @@ class Axes:
         return Box(left, self.box.y, right - left, self.box.height)
 
     def _edge_words(self, area: Box, words: str, after: bool) -> None:
-        """Inside the broken region, or with an arrow on the other side of its edge where the region is too narrow."""
+        """Write inside the broken region or, if it is too narrow, beside it with an arrow."""
         edge = area.x if after else area.right
         if words and area.width < LEAST_ROOM:
             words, after = f"{words} →" if after else f"← {words}", not after
@@ -245,16 +252,16 @@ class Axes:
         self.write(words, edge + 7 if after else edge - 7, room, after=after)
 
     def write(self, words: str, x: float, room: float, *, after: bool) -> None:
-        """Why the system breaks, in lines no wider than `room` pixels that begin or end at `x`.
+        """Write why the system breaks, in lines no wider than `room` pixels that begin or end at `x`.
 
-        They stand as high as they can where no other words are and fewest curves run, those drawn later included.
+        The lines stand as high as possible where no other words are and the fewest curves run, later curves included.
         """
         lines = wrapped(words, max(room, 60) * 0.92, SMALL)
         if lines:
             self.drawing.last(lambda: self._write(lines, x, after))
 
     def keep_clear(self, box: Box) -> None:
-        """`write` puts no words here."""
+        """Keep the words of `write` out of this box."""
         self._written.append(box)
 
     def _write(self, lines: Sequence[str], x: float, after: bool) -> None:
@@ -279,7 +286,7 @@ class Axes:
             self.drawing.text(at, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0)
 
     def here(self, value: float, knob: str, words: str = "") -> None:
-        """A handle at `value`: you are here. Dragging in the plot turns `knob`, an argument of the widget's sweep.
+        """Draw the handle at `value`. Dragging in the plot turns `knob`, an argument of the widget's sweep.
 
         Call it after the curves; an axis has one handle.
         """
@@ -297,16 +304,16 @@ class Axes:
             self.drawing.text(place_, words, size=SMALL, anchor="end" if left else "start", bold=True, halo=True)
 
     def also_here(self, value: float) -> None:
-        """The same place in a small plot beside, which has no handle."""
+        """Mark the handle's value in a small plot beside, which has no handle of its own."""
         x = self.at(value, self.y.low)[0]
         self.drawing.line((x, self.box.y), (x, self.box.bottom), colour=INK, width=1.5)
 
     def pinned(self, xs: Sequence[float], ys: Sequence[float]) -> None:
-        """The curve of the state that was pinned: thin and dashed, behind the present one."""
+        """Draw a curve of the pinned state, thin and dashed, behind the current one."""
         self.line(xs, ys, PINNED, width=1.5, dash="5 4", group="pinned")
 
     def _clipped(self, draw: Callable[[], None]) -> None:
-        """Draw inside a nested `<svg>`, which cuts off what lies outside, and needs no id as a clip path does."""
+        """Draw inside a nested `<svg>`, which clips without the id that a clip path needs."""
         rim = 4
         left, top = number(self.box.x - rim), number(self.box.y - rim)
         wide, high = number(self.box.width + 2 * rim), number(self.box.height + 2 * rim)
@@ -317,7 +324,7 @@ class Axes:
 
 
 def _along(points: Sequence[Point], stride: int = STRIDE) -> Iterator[Point]:
-    """Points on a line through `points`, at most `stride` pixels apart."""
+    """Yield points on a line through `points`, at most `stride` pixels apart."""
     for (x, y), (to_x, to_y) in pairwise(points):
         count = min(int(math.hypot(to_x - x, to_y - y) // stride) + 1, 400)
         for part in range(count):
@@ -329,11 +336,11 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 Key = tuple[str, str, str, float]
-"""Of a curve: its name, colour, dashes and width."""
+"""A curve's name, colour, dashes and width."""
 
 
 def draw_keys(drawing: Drawing, y: float, keys: Iterable[Key]) -> float:
-    """What the curves are, in as many rows as they need; returns the y of the last."""
+    """Draw the key of the curves in as many rows as it needs, and return the y of the last."""
     x: float = MARGIN
     for words, colour, dash, wide in keys:
         room = 22 + text_width(words, SMALL)
@@ -346,10 +353,11 @@ def draw_keys(drawing: Drawing, y: float, keys: Iterable[Key]) -> float:
 
 
 def three_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box, Box, Box]:
-    """A large plot that takes the share `large` of a wide picture and two small ones beside it, or all in a column."""
+    """Place a large plot with two small ones beside it, or all three in a column where the picture is narrow."""
     if width >= WIDE:
         left = round(width * large)
-        right, small = left + 66, (high - 36) / 2
+        right = left + 66
+        small = (high - 36) / 2
         upper = Box(right, y, width - right - MARGIN, small)
         return Box(60, y, left - 60, high), upper, Box(right, y + high - small, upper.width, small)
     whole = width - 60 - MARGIN

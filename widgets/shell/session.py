@@ -1,7 +1,7 @@
-"""One reader at one widget: where the knobs stand, what is drawn for them, what is pinned, which challenges are met.
+"""Keep the state of one reader's widget: knobs, picture, pinned state and challenges.
 
-Nothing here knows how it is shown: `shell` puts it into a notebook, `plain` is the form without a front end of its
-own, and the site is built from the views of many knob settings.
+A session does not know how it is shown: `lesson_widget` puts it into a notebook, `plain` shows it with standard
+controls, and the site is built from the views of many knob settings.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ from widgets.shell.knobs import Value
 from widgets.shell.spec import Progress, Spec, Verdict, refused
 
 SIGNS = {"fine": "✓", "tight": "!", "broken": "✕"}
-"""Beside the colour of a tone, for those who cannot go by colour."""
+"""The sign of each tone, for readers who cannot see its colour."""
 WIDTH = 640
-"""Pixels of a picture where nobody has said how wide it may be."""
+"""The width of a picture in pixels until a page reports its own."""
 MOST_WIDTH, LEAST_WIDTH = 760, 360
-"""Of a picture on a page; text in it keeps its size."""
+"""Limits of a picture's width; its text keeps its size."""
 NOTHING = Progress(False, "There is nothing to check.")
-MOST_SAID, MOST_TRACED = 600, 20_000
-"""Characters of a verdict and of a trace: what the reader's code raises or returns can be of any size."""
+MOST_VERDICT, MOST_TRACE = 600, 20_000
+"""The most characters of a verdict and of a trace: the reader's code can raise text of any length."""
 ONE_AT_A_TIME = threading.RLock()
-"""Held during each step of a sweep: runs are shared by all widgets, and JupyterLab's messages come in another thread
-than the cells."""
+"""Held during each step of a sweep: all widgets share their runs, and JupyterLab delivers messages in another thread
+than it runs cells."""
 
 
 class Session:
-    """The state of one widget.
+    """Hold one widget's state.
 
     Args:
-        spec: the widget.
-        settings: knobs that do not stand as at the start, and the reader's own code for what `spec.own` names.
+        spec: The widget.
+        settings: Knobs that differ from their starting values, and the reader's code for the parts in `spec.own`.
 
     Raises:
-        MinivllmError: there is no such knob, or it takes no such value.
+        MinivllmError: No knob has this name, or it does not take this value.
     """
 
     def __init__(self, spec: Spec, **settings: Any) -> None:
         self.spec = spec
-        given = {name: part for name, part in settings.items() if name in spec.own}
-        for name, part in given.items():
-            require(callable(part), f"{name} is a function or a class of yours ({spec.own[name]}), not {part!r}")
-        self.own = {name: _apart(part) for name, part in given.items()}
+        parts = {name: part for name, part in settings.items() if name in spec.own}
+        for name, part in parts.items():
+            role = spec.own[name]
+            require(callable(part), f"{name} must be your function or class ({role}), not {part!r}")
+        self.own = {name: _uncached(part) for name, part in parts.items()}
         knobs = {name: value for name, value in settings.items() if name not in spec.own}
         self.values: dict[str, Value] = spec.start() | spec.accept(knobs)
         self.width = WIDTH
@@ -62,23 +63,23 @@ class Session:
         self._pinned_view: dict[str, Any] | None = None
         self._view: dict[str, Any] = {}
         self._turn = object()
-        """The newest turn; an older one that is still under way ends."""
+        """The newest turn; an older turn that is still running stops."""
 
     @property
     def swept(self) -> str | None:
-        """The knob that the pointer drags in the picture: its axis is the one along which the system breaks."""
+        """Return the knob that the pointer drags in the picture."""
         dragged = re.search(r'data-drag="(\w+)"', self.picture)
         return dragged[1] if dragged else None
 
     def turn(
         self, values: Mapping[str, Any], width: float | None = None, between: float = 0.1
     ) -> Iterator[dict[str, Any] | None]:
-        """Turn knobs, and give the view after each step of the sweep; never raises for what the knobs say.
+        """Turn knobs, and yield a view after each step of the sweep; bad values become a verdict, not an exception.
 
-        A view is what a page needs: the picture, the verdict, the challenges; the last one has `busy` False. None
-        stands for a step of the sweep that is not drawn, since the last drawing is less than `between` seconds old.
+        A view holds what a page needs: picture, verdict and challenges; in the last view, `busy` is False. A step
+        less than `between` seconds after the last drawing is not drawn and yields None.
         """
-        return _in_turn(self._turned(values, width, between))
+        return _exclusive(self._turned(values, width, between))
 
     def _turned(
         self, values: Mapping[str, Any], width: float | None, between: float
@@ -90,7 +91,7 @@ class Session:
             before, accepted = dict(self.values), self.spec.accept(values)
             self.values |= accepted
             if self.values == before and self.state is not None and not self._view["busy"]:
-                yield self._drawn(self.state, busy=False)  # only how it is shown has changed
+                yield self._drawn(self.state, busy=False)  # only the width has changed
             else:
                 yield from self._views(between)
         except MinivllmError as error:
@@ -99,19 +100,19 @@ class Session:
             yield self._failed(Verdict("Interrupted. Turn a knob to go on.", "broken"))
             raise
         except (Exception, SystemExit) as error:  # a cell that calls sys.exit() would end the kernel
-            named = "".join(traceback.format_exception_only(error)).strip()
-            whose = f"Your {' and '.join(self.own)}" if self.own else "The widget"
+            message = "".join(traceback.format_exception_only(error)).strip()
+            source = f"Your {' and '.join(self.own)}" if self.own else "The widget"
             trace = "".join(traceback.format_exception(error))
-            yield self._failed(Verdict(f"{whose} broke. {named}", "broken"), trace)
+            yield self._failed(Verdict(f"{source} broke. {message}", "broken"), trace)
 
     def settle(self, **values: Any) -> dict[str, Any]:
-        """Turn knobs, run the sweep to its end, and give the last view."""
+        """Turn knobs, run the sweep to its end, and return the last view."""
         *_, last = self.turn(values, between=math.inf)
         assert last is not None
         return last
 
     def pin(self) -> dict[str, Any]:
-        """Keep this state to compare with; gives the view."""
+        """Pin this state to compare with it, and return the view."""
         if self._view.get("busy"):
             self.settle()
         if self.state is not None:
@@ -120,27 +121,27 @@ class Session:
         return self.settle()
 
     def unpin(self) -> dict[str, Any]:
-        """Compare with nothing; gives the view."""
+        """Remove the pinned state, and return the view."""
         self.pinned = self._pinned_view = None
         return self.settle()
 
     def loaded(self, text: str) -> dict[str, Value]:
-        """The knobs of a state that a view had as `saved`.
+        """Read the knobs of a state that a view had as `saved`.
 
         Raises:
-            MinivllmError: it is no state of this widget.
+            MinivllmError: The text is not a state of this widget.
         """
         try:
             state = json.loads(text)
             name, knobs = state["widget"], dict(state["knobs"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            wanted = f'{{"widget": "{self.spec.name}", "knobs": {{…}}}}'
-            raise MinivllmError(f"this is no saved state; one reads {wanted}") from error
-        require(name == self.spec.name, f"this state is of the widget {name!r}, and this is {self.spec.name!r}")
+            form = f'{{"widget": "{self.spec.name}", "knobs": {{…}}}}'
+            raise MinivllmError(f"this is not a saved state; a saved state reads {form}") from error
+        require(name == self.spec.name, f"this state belongs to the widget {name!r}, not to {self.spec.name!r}")
         return self.spec.accept(knobs)
 
     def described(self) -> dict[str, Any]:
-        """What never changes: texts, knobs, presets, goals."""
+        """Return the parts of a page that never change: texts, knobs, presets, goals."""
         spec = self.spec
         return {
             "name": spec.name,
@@ -151,19 +152,20 @@ class Session:
                 for heading, group in spec.knobs.items()
             ],
             "presets": [{"label": label, "values": values} for label, values in spec.jumps().items()],
-            "challenges": [{"goal": one.goal, "lesson": one.lesson} for one in spec.challenges],
+            "challenges": [{"goal": item.goal, "lesson": item.lesson} for item in spec.challenges],
             "guess": {
                 "question": spec.guess.question,
                 "options": list(spec.guess.options),
                 "right": spec.guess.right,
                 "because": spec.guess.because,
             },
-            "own": [f"{name}: your own" for name in self.own],
+            "own": [f"your own {name}" for name in self.own],
             "widths": [LEAST_WIDTH, MOST_WIDTH],
         }
 
     def _views(self, between: float) -> Iterator[dict[str, Any] | None]:
-        turn, swept = self._turn, self.spec.sweep(**self.values, **self.own)
+        turn = self._turn
+        swept = self.spec.sweep(**self.values, **self.own)
         if not isgenerator(swept):
             yield self._drawn(swept, busy=False)
             return
@@ -189,7 +191,7 @@ class Session:
 
     def _view_of(self, values: Mapping[str, Value], state: Any) -> dict[str, Any]:
         progress = [challenge.check(state) for challenge in self.spec.challenges]
-        return self._said(values, self.spec.verdict(state), progress) | {
+        return self._texts(values, self.spec.verdict(state), progress) | {
             "svg": self.spec.figure(state, width=self.width, pinned=self.pinned),
             "command": self.spec.command(state),
             "busy": False,
@@ -197,21 +199,22 @@ class Session:
         }
 
     def ahead(self) -> Iterator[dict[str, Any] | None]:
-        """The views for all other values of the swept knob, the nearest first.
+        """Yield the views for all other values of the swept knob, nearest first.
 
-        A page that has them needs nobody while its handle is dragged. None stands for a step of an unfinished sweep.
+        With them, a page needs no kernel while its handle is dragged. A step of an unfinished sweep yields None.
         """
-        return _in_turn(self._ahead())
+        return _exclusive(self._ahead())
 
     def _ahead(self) -> Iterator[dict[str, Any] | None]:
-        name, now = self.swept, dict(self.values)
+        name = self.swept
+        now = dict(self.values)
         if self.state is None or name is None:
             return
         places = self.spec.flat()[name].places()
         here = places.index(min(places, key=lambda place: abs(place - now[name])))
         for index in sorted(range(len(places)), key=lambda index: abs(index - here))[1:]:
             values = {**now, name: places[index]}
-            with suppress(Exception, SystemExit):  # the reader hears of it once the knob stands there
+            with suppress(Exception, SystemExit):  # the error is reported once the knob stands there
                 complete = None
                 for state in self.spec.states(**values, **self.own):
                     complete = state
@@ -219,37 +222,37 @@ class Session:
                 yield self._view_of(values, complete)
 
     def _failed(self, verdict: Verdict, trace: str = "") -> dict[str, Any]:
-        """The picture stays, faded: it no longer fits the knobs."""
+        """Report a failure, and keep the old picture, faded."""
         self.state = None
-        said = self._said(self.values, verdict, [NOTHING] * len(self.spec.challenges))
-        self._view = said | {"svg": self.picture, "command": "", "busy": False, "stale": True}
-        self._view["trace"] = _sent(trace, MOST_TRACED)
+        texts = self._texts(self.values, verdict, [NOTHING] * len(self.spec.challenges))
+        self._view = texts | {"svg": self.picture, "command": "", "busy": False, "stale": True}
+        self._view["trace"] = _shortened(trace, MOST_TRACE)
         return self._view
 
-    def _said(self, values: Mapping[str, Value], verdict: Verdict, progress: list[Progress]) -> dict[str, Any]:
+    def _texts(self, values: Mapping[str, Value], verdict: Verdict, progress: list[Progress]) -> dict[str, Any]:
         return {
-            "words": _sent(verdict.words, MOST_SAID),
+            "words": _shortened(verdict.words, MOST_VERDICT),
             "tone": verdict.tone,
             "sign": SIGNS[verdict.tone],
             "trace": "",
             "values": dict(values),
-            "challenges": [{"met": one.met, "words": one.words, "advice": one.advice} for one in progress],
+            "challenges": [{"met": item.met, "words": item.words, "advice": item.advice} for item in progress],
             "saved": json.dumps({"widget": self.spec.name, "knobs": values}),
             "pinned": self._pinned_view,
         }
 
 
-def _apart(part: Callable[..., Any]) -> Callable[..., Any]:
-    """The reader's code as a function of this session: what is kept of its runs is not taken for another's.
+def _uncached(part: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the reader's code in a function of this session, so that cached runs of earlier code do not match it.
 
-    The same function may do something else in the next cell, by what it calls; and not everything that can be called
-    can be hashed.
+    The same function may behave differently in the next cell, through what it calls; and not every callable can be
+    hashed.
     """
     return lambda *arguments, **named: part(*arguments, **named)
 
 
-def _in_turn(views: Iterator[Any]) -> Iterator[Any]:
-    """`views`, no two of which are made at the same time."""
+def _exclusive(views: Iterator[Any]) -> Iterator[Any]:
+    """Make each view under the lock, so that no two are made at the same time."""
     while True:
         with ONE_AT_A_TIME:
             try:
@@ -259,7 +262,7 @@ def _in_turn(views: Iterator[Any]) -> Iterator[Any]:
         yield view
 
 
-def _sent(text: str, most: int) -> str:
-    """`text` as a page can get it: neither endless nor with half a character."""
+def _shortened(text: str, most: int) -> str:
+    """Cut a text that is too long for a page, and escape half characters."""
     short = text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
     return short.encode(errors="backslashreplace").decode()

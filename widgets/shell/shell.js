@@ -1,14 +1,14 @@
 // The front end of every widget: controls, tooltips, player, challenges. No dependency, no build step.
 //
-// A host stands between this page and whoever draws: a kernel, or a table of pictures that were drawn before.
+// A host connects this page to what draws: a kernel, or a table of pictures drawn beforehand.
 //   described          texts and knobs, which never change
-//   view()             the present picture, verdict and challenges
+//   view()             the current picture, verdict and challenges
 //   turn(values, width, serial)
-//   pin(), unpin(), load(text)   missing where the host cannot do them; these and `turn` give false where nobody answers
-//   onView(callback)   called whenever view() is a new one
-//   onAhead(callback)  called with views that were drawn ahead of time
+//   pin(), unpin(), load(text)   absent where the host cannot do them; like `turn`, they return false if the kernel is gone
+//   onView(callback)   calls back whenever view() changes
+//   onAhead(callback)  calls back with views that were drawn ahead of time
 //   fixed(knob)        true where the host cannot turn this knob
-// All that the picture asks for stands in its data attributes (see svg.py).
+// The picture's data attributes tell the shell what to do with it (see svg.py).
 
 export default { render: ({ model, el }) => mount(el, kernelHost(model)) };
 
@@ -32,20 +32,20 @@ function kernelHost(model) {
       return () => model.off("change:view", callback);
     },
     onAhead: (callback) => {
-      const heard = (message) => message.ahead && callback(message.ahead, message.width);
-      model.on("msg:custom", heard);
-      return () => model.off("msg:custom", heard);
+      const receive = (message) => message.ahead && callback(message.ahead, message.width);
+      model.on("msg:custom", receive);
+      return () => model.off("msg:custom", receive);
     },
     fixed: () => false,
   };
 }
 
-// A host without a kernel: `table.views` holds a view for each setting of `table.axes`, under their values as JSON, and
-// `table.turns` names the knobs that can be turned. From a preset that was drawn alone, they lead back to the start.
+// A host without a kernel. `table.views` holds a view for each setting of `table.axes`, keyed by their values as JSON;
+// `table.turns` names the knobs that turn. After a preset that has only one view, they start from the first view again.
 export function tableHost(table) {
   const key = (values) => JSON.stringify(table.axes.map((name) => values[name]));
   let values = { ...table.values };
-  let heard = () => {};
+  let notify = () => {};
   let serial = 0;
   return {
     described: table.described,
@@ -53,12 +53,12 @@ export function tableHost(table) {
     turn: (turned, _width, asked) => {
       const near = { ...values, ...turned };
       const home = { ...table.values, ...Object.fromEntries(table.turns.map((name) => [name, near[name]])) };
-      values = [near, home].find((one) => table.views[key(one)]) ?? values;
+      values = [near, home].find((setting) => table.views[key(setting)]) ?? values;
       serial = asked;
-      heard();
+      notify();
     },
     onView: (callback) => {
-      heard = callback;
+      notify = callback;
       return () => {};
     },
     onAhead: () => () => {},
@@ -66,7 +66,7 @@ export function tableHost(table) {
   };
 }
 
-const KEYS = { "data-lm-suppress-shortcuts": "true" }; // JupyterLab's shortcuts would take x, d d and the arrows
+const KEYS = { "data-lm-suppress-shortcuts": "true" }; // otherwise JupyterLab takes x, d d and the arrow keys
 
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -94,16 +94,16 @@ class Shell {
     this.described = host.described;
     this.knobs = new Map();
     this.serial = 0;
-    this.waiting = null; // serial of the turn that has no answer yet
-    this.wanted = null; // knobs turned since then
-    this.values = {}; // where the reader has put the knobs
+    this.waiting = null; // serial of the turn that is not answered yet
+    this.pending = null; // knobs turned since then
+    this.values = {}; // the knobs' positions
     this.width = null;
     this.frame = null;
     this.asked = false;
     this.met = new Set();
     this.challenge = 0;
     this.build(root);
-    this.known = new Map(); // views that were drawn ahead, by width and knobs
+    this.known = new Map(); // views drawn ahead, by width and knobs
     this.forget = [host.onView(() => this.viewed()), host.onAhead((view, width) => this.know(view, width)), watchTheme(this.el, "lw-dark"), this.watchWidth()];
     if (this.described.still) document.querySelectorAll(`.${this.described.still}`).forEach((still) => still.remove());
     this.viewed();
@@ -115,7 +115,7 @@ class Shell {
     this.forget.forEach((stop) => stop());
   }
 
-  // ---- what stands on the page
+  // ---- building the page
 
   build(root) {
     const { title, lead, own } = this.described;
@@ -168,12 +168,12 @@ class Shell {
   }
 
   buildStage() {
-    const words = "Picture. The arrow keys walk through its marks.";
+    const words = "Picture. Use the arrow keys to step through its marks.";
     this.picture = make("div", { class: "lw-picture", tabindex: 0, role: "group", "aria-label": words, "aria-describedby": this.tip.id, ...KEYS });
     this.sign = make("b", {});
     this.words = make("span", {});
     this.trace = make("pre", {});
-    this.traced = make("details", { hidden: true }, make("summary", KEYS, "Where"), this.trace);
+    this.traced = make("details", { hidden: true }, make("summary", KEYS, "Traceback"), this.trace);
     this.says = make("div", { class: "lw-says" }, this.sign, this.words, this.traced);
     this.listen();
     return make("div", { class: "lw-stage" }, this.buildGuess(), this.picture, this.buildPlayer(), this.says, this.buildTake());
@@ -218,7 +218,7 @@ class Shell {
     return make("div", { class: "lw-take" }, make("div", { class: "lw-buttons" }, ...pins), this.compared, take);
   }
 
-  // ---- turning knobs: one turn is under way, and the newest that came meanwhile waits
+  // ---- turning knobs: while one turn is being drawn, only the newest of the later ones waits
 
   turn(values) {
     this.answer();
@@ -231,45 +231,45 @@ class Shell {
   }
 
   answer() {
-    this.asked = true; // who turns a knob wants to see
+    this.asked = true; // turning a knob skips the question
     this.question.hidden = true;
   }
 
   ask(values, width) {
-    this.wanted = { ...this.wanted, ...values };
+    *this.pending = { ...*this.pending, ...values };
     this.values = { ...this.values, ...values };
     this.showKnobs(this.values);
     const known = this.known.get(keyOf(this.values, width));
     if (known) this.show(known);
     if (this.waiting !== null) return;
     clearTimeout(this.telling);
-    if (known) this.telling = setTimeout(() => this.tell(width), 150); // the kernel hears where the handle came to rest
+    if (known) this.telling = setTimeout(() => this.tell(width), 150); // tell the kernel where the handle stopped
     else this.tell(width);
   }
 
   tell(width) {
-    const turned = this.wanted ?? {};
-    this.wanted = null;
+    const turned = *this.pending ?? {};
+    *this.pending = null;
     this.serial += 1;
     this.waiting = this.serial;
     this.reach(this.host.turn(turned, width, this.serial));
   }
 
-  reach(heard) {
-    if (heard !== false) return;
+  reach(answered) {
+    if (answered !== false) return;
     this.waiting = null;
     this.picture.classList.add("lw-stale");
     this.says.dataset.tone = "broken";
     this.sign.textContent = "✕";
-    this.words.textContent = "The kernel that drew this has ended: run this cell again.";
+    this.words.textContent = "The kernel that drew this has ended. Run this cell again.";
     this.speak(this.words.textContent);
   }
 
   viewed() {
     const view = this.host.view();
     if (this.waiting !== null && view.serial >= this.waiting) this.waiting = null;
-    if (!this.wanted || !this.known.has(keyOf(this.values, this.width))) this.show(view);
-    if (this.wanted && this.waiting === null) this.ask({}, this.width);
+    if (!*this.pending || !this.known.has(keyOf(this.values, this.width))) this.show(view);
+    if (*this.pending && this.waiting === null) this.ask({}, this.width);
   }
 
   know(view, width) {
@@ -298,12 +298,12 @@ class Shell {
     if (view.svg !== this.drawn || (flipped && !view.pinned)) {
       this.drawn = view.svg;
       this.draw(view.svg);
-      this.compare.setAttribute("aria-pressed", "false"); // the pinned picture has made way
+      this.compare.setAttribute("aria-pressed", "false"); // the picture shown is no longer the pinned one
     }
     this.picture.classList.toggle("lw-stale", view.stale);
     this.el.classList.toggle("lw-busy", view.busy);
     this.el.classList.toggle("lw-asking", !this.asked);
-    const secret = !this.asked && !view.stale; // the verdict would give the answer away
+    const secret = !this.asked && !view.stale; // the verdict would give away the answer
     this.says.dataset.tone = secret ? "none" : view.tone;
     this.sign.textContent = secret ? "?" : view.sign;
     this.words.textContent = secret ? "Guess first, or turn a knob to see." : view.words;
@@ -311,8 +311,8 @@ class Shell {
     this.trace.textContent = view.trace || "";
     if (!view.busy && !secret) this.speak(view.words);
     this.command.textContent = view.command;
-    if (document.activeElement !== this.saved && view.saved !== this.stood) this.saved.value = this.stood = view.saved; // what could not be loaded stays
-    if (!this.wanted && this.waiting === null) this.showKnobs((this.values = { ...view.values }));
+    if (document.activeElement !== this.saved && view.saved !== this.lastSaved) this.saved.value = this.lastSaved = view.saved; // keep text that could not be loaded
+    if (!*this.pending && this.waiting === null) this.showKnobs((this.values = { ...view.values }));
     this.showChallenge(view);
     this.showPinned(view);
   }
@@ -338,12 +338,12 @@ class Shell {
 
   showChallenge(view) {
     clearTimeout(this.resting);
-    const met = view.challenges.flatMap((one, index) => (one.met && !this.met.has(index) ? [index] : []));
+    const met = view.challenges.flatMap((challenge, index) => (challenge.met && !this.met.has(index) ? [index] : []));
     const rested = () => {
       met.forEach((index) => this.met.add(index));
       this.showChallenge(view);
     };
-    if (met.length && !view.busy && this.asked) this.resting = setTimeout(rested, 800); // passing through is no solution
+    if (met.length && !view.busy && this.asked) this.resting = setTimeout(rested, 800); // dragging past the goal does not count
     view.challenges.forEach((_, index) => {
       const solved = this.met.has(index);
       this.goals[index].textContent = `${index + 1}${solved ? " ✓" : ""}`;
@@ -354,8 +354,8 @@ class Shell {
     const { met: now, words, advice } = view.challenges[this.challenge];
     this.goal.textContent = goal;
     this.progress.hidden = !this.asked && !view.stale && !elsewhere;
-    const mend = elsewhere ? "It takes knobs that can be turned in the notebook only." : `${words} ${advice}`;
-    this.progress.textContent = now ? `✓ Met. ${words} ${lesson}` : `Not yet. ${mend}`;
+    const help = elsewhere ? "It needs knobs that only turn in the notebook." : `${words} ${advice}`;
+    this.progress.textContent = now ? `✓ Met. ${words} ${lesson}` : `Not yet. ${help}`;
     this.progress.classList.toggle("lw-met", now);
   }
 
@@ -378,7 +378,7 @@ class Shell {
   guessed(index) {
     const { right, options, because } = this.described.guess;
     this.asked = true;
-    const verdict = index === null ? "" : index === right ? "Right. " : `It is ${options[right]}. `;
+    const verdict = index === null ? "" : index === right ? "Right. " : `No: ${options[right]}. `;
     this.question.replaceChildren(make("span", {}, `${verdict}${because}`));
     this.speak(`${verdict}${because}`);
     this.show(this.view);
@@ -389,7 +389,7 @@ class Shell {
     clearTimeout(this.speaking);
     this.speaking = setTimeout(() => {
       if (this.spoken.textContent !== words) this.spoken.textContent = words;
-    }, 500); // a reader who drags a slider wants the last verdict only
+    }, 500); // while a slider moves, only the last verdict is read out
   }
 
   // ---- the picture: frames, tooltips, groups, dragging
@@ -509,7 +509,7 @@ class Shell {
     mark.parentNode.append(this.outline);
   }
 
-  // The plot under the pointer whose knob can be dragged, by place: other marks may lie on top of it.
+  // Find the plot under the pointer by its box, since other marks may lie on top of it.
   plotAt({ clientX, clientY }) {
     for (const area of this.svg?.querySelectorAll("[data-drag]") ?? []) {
       const box = area.getBoundingClientRect();

@@ -1,15 +1,15 @@
-"""What a widget is made of: plain functions, each of which can be tested without a browser.
+"""Describe a widget as plain functions, each of which can be tested without a browser.
 
 sweep(**knobs)               -> state    the real mechanism or model, run for these knobs; plain data
 figure(state, width, pinned) -> SVG      where it breaks along one axis, and the mechanism
-verdict(state)               -> Verdict  one line: what this configuration means
-command(state)               -> str      the `vllm serve` line that the configuration means
-Challenge.check(state)       -> Progress is the goal met, and if not, which knob is wrong and why
+verdict(state)               -> Verdict  one sentence: what this configuration means
+command(state)               -> str      the `vllm serve` line for this configuration
+Challenge.check(state)       -> Progress whether the goal is met, and if not, what to change
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import isgenerator
 from typing import Any, Literal
@@ -23,7 +23,7 @@ Tone = Literal["fine", "tight", "broken"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line on what a configuration means; `tone` picks its colour and sign."""
+    """Say in one sentence what a configuration means; `tone` picks its colour and sign."""
 
     words: str
     tone: Tone = "fine"
@@ -31,9 +31,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a challenge: whether it is met, the figures that decide it, and advice.
+    """Report a challenge: whether it is met, the figures that decide it, and advice.
 
-    `advice` names the knob that is wrong and why; it is shown while the challenge is not met.
+    `advice` says what to change; it is shown until the challenge is met.
     """
 
     met: bool
@@ -43,67 +43,67 @@ class Progress:
 
 @dataclass(frozen=True)
 class Challenge:
-    """Something to find with the knobs: a goal, and its live check on the state of a sweep."""
+    """Set a goal to reach with the knobs, and check it on each state."""
 
     goal: str
     check: Callable[[Any], Progress]
     lesson: str
-    """What meeting the goal shows: one sentence, said once it is met."""
+    """The lesson of the challenge, in one sentence, shown once the goal is met."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A question before the answer is drawn: what stands in `drawing.answer()` is hidden until one is picked."""
+    """Ask a question first: whatever is drawn inside `drawing.answer()` is hidden until the reader answers."""
 
     question: str
     options: tuple[str, ...]
     right: int
-    """Which of `options` is right for the knobs as they are at the start; a test holds it against the sweep."""
+    """The option that is right for the knobs' starting values; a test compares it with the sweep."""
     because: str
-    """Why, in a sentence."""
+    """The reason, in a sentence or two."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A widget, without any way to show it.
+    """Describe a widget without any way to show it.
 
-    `sweep` may be a generator: each state that it yields is more complete than the one before, and each is drawn.
+    `sweep` may be a generator of ever more complete states, each of which is drawn.
     """
 
     name: str
-    """Its module: `kv_cache`."""
+    """The name of its package: `kv_cache`."""
     title: str
     lead: str
-    """One sentence on what to try."""
+    """What to try, in one sentence."""
     knobs: Mapping[str, Group]
     """`{"heading": {"argument of sweep": knob}}`."""
     presets: Mapping[str, Mapping[str, Value]]
-    """`{"label of a button": {"argument of sweep": value}}`: what to change from the start to see where it breaks."""
+    """`{"label of a button": {"argument of sweep": value}}`: changes to the starting values that break the system."""
     sweep: Callable[..., Any]
     figure: Callable[..., str]
-    """`figure(state, width=640, pinned=None)`: SVG of this width; `pinned` is the state to compare with."""
+    """`figure(state, width=640, pinned=None)`: an SVG of this width; `pinned` is the state to compare with."""
     verdict: Callable[[Any], Verdict]
     command: Callable[[Any], str]
     challenges: tuple[Challenge, Challenge, Challenge]
     guess: Guess
     own: Mapping[str, str] = field(default_factory=dict)
-    """`{"argument of sweep": "what the reader's own code does there"}`: `show(schedule=mine)`."""
+    """`{"argument of sweep": "what the reader's code does there"}`: `show(schedule=mine)`."""
 
     def flat(self) -> dict[str, Knob]:
-        """All knobs, by the argument that each sets."""
+        """Map each argument of `sweep` to its knob."""
         return {name: knob for group in self.knobs.values() for name, knob in group.items()}
 
     def start(self) -> dict[str, Value]:
-        """The knobs' values at the start."""
+        """Return the starting value of each knob."""
         return {name: knob.value for name, knob in self.flat().items()}
 
     def jumps(self) -> dict[str, dict[str, Value]]:
-        """All knobs' values by the label of a button: the first button resets them, the others are the presets."""
+        """Map each button's label to the values it sets: the first button resets all, the others are the presets."""
         start = self.start()
         return {"Start again": start} | {label: start | dict(values) for label, values in self.presets.items()}
 
     def states(self, **values: Any) -> Iterator[Any]:
-        """What the sweep gives for these knobs, each state more complete than the one before."""
+        """Run the sweep, and yield ever more complete states."""
         swept = self.sweep(**values)
         if isgenerator(swept):
             yield from swept
@@ -111,15 +111,15 @@ class Spec:
             yield swept
 
     def complete(self, **values: Any) -> Any:
-        """The last of `states`."""
+        """Run the sweep to its end, and return the last state."""
         *_, last = self.states(**values)
         return last
 
     def accept(self, values: Mapping[str, Any]) -> dict[str, Value]:
-        """`values` as the knobs hold them.
+        """Check `values`, and return them as the knobs hold them.
 
         Raises:
-            MinivllmError: there is no such knob, or it takes no such value.
+            MinivllmError: No knob has this name, or it does not take this value.
         """
         knobs = self.flat()
         for name in values:
@@ -128,12 +128,12 @@ class Spec:
 
 
 def require_numbers(most: Mapping[str, float], **values: Any) -> None:
-    """Rejects values that are not numbers, or above their maximum in `most`, as sweeps would take too long.
+    """Reject values that are not numbers, or so large that a sweep would take too long.
 
-    An integer maximum requires an integer value. Each sweep checks its own minimum.
+    An integer maximum in `most` requires an integer value. Each sweep checks its own minimum.
 
     Raises:
-        MinivllmError: a value is not a number, not an integer, or too large.
+        MinivllmError: A value is not a number, not an integer, or too large.
     """
     for name, value in values.items():
         whole = isinstance(most[name], int)
@@ -141,6 +141,17 @@ def require_numbers(most: Mapping[str, float], **values: Any) -> None:
         require(fits, f"{name} must be a {'whole ' * whole}number of at most {most[name]:,}, not {value!r}")
 
 
+def require_choices(**choices: tuple[Any, Collection[Any]]) -> None:
+    """Reject values that are not among their choices: `require_choices(gpu=(gpu, GPUS))`.
+
+    Raises:
+        MinivllmError: A value is not among its choices.
+    """
+    for name, (value, allowed) in choices.items():
+        fits = any(type(item) is type(value) and item == value for item in allowed)
+        require(fits, f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
+
+
 def refused(error: MinivllmError) -> Verdict:
-    """What is said where the knobs ask for something that cannot be."""
-    return Verdict(f"This cannot be: {error}", "broken")
+    """Phrase a refusal of the knobs' values."""
+    return Verdict(f"This cannot run: {error}", "broken")

@@ -1,18 +1,17 @@
-"""Drawings as SVG text: shapes, stacked bars, legends. No dependency, and fast.
+"""Draw shapes, stacked bars and legends as SVG text, fast and without a dependency.
 
-Coordinates are pixels from the top left corner, as in SVG. A drawing has a title and a description that a screen
-reader can say. What the shell does with a drawing is written into it as data attributes, and no viewer without the
-shell is disturbed by them:
+Coordinates are pixels from the top left corner, as in SVG. A drawing has a title and a description for screen readers.
+Data attributes tell the shell what to do with a mark; other viewers ignore them:
 
-    data-tip      what is said where the pointer or the arrow keys stand
+    data-tip      the tooltip, for the pointer and the arrow keys
     data-group    marks of one group light up together, while the others fade
-    data-at       the first and the last frame in which a mark is seen, when the drawing plays
+    data-at       the first and the last frame that show a mark, when the drawing plays
     data-answer   hidden until the reader has guessed
     data-drag     a plot in which the pointer sets a knob
     data-broken   a region in which the system breaks, and why
     data-frames   on the whole drawing: the captions of its frames
 
-Colours are those of `theme.COLOURS`, each with the form that it takes on a dark page.
+Colours come from `theme.COLOURS`, which has a dark form of each.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ from minivllm_lab.palette import INK
 from widgets.shell.theme import CARD, DARK, MID, WORDS
 
 SMALL, HEADING = 12, 14.5
-"""Sizes of text in pixels; drawings are not scaled down, but drawn for the width that there is."""
+"""Text sizes in pixels. Drawings are never scaled: each is drawn for the width of its page."""
 
-AT, HIDDEN = re.compile(r' data-at="\d+ (\d+)"'), ' style="display:none"'
+AT = re.compile(r' data-at="\d+ (\d+)"')
+HIDDEN = ' style="display:none"'
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle: its top left corner and its size."""
+    """Describe a rectangle by its top left corner and its size."""
 
     x: float
     y: float
@@ -46,17 +46,17 @@ class Box:
 
     @property
     def right(self) -> float:
-        """The x of its right edge."""
+        """Return the x of the right edge."""
         return self.x + self.width
 
     @property
     def bottom(self) -> float:
-        """The y of its lower edge."""
+        """Return the y of the lower edge."""
         return self.y + self.height
 
 
 class Drawing:
-    """A card that shapes are put on, one after the other; `render()` gives the SVG text."""
+    """Collect shapes on a card, later ones on top; `render()` returns the SVG text."""
 
     def __init__(self, width: float, height: float, title: str, description: str = "") -> None:
         self.width, self.height = width, height
@@ -69,12 +69,12 @@ class Drawing:
         self._still = False
 
     def add(self, markup: str) -> None:
-        """Put any SVG markup on top."""
+        """Add any SVG markup on top."""
         self._parts.append(markup)
 
     @contextmanager
     def layer(self, **data: str) -> Iterator[None]:
-        """What is drawn inside belongs together: `layer(group="7")`, `layer(at="3 9")`."""
+        """Give everything drawn inside the same data: `layer(group="7")`, `layer(at="3 9")`."""
         self._layers.append(f"<g{_data(data)}>")
         self.add(self._layers[-1])
         yield
@@ -83,26 +83,25 @@ class Drawing:
 
     @contextmanager
     def on_top(self) -> Iterator[None]:
-        """What is drawn inside lies above all else, also above what is drawn later, and stays in its layers."""
+        """Put everything drawn inside above all other shapes, even later ones, within the open layers."""
         below, self._parts = self._parts, []
         yield
         self._on_top += [*self._layers, *self._parts, "</g>" * len(self._layers)]
         self._parts = below
 
     def last(self, draw: Callable[[], None]) -> None:
-        """Have `draw` called when all else is drawn, and so is known. It draws on top, in the layers of now."""
+        """Call `draw` after everything else is drawn. It draws on top, within the layers open now."""
         self._last.append((list(self._layers), draw))
 
     def answer(self) -> AbstractContextManager[None]:
-        """What is drawn inside is hidden until the reader has answered the widget's question."""
+        """Hide everything drawn inside until the reader has answered the widget's question."""
         return self.layer(answer="1")
 
     def play(self, frames: Sequence[str], *, still: bool = False) -> None:
-        """The drawing has these frames, one caption each: it can be played and stepped through.
+        """Give the drawing frames that can be played, with one caption each.
 
-        A mark with `at="3 9"` is seen from frame 3 to frame 9; one without is always seen. Without the shell all marks
-        are seen, so those of a drawing that also stands still must not cover each other; or, with `still`, only those
-        of the last frame are seen.
+        A mark with `at="3 9"` shows from frame 3 to frame 9; a mark without always shows. Without the shell all marks
+        show, so they must not cover each other; or, with `still`, only those of the last frame show.
         """
         self._frames, self._still = tuple(frames), still
 
@@ -119,7 +118,7 @@ class Drawing:
         group: str = "",
         at: str = "",
     ) -> None:
-        """A filled rectangle; one with no width or height is left out."""
+        """Draw a filled rectangle, unless it has no width or height."""
         if box.width <= 0 or box.height <= 0:
             return
         shape = attributes(x=box.x, y=box.y, width=box.width, height=box.height, rx=radius or None)
@@ -128,7 +127,7 @@ class Drawing:
         self.add(f"<rect{shape}{style}{_data({'tip': tip, 'group': group, 'at': at})}/>")
 
     def line(self, start: Point, end: Point, colour: str = RULE, *, width: float = 1, dash: str = "") -> None:
-        """A straight line."""
+        """Draw a straight line."""
         shape = attributes(x1=start[0], y1=start[1], x2=end[0], y2=end[1])
         self.add(f"<line{shape}{attributes(stroke=colour, stroke_width=width, stroke_dasharray=dash or None)}/>")
 
@@ -143,13 +142,13 @@ class Drawing:
         group: str = "",
         at: str = "",
     ) -> None:
-        """A line through `points`."""
+        """Draw a line through `points`."""
         style = attributes(stroke=colour, stroke_width=width, stroke_dasharray=dash or None)
         style += ' fill="none" stroke-linejoin="round" stroke-linecap="round"'
         self.add(f'<polyline points="{corners(points)}"{style}{_data({"tip": tip, "group": group, "at": at})}/>')
 
     def polygon(self, points: Iterable[Point], fill: str) -> None:
-        """A filled shape with these corners."""
+        """Draw a filled shape with these corners."""
         self.add(f'<polygon points="{corners(points)}"{attributes(fill=fill)}/>')
 
     def circle(
@@ -163,7 +162,7 @@ class Drawing:
         group: str = "",
         at: str = "",
     ) -> None:
-        """A dot, with a rim of the card's colour unless told otherwise, so that it stands out on a line."""
+        """Draw a dot, by default with a rim of the card's colour, so that it stands out on a line."""
         shape = attributes(cx=centre[0], cy=centre[1], r=radius)
         style = attributes(fill=fill, stroke=stroke, stroke_width=1.5)
         self.add(f"<circle{shape}{style}{_data({'tip': tip, 'group': group, 'at': at})}/>")
@@ -182,9 +181,9 @@ class Drawing:
         group: str = "",
         at: str = "",
     ) -> None:
-        """One line of text; `place` is on its baseline, `anchor` start, middle or end, `halo` a rim of the card's.
+        """Write one line with its baseline at `place`; `anchor` is start, middle or end, `halo` a rim like the card.
 
-        A colour that is too light for words on the card is taken in its darker form.
+        Colours too light for text on the card are darkened.
         """
         shape = attributes(x=place[0], y=place[1], font_size=size, fill=WORDS.get(colour, colour))
         shape += attributes(text_anchor=None if anchor == "start" else anchor, font_weight=600 if bold else None)
@@ -195,7 +194,7 @@ class Drawing:
         self.add(f"<text{shape}{_data({'group': group, 'at': at})}>{escape(content, quote=False)}</text>")
 
     def heading(self, place: Point, content: str, note: str = "") -> float:
-        """The title of a part of the picture, with a quieter note after it, or below it where it is too long.
+        """Write the title of a part, with a quieter note after it, or below it if it is too long.
 
         Returns:
             The y of the last baseline.
@@ -210,7 +209,7 @@ class Drawing:
         return self.paragraph((place[0], place[1] + 18), note, self.width - place[0] - 8)
 
     def paragraph(self, place: Point, content: str, width: float, *, colour: str = QUIET, size: float = SMALL) -> float:
-        """Words in lines no wider than `width`; returns the y of the last baseline."""
+        """Write lines no wider than `width`, and return the y of the last baseline."""
         y = place[1]
         for index, line in enumerate(wrapped(content, width, size)):
             y = place[1] + index * size * 1.4
@@ -218,7 +217,7 @@ class Drawing:
         return y
 
     def hatch(self, box: Box, colour: str, *, gap: float = 7) -> None:
-        """Slanted lines over `box`: sets an area apart for those who cannot go by colour."""
+        """Draw slanted lines over `box`, which set an area apart for readers who cannot see its colour."""
         lines = []
         offset = gap - box.height
         while offset < box.width:
@@ -230,10 +229,10 @@ class Drawing:
             self.add(f'<path d="{"".join(lines)}"{attributes(stroke=colour, stroke_width=1)}/>')
 
     def render(self) -> str:
-        """The whole picture as one `<svg>` element.
+        """Return the whole picture as one `<svg>` element.
 
-        How it shrinks with a page is for the page's style to say: viewers without one take the root's `height: auto`
-        for no height, and show nothing.
+        The page's style decides how it shrinks: with `height: auto` on the root, viewers without that style would show
+        nothing.
         """
         while self._last:
             self._layers, draw = self._last.pop(0)
@@ -254,13 +253,13 @@ class Drawing:
 
 
 def _data(values: Mapping[str, str]) -> str:
-    """Data attributes, those without a value left out."""
+    """Write data attributes, except those without a value."""
     return "".join(f' data-{name}="{escape(value)}"' for name, value in values.items() if value)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a stacked bar, or an entry of a legend."""
+    """Describe a part of a stacked bar, or an entry of a legend."""
 
     label: str
     value: float
@@ -271,9 +270,9 @@ class Segment:
 
 
 def stacked_bar(drawing: Drawing, box: Box, segments: Sequence[Segment], total: float) -> None:
-    """A horizontal bar of `segments`; `total` fills the box, what goes beyond it sticks out on the right.
+    """Draw a horizontal bar of `segments`; `total` fills the box, and any excess sticks out on the right.
 
-    Labels that fit are written into their segment; a legend must say the others.
+    Labels that fit are written into their segment; the others need a legend.
     """
     x = box.x
     for segment in segments:
@@ -283,15 +282,14 @@ def stacked_bar(drawing: Drawing, box: Box, segments: Sequence[Segment], total: 
             drawing.hatch(part, MID)
         if text_width(segment.label, SMALL) + 12 <= part.width:
             place = (part.x + part.width / 2, part.y + part.height / 2 + 4)
-            colour = (
-                INK if segment.colour in DARK else ink_on(segment.colour)
-            )  # the ground turns dark, and the words light
+            turns_dark = segment.colour in DARK
+            colour = INK if turns_dark else ink_on(segment.colour)
             drawing.text(place, segment.label, size=SMALL, colour=colour, anchor="middle")
         x = part.right
 
 
 def legend(drawing: Drawing, place: Point, entries: Sequence[Segment], width: float) -> float:
-    """Colour keys with labels, flowing into rows no wider than `width`; returns the y below the last row."""
+    """Draw colour keys with labels in rows no wider than `width`, and return the y below the last row."""
     x, y = place
     for entry in entries:
         room = 18 + text_width(entry.label, SMALL) + 16

@@ -1,7 +1,6 @@
-"""One knob swept over engines that are run: what is known of its values so far, and in which order the rest is run.
+"""Sweep one knob over engines that are run, the value where the reader stands first, then the others, nearest first.
 
-The value where the reader stands comes first, then the others, the nearest before. Where the reader's own code takes a
-part's place, the engine as it is runs beside it, at that one value.
+Where the reader's code replaces a part, the unchanged engine also runs, at the reader's value only.
 """
 
 from __future__ import annotations
@@ -10,105 +9,126 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from minivllm_lab.bounded import bounded
 from minivllm_simulate.lever_checks import known_error, published_checks
-from minivllm_simulate.load_sweep import Runs
+from minivllm_simulate.load_sweep import Runs, Span
+from widgets.shell.advice import Rule
 from widgets.shell.spec import Verdict
 
 PATIENCE = 2.0
-"""Seconds of the processor's time that a run may take between two pauses with the reader's own code."""
+"""CPU seconds that the reader's code may take between two pauses of a run."""
 Point = TypeVar("Point")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class Experiment(Protocol[Point]):
-    """One setting at all values of the knob."""
+    """Run one setting at any value of the swept knob."""
 
     runs: Runs[int, Point]
 
     def refusal(self, value: int, /) -> str | None:
-        """Why the engine does not start with this value; nothing where it does."""
+        """Say why the engine does not start with this value, if it does not."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweptState(ABC, Generic[Point]):
-    """One engine at every value of the knob that has been run so far."""
+    """Hold the results of one engine at every value of the knob that has been run so far."""
 
-    PLACES: ClassVar[tuple[int, ...]]
-    """The values of the knob."""
+    KNOB: ClassVar[str]
+    VALUES: ClassVar[tuple[int, ...]]
+    """All values of the knob."""
 
     points: Mapping[int, Point]
     refusals: Mapping[int, str]
-    """Why it does not start; only where it does not."""
+    """Why the engine does not start, for the values where it does not."""
     own: bool
-    """Whether the reader's code decides."""
+    """Whether the reader's code runs in place of a part."""
     twin: Point | None
-    """What the engine's own does at this value, where the reader's decides."""
+    """The unchanged engine's result at the reader's value, where the reader's code runs."""
     error: str | None
-    """How far the cost model is off on published measurements; None until it has been asked for."""
+    """The cost model's error on published measurements; None until it has been computed."""
 
     @property
-    @abstractmethod
     def at(self) -> int:
-        """The value at which the reader stands."""
+        """Return the knob's value."""
+        return getattr(self, self.KNOB)
 
     @property
     def here(self) -> Point:
-        """What became of the requests there."""
+        """Return the result at the knob's value."""
         return self.points[self.at]
 
     @property
     def refused(self) -> bool:
-        """Whether the engine does not start there."""
+        """Return whether the engine refuses to start at the knob's value."""
         return self.at in self.refusals
 
     @property
     def known(self) -> bool:
-        """Whether it is known what becomes of the requests there."""
+        """Return whether the outcome at the knob's value is known."""
         return self.refused or (self.at in self.points and (self.twin is not None or not self.own))
 
     @property
     def complete(self) -> bool:
-        """Whether every value is known."""
-        return self.known and all(one in self.points or one in self.refusals for one in self.PLACES)
+        """Return whether the outcome at every value is known."""
+        return self.known and all(value in self.points or value in self.refusals for value in self.VALUES)
 
     @property
     def like_the_engine(self) -> bool:
-        """Whether the reader's code does what the engine's own does, as far as this value shows."""
+        """Return whether the reader's code and the engine gave the same result at the knob's value."""
         return self.twin is None or self.twin == self.here
 
     @property
     def run(self) -> list[int]:
-        """Values that have been run."""
+        """Return the values that have been run."""
         return sorted(self.points)
 
+    @property
+    @abstractmethod
+    def stopped(self) -> list[Span]:
+        """Return where the engine does not start."""
+
+    def within_start(self, regions: Sequence[Span]) -> list[Span]:
+        """Cut open regions off where the engine does not start."""
+        least = max((high for low, high in self.stopped if low is None and high), default=None)
+        most = min((low for low, _ in self.stopped if low), default=None)
+        return [(low or least, high or most) for low, high in regions]
+
     def not_served(self, where: str, unlike: str, figures: Callable[[Point], str]) -> Verdict | None:
-        """The verdict where the engine as it is serves nobody yet at this value; nothing where it does.
+        """Return a verdict if the engine has no result here yet, or the reader's code gives another one; else None.
 
         Args:
-            where: the value: "with 8 slots".
-            unlike: what the reader's code does otherwise than the engine: "Your function takes other victims".
-            figures: of a point, in words: what shows that it does.
+            where: The value: "with 8 slots".
+            unlike: How the reader's code differs: "Your function picks other victims than the engine.".
+            figures: Describe a result by the figures that show the difference.
         """
         if self.refused:
             return Verdict(f"The engine does not start {where}: {self.refusals[self.at]}.", "broken")
         if not self.known:
-            return Verdict(f"Requests are being served {where}.", "tight")
+            return Verdict(f"Still serving the requests {where}.", "tight")
         if self.like_the_engine:
             return None
         assert self.twin
         compared = f"Yours: {figures(self.here)}. The engine's: {figures(self.twin)}"
-        return Verdict(f"{unlike} than the engine. {compared}.", "broken")
+        return Verdict(f"{unlike} {compared}.", "broken")
+
+    def outcome_rules(self, met: bool, advice: str, if_refused: str) -> list[Rule]:
+        """Return a challenge's last rules: the engine starts, its requests are served, and the goal is met."""
+        return [
+            (self.refused, if_refused),
+            (not self.known, "Wait: the requests are still being served."),
+            (not met, advice),
+        ]
 
 
-def patient(run: Generator[None, None, Found], whose: str) -> Generator[None, None, Found]:
-    """A run that stops where the reader's code, called `whose`, does not return.
+def patient(run: Generator[None, None, Result], whose: str) -> Generator[None, None, Result]:
+    """Run the reader's code, called `whose`, and stop it where it does not return.
 
     Raises:
-        MinivllmError: between two pauses it took longer than PATIENCE.
+        MinivllmError: The code took longer than PATIENCE between two pauses.
     """
     while True:
         try:
@@ -122,31 +142,30 @@ def patient(run: Generator[None, None, Found], whose: str) -> Generator[None, No
 AnyState = TypeVar("AnyState", bound=SweptState)
 
 
-class Sweep(ABC, Generic[AnyState]):
-    """A sweep under way: `runs` with the reader's code, if there is any, and then `twin` without it."""
+@dataclass(frozen=True)
+class Sweep(Generic[AnyState]):
+    """Sweep the knob: `runs` with the reader's code, if there is any, and `twin` without it."""
 
-    def __init__(self, runs: Experiment, twin: Experiment | None, at: int, places: Sequence[int]) -> None:
-        self.runs, self.twin, self.at = runs, twin, at
-        self.places = sorted({*places, at})
-
-    @abstractmethod
-    def state(self, allowed: Sequence[int], known: Mapping[str, Any]) -> AnyState:
-        """What is known now: `known` are the fields of `SweptState`; with `allowed` values the engine starts."""
+    make: Callable[..., AnyState]
+    """Called as `make(allowed, **known)`, with the values that let the engine start, and the fields of `SweptState`."""
+    runs: Experiment
+    twin: Experiment | None
+    at: int
+    values: Sequence[int]
 
     def states(self) -> Iterator[AnyState]:
-        """Ever more complete states."""
+        """Yield ever more complete states."""
         state = self._now()
         yield state
-        for wanted in self._wanted():
-            for _ in wanted:
+        for run in self._pending_runs():
+            for _ in run:
                 yield state
             if not state.complete:
                 state = self._now()
                 yield state
 
-    def _wanted(self) -> Iterator[Iterator[None]]:
-        """Runs that are still to be done, one after another."""
-        for other in sorted(self.places, key=lambda other: abs(math.log(other / self.at))):
+    def _pending_runs(self) -> Iterator[Iterator[None]]:
+        for other in sorted({*self.values, self.at}, key=lambda other: abs(math.log(other / self.at))):
             if not self.runs.refusal(other):
                 yield self.runs.runs.run(other)
                 if self.twin and other == self.at:
@@ -154,14 +173,14 @@ class Sweep(ABC, Generic[AnyState]):
             known_error("decode", "prefill")
 
     def _now(self) -> AnyState:
-        refusals = {one: why for one in self.places if (why := self.runs.refusal(one))}
-        allowed = [one for one in self.places if one not in refusals]
-        found = self.runs.runs.found
+        refusals = {value: why for value in sorted({*self.values, self.at}) if (why := self.runs.refusal(value))}
+        allowed = [value for value in self.places if value not in refusals]
+        points = self.runs.runs.found
         known = {
-            "points": {one: found[one] for one in allowed if one in found},
+            "points": {value: points[value] for value in allowed if value in points},
             "refusals": refusals,
             "own": self.twin is not None,
             "twin": self.twin.runs.found.get(self.at) if self.twin else None,
             "error": known_error("decode", "prefill") if published_checks.cache_info().currsize else None,
         }
-        return self.state(allowed, known)
+        return self.make(allowed, **known)

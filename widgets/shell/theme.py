@@ -1,8 +1,7 @@
-"""Every colour that a widget's picture is drawn in, on a light page and on a dark one.
+"""Define every colour of a widget's picture, on a light page and on a dark one.
 
-A picture is drawn once, in the light colours; on a dark page the shell's style puts the others in their place. The
-marks' colours are the palette's on both. Words are drawn in colours that have a contrast of at least 4.5 : 1 on the
-card, as WCAG 2 AA asks.
+A picture is drawn once, in the light colours; on a dark page, the shell's style replaces them. Marks have the
+palette's colours on both pages. Text has a contrast of at least 4.5 : 1 on the card, as WCAG 2 AA requires.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, S
 CARD = "#FFFFFF"
 MID = "#B5B8BC"
 PINNED = "#7A7F85"
-"""The state that was pinned, drawn behind the present one."""
+"""The pinned state, drawn behind the current one."""
 HELD, RESERVED, TINT, NOT_OURS = BLUE, "#C5DBEB", "#F1F7FB", "#F4F4F4"
 IDLE = "#EFEFEF"
-"""A slot in which nobody is."""
+"""An empty slot or seat."""
 MISSED = "#F3C29B"
-"""What stands empty though somebody wants it."""
+"""Space that stays empty while a request waits for it."""
 BROKEN = "#FBE9DF"
-"""The ground of a plot where the system is broken."""
+"""The background of a plot where the system is broken."""
 RAMP = ("#EDF3F9", "#D3E3F1", "#AFCDE6", "#86B4DA", "#2A75B0", "#005A94")
-"""Cells of a map, from little to much, in one hue."""
+"""The cells of a map, from little to much, in one hue."""
 RAMP_WORDS = (INK, INK, INK, INK, "#FFFFFF", "#FFFFFF")
-"""The words in them: as light or as dark as the cell asks, on a dark page too."""
+"""The text in these cells, on light and dark pages alike."""
 
 WORDS = {
     BLUE: "#00639B",
@@ -38,7 +37,7 @@ WORDS = {
     MID: QUIET,
     PINNED: "#5F6368",
 }
-"""Colour of marks -> the colour of words about them."""
+"""The colour of text about marks of each colour."""
 
 DARK = {
     CARD: "#1B1D20",
@@ -65,20 +64,20 @@ DARK = {
     "#6F6600": "#E6DD62",
     **dict(zip(RAMP, ("#22282E", "#24384A", "#25486A", "#27557A", "#2B679A", "#3079B4"), strict=True)),
 }
-"""Light colour -> the colour on a dark page; the palette's own colours and black and white words on them stay."""
+"""The dark page's form of each light colour; the palette's colours, and black and white text on them, stay."""
 
 DARK_LINES = {BLUE: "#3B95D6"}
-"""The same for lines only: a thin one needs 3 : 1 on the dark ground of what is broken, too."""
+"""The same for lines only: a thin line needs 3 : 1 on the dark background of a broken region, too."""
 
 COLOURS = frozenset({*DARK, *SERIES, "#000000"})
-"""All that a picture may be drawn in."""
+"""All colours that a picture may use."""
 
 
 def dark_style(scope: str) -> str:
-    """Style rules that turn a picture inside `scope` (a CSS selector) into its dark form."""
+    """Write the CSS rules that turn pictures inside the selector `scope` dark."""
     rules = []
     for light, dark in DARK.items():
-        marks = ":not(text)" if light == CARD else ""  # white words stand on coloured marks, dark page or not
+        marks = ":not(text)" if light == CARD else ""  # white text stands on coloured marks on both pages
         rules.append(f'{scope} svg [fill="{light}" i]{marks} {{ fill: {dark} }}')
     for light, dark in {**DARK, **DARK_LINES}.items():
         rules.append(f'{scope} svg [stroke="{light}" i] {{ stroke: {dark} }}')

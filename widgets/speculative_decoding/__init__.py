@@ -1,9 +1,9 @@
-"""Lesson 07's widget: when guessing tokens pays, over the batch; and one step of a request, draft by draft.
+"""Show when drafting tokens pays, as the batch grows, and play one step of a request, draft by draft.
 
-A step's time is that of `minivllm_lab.speculative_decoding.speculation`, modelled. What is left out: prompts, the
-search for n-grams on the host, drafts that no n-gram could be found for.
+`minivllm_lab.speculative_decoding.speculation` models the time of a step. The model leaves out prompts, the search for
+n-grams on the host, and steps without a matching n-gram.
 
-The picture in the lesson's text: `uv run python -P -m widgets speculative_decoding lessons/figures/07_speedup.svg`
+Draw the lesson's figure with `uv run python -P -m widgets speculative_decoding lessons/figures/07_speedup.svg`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from minivllm_lab.speculative_decoding.speculation import Drafter
 from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.known_models import CONFIGS
 from minivllm_simulate.levers import LARGEST_GRAPH
-from widgets.shell.knobs import choice, slider, steps
+from widgets.shell.advice import Rule, at_least, at_most, choose, progress, use
+from widgets.shell.knobs import choice, labelled, slider, steps
 from widgets.shell.lesson_widget import LessonWidget
 from widgets.shell.plot import tokens
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
@@ -35,18 +36,18 @@ from widgets.speculative_decoding.state import (
 )
 
 HARDLY = 1.1
-"""Below this speed-up, another kind of text may turn a gain into a loss."""
+"""The speed-up below which another kind of text may turn the gain into a loss."""
 
 
 def verdict(state: State) -> Verdict:
-    """What drafts do to this batch, in one line."""
-    said = _said(state)
-    return Verdict(said.words.strip(), said.tone)
+    """Say in one sentence or two whether drafts make this batch faster."""
+    result = _judged(state)
+    return Verdict(result.words.strip(), result.tone)
 
 
-def _said(state: State) -> Verdict:
+def _judged(state: State) -> Verdict:
     if state.own and state.own.wrong is not None:
-        return Verdict(f"{own_words(state)} The text is no longer the model's own.", "broken")
+        return Verdict(f"{own_words(state)} So the output no longer follows the model.", "broken")
     if not state.fits:
         return Verdict(_too_many(state), "broken")
     speed = f"{state.speedup:.2f} times as fast as without"
@@ -60,12 +61,13 @@ def _said(state: State) -> Verdict:
 
 
 def _too_many(state: State) -> str:
-    asked = f"{state.batch} requests of {tokens(state.context)} tokens do not fit on one {state.gpu}"
+    requests = f"{state.batch} requests of {tokens(state.context)} tokens do not fit on one {state.gpu}"
     plain = state.one.most_plain_batch
     if plain == state.most_batch:
-        return f"{asked}: memory ends at {plain}."
-    held = "its weights and its own cache take the room" if state.most_batch else "its weights leave no room"
-    return f"{asked} beside {drafter_words(state)}: memory ends at {state.most_batch}, and at {plain} without; {held}."
+        return f"{requests}: memory is full at {plain}."
+    weights = "weights and cache take that room" if state.most_batch else "weights leave no room"
+    drafter = drafter_words(state)
+    return f"{requests} beside {drafter}: memory is full at {state.most_batch}, not at {plain}, because its {weights}."
 
 
 def _why(state: State) -> str:
@@ -79,14 +81,14 @@ def _cause(state: State) -> str:
         return f"The drafter takes {milliseconds(step.draft)} of a step's {milliseconds(step.seconds)}: {_why(state)}."
     if cause == "compute":
         return (
-            f"Arithmetic for {state.batch * (state.k + 1):,} positions takes "
-            f"{milliseconds(step.compute - plain.compute)} more than a plain step's: {_why(state)}."
+            f"The arithmetic of {state.batch * (state.k + 1):,} positions takes "
+            f"{milliseconds(step.compute - plain.compute)} longer than in a plain step: {_why(state)}."
         )
-    return f"Drafts are wrong too often: {_why(state)}."
+    return f"Too many drafts are rejected: {_why(state)}."
 
 
 def _better(state: State) -> str:
-    """Which number of drafts would be better here, if it matters."""
+    """Suggest a better number of drafts, if there is one."""
     best = state.best_k
     if not best:
         return "No number of drafts pays here." if state.speedup < 1 else ""
@@ -95,7 +97,7 @@ def _better(state: State) -> str:
 
 
 def command(state: State) -> str:
-    """The server that drafts so."""
+    """Write the server's command."""
     name = _full(state.model)
     settings: dict[str, Any] = {"method": state.one.drafter.method}
     if state.drafter in ("small", "large"):
@@ -111,8 +113,8 @@ def command(state: State) -> str:
     positions = state.batch * (state.k + 1)
     graphs = f" --max-cudagraph-capture-size {positions}" * (positions > LARGEST_GRAPH)
     return (
-        f"# On one {state.gpu}. What is accepted depends on the text: see vllm:spec_decode_num_accepted_tokens_total.\n"
-        '# To have this much accepted whatever the text, which then is wrong: "rejection_sample_method": "synthetic",\n'
+        f"# On one {state.gpu}. Acceptance depends on the text: see vllm:spec_decode_num_accepted_tokens_total.\n"
+        '# To force this acceptance, at the price of wrong text: "rejection_sample_method": "synthetic",\n'
         f'# "synthetic_acceptance_length": {state.tokens:.2f}.\n{head}'
         f"vllm serve {shlex.quote(name)} --max-num-seqs {state.batch}{graphs} "
         f"--speculative-config {shlex.quote(json.dumps(settings))}"
@@ -126,75 +128,71 @@ def _full(model: str) -> str:
 # ---- the challenges
 
 
-def _wanted(state: State, least: float, batch: int, asked: list[tuple[bool, str]], mend: str) -> Progress:
-    """A speed-up at a batch; `asked` is what else the goal fixes, `mend` the advice where all that is right."""
-    words = (
+def _progress(state: State, least: float, batch: int, rules: list[Rule], advice: str) -> Progress:
+    """Check a speed-up at a batch size."""
+    return progress(
         f"{state.model} on {state.gpu}, batch {state.batch}, k {state.k}, {drafter_words(state)}: "
-        f"{state.speedup:.2f} times as fast."
+        f"{state.speedup:.2f} times as fast.",
+        use("an H100", state.gpu == "H100"),
+        *rules,
+        at_least("the batch", state.batch, batch),
+        (not state.fits, f"Shorten the context: memory is full at {state.most_batch} requests."),
+        (state.speedup < least, advice),
     )
-    wrong = [
-        (state.gpu != "H100", "GPU: H100 is asked for."),
-        *asked,
-        (state.batch < batch, f"Batch: {state.batch}, and {batch} or more are asked for."),
-        (not state.fits, f"Context: {state.batch} such requests do not fit; memory ends at {state.most_batch}."),
-        (state.speedup < least, mend),
-    ]
-    advice = next((said for is_wrong, said in wrong if is_wrong), "")
-    return Progress(not advice, words, advice)
 
 
-def _rate(state: State, most: float) -> list[tuple[bool, str]]:
+def _acceptance(state: State, most: float) -> list[Rule]:
     return [
-        (state.recorded != "none", "Recorded: a constant acceptance is asked for."),
-        (state.alpha > most, f"Acceptance: {state.alpha:g}, and at most {most:g} is asked for."),
+        choose("no: as above", "Recorded", state.recorded == "none"),
+        at_most("the acceptance", state.alpha, most),
     ]
 
 
 def _crowded(state: State) -> Progress:
-    return _wanted(
+    return _progress(
         state,
         1.2,
         128,
         [
-            (state.model != "Llama-3.1-8B", "Model: Llama-3.1-8B is asked for."),
-            (state.context > 256, f"Context: {tokens(state.context)}, and 256 tokens at most are asked for."),
-            *_rate(state, 0.6),
+            use("Llama-3.1-8B", state.model == "Llama-3.1-8B"),
+            at_most("the context", state.context, 256, tokens),
+            *_acceptance(state, 0.6),
         ],
-        f"Drafts a step: {state.k + 1} positions for each of {state.batch} requests are more than the GPU computes "
-        "while it reads the weights. Fewer drafts.",
+        f"Lower the drafts a step: {state.k + 1} positions for each of {state.batch} requests are more than the GPU "
+        "can compute while it reads the weights.",
     )
 
 
 def _long(state: State) -> Progress:
-    return _wanted(
+    return _progress(
         state,
         2.0,
         64,
         [
-            (state.model != "Llama-3.1-8B", "Model: Llama-3.1-8B is asked for."),
-            (state.drafter != "head", "Drafter: the EAGLE-3 head is asked for."),
-            (state.k < 4, f"Drafts a step: {state.k}, and 4 or more are asked for."),
-            *_rate(state, 0.7),
+            use("Llama-3.1-8B", state.model == "Llama-3.1-8B"),
+            use("the EAGLE-3 head as the drafter", state.drafter == "head"),
+            at_least("the drafts a step", state.k, 4),
+            *_acceptance(state, 0.7),
         ],
-        "Context: this step is mostly arithmetic. What else must be read, once a step, whatever k is? Acceptance too "
-        "may be up to 0.7.",
+        "Raise the context: this step is mostly arithmetic, so give it more to read, once for all drafts of a request. "
+        "The acceptance may go up to 0.7.",
     )
 
 
 def _cached(state: State) -> Progress:
-    return _wanted(
+    return _progress(
         state,
         2.0,
         32,
         [
-            (state.model != "Qwen3-14B", "Model: Qwen3-14B is asked for."),
-            (state.context < 4096, f"Context: {tokens(state.context)}, and 4K or more are asked for."),
-            (state.drafter == "ngram", "Drafter: one that has learned is asked for, not n-grams."),
-            (state.k < 3, f"Drafts a step: {state.k}, and 3 or more are asked for."),
-            *_rate(state, 0.7),
+            use("Qwen3-14B", state.model == "Qwen3-14B"),
+            at_least("the context", state.context, 4096, tokens),
+            use("a trained drafter, not n-grams", state.drafter != "ngram"),
+            at_least("the drafts a step", state.k, 3),
+            *_acceptance(state, 0.7),
         ],
-        f"Drafter, Acceptance: in each pass, {drafter_words(state)} reads {_kib(state.one.drafter)} KiB of its own "
-        f"cache for a token of context; the model reads {_kib(state.one.target.roofline)}. Acceptance: up to 0.7.",
+        f"Change the drafter or raise the acceptance, up to 0.7: in each pass, {drafter_words(state)} reads "
+        f"{_kib(state.one.drafter)} KiB of its own cache per token, and the model {_kib(state.one.target.roofline)}.",
     )
 
 
@@ -204,36 +202,36 @@ def _kib(cached: Drafter | RooflineCost) -> str:
 
 CHALLENGES = (
     Challenge(
-        "128 requests at once or more, Llama-3.1-8B on an H100, contexts of at most 256 tokens, acceptance at most "
-        "0.6: make it 1.2 times as fast.",
+        "Make Llama-3.1-8B on an H100 1.2 times as fast with at least 128 requests at once, contexts of at most 256 "
+        "tokens and an acceptance of at most 0.6.",
         _crowded,
-        "The more requests share a step, the fewer drafts pay: what is idle while weights are read is shared too.",
+        "The more requests share a step, the less idle arithmetic is left for drafts while the weights are read.",
     ),
     Challenge(
-        "At least 4 drafts a step of an EAGLE-3 head for 64 requests, acceptance at most 0.7, Llama-3.1-8B on an H100: "
-        "make it twice as fast.",
+        "Make Llama-3.1-8B on an H100 twice as fast for 64 requests, with at least 4 drafts a step from an EAGLE-3 "
+        "head and an acceptance of at most 0.7.",
         _long,
-        "Long contexts keep the step memory-bound at large batches: keys are read once for all of a request's drafts.",
+        "Long contexts keep the step memory-bound at large batches: keys are read once for all drafts of a request.",
     ),
     Challenge(
-        "Qwen3-14B on an H100, contexts of 4K or more, 32 requests, at least 3 drafts from a trained drafter, "
-        "acceptance at most 0.7: make it twice as fast.",
+        "Make Qwen3-14B on an H100 twice as fast for 32 requests with contexts of at least 4K tokens, with at least 3 "
+        "drafts from a trained drafter and an acceptance of at most 0.7.",
         _cached,
-        "A small model's cache need not be small. A head has one layer of it.",
+        "A small model can have a large cache. A head has only one layer of it.",
     ),
 )
 GUESS = Guess(
-    "Each of these requests gets 4 drafts a step. From how many requests at once do drafts lose?",
+    "Each of these requests gets 4 drafts a step. At how many requests at once do drafts start to lose?",
     ("about 20", "about 50", "about 100", "they never lose"),
     2,
-    "From 45 requests on, five positions of each take longer to compute than the weights to read. At 100 the "
-    "step takes 2.3 times as long as a plain one, and it yields 2.3 tokens.",
+    "From 45 requests on, five positions of each take longer to compute than the weights to read. At 100 the step "
+    "takes 2.3 times as long as a plain one, and yields 2.3 tokens.",
 )
 
 # ---- the knobs
 
 DRAFTER_NAMES = [
-    ("n-grams: costs nothing", "ngram"),
+    ("n-grams, which cost nothing", "ngram"),
     ("EAGLE-3 head", "head"),
     ("parallel head", "parallel"),
     ("a small model", "small"),
@@ -249,26 +247,26 @@ KNOBS = {
     "The batch": {
         "batch": steps("Batch", list(BATCHES), START["batch"], "requests that decode together"),
         "k": steps("Drafts a step", list(range(1, MOST_K + 1)), START["k"], "k, num_speculative_tokens"),
-        "context": steps(
-            "Context", [(tokens(one), one) for one in CONTEXTS], START["context"], "tokens of each request"
-        ),
+        "context": steps("Context", labelled(CONTEXTS, tokens), START["context"], "tokens of each request"),
     },
     "The drafts": {
-        "alpha": slider("Acceptance", 0.2, 0.95, 0.05, START["alpha"], "α: chance of a draft whose forerunners passed"),
-        "recorded": choice("Recorded", RECORDED_NAMES, START["recorded"], "counted with lesson 07's model, k = 3"),
-        "drafter": choice("Drafter", DRAFTER_NAMES, START["drafter"], "what drafts cost, and what memory they hold"),
+        "alpha": slider(
+            "Acceptance", 0.2, 0.95, 0.05, START["alpha"], "α: chance that a draft passes if all before it passed"
+        ),
+        "recorded": choice("Recorded", RECORDED_NAMES, START["recorded"], "as counted with lesson 07's model, k = 3"),
+        "drafter": choice("Drafter", DRAFTER_NAMES, START["drafter"], "sets the drafts' cost and memory"),
         "step": steps("Step played", list(range(1, STEPS + 1)), START["step"], "other drafts and random numbers"),
     },
     "The server": {
-        "model": choice("Model", list(SIBLINGS), START["model"], "what is served, in its own 16 bits"),
-        "gpu": choice("GPU", list(GPUS), START["gpu"], "whose memory and rates"),
+        "model": choice("Model", list(SIBLINGS), START["model"], "served in 16 bits"),
+        "gpu": choice("GPU", list(GPUS), START["gpu"], "sets memory, bandwidth and FLOP/s"),
     },
 }
 
 SPEC = Spec(
     name="speculative_decoding",
     title="When does a guess pay?",
-    lead="Drag the batch to where drafts lose. Then play one step, and see which guesses are kept.",
+    lead="Drag the batch to where drafts lose. Then play one step, and see which drafts are accepted.",
     knobs=KNOBS,
     presets={
         "Too large a batch": {"batch": 256},
@@ -282,10 +280,10 @@ SPEC = Spec(
     command=command,
     challenges=CHALLENGES,
     guess=GUESS,
-    own={"accept": "says how many drafts of a step are kept"},
+    own={"accept": "decides how many drafts of a step are accepted"},
 )
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget; `accept=` is your own from exercise 07."""
+    """Show the widget; `accept=` takes your function from exercise 07."""
     return LessonWidget(SPEC, **knobs)

@@ -1,4 +1,4 @@
-"""The state of lesson 07's widget: how much faster drafts make a batch, from where on they lose, and one step."""
+"""Compute the state of lesson 07's widget: the speed-up of drafts, the batch at which they lose, and one step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minivllm_lab.speculative_decoding.speculation import (
 )
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from widgets.shell.spec import require_numbers
+from widgets.shell.spec import require_choices, require_numbers
 from widgets.speculative_decoding.step import Accept, Measured, VerifyStep, measured, verify_step
 
 SIBLINGS = {
@@ -27,7 +27,7 @@ SIBLINGS = {
     "Qwen3-14B": ("Qwen3-0.6B", "Qwen3-8B"),
     "Qwen3-32B": ("Qwen3-0.6B", "Qwen3-8B"),
 }
-"""Models, and two smaller ones with the same vocabulary that may draft for each."""
+"""Models, each with two smaller ones of the same vocabulary that can draft for it."""
 GPUS = ("L4", "RTX 4090", "A100-80", "H100", "H200", "B200", "MI300X")
 DRAFTERS = ("ngram", "head", "parallel", "small", "large")
 RECORDINGS = ("none", *RECORDED)
@@ -44,79 +44,79 @@ START = {
 
 @dataclass(frozen=True)
 class State:
-    """A batch with k drafts a request, and the same without."""
+    """Hold the results of a batch with k drafts a request, and without."""
 
     batch: int
     k: int
     recorded: str
-    """The method whose counted acceptance this is, of RECORDED; "none": a constant one."""
+    """The method whose recorded acceptance is used, of RECORDED; "none" for a constant one."""
     drafter: str
-    """Of DRAFTERS."""
+    """One of DRAFTERS."""
     model: str
     gpu: str
     one: Speculation
     step: VerifyStep
-    """What became of one request's drafts."""
+    """One request's drafts and what became of them."""
     own: Measured | None
-    """What the reader's own `accept` does; None where there is none."""
+    """How the reader's `accept` behaves, if there is one."""
     error: float
     """The model's median error on published measurements."""
 
     @property
     def alpha(self) -> float:
-        """The acceptance of the first draft."""
+        """Return the acceptance of the first draft."""
         return self.one.rates[0]
 
     @property
     def context(self) -> int:
-        """Tokens of each request."""
+        """Return the tokens of each request."""
         return self.one.context
 
     @cached_property
     def speedup(self) -> float:
-        """Here, over no drafts."""
+        """Return the speed-up over no drafts."""
         return self.one.speedup(self.batch, self.k)
 
     @cached_property
     def tokens(self) -> float:
-        """That a request has of a step, on average."""
+        """Return the mean tokens of a request per step."""
         return self.one.tokens(self.k)
 
     @cached_property
     def longer(self) -> float:
-        """How many times as long as a plain step the one with drafts takes."""
+        """Return the ratio of a step with drafts to a plain one."""
         return self.one.step(self.batch, self.k).seconds / self.one.plain(self.batch).seconds
 
     @cached_property
     def most_batch(self) -> int:
-        """Requests that fit into memory; it may be more than the axis has."""
+        """Return how many requests fit into memory, which may exceed the axis."""
         return self.one.most_batch(self.k)
 
     @property
     def fits(self) -> bool:
-        """Whether all requests fit."""
+        """Return whether all requests fit."""
         return self.batch <= self.most_batch
 
     @cached_property
     def losing(self) -> list[tuple[int, int]]:
-        """Ranges of batches that lose, of those that fit and stand on the axis."""
+        """Return the ranges of batches that lose, within memory and the axis."""
         most = min(self.most_batch, MOST_BATCH)
         return self.one.losing(self.k, most) if most else []
 
     @cached_property
     def break_even(self) -> int | None:
-        """The batch from which on drafts lose, up to where memory or the axis ends."""
+        """Return the batch from which drafts lose, within memory and the axis."""
         most = min(self.most_batch, MOST_BATCH)
         return self.one.break_even(self.k, most) if most else None
 
     @cached_property
     def by_k(self) -> list[float]:
-        """Speed-ups at this batch with 1, 2, … drafts."""
+        """Return the speed-ups at this batch with 1, 2, … drafts."""
         return [self.one.speedup(self.batch, k) for k in range(1, MOST_K + 1)]
 
     @property
     def best_k(self) -> int:
-        """The fastest number of drafts at this batch; 0 where none pays."""
+        """Return the best number of drafts at this batch; 0 where none pays."""
         return self.one.best_k(self.batch, MOST_K)
 
 
@@ -132,33 +132,34 @@ def sweep(
     step: int = START["step"],
     accept: Accept | None = None,
 ) -> State:
-    """A batch that decodes with drafts, by the cost model; and one step of one request.
+    """Model a batch that decodes with drafts, and one step of one request.
 
     Args:
-        batch: requests that decode together: where the reader stands.
-        k: drafts for each request in a step.
-        alpha: the chance that a draft is accepted where those before it were.
-        recorded: a method of `RECORDED`, whose counted acceptances replace `alpha`.
-        drafter: one of DRAFTERS.
-        context: tokens that each request has.
-        model, gpu: names of `known_models` and `hardware`.
-        step: which step is played; a seed.
-        accept: the reader's own, as in exercise 07.
+        batch: Requests that decode together, where the reader stands.
+        k: Drafts for each request in a step.
+        alpha: The chance that a draft is accepted if all before it were.
+        recorded: A method of `RECORDED`, whose acceptances replace `alpha`.
+        drafter: One of DRAFTERS.
+        context: Tokens of each request.
+        model, gpu: Names in `known_models` and `hardware`.
+        step: The seed of the step that plays.
+        accept: The reader's function of exercise 07.
 
     Raises:
-        MinivllmError: a value makes no sense, or the weights do not fit.
+        MinivllmError: A value makes no sense, or the weights do not fit.
     """
     require_numbers(MOST, batch=batch, k=k, alpha=alpha, context=context, step=step)
     sensible = min(batch, k, context, step) >= 1 and alpha >= 0.15
-    require(sensible, f"batch, k, context and step are from 1 on, and alpha from 0.15; batch is {batch}, k {k}, "
-            f"context {context}, step {step}, alpha {alpha}")  # fmt: skip
-    for name, value, allowed in (
-        ("recorded", recorded, RECORDINGS), ("drafter", drafter, DRAFTERS), ("model", model, tuple(SIBLINGS)),
-        ("gpu", gpu, GPUS),
-    ):  # fmt: skip
-        require(isinstance(value, str) and value in allowed, f"{name} is one of {', '.join(allowed)}, not {value!r}")
+    require(
+        sensible,
+        f"batch, k, context and step must be 1 or more, alpha 0.15 or more; now batch {batch}, k {k}, context "
+        f"{context}, step {step}, alpha {alpha}",
+    )
+    require_choices(
+        recorded=(recorded, RECORDINGS), drafter=(drafter, DRAFTERS), model=(model, SIBLINGS), gpu=(gpu, GPUS)
+    )
     rates = (alpha,) if recorded == "none" else RECORDED[recorded].rates
-    played = conditional_rates(rates, k), drafter == "ngram", step
+    setting = conditional_rates(rates, k), drafter == "ngram", step
     return State(
         batch=batch,
         k=k,
@@ -167,8 +168,8 @@ def sweep(
         model=model,
         gpu=gpu,
         one=_speculation(model, gpu, drafter, rates, context),
-        step=verify_step(*played, accept),
-        own=measured(*played, accept) if accept else None,
+        step=verify_step(*setting, accept),
+        own=measured(*setting, accept) if accept else None,
         error=speculation_error(),
     )
 
@@ -189,5 +190,5 @@ def _drafter(model: str, gpu: str, name: str) -> Drafter:
 
 
 def sibling(model: str, drafter: str) -> str:
-    """The model that drafts for `model`."""
+    """Return the model that drafts for `model`."""
     return SIBLINGS[model][drafter == "large"]

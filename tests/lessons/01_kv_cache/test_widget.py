@@ -70,7 +70,7 @@ def test_a_model_whose_layers_differ_is_shared_out_truly(name):
     assert at[131072] == memory_ledger(find_model(name), "H100", max_model_len=131072).concurrency
     assert at[1024] / at[131072] < 128  # a window does not grow with the request
     refused = Session(kv_cache.SPEC, kv_bytes_per_token=lambda config, size: 1).settle(other_model=name)
-    assert "bytes a token" in refused["words"]
+    assert "bytes per token" in refused["words"]
 
 
 def test_the_lines_of_other_gpus_are_what_the_sweep_says_there():
@@ -111,18 +111,18 @@ def test_every_position_of_the_knobs_is_drawn(knobs, width):
         (ONE_TOO_LONG, "broken", "Not one request of 32,768 tokens fits, so vLLM refuses to start"),
         ({"max_model_len": 24 * 1024}, "tight", "Full with 1 request,"),
         ({**ONE_TOO_LONG, "kv_dtype": "fp8"}, "tight", "Full with 1 request,"),
-        ({"max_model_len": 2**18, "gpu": "H200"}, "broken", "was made for 131,072 tokens"),
+        ({"max_model_len": 2**18, "gpu": "H200"}, "broken", "supports 131,072 tokens"),
         ({"max_model_len": 2**17, "gpu": "H200"}, "tight", "Full with 6 requests"),
-        (BEYOND, "broken", "vLLM refuses to start: gpt2 was made for 1,024 tokens, and max_model_len asks for 131,072"),
-        ({**BEYOND, "max_model_len": 1024}, "tight", "are longer and refused"),
-        ({**BEYOND, "max_model_len": 1536}, "broken", "gpt2 was made for 1,024 tokens"),
-        (TOO_BIG, "broken", "There is no KV cache at all, so vLLM refuses to start"),
+        (BEYOND, "broken", "vLLM refuses to start: gpt2 supports 1,024 tokens, but max_model_len is 131,072"),
+        ({**BEYOND, "max_model_len": 1024}, "tight", "are longer and are refused"),
+        ({**BEYOND, "max_model_len": 1536}, "broken", "gpt2 supports 1,024 tokens"),
+        (TOO_BIG, "broken", "No room is left for a KV cache, so vLLM refuses to start"),
         ({**TOO_BIG, "gpu": "H200"}, "tight", "Full with 347 requests"),
-        ({"gpu": "T4"}, "broken", "There is no KV cache at all"),
+        ({"gpu": "T4"}, "broken", "No room is left for a KV cache"),
         (
             {"requests": "alpaca", "max_model_len": 256, "gpu": "H200"},
             "tight",
-            "of the requests are longer and refused",
+            "of the requests are longer and are refused",
         ),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_wrong_function_shows():
     assert wrong.slots == 3
     said = kv_cache.verdict(wrong)
     assert said.tone == "broken"
-    assert "524,288 bytes a token on each GPU, and the engine 131,072: yours is 4 times that" in said.words
+    assert "524,288 bytes per token on each GPU, but the engine counts 131,072: yours is 4 times as much" in said.words
     assert "the engine's count" in kv_cache.figure(wrong)
     assert "the engine's count" not in kv_cache.figure(right)
     for challenge in kv_cache.CHALLENGES:
@@ -184,9 +184,9 @@ def test_a_wrong_function_shows():
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        (lambda config, size: None, "gave None, and it is a number of bytes above 0"),
-        (lambda config, size: -1, "gave -1"),
-        (lambda config, size: float("nan"), "gave nan"),
+        (lambda config, size: None, "returned None, but it must return a number of bytes above 0"),
+        (lambda config, size: -1, "returned -1"),
+        (lambda config, size: float("nan"), "returned nan"),
     ],
 )
 def test_what_is_no_number_of_bytes_is_said(own, words):

@@ -69,7 +69,7 @@ def picture(state, width: float) -> ET.Element:
     ("knobs", "tone", "words"),
     [
         ({}, "fine", ["Blocks of 16", "9.3 % of the held slots", "Cheapest for these requests: 16."]),
-        ({"block_size": 8}, "broken", ["Blocks of 8", "no kernel of vLLM's takes fewer than 16"]),
+        ({"block_size": 8}, "broken", ["Blocks of 8", "no kernel in vLLM takes fewer than 16"]),
         ({"block_size": 1}, "broken", ["Blocks of 1 slot:", "no kernel"]),
         ({"kernel": "line", "row_bytes": 64, "empty_allowed": 0.4}, "broken", ["1.02 × may be fetched"]),
         ({"block_size": 512}, "broken", ["10 % may be empty"]),
@@ -167,11 +167,11 @@ def test_advice_leads_to_the_valley():
     """Turning what the advice names solves the third challenge."""
     knobs: dict[str, Any] = {}
     for word, more in (
-        ("bytes of a token", {"row_bytes": 64}),
-        ("kernel", {"kernel": "line"}),
+        ("keys of a token", {"row_bytes": 64}),
+        ("Use a kernel", {"kernel": "line"}),
         ("samples", {"samples": 1}),
         ("requests", {"requests": "azure-code"}),
-        ("Stand in it", {"block_size": 64}),
+        ("Set the block size to 64", {"block_size": 64}),
     ):
         progress = widget.CHALLENGES[2].check(swept(**knobs))
         assert not progress.met

@@ -79,12 +79,12 @@ def test_the_edges_are_where_the_verdict_changes(knobs):
         ({"head_dim": 64, "block_q": 32}, "tight", "1.98 times fewer"),
         ({"head_dim": 64, "block_q": 64}, "fine", "3.94 times fewer"),
         ({"block_q": 128, "block_k": 128}, "fine", "3.8"),  # FlashAttention-3's own
-        ({"block_q": 128, "block_k": 128, "stages": 4}, "broken", "288 KiB of shared memory, and there are 227"),
+        ({"block_q": 128, "block_k": 128, "stages": 4}, "broken", "288 KiB of shared memory, but there are 227"),
         ({"block_q": 256}, "tight", "registers spill"),  # as the lesson's table says: 144 bytes
-        ({"block_q": 256, "gpu": "A100-80", "block_k": 256}, "broken", "not launched"),
+        ({"block_q": 256, "gpu": "A100-80", "block_k": 256}, "broken", "does not launch"),
         ({"head_dim": 256, "block_q": 128, "block_k": 80}, "tight", "times fewer"),  # the last that fits
-        ({"head_dim": 256, "block_q": 128, "block_k": 96}, "broken", "not launched"),
-        ({"gpu": "RTX 4090", "block_q": 128, "block_k": 128}, "broken", "not launched"),
+        ({"head_dim": 256, "block_q": 128, "block_k": 96}, "broken", "does not launch"),
+        ({"gpu": "RTX 4090", "block_q": 128, "block_k": 128}, "broken", "does not launch"),
         ({"gpu": "RTX 4090", "block_q": 128, "block_k": 64, "stages": 1}, "fine", "3.88 times fewer"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
     found = verdict(state)
     assert found.tone == "broken"
     assert "tile 3" in found.words
-    assert "multiplied by 1.000, and exp(old m − new m) is 0.454" in found.words
+    assert "multiplied the old l by 1.000, but exp(old m − new m) is 0.454" in found.words
     assert "l wrong" in captions(state)[len(state.bands) + 2]
     assert "Tile 3, yours" in figure(state)
     assert "✕" in figure(state)

@@ -155,8 +155,8 @@ def test_each_challenge_can_be_met_and_not_by_one_key_but_the_first(index: int, 
 
 def test_advice_names_the_knob_that_is_wrong():
     check = widget.CHALLENGES[2].check
-    assert "Slots" in check(here(slots=2)).advice
-    assert "uneven" in check(here(slots=4, spread=0.25, load=0.6)).advice
+    assert "Raise the seats to 8 (now 2)" in check(here(slots=2)).advice
+    assert "Raise the length spread" in check(here(slots=4, spread=0.25, load=0.6)).advice
     assert check(here(slots=4, spread=0.5, load=0.3)).advice.startswith("Load")
     assert "queue grows" in check(here(slots=8, spread=0.5, load=0.6)).advice
     assert "0.05" not in check(here(slots=4, spread=0.5, load=0.6, limit=0.05)).advice
@@ -270,7 +270,7 @@ def test_a_schedule_that_forgets_the_slots_is_seen(lesson):
 
     state = here(schedule=greedy, load=1.2)
     assert widget.verdict(state).tone == "broken"
-    assert "requests run at once, and max_num_seqs is 8" in widget.verdict(state).words
+    assert "requests run at once, but max_num_seqs is 8" in widget.verdict(state).words
     ET.fromstring(widget.figure(state))
 
 

@@ -145,14 +145,18 @@ def test_each_challenge_can_be_met_and_is_open_at_the_start(index: int, values: 
 @pytest.mark.parametrize(
     ("index", "values", "advice"),
     [
-        (0, {"pool": 4096}, "The pool is too small"),
-        (0, {"pool": 12288}, "Go down"),
-        (0, {"pool": 12288, "users": 2}, "put users back"),
+        (0, {"pool": 4096}, "Raise the pool (now 4K)"),
+        (0, {"pool": 12288}, "Lower the pool to 8K"),
+        (0, {"pool": 12288, "users": 2}, "set users back"),
         (1, {}, "Change who shares it"),
-        (1, {"kind": "chat"}, "every turn adds"),
-        (2, {"kind": "chat", "users": 16}, "who shares what"),
-        (2, {"users": 16, "pool": 12288}, "too small, or the prefix too long"),
-        (2, {"users": 16, "pool": 12288, "prefix": 256, "turns": 4}, "More turns, or a longer prefix"),
+        (1, {"kind": "chat"}, "every turn's tokens are new"),
+        (1, {"kind": "system", "prefix": 256}, "of each question are new"),
+        (1, {"kind": "system", "users": 16}, "too much for 48 requests"),
+        (2, {"kind": "chat", "users": 16}, 'Set "They share" to "a document each"'),
+        (2, {"users": 12}, "Raise the users to 16 (now 12)"),
+        (2, {"users": 16, "pool": 24576}, "Lower the pool to 12K (now 24K)"),
+        (2, {"users": 16, "pool": 12288}, "Shorten the prefix or raise the pool (now 12K)"),
+        (2, {"users": 16, "pool": 12288, "prefix": 256, "turns": 4}, "Raise the turns or the prefix"),
         (2, {"users": 16, "pool": 12288, "prefix": 512, "turns": 4, "order": "at random"}, ""),
     ],
 )
@@ -188,7 +192,7 @@ def test_names_without_the_parent_are_seen_to_find_other_texts():
     one = Session(widget.SPEC, hash_block_tokens=without_the_parent, pool=12288)
     view = one.settle()
     assert view["tone"] == "broken"
-    assert "Your names lead to the wrong blocks" in view["words"]
+    assert "Your hashes lead to wrong blocks" in view["words"]
     for sign in ("✕ 65%", "of another text (▲)", "in blocks of another text"):
         assert sign in view["svg"]
     assert not any(challenge["met"] for challenge in view["challenges"])

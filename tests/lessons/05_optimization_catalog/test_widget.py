@@ -147,9 +147,9 @@ def test_verdicts_against_configurations_whose_outcome_is_known(knobs, trouble):
     assert state.trouble(state.everything) == trouble
     said = widget.verdict(state)
     assert (said.tone == "broken") == bool(trouble)
-    words = {"late": "are asked for", "preempts": "preemptions", "refused": "does not start", "": "tokens/s"}
+    words = {"late": "the limit is", "preempts": "preemptions", "refused": "does not start", "": "tokens/s"}
     assert words[trouble] in said.words
-    tips = {"late": "Later than the", "preempts": "The KV cache is full."}
+    tips = {"late": "That is over the limit", "preempts": "The KV cache is full."}
     assert tips.get(trouble, "") in widget.figure(state)
 
 
@@ -215,14 +215,18 @@ def test_each_challenge_can_be_met_but_not_by_one_move_nor_by_a_preset(challenge
 @pytest.mark.parametrize(
     ("challenge", "knobs", "advice"),
     [
-        (0, {"gpu": "H100"}, "GPU: the goal is for L4s"),
-        (0, {"slots": 64}, "Two GPUs: every token waits for a step, and one L4 reads the weights in 19 ms"),
-        (0, {"tensor_parallel": True}, "At once: there is time left"),
-        (1, {"cuda_graphs": False}, "Levers: what is off"),
-        (1, {"gpu": "H100"}, "At once: whoever is alone"),
-        (1, {"slots": 1}, "GPU: a step of the L4 is long"),
-        (1, {"requests": "code"}, "Requests: before all levers"),
-        (2, {}, "Levers: too many are on. Chunked prefill buys at most ×1.00"),
+        (0, {"gpu": "H100"}, "Use an L4."),
+        (0, {"slots": 64}, "Switch on two GPUs: a token waits for a step, and one L4 reads the weights in 19 ms"),
+        (0, {"weight_bits": False, "tensor_parallel": True, "slots": 64}, "Switch on 4-bit weights"),
+        (0, {"tensor_parallel": True}, "Raise the requests at once"),
+        (0, {**ALL_OFF}, "Switch on the KV cache"),
+        (0, {**widget.PRESETS["Does not start"]}, "Make room"),
+        (1, {"cuda_graphs": False}, "Switch it on: a lever that is off"),
+        (1, {"gpu": "H100"}, "Lower the requests at once"),
+        (1, {"slots": 1}, "Use a faster GPU: on the L4"),
+        (1, {"gpu": "H100", "slots": 1, "weight_bits": False, "speculative_tokens": False}, "Switch on levers that"),
+        (1, {"requests": "code"}, "Change the requests or the GPU"),
+        (2, {}, "Switch off a lever: chunked prefill buys at most ×1.00"),
     ],
 )
 def test_advice_names_the_knob_that_is_wrong(challenge, knobs, advice):

@@ -125,9 +125,9 @@ def test_what_is_shaded_is_where_something_is_wrong():
     assert regions(latent=512, tensor_parallel_size=8) == ["18 of 32 requests fit on 8"]
     assert regions(model="Llama-3.1-8B", kv_heads=32) == [
         "16 of 32 requests fit on 4",
-        "32 query heads cannot be divided over 64",
+        "32 query heads cannot be split over 64",
     ]
-    assert regions(model="Qwen3-32B", context=65536) == ["Qwen3-32B was made for 40,960 tokens at most"]
+    assert regions(model="Qwen3-32B", context=65536) == ["Qwen3-32B supports at most 40,960 tokens"]
 
 
 def test_every_models_query_heads_can_be_divided_by_powers_of_two():
@@ -164,21 +164,21 @@ def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: di
     assert not solved.advice
     missed = widget.CHALLENGES[index].check(here(**{**SOLUTIONS[index], **wrong}))
     assert not missed.met
-    assert any(missed.advice.startswith(widget.SPEC.flat()[name].label) for name in wrong)
+    assert any(widget.SPEC.flat()[name].label.lower() in missed.advice.lower() for name in wrong)
 
 
 @pytest.mark.parametrize(
     ("index", "knobs", "named"),
     [
-        (0, {"gpu": "H200"}, "GPU:"),
-        (0, {"context": 1024}, "Context"),
-        (0, {"latent": 512}, "Latent width"),
-        (0, {"kv_heads": 1}, "KV heads"),
-        (0, {"wanted": 1}, "Requests"),
-        (1, {"model": "Qwen3-32B"}, "Model"),
-        (1, {"tensor_parallel_size": 64, "latent": 512}, "Latent width"),
-        (2, {}, "Model"),
-        (2, {"model": "Llama-3.1-8B", "tensor_parallel_size": 64, "latent": 512}, "GPUs (TP)"),
+        (0, {"gpu": "H200"}, "Use an H100"),
+        (0, {"context": 1024}, "Raise the context to 32K (now 1K)"),
+        (0, {"latent": 512}, 'Set "Latent width" to "none"'),
+        (0, {"kv_heads": 1}, "Raise the KV heads to 8 (now 1)"),
+        (0, {"wanted": 1}, "Raise the requests to 32 (now 1)"),
+        (1, {"model": "Qwen3-32B"}, "Use Llama-3.1-70B"),
+        (1, {"tensor_parallel_size": 64, "latent": 512}, 'Set "Latent width" to "none"'),
+        (2, {}, "Use Llama-3.1-8B"),
+        (2, {"model": "Llama-3.1-8B", "tensor_parallel_size": 64, "latent": 512}, "Change the GPUs (TP)"),
     ],
 )
 def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
@@ -241,7 +241,7 @@ def test_the_right_rule_changes_nothing(tp: int, heads: int):
 
 
 WRONG = {
-    "neighbours apart": (lambda rank, tp, heads: [rank % heads], {}, r"rank 1 of 16 .* ask KV head 0, .* KV head 1"),
+    "neighbours apart": (lambda rank, tp, heads: [rank % heads], {}, r"rank 1 of 16 need KV head 0, .* KV head 1"),
     "all on each": (lambda rank, tp, heads: list(range(heads)), {"tensor_parallel_size": 8}, "0, 1, 2, 3, 4, 5, 6, 7"),
     "first for all": (lambda rank, tp, heads: [0], {"tensor_parallel_size": 4}, "rank 0 of 4 .* KV heads 0, 1"),
 }
@@ -270,8 +270,8 @@ def endless(*_) -> list[int]:
 @pytest.mark.parametrize(
     ("rule", "about"),
     [
-        (lambda *_: 3, "gives 3"),
-        (lambda *_: [], r"gives \[\]"),
+        (lambda *_: 3, "returns 3"),
+        (lambda *_: [], r"returns \[\]"),
         (lambda *_: [8], r"from 0 to 7"),
         (endless, "never end"),
     ],

@@ -1,0 +1,40 @@
+"""Phrase the advice of every challenge alike: what to do, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from widgets.shell.spec import Progress
+
+Rule = tuple[bool, str]
+"""Whether a rule is broken, and what to do about it."""
+
+
+def _plain(value: float) -> str:
+    return f"{value:,g}"
+
+
+def at_least(what: str, now: float, goal: float, phrase: Callable[[float], str] = _plain) -> Rule:
+    """Require `goal` or more: "Raise the pool to 32K (now 24K)."."""
+    return now < goal, f"Raise {what} to {phrase(goal)} (now {phrase(now)})."
+
+
+def at_most(what: str, now: float, goal: float, phrase: Callable[[float], str] = _plain) -> Rule:
+    """Require `goal` or less: "Lower the rank to 64 (now 128)."."""
+    return now > goal, f"Lower {what} to {phrase(goal)} (now {phrase(now)})."
+
+
+def use(what: str, used: bool) -> Rule:
+    """Require a model, a GPU or the like: "Use an H100."."""
+    return not used, f"Use {what}."
+
+
+def choose(option: str, label: str, chosen: bool) -> Rule:
+    """Require an option of the knob with this label: 'Set "Admitted if" to "all of it fits".'."""
+    return not chosen, f'Set "{label}" to "{option}".'
+
+
+def progress(words: str, *rules: Rule) -> Progress:
+    """Give the advice of the first broken rule; the challenge is met when none is broken."""
+    advice = next((advice for broken, advice in rules if broken), "")
+    return Progress(not advice, words, advice)

@@ -1,0 +1,57 @@
+"""Draw the part of a picture that plays: rows over a stretch of time, in frames."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from minivllm_lab.drawing import text_width
+from widgets.shell.plot import MARGIN, Scale, seconds
+from widgets.shell.svg import HEADING, QUIET, SMALL, Box, Drawing, Segment, legend
+
+NAMES = 104
+"""Pixels left of the rows, for their names."""
+FRAMES = 24
+
+
+def draw_title(drawing: Drawing, title: str, keys: Sequence[Segment], y: float) -> float:
+    """Write the title with the colour keys beside it, or below it, and return the y of the last baseline."""
+    drawing.text((MARGIN, y), title, size=HEADING, bold=True)
+    after = MARGIN + text_width(title, HEADING) * 1.08 + 16
+    room = sum(34 + text_width(key.label, SMALL) for key in keys)
+    place = (after, y) if after + room <= drawing.width else (MARGIN, y + 20)
+    return legend(drawing, place, keys, drawing.width - 2 * MARGIN) - 19
+
+
+def draw_placeholder(drawing: Drawing, title: str, refused: bool, y: float) -> float:
+    """Write the title over a note that there is nothing to play, and return the y of the last baseline."""
+    drawing.text((MARGIN, y), title, size=HEADING, bold=True)
+    words = "Nothing is served." if refused else "Still serving the requests."
+    return drawing.paragraph((MARGIN, y + 20), words, drawing.width - 2 * MARGIN)
+
+
+def pixels(box: Box, across: Scale, start: float, end: float) -> tuple[float, float]:
+    """Return the left and right pixel of a span of time, cut off at the box."""
+    left, right = (box.x + min(max(across.share(time), 0.0), 1.0) * box.width for time in (start, end))
+    return left, right
+
+
+def frames_from(time: float, across: Scale) -> str:
+    """Return the frames that show something from this time on, as a mark's `at`."""
+    frame = math.ceil(across.share(time) * FRAMES - 1e-9) - 1
+    return f"{min(max(frame, 0), FRAMES - 1)} {FRAMES - 1}"
+
+
+def frame_ends(across: Scale) -> list[float]:
+    """Return the time at the end of each frame."""
+    return [across.low + (across.high - across.low) * (frame + 1) / FRAMES for frame in range(FRAMES)]
+
+
+def draw_times(drawing: Drawing, box: Box, across: Scale) -> float:
+    """Draw the time axis below the rows, and return the y of its labels."""
+    for value in Scale(0, across.high - across.low).ticks(6):
+        x = box.x + across.share(across.low + value) * box.width
+        drawing.line((x, box.bottom), (x, box.bottom + 4), colour=QUIET)
+        label = seconds(value) if value else "0"
+        drawing.text((x, box.bottom + 17), label, size=SMALL, colour=QUIET, anchor="middle")
+    return box.bottom + 17
