@@ -174,7 +174,7 @@ class Sweep(Generic[AnyState]):
 
     def _now(self) -> AnyState:
         refusals = {value: why for value in sorted({*self.values, self.at}) if (why := self.runs.refusal(value))}
-        allowed = [value for value in self.places if value not in refusals]
+        allowed = [value for value in self.values if value not in refusals]
         points = self.runs.runs.found
         known = {
             "points": {value: points[value] for value in allowed if value in points},
