@@ -1,4 +1,4 @@
-"""The bug museum: each defect shows, hides well, and can be found; the commands say one line where they are misused."""
+"""The bug museum: each defect shows, hides well, and can be found; misused commands get one line."""
 
 import contextlib
 import difflib
@@ -25,7 +25,7 @@ from minivllm_lab.museum.runner import observe
 from minivllm_lab.tables import console
 
 ALL = list(exhibits().values())
-LAST_OF = {one.workload: one for one in ALL}
+LAST_OF = {entry.workload: entry for entry in ALL}
 INTERPRETED_WORKLOADS = ("triton_kernel", "groups_on_triton")
 each_exhibit = pytest.mark.parametrize(
     "exhibit",
@@ -41,7 +41,7 @@ def on_the_sound_engine(workload: str) -> dict:
 
 @contextlib.contextmanager
 def built_in(exhibit: Exhibit) -> Iterator[None]:
-    """The engine of this process with the defect: quicker than a process for each."""
+    """Build the defect into this process's engine, which is quicker than a process for each."""
     module = importlib.import_module("minivllm." + exhibit.file.removesuffix(".py").replace("/", "."))
     function = functools.reduce(lambda place, name: vars(place)[name], exhibit.function.split("."), module)
     function = getattr(function, "__func__", function)
@@ -90,8 +90,8 @@ def test_the_defect_hides_well(exhibit):
 
 
 def test_broken_files_are_formatted_as_the_engine_is(tmp_path):
-    for one in ALL:
-        (tmp_path / f"{one.number:02d}.py").write_text(one.broken_source())
+    for entry in ALL:
+        (tmp_path / f"{entry.number:02d}.py").write_text(entry.broken_source())
     settings = ["--config", str(COLLECTION.parents[2] / "pyproject.toml")]
     command = [sys.executable, "-m", "ruff", "format", "--check", *settings, str(tmp_path)]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -113,19 +113,23 @@ def test_hints_come_nearer_step_by_step(exhibit):
 
 
 def test_the_collection():
-    assert [one.number for one in ALL] == list(range(1, len(ALL) + 1))
+    assert [entry.number for entry in ALL] == list(range(1, len(ALL) + 1))
     assert len(ALL) >= 22
-    assert [one.lesson for one in ALL] == sorted(one.lesson for one in ALL)
-    assert {one.lesson for one in ALL} == set(range(1, 13))
-    assert len({one.title for one in ALL}) == len({(one.file, one.function, one.old) for one in ALL}) == len(ALL)
-    for one in ALL:
-        assert what_happens_in(one.workload).endswith(".")
+    assert [entry.lesson for entry in ALL] == sorted(entry.lesson for entry in ALL)
+    assert {entry.lesson for entry in ALL} == set(range(1, 13))
+    assert (
+        len({entry.title for entry in ALL})
+        == len({(entry.file, entry.function, entry.old) for entry in ALL})
+        == len(ALL)
+    )
+    for entry in ALL:
+        assert what_happens_in(entry.workload).endswith(".")
 
 
 def test_the_page_lists_the_symptoms():
     page = (COLLECTION.parent / "README.md").read_text()
-    for one in ALL:
-        assert f"| {one.number} | {one.lesson:02d} | {one.title} | {one.symptom} |" in page
+    for entry in ALL:
+        assert f"| {entry.number} | {entry.lesson:02d} | {entry.title} | {entry.symptom} |" in page
     assert page.count("\n| ") == len(ALL) + 2
 
 
@@ -192,28 +196,28 @@ def test_a_repair_without_effect_or_that_breaks_something_else_is_none(rooms, mo
 
 
 def test_an_engine_that_does_not_start_is_a_symptom_and_the_sound_one_always_starts(rooms, monkeypatch):
-    one = exhibits()[10]
-    copies.set_up(one)
-    copy = copies.room_of(one) / "minivllm"
+    entry = exhibits()[10]
+    copies.set_up(entry)
+    copy = copies.room_of(entry) / "minivllm"
     (copy / "core" / "block_pool.py").write_text("def broken(:\n")
-    (copies.room_of(one) / "torch.py").write_text("def set_num_threads(number): ...\n")  # it takes seconds to import
-    (seen,) = copies.observe([one.workload], copies.room_of(one))
-    assert "SyntaxError" in seen[one.workload]["the engine as a whole"]
+    (copies.room_of(entry) / "torch.py").write_text("def set_num_threads(number): ...\n")  # it takes seconds to import
+    (seen,) = copies.observe([entry.workload], copies.room_of(entry))
+    assert "SyntaxError" in seen[entry.workload]["the engine as a whole"]
     monkeypatch.setattr(copies, "ENGINE", copy)
     with pytest.raises(MinivllmError, match=r"the sound engine cannot be compared with: .*SyntaxError"):
-        copies.observe([one.workload], None)
+        copies.observe([entry.workload], None)
 
 
 def test_a_copy_that_the_learner_has_changed_is_left_alone(rooms):
-    one = exhibits()[10]
-    assert copies.set_up(one)
-    assert copies.set_up(one)
-    copy = copies.room_of(one) / "minivllm" / one.file
+    entry = exhibits()[10]
+    assert copies.set_up(entry)
+    assert copies.set_up(entry)
+    copy = copies.room_of(entry) / "minivllm" / entry.file
     copy.write_text(copy.read_text() + "\n# mine\n")
-    assert not copies.set_up(one)
+    assert not copies.set_up(entry)
     assert "# mine" in copy.read_text()
-    shutil.rmtree(copies.room_of(one))
-    assert copies.set_up(one)
+    shutil.rmtree(copies.room_of(entry))
+    assert copies.set_up(entry)
 
 
 @each_exhibit
@@ -225,13 +229,15 @@ def test_a_guess_is_judged_by_its_distance(exhibit):
 
 
 def test_a_guess_in_the_right_function_is_warm(rooms):
-    one = exhibits()[17]
-    warm = next(line for line in range(one.lines()[0] - 20, one.lines()[0]) if one.judge(one.file, line) == "function")
-    assert "Warm" in said("--bug", "17", "--line", f"{one.file}:{warm}")
+    entry = exhibits()[17]
+    warm = next(
+        line for line in range(entry.lines()[0] - 20, entry.lines()[0]) if entry.judge(entry.file, line) == "function"
+    )
+    assert "Warm" in said("--bug", "17", "--line", f"{entry.file}:{warm}")
     assert "Cold" in said("--bug", "17", "--line", "out/bugs/17/minivllm/core/stop.py:1")
     assert "Lukewarm" in said("--bug", "17", "--line", "core/scheduler.py:1")
     assert copies.solved() == {}
-    assert one.why.split()[0] in said("--bug", "17", "--line", f"vllm/minivllm/{one.file}:{one.lines()[0]}")
+    assert entry.why.split()[0] in said("--bug", "17", "--line", f"vllm/minivllm/{entry.file}:{entry.lines()[0]}")
     assert copies.solved() == {"17": "line"}
 
 

@@ -44,6 +44,8 @@ from minivllm_lab.timing import in_turns
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 
+LessonCode = Callable[..., Any]
+"""A function or class of the lesson's script."""
 MODELS = (
     "Llama-2-7b-hf", "Qwen3-0.6B", "Llama-3.1-8B", "Qwen2.5-7B", "Meta-Llama-3-70B", "DeepSeek-V2-Lite", "DeepSeek-V3",
 )  # fmt: skip
@@ -64,9 +66,7 @@ PROMPTS = ("def add(a, b):\n    return", "class Stack:\n    def __init__(self):\
 # ---- 1. bytes and operations -----------------------------------------------------------------------------------------
 
 
-def show_models(
-    cached_per_token: Callable[[ModelConfig], int], decode_flops_per_byte: Callable[[ModelConfig], float]
-) -> dict:
+def show_models(cached_per_token: LessonCode, decode_flops_per_byte: LessonCode) -> dict:
     """Show a token's bytes in real models, with a KV head for each query head too, and operations for each byte.
 
     Raises:
@@ -133,7 +133,7 @@ def paged_case(kv_heads: int, context: int, arguments: argparse.Namespace, devic
     return q, *caches, starts, torch.full((REQUESTS,), context, dtype=torch.int32, device=device), block_table
 
 
-def measure_shared(grouped_attention: Callable, arguments: argparse.Namespace, device: torch.device) -> dict:
+def measure_shared(grouped_attention: LessonCode, arguments: argparse.Namespace, device: torch.device) -> dict:
     """Time the engine's attention over caches of fewer and fewer KV heads, in turns.
 
     Raises:
@@ -210,10 +210,7 @@ def latent_operations(shape: Mapping[str, int]) -> dict[str, int]:
 
 
 def measure_latent(
-    plain: Callable[..., Tensor],
-    absorbed: Callable[..., Tensor],
-    arguments: argparse.Namespace,
-    device: torch.device,
+    plain: LessonCode, absorbed: LessonCode, arguments: argparse.Namespace, device: torch.device
 ) -> dict:
     """Time both forms of latent attention in DeepSeek-V2-Lite's shape, in turns, and compare their results."""
     shape, records = latent_shape("DeepSeek-V2-Lite"), {}
@@ -257,7 +254,7 @@ def head_case(heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int] =
     return q, keys, values, torch.tensor(lengths, dtype=torch.int32)
 
 
-def one_by_one(grouped_attention: Callable[..., Tensor], case: Sequence[Tensor]) -> Tensor:
+def one_by_one(grouped_attention: LessonCode, case: Sequence[Tensor]) -> Tensor:
     """Run the lesson's attention on each request of a `head_case` in float64; return zeros for an empty request."""
     q, keys, values, lengths = case
     rows = []
@@ -274,7 +271,7 @@ def latent_batch(shape: Mapping[str, int], lengths: Sequence[int] = LENGTHS) -> 
     return q_nope, q_rope, cache, torch.tensor(lengths, dtype=torch.int32), *cases[0][4:]
 
 
-def latents_one_by_one(absorbed_attention: Callable[..., Tensor], batch: Sequence[Tensor]) -> Tensor:
+def latents_one_by_one(absorbed_attention: LessonCode, batch: Sequence[Tensor]) -> Tensor:
     """Run the lesson's attention on each request of a `latent_batch` in float64; return zeros for an empty request."""
     q_nope, q_rope, cache, lengths, w_uk, w_uv = (tensor.double() for tensor in batch)
     rows, rank = [], w_uk.shape[2]
@@ -285,7 +282,7 @@ def latents_one_by_one(absorbed_attention: Callable[..., Tensor], batch: Sequenc
     return torch.stack(rows)
 
 
-def traced(decode: Callable[..., Tensor], *arguments: Any, **more: Any) -> KernelTrace:
+def traced(decode: LessonCode, *arguments: Any, **more: Any) -> KernelTrace:
     """Trace what the kernel of one of the lesson's calls reads and writes."""
     traces: list[KernelTrace] = []
     decode(*arguments, **more, launch=lambda *call, **constants: traces.append(trace_kernel(*call, **constants)))
@@ -293,13 +290,9 @@ def traced(decode: Callable[..., Tensor], *arguments: Any, **more: Any) -> Kerne
 
 
 def verify_kernels(
-    grouped_attention: Callable[..., Tensor],
-    absorbed_attention: Callable[..., Tensor],
-    decode: Callable[..., Tensor],
-    latent_decode: Callable[..., Tensor],
-    device: torch.device,
-    quick: bool,
-) -> dict:
+    grouped_attention: LessonCode, absorbed_attention: LessonCode, decode: LessonCode, latent_decode: LessonCode,
+    device: torch.device, quick: bool,
+) -> dict:  # fmt: skip
     """Compare both kernels with float64 on awkward shapes, and count the bytes of keys and values that they read.
 
     `quick`: one shape for each of them, and the bytes of a request of one tile.
@@ -324,7 +317,7 @@ def verify_kernels(
     return {"largest_error": largest, "largest_latent_error": latent, "bytes": counted}
 
 
-def count_bytes(decode: Callable[..., Tensor], latent_decode: Callable[..., Tensor], tokens: int) -> dict:
+def count_bytes(decode: LessonCode, latent_decode: LessonCode, tokens: int) -> dict:
     """Trace how many bytes of one request's keys and values, or latents, are read, by query heads a program.
 
     Raises:
@@ -385,7 +378,7 @@ def measure_pooled(pool: Pool, arguments: argparse.Namespace, device: torch.devi
 # ---- 6. break it -----------------------------------------------------------------------------------------------------
 
 
-def show_ranks(kv_heads_of_rank: Callable[[int, int, int], list[int]]) -> dict:
+def show_ranks(kv_heads_of_rank: LessonCode) -> dict:
     """Show a token's bytes on one rank and on all, by ranks: replication undoes the gain.
 
     Raises:
@@ -409,9 +402,7 @@ def show_ranks(kv_heads_of_rank: Callable[[int, int, int], list[int]]) -> dict:
     return records
 
 
-def run_two_ranks(
-    pool: Pool, kv_heads_of_rank: Callable[[int, int, int], list[int]], arguments: argparse.Namespace
-) -> dict:
+def run_two_ranks(pool: Pool, kv_heads_of_rank: LessonCode, arguments: argparse.Namespace) -> dict:
     """Run the engine on one rank and on two, with the model's KV heads and with one: tokens, and bytes on each rank.
 
     Raises:
@@ -456,7 +447,7 @@ def served(model: str | Path, tp: int) -> tuple[list[list[int]], list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs], kept
 
 
-def show_padding(padded_rows: Callable[[int], int]) -> dict:
+def show_padding(padded_rows: LessonCode) -> dict:
     """Show the share of a matmul's rows that hold a query, by the size of the group."""
     records = {name: {"heads": heads, "rows": padded_rows(heads)} for name, heads in GROUPS.items()}
     record_table(

@@ -46,6 +46,8 @@ from minivllm_simulate.virtual_clock import percentile
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 2048
 Steps = Sequence[Mapping[str, int]]
+LessonCode = Callable[..., Any]
+"""A function or class of the lesson's script."""
 
 
 def load(arguments: argparse.Namespace, device: torch.device) -> None:
@@ -213,7 +215,7 @@ def num_decodes_of(queries: Sequence[int], name: str) -> int:
 
 
 def verify_kernel(
-    mixed_launch: Callable[..., Tensor], in_two_launches: Callable[..., Tensor], device: torch.device, quick: bool
+    mixed_launch: LessonCode, in_two_launches: LessonCode, device: torch.device, quick: bool
 ) -> dict[str, float]:
     """Compare one launch and two with float64 on awkward steps; `quick`: for one shape of heads.
 
@@ -237,7 +239,7 @@ STEP = ([1] * 32 + [480], [1024] * 32 + [1504])
 TILES = {"tiles of 16 rows": (16, 16), "tiles of 64": (64, 64), "16 for decodes, 64 else": (16, 64)}
 
 
-def compare_launches(tile_work: Callable[..., dict[str, int]], device: torch.device) -> dict[str, Any]:
+def compare_launches(tile_work: LessonCode, device: torch.device) -> dict[str, Any]:
     """Count the rows, scores and keys of a step by its tiles; time the engine's attention in one call and in two."""
     queries, lengths = STEP
     records = {}
@@ -294,9 +296,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure_keys_read_again(
-    keys_read_again: Callable[[int, int], int], arguments: argparse.Namespace
-) -> dict[str, Any]:
+def measure_keys_read_again(keys_read_again: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure a prompt by the size of its chunks: re-read keys, time of attention, time of all steps.
 
     Raises:
@@ -376,7 +376,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 FEW, MANY, ROWS = 4, 32, 256
 
 
-def measure_knee(knee: Callable[[float, float, float], float], arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_knee(knee: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
     """Time the steps of a model larger than any cache by their tokens, and compare the knee with the predicted one.
 
     The prediction uses two rates of matmuls alone: operations a second with many rows, bytes a second with one row. The
@@ -457,9 +457,7 @@ GPUS = ("L4", "A100-80", "H100", "H200", "B200")
 GPU_MODEL, GAP = "Llama-3.1-8B", 0.05
 
 
-def show_gpus(
-    knee: Callable[[float, float, float], float], budget_for: Callable[[float, float, float, float, float], int]
-) -> dict[str, Any]:
+def show_gpus(knee: LessonCode, budget_for: LessonCode) -> dict[str, Any]:
     """Show the knee by GPU from data sheets, the modelled budget for a gap of 50 ms, and the model's error."""
     model, records = known_model(GPU_MODEL), {}
     parameters = num_parameters(model) - model.vocab_size * model.hidden_size
@@ -499,10 +497,7 @@ def _sarathi() -> dict[str, float]:
 
 
 def break_it(
-    serve: Callable[..., Iterator[dict[str, int]]],
-    mixed: Callable[..., dict[str, int]],
-    steps_of_a_prompt: Callable[[int, int, int], float],
-    request: Callable[..., Any],
+    serve: LessonCode, mixed: LessonCode, steps_of_a_prompt: LessonCode, request: LessonCode
 ) -> dict[str, Any]:
     """Show a budget that decodes use up, a prompt that must not be cut, and a budget below the longest prompt."""
 

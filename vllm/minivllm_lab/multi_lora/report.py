@@ -11,8 +11,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -47,7 +46,8 @@ from minivllm_lab.timing import in_turns, wall_seconds
 from minivllm_simulate.known_models import known_model
 
 Way = Callable[..., None]
-Make = Callable[..., Any]
+LessonCode = Callable[..., Any]
+"""A function or class of the lesson's script."""
 MB, GB = 1e6, 1e9
 
 
@@ -67,7 +67,7 @@ MODELS = ("Llama-3.1-8B", "Llama-3.1-70B", "the embedded model")
 RANKS = (8, 16, 64)
 
 
-def show_weights(adapter_numbers: Callable[[int, Iterable[tuple[int, int]]], int]) -> dict[str, Any]:
+def show_weights(adapter_numbers: LessonCode) -> dict[str, Any]:
     """Show an adapter's bytes by rank beside the model's, and what a thousand of either take."""
     records: dict[str, dict[str, float]] = {}
     for name in MODELS:
@@ -105,10 +105,7 @@ def width(arguments: argparse.Namespace) -> int:
 
 
 def measure_applied(
-    merged: Callable[[Tensor, Tensor, Tensor], Tensor],
-    applied: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
-    arguments: argparse.Namespace,
-    device: torch.device,
+    merged: LessonCode, applied: LessonCode, arguments: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     """Time one linear with the adapter merged and applied, and the merging itself."""
     wide = width(arguments)
@@ -306,14 +303,14 @@ def traffic(adapters: int, skew: float, requests: int, a_step: float, seed: int)
 class Served:
     """A run of the lesson's `serve` over the lesson's requests, and its figures."""
 
-    def __init__(self, serve: Callable[..., Iterator], work: Sequence[Any], slots: int, places: int) -> None:
+    def __init__(self, serve: LessonCode, work: Sequence[Any], slots: int, places: int) -> None:
         self.steps, self.slots = list(serve(work, slots, places)), slots
 
     def first_step(self, name: str) -> int:
         """Return the step in which a request starts."""
         return next(at for at, (running, _) in enumerate(self.steps) if name in {each.name for each in running})
 
-    def figures(self, tiers: Callable[..., Counter], host: int) -> dict[str, Any]:
+    def figures(self, tiers: LessonCode, host: int) -> dict[str, Any]:
         """Count steps, requests and adapters; `host` adapters fit into host memory."""
         batches = [[request.adapter for request in running] for running, _ in self.steps]
         counts = tiers(batches, self.slots, host)
@@ -328,7 +325,7 @@ class Served:
 
 
 def show_tiers(
-    serve: Callable[..., Iterator], tiers: Callable[..., Counter], request: Make, arguments: argparse.Namespace
+    serve: LessonCode, tiers: LessonCode, request: LessonCode, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Serve the same traffic with ever more slots: what runs, what is copied into slots and read from disk."""
     work = traffic(arguments.adapters, arguments.skew, 150 if arguments.quick else 800, 2.0, arguments.seed)
@@ -486,7 +483,7 @@ def _decode_seconds(llm: LLM, adapters: Sequence[LoRARequest | None], tokens: in
 # ---- 6. break it -----------------------------------------------------------------------------------------------------
 
 
-def show_gate(serve: Callable[..., Iterator], tiers: Callable[..., Counter], request: Make) -> dict[str, Any]:
+def show_gate(serve: LessonCode, tiers: LessonCode, request: LessonCode) -> dict[str, Any]:
     """Serve sixteen equally popular adapters with ever more slots; then one that waits behind two popular ones."""
     work = [request(str(i), 1 + i % 16, 8, i // 2) for i in range(160)]
     records = {str(slots): Served(serve, work, slots, 16).figures(tiers, 16) for slots in (1, 2, 4, 8, 16)}
@@ -506,7 +503,7 @@ def show_gate(serve: Callable[..., Iterator], tiers: Callable[..., Counter], req
     return {**records, "cold": {"arrives": 4, "starts": starts, "with_a_third_slot": with_a_third}}
 
 
-def show_ranks(by_sorting: Way, adapter_numbers: Callable[..., int], quick: bool) -> dict[str, Any] | None:
+def show_ranks(by_sorting: Way, adapter_numbers: LessonCode, quick: bool) -> dict[str, Any] | None:
     """Count what adapters of rank 8 take in slots for up to 256, and what 16 tokens of four adapters read."""
     if not (HAS_TRITON and INTERPRETED):
         return None

@@ -1,4 +1,4 @@
-"""The museum's rooms, `out/bugs/NN`: a copy of the engine with its defect, and a note of what has been solved."""
+"""Keep the museum's rooms, `out/bugs/NN`: copies of the engine with a defect, and a record of solved exhibits."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from minivllm_lab.museum.exhibits import ENGINE, Exhibit
 ROOMS = ENGINE.parents[1] / "out" / "bugs"
 RUNNER = Path(__file__).with_name("runner.py")
 SECONDS, SECONDS_PER_WORKLOAD = 60, 10
-"""The processor's time that a process may take: an engine that never ends is a symptom too."""
+"""The CPU time that a process may take: an engine that never ends is a symptom too."""
 PATIENCE = 5
-"""So many times that long on the clock, since the machine may be busy with something else."""
+"""The wall-clock limit as a multiple of it, since the machine may be busy."""
 
 Observations = dict[str, dict[str, Any]]
 
 
 def room_of(exhibit: Exhibit) -> Path:
-    """The folder of an exhibit; the engine's copy is `minivllm` in it."""
+    """Return an exhibit's folder; the engine's copy is `minivllm` in it."""
     return ROOMS / f"{exhibit.number:02d}"
 
 
 def set_up(exhibit: Exhibit) -> bool:
-    """Copies the engine with the defect, unless a copy is there that the learner has changed. Returns whether it did.
+    """Copy the engine with the defect, unless the learner has changed the existing copy. Return whether it was copied.
 
-    Compiled loops (numba's cache) are copied too: they are valid as long as their sources keep their times.
+    Compiled loops (numba's cache) are copied too: they stay valid as long as their sources keep their times.
     """
     room = room_of(exhibit)
     copy, stamp = room / "minivllm", room / "as_made"
@@ -53,17 +53,17 @@ def set_up(exhibit: Exhibit) -> bool:
 
 
 def is_set_up(exhibit: Exhibit) -> bool:
-    """Whether there is a copy to look at."""
+    """Return whether the exhibit's copy exists."""
     return (room_of(exhibit) / "minivllm").is_dir()
 
 
 def observe(workloads: list[str], *rooms: Path | None) -> list[Observations]:
-    """Runs workloads on the copies in these rooms, None being the sound engine; each in a fresh process, side by side.
+    """Run workloads on the copies in these rooms, None being the sound engine, each in a process of its own.
 
-    A copy that cannot be imported, or does not end, is an observation of every workload.
+    That a copy cannot be imported, or does not end, is an observation of every workload.
 
     Raises:
-        MinivllmError: that happens to the sound engine, so there is nothing to compare with.
+        MinivllmError: it happens to the sound engine, so there is nothing to compare with.
     """
     with ThreadPoolExecutor(len(rooms)) as pool:
         return list(pool.map(partial(_observe, workloads), rooms))
@@ -82,12 +82,12 @@ def _observe(workloads: list[str], room: Path | None) -> Observations:
         problem = f"it was still running after {clock} seconds"
     else:
         if done.returncode == -signal.SIGXCPU:
-            problem = f"it was still running after {seconds} seconds of the processor"
+            problem = f"it was still running after {seconds} seconds of CPU time"
         elif done.returncode == 0:
             return json.loads(done.stdout.splitlines()[-1])
         else:
-            said = [line for line in done.stderr.splitlines() if line.strip()] or [f"code {done.returncode}"]
-            problem = f"it does not start: {said[-1].strip()}"
+            errors = [line for line in done.stderr.splitlines() if line.strip()] or [f"code {done.returncode}"]
+            problem = f"it does not start: {errors[-1].strip()}"
     if room is None:
         raise MinivllmError(
             f"the sound engine cannot be compared with: {problem}; if the machine is busy, try again when it is not"
@@ -96,21 +96,21 @@ def _observe(workloads: list[str], room: Path | None) -> Observations:
 
 
 def solved() -> dict[str, str]:
-    """How each solved exhibit was solved ("line" or "mended"), by number; a damaged note counts as none."""
+    """Return how each exhibit was solved ("line" or "mended"), by number; ignore a damaged record."""
     try:
-        note = json.loads((ROOMS / "solved.json").read_text())
+        record = json.loads((ROOMS / "solved.json").read_text())
     except (OSError, ValueError):
         return {}
-    return note if isinstance(note, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def note_solved(exhibit: Exhibit, how: str) -> None:
-    """Remembers that an exhibit has been solved."""
+    """Record that an exhibit has been solved."""
     ROOMS.mkdir(parents=True, exist_ok=True)
     (ROOMS / "solved.json").write_text(json.dumps({**solved(), str(exhibit.number): how}, indent=1) + "\n")
 
 
 def _digest(copy: Path) -> str:
-    """Of all sources of a copy."""
+    """Return the digest of a copy's sources."""
     sources = sorted(copy.rglob("*.py"))
     return hashlib.sha256(b"".join(str(path).encode() + path.read_bytes() for path in sources)).hexdigest()

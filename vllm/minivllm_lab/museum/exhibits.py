@@ -20,7 +20,7 @@ CLOSE_ENOUGH = 2
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One defect: where it is built in, what it is noticed by, and what leads to it.
+    """A defect: where it is built in, its symptom, and its hints.
 
     `old` and `new` are pieces of `function` in `file`, a path below the engine's package (see `minivllm_lab.mutants`).
     `solution` is the same defect in the lesson's script, for its checks to catch.
@@ -40,48 +40,48 @@ class Exhibit:
     solution: Mutant | None = None
 
     def broken_source(self) -> str:
-        """The source of `file` with the defect.
+        """Return the source of `file` with the defect.
 
         Raises:
-            MinivllmError: the engine has changed, and the piece is not there any more.
+            MinivllmError: the engine has changed and no longer has the piece.
         """
         return spliced_source(self.sound_source(), (self.function, self.old, self.new), self.file)
 
     def sound_source(self) -> str:
-        """The source of `file` as it should be."""
+        """Return the source of `file` as it should be."""
         return (ENGINE / self.file).read_text()
 
     def lines(self) -> tuple[int, ...]:
-        """The line numbers of the defect in the broken source."""
+        """Return the line numbers of the defect in the broken source."""
         return changed_lines(self.sound_source(), self.broken_source())
 
     def judge(self, file: str, line: int) -> str:
-        """How near a guess is: "found", "function" (the right one), "file" (the right one), or "cold"."""
+        """Judge a guess: "found", "function" (the right one), "file" (the right one), or "cold"."""
         if file != self.file:
             return "cold"
-        if any(abs(line - there) <= CLOSE_ENOUGH for there in self.lines()):
+        if any(abs(line - changed) <= CLOSE_ENOUGH for changed in self.lines()):
             return "found"
         return "function" if line in function_lines(self.broken_source(), self.function) else "file"
 
 
 @functools.cache
 def exhibits() -> dict[int, Exhibit]:
-    """The collection by number, in order."""
+    """Return the collection by number, in order."""
     entries = tomllib.loads(COLLECTION.read_text())["exhibit"]
     return {entry["number"]: _exhibit(entry) for entry in entries}
 
 
-def exhibit(number: str) -> Exhibit:
-    """The exhibit of a number, such as "7" or "07".
+def find_exhibit(number: str) -> Exhibit:
+    """Return the exhibit of a number such as "7" or "07".
 
     Raises:
         MinivllmError: there is none; the message says which there are.
     """
-    there = exhibits()
-    known = number.isascii() and number.isdigit() and len(number) < 9 and int(number) in there
+    collection = exhibits()
+    known = number.isascii() and number.isdigit() and len(number) < 9 and int(number) in collection
     if not known:
-        raise MinivllmError(f"there is no exhibit {number!r} (there are 1 to {max(there)})")
-    return there[int(number)]
+        raise MinivllmError(f"there is no exhibit {number!r} (there are 1 to {max(collection)})")
+    return collection[int(number)]
 
 
 def _exhibit(entry: dict) -> Exhibit:
@@ -93,7 +93,7 @@ def _exhibit(entry: dict) -> Exhibit:
 
 
 def what_happens_in(workload: str) -> str:
-    """The first line of a workload's docstring."""
+    """Return the first line of a workload's docstring."""
     from minivllm_lab.museum import workloads
 
     return (inspect.getdoc(getattr(workloads, workload)) or "").splitlines()[0]

@@ -1,8 +1,8 @@
-"""Runs workloads on the `minivllm` that Python finds first, and prints what they saw as JSON.
+"""Run workloads on the `minivllm` that Python finds first, and print their observations as JSON.
 
     PYTHONPATH=out/bugs/07 python -P vllm/minivllm_lab/museum/runner.py shared_prompt
 
-It stands apart from the package, like the workloads: the engine it runs may be a copy that has no `minivllm_lab`.
+Like the workloads, it imports nothing of `minivllm_lab`: the engine that it runs may be a copy without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 
 
 def observe(workloads: ModuleType, name: str) -> dict:
-    """What one workload saw; if it fails as a whole, only the error."""
+    """Return a workload's observations, or only the error if it fails."""
     try:
         return getattr(workloads, name)()
     except Exception as error:
@@ -35,7 +35,7 @@ def _load_workloads() -> ModuleType:
 
 
 def main(seconds: int, names: list[str]) -> None:
-    """Print the observations of these workloads, by name, as the last line; the system ends what takes longer."""
+    """Print these workloads' observations as the last line; the system ends the process after `seconds` of CPU time."""
     import torch
 
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

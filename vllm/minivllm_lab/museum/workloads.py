@@ -1,8 +1,7 @@
-"""What the museum's engines are given to do. Each function drives an engine and returns what was looked at.
+"""The museum's workloads: each function drives an engine and returns its observations.
 
-A workload imports the engine (`minivllm`) and nothing that stands beside it, since it also runs on copies that consist
-of the engine alone. It is deterministic: run on the sound engine twice, it returns the same. The first line of its
-docstring says what happens in it.
+A workload imports only the engine (`minivllm`), since it also runs on copies that consist of the engine alone. It is
+deterministic: on the sound engine it always returns the same. The first line of its docstring says what happens in it.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, Parts, SchedulerConfig
+from minivllm.config import CacheConfig, ModelConfig, Parts, SchedulerConfig
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
@@ -30,23 +30,15 @@ from minivllm.engine.async_thread_client import AsyncThreadClient
 from minivllm.engine.core import EngineCore
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.entrypoints.openai.protocol import CompletionRequest
-from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
-from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
-from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.entrypoints.openai.stream import EventStream, until_disconnected
-from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import kv_bytes_per_token, kv_cache_tokens
-from minivllm.models.loader import load_model
-from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.worker.kv_cache import allocate_kv_caches
 
 Seen = dict[str, Any]
-"""What was looked at: a name, and a text or a number."""
+"""Observations by name: texts and numbers."""
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-python"
 MOST_STEPS = 300
@@ -65,7 +57,7 @@ LONGER = LONG + "        if os.path.exists(path):\n            print(path)\n\n\n
 
 @dataclass
 class Ask:
-    """A request: a text or token ids, when it comes, and its parameters (greedy and 16 tokens unless said)."""
+    """A request: its prompt, its length, the step in which it comes, and its parameters (greedy by default)."""
 
     prompt: str | list[int]
     max_tokens: int = 16
@@ -77,7 +69,7 @@ class Ask:
 
 @dataclass
 class Answer:
-    """What came: the text and the tokens so far, the pieces of a stream, the prefix hit in tokens."""
+    """A request's answer so far."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -85,18 +77,17 @@ class Answer:
     samples: list[str] = field(default_factory=list)
     num_cached_tokens: int = 0
     finish_reason: str | None = None
-    logprob: float | None = None
     prompt_logprob: float | None = None
 
 
 def engine(**settings: Any) -> LLMEngine:
-    """A small engine on the embedded model: 64 blocks of 16 slots, at most 4 requests at once."""
+    """Start a small engine on the embedded model: 64 blocks of 16 slots, at most 4 requests at once."""
     defaults = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 65}
     return LLMEngine(EngineArgs(**{"model": MODEL, "disable_log_stats": True, **defaults, **settings}))
 
 
 def core_of(llm: LLMEngine) -> EngineCore:
-    """The core of an engine in this process."""
+    """Return the core of an engine in this process."""
     return llm.engine_core.engine_core  # type: ignore[attr-defined]
 
 
@@ -107,29 +98,24 @@ class Answers(dict[str, Answer]):
 
 
 def serve(llm: LLMEngine, asks: Mapping[str, Ask], after_step: Callable[[], None] | None = None) -> Answers:
-    """Runs all requests to their end, or `MOST_STEPS` steps, or the first error; returns what came."""
+    """Run all requests to their end, for `MOST_STEPS` steps at most, or until the first error."""
     answers = Answers({name: Answer() for name in asks})
+    last = max(ask.at for ask in asks.values())
     try:
-        _run(llm, asks, answers, after_step)
+        for step in range(MOST_STEPS):
+            for name, ask in asks.items():
+                if ask.at == step:
+                    _add(llm, name, ask)
+            if llm.has_unfinished_requests():
+                for output in llm.step():
+                    _take_in(answers[output.request_id], output)
+                if after_step:
+                    after_step()
+            elif step >= last:
+                break
     except Exception as error:
         answers.raised = f"{type(error).__name__}: {error}"
     return answers
-
-
-def _run(
-    llm: LLMEngine, asks: Mapping[str, Ask], answers: Answers, after_step: Callable[[], None] | None = None
-) -> None:
-    for step in range(MOST_STEPS):
-        for name, ask in asks.items():
-            if ask.at == step:
-                _add(llm, name, ask)
-        if llm.has_unfinished_requests():
-            for output in llm.step():
-                _take_in(answers[output.request_id], output)
-            if after_step:
-                after_step()
-        elif step >= max(ask.at for ask in asks.values()):
-            break
 
 
 def _add(llm: LLMEngine, name: str, ask: Ask) -> None:
@@ -147,30 +133,29 @@ def _take_in(answer: Answer, output: RequestOutput) -> None:
     answer.pieces.append(first.text)
     answer.samples = [completion.text for completion in output.outputs]
     answer.num_cached_tokens = output.num_cached_tokens
-    answer.logprob = first.cumulative_logprob and round(first.cumulative_logprob, 2)
     if output.prompt_logprobs:
-        of_tokens = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs if entry]
-        answer.prompt_logprob = round(sum(of_tokens), 1)
+        logprobs = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs if entry]
+        answer.prompt_logprob = round(sum(logprobs), 1)
 
 
-def looked_at(answers: Answers, what: str, value: Callable[[Answer], Any]) -> Seen:
-    """One value of every answer, as "`what` NAME", and the error if there was one."""
+def each_answer(answers: Answers, what: str, value: Callable[[Answer], Any]) -> Seen:
+    """Return a value of each answer as "`what` NAME", and the error if there was one."""
     seen = {f"{what} {name}": value(answer) for name, answer in answers.items()}
     return seen if answers.raised is None else {"raised": answers.raised, **seen}
 
 
 def texts(answers: Answers) -> Seen:
-    """The text of every request."""
-    return looked_at(answers, "text of", lambda answer: answer.text)
+    """Return each request's text."""
+    return each_answer(answers, "text of", lambda answer: answer.text)
 
 
 def hits(answers: Answers) -> Seen:
-    """Tokens of every prompt that came from the prefix cache."""
-    return looked_at(answers, "cached tokens of", lambda answer: answer.num_cached_tokens)
+    """Return how many tokens of each prompt came from the prefix cache."""
+    return each_answer(answers, "cached tokens of", lambda answer: answer.num_cached_tokens)
 
 
 def left_over(llm: LLMEngine) -> Seen:
-    """What the engine still holds after the last request."""
+    """Return what the engine still holds after the last request."""
     scheduler = core_of(llm).scheduler
     pool = scheduler.kv_cache_manager.block_pool
     return {
@@ -181,27 +166,27 @@ def left_over(llm: LLMEngine) -> Seen:
 
 
 def block_tables_of(llm: LLMEngine) -> dict[str, list[int]]:
-    """The block ids of every request that holds any, by the request's name. (The core adds "-" and a number to it.)"""
+    """Return the block tables by request name (to which the core adds "-" and a number)."""
     manager = core_of(llm).scheduler.kv_cache_manager
     return {inner.rpartition("-")[0]: manager.get_block_ids(inner) for inner in manager.req_to_blocks}
 
 
 def recorded_steps(llm: LLMEngine) -> list[SchedulerOutput]:
-    """A list to which every step is added when it is executed."""
+    """Return a list to which each step is added when it is executed."""
     steps: list[SchedulerOutput] = []
     executor = core_of(llm).executor
     execute = executor.execute_model
 
-    def execute_and_note(output: SchedulerOutput, **options: Any) -> Any:
+    def execute_and_record(output: SchedulerOutput, **options: Any) -> Any:
         steps.append(output)
         return execute(output, **options)
 
-    executor.execute_model = execute_and_note  # type: ignore[method-assign]
+    executor.execute_model = execute_and_record  # type: ignore[method-assign]
     return steps
 
 
 def prompt_of(number: int, length: int) -> list[int]:
-    """A prompt of `length` token ids that shares no block with that of another number."""
+    """Return a prompt of `length` token ids that shares no block with other numbers."""
     return [(37 * number + 11 * position + position * position) % 4000 + 5 for position in range(length)]
 
 
@@ -228,20 +213,20 @@ def cache_ledger() -> Seen:
         parts = [part for cache in caches for part in cache if part is not None]
         seen[f"bytes of a token, {dtype}: in the tensors"] = sum(part.nbytes for part in parts) // (8 * 16)
         seen[f"bytes of a token, {dtype}: in the ledger"] = kv_bytes_per_token(config, dtype)
-    return {**seen, "blocks that 64 MiB are said to hold": kv_cache_tokens(64 * 2**20, config) // 16}
+    return {**seen, "blocks of 64 MiB, by the ledger": kv_cache_tokens(64 * 2**20, config) // 16}
 
 
 def wanted_lengths() -> Seen:
     """Requests for 1, 2 and 7 tokens."""
     answers = serve(engine(), {f"the request for {count}": Ask(ADD, count) for count in (1, 2, 7)})
-    return looked_at(answers, "tokens of", lambda answer: len(answer.token_ids))
+    return each_answer(answers, "tokens of", lambda answer: len(answer.token_ids))
 
 
 # ---- lesson 02: blocks -----------------------------------------------------------------------------------------------
 
 
 def shared_prompt() -> Seen:
-    """A prompt is asked twice, one after the other; while the second answer grows, strangers fill the small pool."""
+    """A prompt comes twice, one after the other; while the second answer grows, strangers fill the small pool."""
     llm = engine(num_gpu_blocks_override=13, max_model_len=128)
     prompt = prompt_of(1, 40)
     asks = {"A": Ask(prompt, 4), "B": Ask(prompt, 24, at=6)}
@@ -250,8 +235,9 @@ def shared_prompt() -> Seen:
 
     def look() -> None:
         tables = block_tables_of(llm)
-        mine = set(tables.pop("B", ()))
-        shared.update(block for name, table in tables.items() if name != "A" for block in table if block in mine)
+        blocks_of_b = set(tables.pop("B", ()))
+        tables.pop("A", None)
+        shared.update(*(blocks_of_b.intersection(table) for table in tables.values()))
 
     answers = serve(llm, {**asks, **strangers}, look)
     return {"blocks of B that a stranger held at the same time": sorted(shared), **texts(answers), **left_over(llm)}
@@ -275,11 +261,11 @@ def many_short_requests() -> Seen:
     """Ten short requests, one after the other, on an engine that runs four at once."""
     llm = engine()
     answers = serve(llm, {f"request {number}": Ask(ADD, 2, at=3 * number) for number in range(10)})
-    return looked_at(answers, "the end of", lambda answer: answer.finish_reason)
+    return each_answer(answers, "the end of", lambda answer: answer.finish_reason)
 
 
 def block_tables() -> Seen:
-    """The pool is looked at before the first request, and the block tables while two run."""
+    """The pool is inspected before the first request, and the block tables while two run."""
     llm = engine(num_gpu_blocks_override=9, max_model_len=96)
     seen: Seen = {"usage before the first request": f"{core_of(llm).scheduler.kv_cache_manager.usage:.1%}"}
     tables: dict[str, list[int]] = {}
@@ -290,14 +276,15 @@ def block_tables() -> Seen:
 def full_house() -> Seen:
     """Requests of two blocks each come to a pool that has room for four of them."""
     llm = engine(num_gpu_blocks_override=9, max_model_len=96, block_size=16)
-    scheduler, most, held = core_of(llm).scheduler, [0], [0]
+    scheduler = core_of(llm).scheduler
+    running, held = [0], [0]
 
     def look() -> None:
-        most.append(len(scheduler.running))
+        running.append(len(scheduler.running))
         held.append(len(block_tables_of(llm).get("request 0", ())))
 
     serve(llm, {f"request {number}": Ask(prompt_of(number, 17), 16) for number in range(6)}, look)
-    counts = {"requests at once": max(most), "blocks of a request of 32 slots": max(held)}
+    counts = {"requests at once": max(running), "blocks of a request of 32 slots": max(held)}
     return {**counts, "preemptions": scheduler.num_preemptions}
 
 
@@ -309,10 +296,9 @@ def triton_kernel() -> Seen:
     llm = engine()
     core_of(llm).executor.worker.runner.attention.backend = "triton"  # type: ignore[attr-defined]
     params = {"prompt_logprobs": 0}
-    answers = serve(
-        llm, {"the short prompt": Ask(ADD, 2, params=params), "the long prompt": Ask(LONGER, 2, params=params)}
-    )
-    return {**texts(answers), **looked_at(answers, "log probability of", lambda answer: answer.prompt_logprob)}
+    asks = {"the short prompt": Ask(ADD, 2, params=params), "the long prompt": Ask(LONGER, 2, params=params)}
+    answers = serve(llm, asks)
+    return {**texts(answers), **each_answer(answers, "log probability of", lambda answer: answer.prompt_logprob)}
 
 
 def sliding_window() -> Seen:
@@ -323,7 +309,7 @@ def sliding_window() -> Seen:
         (Path(folder) / "config.json").write_text(json.dumps({**config, **window, "num_hidden_layers": 2}))
         llm = engine(model=folder, load_format="dummy", skip_tokenizer_init=True, attention_backend="naive")
     answers = serve(llm, {"the short prompt": Ask(prompt_of(1, 3), 4), "the long prompt": Ask(prompt_of(2, 30), 8)})
-    return looked_at(answers, "tokens of", lambda answer: answer.token_ids)
+    return each_answer(answers, "tokens of", lambda answer: answer.token_ids)
 
 
 def naive_attention() -> Seen:
@@ -354,12 +340,13 @@ def four_samples() -> Seen:
     return {"different samples": len(set(answer.samples)), "samples": answer.samples}
 
 
-def mixed_wishes() -> Seen:
+def mixed_settings() -> Seen:
     """A long prompt, computed in chunks of 16, beside a greedy request and one with temperature 2."""
     llm = engine(long_prefill_token_threshold=16, enable_prefix_caching=False)
-    wild = {"temperature": 2.0, "seed": 3}
-    asks = {"the wild one": Ask(ADD, 6, params=wild), "the long prompt": Ask(LONGER), "the greedy one": Ask(READ, 8)}
-    return texts(serve(llm, {"the long prompt": asks["the long prompt"], **asks}))
+    hot = {"temperature": 2.0, "seed": 3}
+    return texts(
+        serve(llm, {"long prompt": Ask(LONGER), "temperature 2": Ask(ADD, 6, params=hot), "greedy": Ask(READ, 8)})
+    )
 
 
 def chunks() -> Seen:
@@ -379,18 +366,18 @@ def stop_across_tokens() -> Seen:
     """Two requests with stop strings: one that is a single token of the answer, one that takes several."""
     asks = {"one token": Ask(ADD, params={"stop": ["def"]}), "several": Ask(ADD, params={"stop": ["b\n\ndef _"]})}
     answers = serve(engine(), asks)
-    return {**texts(answers), **looked_at(answers, "the end of", lambda answer: answer.finish_reason)}
+    return {**texts(answers), **each_answer(answers, "the end of", lambda answer: answer.finish_reason)}
 
 
 def stream_with_stops() -> Seen:
-    """A stream with two stop strings: what was sent, piece by piece."""
+    """A stream with two stop strings is recorded piece by piece."""
     params = {"stop": ["\n\ndef _parse", "}"], "output_kind": RequestOutputKind.DELTA}
     answer = serve(engine(), {"A": Ask(ADD, params=params)})["A"]
     return {"sent": "".join(answer.pieces), "ended by": answer.finish_reason, "pieces": answer.pieces}
 
 
 def stream_of_characters() -> Seen:
-    """A text with accents and Japanese is decoded token by token, as a stream does it."""
+    """A text with accents and Japanese is decoded token by token, as in a stream."""
     tokenizer = load_tokenizer(MODEL)
     detokenizer = IncrementalDetokenizer(tokenizer, [], SamplingParams(detokenize=True))
     pieces, num_sent = [], 0
@@ -425,19 +412,18 @@ def same_middle() -> Seen:
 
 
 def prompt_again() -> Seen:
-    """A prompt of exactly two blocks is asked again, and beside it another one."""
+    """A prompt of exactly two blocks comes again, beside another one."""
     prompt, other = prompt_of(1, 32), prompt_of(2, 21)
     answers = serve(engine(), {"A": Ask(prompt, 8), "B": Ask(other, 12, at=9), "A again": Ask(prompt, 8, at=12)})
     return {**texts(answers), **hits(answers)}
 
 
 def evictions() -> Seen:
-    """A long prompt is asked, two strangers take some of its blocks, and it is asked again."""
+    """A long prompt comes, two strangers take some of its blocks, and it comes again."""
     prompt = prompt_of(1, 97)
     asks = {"A": Ask(prompt, 2), **{f"stranger {n}": Ask(prompt_of(n, 33), 2, at=4 * n) for n in (2, 3)}}
-    return hits(
-        serve(engine(num_gpu_blocks_override=11, max_model_len=128), {**asks, "A again": Ask(prompt, 2, at=18)})
-    )
+    llm = engine(num_gpu_blocks_override=11, max_model_len=128)
+    return hits(serve(llm, {**asks, "A again": Ask(prompt, 2, at=18)}))
 
 
 def reset_between() -> Seen:
@@ -452,23 +438,9 @@ def reset_between() -> Seen:
 
 def speculation() -> Seen:
     """Greedy requests with up to four n-gram drafts a step, on text that repeats itself."""
-    llm = engine(speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2})
+    llm = drafting()
     answers = serve(llm, {"A": Ask(LOOP, 40), "B": Ask(CLASS, 40)})
     return {**texts(answers), **left_over(llm)}
-
-
-def conversation() -> Seen:
-    """With drafts, a request ends where a block ends; the next turn's prompt is all of that text and a little more."""
-    llm = engine(speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2})
-    assert llm.tokenizer is not None
-    seen, loop = Seen(), llm.tokenizer.encode(LOOP).ids
-    for length in (34, 45):
-        prompt = [*prompt_of(length, 16), *loop, *loop][:length]
-        first = serve(llm, {"turn 1": Ask(prompt, 80 - length)})["turn 1"]
-        turns = serve(llm, {"turn 2": Ask([*prompt, *first.token_ids, 8], 6, params={"logprobs": 1})})
-        found = {**texts(turns), **hits(turns), **looked_at(turns, "log probability of", lambda answer: answer.logprob)}
-        seen |= {f"{name}, prompt of {length}": value for name, value in found.items()}
-    return seen
 
 
 def int8_cache() -> Seen:
@@ -477,7 +449,7 @@ def int8_cache() -> Seen:
 
 
 def graphs() -> Seen:
-    """Decode steps as captured graphs, here played back by plain calls: one of four requests ends early."""
+    """Decode steps run as captured graphs, replayed by plain calls; one of four requests ends early."""
     llm = engine()
     core_of(llm).executor.worker.runner.capture_model(lambda function: function)  # type: ignore[attr-defined]
     asks = {"A": Ask(CLASS, 40), "B": Ask(READ, 40), "C": Ask(LOOP, 40), "D": Ask(ADD, 6)}
@@ -494,37 +466,14 @@ def tight_pool() -> Seen:
     return {**texts(answers), **hits(answers), **left_over(llm)}
 
 
-def lookahead() -> Seen:
-    """A scheduler alone, for a drafter that writes three tokens ahead into the request's own blocks."""
-    scheduler = Scheduler(
-        SchedulerConfig(max_model_len=64, drafting=DraftingConfig(num_lookahead_tokens=3)),
-        CacheConfig(num_gpu_blocks=17, block_size=4),
-    )
-    requests = [Request(name, prompt_of(index, 6 + index), max_tokens=9) for index, name in enumerate("ABC")]
-    for request in requests:
-        scheduler.add_request(request)
-    outside = 0
-    for _ in range(MOST_STEPS):
-        if not scheduler.has_unfinished_requests():
-            break
-        output = scheduler.schedule()
-        for name in output.num_scheduled_tokens:
-            slots = 4 * len(scheduler.kv_cache_manager.get_block_ids(name))
-            outside += max(0, scheduler.requests[name].num_computed_tokens + 3 - slots)
-        scheduler.update_from_output(output, ModelRunnerOutput({name: [7] for name in output.num_scheduled_tokens}))
-    ended = sum(request.num_output_tokens == 9 for request in requests)
-    return {"requests ended": ended, "slots ahead that lie outside their request's blocks": outside}
-
-
 # ---- lesson 06: a server's front end ---------------------------------------------------------------------------------
 
 
-def in_a_loop(work: Callable[[AsyncLLM], Awaitable[Seen]], **settings: Any) -> Seen:
-    """What `work(engine)` sees in an event loop. The core is a thread, which takes calls as they come."""
+def in_event_loop(work: Callable[[AsyncLLM], Awaitable[Seen]]) -> Seen:
+    """Return what `work(engine)` observes in an event loop; the core runs in a thread."""
 
     async def run() -> Seen:
-        defaults = {"device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
-        args = EngineArgs(**{"model": MODEL, **defaults, **settings})
+        args = EngineArgs(model=MODEL, device="cpu", max_model_len=256, num_gpu_blocks_override=65)
         llm = AsyncLLM(args, AsyncThreadClient(args))
         try:
             return await asyncio.wait_for(work(llm), 60)
@@ -535,20 +484,13 @@ def in_a_loop(work: Callable[[AsyncLLM], Awaitable[Seen]], **settings: Any) -> S
         return thread.submit(asyncio.run, run()).result()
 
 
-def deltas(max_tokens: int, **more: Any) -> SamplingParams:
-    """A greedy stream of so many tokens."""
-    settings = {"temperature": 0.0, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, **more}
-    return SamplingParams(max_tokens=max_tokens, **settings)
-
-
-async def idle(llm: AsyncLLM) -> None:
-    """Waits until every request has ended, as far as the front end can tell."""
-    while llm.has_unfinished_requests():
-        await asyncio.sleep(0.005)
+def deltas(max_tokens: int) -> SamplingParams:
+    """Return the parameters of a greedy stream."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
 
 def slow_reader() -> Seen:
-    """Two clients ask the same; one reads each piece as it comes, the other one nothing until all has come."""
+    """Two clients send the same prompt; one reads each piece as it comes, the other waits until all have come."""
 
     async def work(llm: AsyncLLM) -> Seen:
         names = ("the fast reader", "the slow reader")
@@ -560,14 +502,15 @@ def slow_reader() -> Seen:
                 output = await collector.get()
                 text, finished = text + output.outputs[0].text, output.finished
             seen[f"text of {name}"] = text
-            await idle(llm)
+            while llm.has_unfinished_requests():
+                await asyncio.sleep(0.005)
         return seen
 
-    return in_a_loop(work)
+    return in_event_loop(work)
 
 
 def reader_leaves() -> Seen:
-    """A client leaves after two pieces of an answer of 200 tokens; then somebody asks whether any block is taken."""
+    """A client leaves after two pieces of an answer of 200 tokens; then the pool is checked for taken blocks."""
 
     async def work(llm: AsyncLLM) -> Seen:
         stream = llm.generate({"prompt": ADD}, deltas(200), "A")
@@ -576,131 +519,38 @@ def reader_leaves() -> Seen:
         free = await llm.reset_prefix_cache()  # refused while any request holds a block
         return {"pieces read": len(pieces), "all blocks are free": free}
 
-    return in_a_loop(work)
-
-
-def crowd() -> Seen:
-    """130 clients at once, three tokens each."""
-
-    async def work(llm: AsyncLLM) -> Seen:
-        async def ask(number: int) -> int:
-            outputs = llm.generate({"prompt_token_ids": prompt_of(number, 4)}, deltas(3), str(number))
-            return sum([len(output.outputs[0].token_ids) async for output in outputs])
-
-        asked = [asyncio.create_task(ask(number)) for number in range(130)]
-        while sum(one.done() for one in asked) < 129:
-            await asyncio.sleep(0.01)
-        done, late = await asyncio.wait(asked, timeout=0.5)
-        for one in late:
-            one.cancel()
-        tokens = sum(one.result() for one in done)
-        return {"clients with an answer": len(done), "tokens": tokens}
-
-    return in_a_loop(work, num_gpu_blocks_override=200)
-
-
-def hang_up() -> Seen:
-    """A client that waits for a whole answer of 150 tokens hangs up when three of them are computed."""
-
-    async def work(llm: AsyncLLM) -> Seen:
-        computed: list[RequestOutput] = []
-        three = asyncio.Event()
-
-        async def answer() -> str:
-            async for output in llm.generate({"prompt": ADD}, deltas(150), "A"):
-                computed.append(output)
-                if len(computed) == 3:
-                    three.set()
-            return "answered"
-
-        async def hangs_up() -> None:
-            await three.wait()
-
-        answered = await until_disconnected(answer(), hangs_up())
-        finished = bool(computed and computed[-1].finished)
-        return {"what is sent": answered, "the answer was computed to its end": finished}
-
-    return in_a_loop(work)
-
-
-async def completion_events(llm: AsyncLLM, **asked: Any) -> list[dict[str, Any]]:
-    """The events of a streamed `POST /v1/completions`, without the socket."""
-    models = OpenAIServingModels(["tiny"], "tiny", llm.input_processor.limits.max_model_len)
-    serving = OpenAIServingCompletion(llm, models, FrontendArgs(), None)
-    request = CompletionRequest(**{"temperature": 0, "max_tokens": 12, "stream": True, "ignore_eos": True, **asked})
-    stream = await serving.create(request, {})
-    assert isinstance(stream, EventStream)
-    events = [event.removeprefix("data: ") async for event in stream.events()]
-    return [json.loads(event) for event in events if "[DONE]" not in event]
-
-
-def two_prompts() -> Seen:
-    """One streamed request with two prompts: the text of each choice."""
-
-    async def work(llm: AsyncLLM) -> Seen:
-        found: dict[int, str] = {}
-        for event in await completion_events(llm, prompt=[ADD, READ]):
-            for choice in event["choices"]:
-                found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
-        return {f"text of choice {index}": text for index, text in sorted(found.items())}
-
-    return in_a_loop(work)
-
-
-def bill() -> Seen:
-    """A streamed request with drafts, and its usage at the end."""
-
-    async def work(llm: AsyncLLM) -> Seen:
-        asked = {"prompt": LOOP, "max_tokens": 40, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        *events, last = await completion_events(llm, **asked)
-        sent = sum(len(choice["token_ids"] or []) for event in events for choice in event["choices"])
-        return {"tokens sent": sent, "completion_tokens of the usage": last["usage"]["completion_tokens"]}
-
-    return in_a_loop(work, speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2})
+    return in_event_loop(work)
 
 
 # ---- lesson 07: speculative decoding ---------------------------------------------------------------------------------
 
 
 def drafting(lookup_min: int = 1, lookup_max: int = 2, **settings: Any) -> LLMEngine:
-    """An engine with up to four n-gram drafts a step, by suffixes of so many tokens."""
+    """Start an engine with up to four n-gram drafts a step, by suffixes of these lengths."""
     lengths = {"prompt_lookup_min": lookup_min, "prompt_lookup_max": lookup_max}
     return engine(speculative_config={"method": "ngram", "num_speculative_tokens": 4, **lengths}, **settings)
 
 
-def fate_of_drafts(llm: LLMEngine) -> Seen:
-    """What the engine has counted of its drafts."""
-    stats = core_of(llm).scheduler.spec_decoding_stats
-    return {"draft tokens": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens}
-
-
-def suffix_lengths() -> Seen:
-    """The same requests with drafts by suffixes of at most two, and of at most four tokens."""
-    seen = Seen()
-    for most in (2, 4):
-        llm = drafting(1, most)
-        steps = recorded_steps(llm)
-        answers = serve(llm, {"A": Ask(LOOP, 40), "B": Ask(CLASS, 40)})
-        counts = {**fate_of_drafts(llm), "steps": len(steps)}
-        seen |= {f"{what}, suffixes of at most {most}": count for what, count in counts.items()}
-        seen |= {f"{name}, suffixes of at most {most}": text for name, text in texts(answers).items()}
-    return seen
-
-
 def wasted_drafts() -> Seen:
-    """One request, with drafts by suffixes of two to four tokens: steps, and how many tokens are computed in them."""
+    """One request has drafts by suffixes of two to four tokens; steps and their tokens are counted."""
     llm = drafting(2, 4)
     steps = recorded_steps(llm)
     answers = serve(llm, {"A": Ask(READ, 60)})
-    computed = sum(step.total_num_scheduled_tokens for step in steps[1:])
-    return {"steps": len(steps), "tokens computed after the prompt": computed, **fate_of_drafts(llm), **texts(answers)}
+    stats = core_of(llm).scheduler.spec_decoding_stats
+    return {
+        "steps": len(steps),
+        "tokens computed after the prompt": sum(step.total_num_scheduled_tokens for step in steps[1:]),
+        "draft tokens": stats.num_draft_tokens,
+        "accepted": stats.num_accepted_tokens,
+        **texts(answers),
+    }
 
 
 def ends_with_drafts() -> Seen:
     """Requests for 9 to 14 tokens, with drafts."""
     asks = {f"the request for {count}": Ask(LOOP, count) for count in range(9, 15)}
     answers = serve(drafting(max_num_seqs=8), asks)
-    return {**looked_at(answers, "tokens of", lambda answer: len(answer.token_ids)), **texts(answers)}
+    return {**each_answer(answers, "tokens of", lambda answer: len(answer.token_ids)), **texts(answers)}
 
 
 def seeded_twice() -> Seen:
@@ -718,7 +568,11 @@ def drafts_to_the_end() -> Seen:
     loop = [*llm.tokenizer.encode(LOOP).ids] * 3
     asks = {f"the prompt of {count}": Ask(loop[:count], 64 - count) for count in (32, 41, 50)}
     answers = serve(llm, asks)
-    return {**looked_at(answers, "tokens of", lambda answer: len(answer.token_ids)), **texts(answers), **left_over(llm)}
+    return {
+        **each_answer(answers, "tokens of", lambda answer: len(answer.token_ids)),
+        **texts(answers),
+        **left_over(llm),
+    }
 
 
 def ahead_under_pressure() -> Seen:
@@ -733,136 +587,102 @@ def ahead_under_pressure() -> Seen:
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """Blocks to be filled with a prompt's keys and values, by request id."""
+    """Blocks to fill with a prompt's keys and values, and the name of the parcel, by request id."""
 
     loads: dict[str, tuple[list[int], str]]
 
 
-@dataclass
-class Courier:
-    """Brings keys and values of prompts to an engine, `num_steps` steps after they were ordered.
+class Courier(KVConnectorBase_V1):
+    """Both sides of a connector that delivers keys and values `STEPS` steps after they were ordered.
 
-    `parcels`: by name, for each tensor of the cache, those of the prompt's blocks. Nobody can call a parcel back.
-    `lost`: parcels that get lost on the way, which is noticed when they should arrive.
+    A request names the parcel with its prompt's keys and values in `kv_transfer_params`. A parcel has, for each tensor
+    of the cache, the prompt's blocks. An order cannot be cancelled.
     """
 
-    parcels: dict[str, list[torch.Tensor]]
-    num_steps: int = 4
-    lost: tuple[str, ...] = ()
+    STEPS = 4
 
-    def __call__(self, config: Any, role: KVConnectorRole) -> KVConnectorBase_V1:
-        """One side of the connector."""
-        return CourierConnector(self, config, role)
-
-
-class CourierConnector(KVConnectorBase_V1):
-    """Both sides. A request says in `kv_transfer_params` which parcel has the keys and values of its prompt."""
-
-    def __init__(self, courier: Courier, config: Any, role: KVConnectorRole) -> None:
+    def __init__(self, parcels: Mapping[str, list[torch.Tensor]], config: Any, role: KVConnectorRole) -> None:
         super().__init__(config, role)
-        self.courier, self.orders = courier, Orders({})
+        self.parcels, self.orders = parcels, Orders({})
         self.tensors: list[torch.Tensor] = []
-        self.under_way: dict[str, int] = {}
+        self.steps_left: dict[str, int] = {}
         self.loads: dict[str, tuple[list[int], str]] = {}
-        self.failed: set[str] = set()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The whole prompt, if there is a parcel and nothing is computed yet."""
+        """Offer the whole prompt, if there is a parcel and nothing is computed yet."""
         fits = request.kv_transfer_params is not None and num_computed_tokens == 0
         return (request.num_prompt_tokens, True) if fits else (0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        """Orders the parcel."""
+        """Order the parcel."""
         if num_external_tokens and request.kv_transfer_params:
             table = [block.block_id for block in blocks][: -(-num_external_tokens // self.config.block_size)]
             self.orders.loads[request.request_id] = table, request.kv_transfer_params["parcel"]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """The orders since the last step."""
+        """Return the orders since the last step."""
         orders, self.orders = self.orders, Orders({})
         return orders
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Keeps the cache's tensors."""
+        """Keep the cache's tensors."""
         self.tensors = [tensor for layer in kv_caches.values() for tensor in layer]
 
     def start_load_kv(self) -> None:
-        """A step has begun: every parcel is one step nearer."""
+        """Bring each parcel one step nearer."""
         assert isinstance(self._connector_metadata, Orders)
         self.loads |= self._connector_metadata.loads
-        self.under_way |= dict.fromkeys(self._connector_metadata.loads, self.courier.num_steps)
-        self.under_way = {name: left - 1 for name, left in self.under_way.items()}
+        self.steps_left |= dict.fromkeys(self._connector_metadata.loads, self.STEPS)
+        self.steps_left = {name: left - 1 for name, left in self.steps_left.items()}
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Unpacks what arrives with this step, into the blocks for which it was ordered."""
-        arrived = {name for name, left in self.under_way.items() if left == 0}
+        """Unpack the parcels that arrive in this step into their blocks."""
+        arrived = {name for name, left in self.steps_left.items() if left == 0}
         for name in arrived:
-            del self.under_way[name]
+            del self.steps_left[name]
             table, parcel = self.loads.pop(name)
-            if parcel in self.courier.lost:
-                self.failed.add(name)
-                continue
-            for tensor, blocks in zip(self.tensors, self.courier.parcels[parcel], strict=True):
+            for tensor, blocks in zip(self.tensors, self.parcels[parcel], strict=True):
                 tensor[table] = blocks
         return set(), arrived
 
-    def get_failed_recving(self) -> set[str]:
-        """Requests whose parcel should have arrived, and was lost."""
-        failed, self.failed = self.failed, set()
-        return failed
-
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing comes within a step."""
+        """Do nothing: no parcel arrives within a step."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any) -> None:
-        """Nothing is sent."""
+        """Do nothing: nothing is sent."""
 
     def wait_for_save(self) -> None:
-        """Nothing is sent."""
+        """Do nothing: nothing is sent."""
 
 
-def packed(prompt: list[int]) -> list[torch.Tensor]:
-    """A parcel: another engine computes the prompt, and what lies in its blocks is copied from each tensor."""
-    llm = engine()
+def receiving(prompt: list[int], **settings: Any) -> LLMEngine:
+    """Start an engine for which another one has computed the keys and values of a prompt."""
+    sender = engine()
     table: list[int] = []
-    serve(llm, {"A": Ask(prompt, 2)}, lambda: table.extend(block_tables_of(llm).get("A", ())))
-    caches = core_of(llm).executor.worker.runner.named_kv_caches()  # type: ignore[attr-defined]
+    serve(sender, {"A": Ask(prompt, 2)}, lambda: table.extend(block_tables_of(sender).get("A", ())))
+    caches = core_of(sender).executor.worker.runner.named_kv_caches()  # type: ignore[attr-defined]
     blocks = table[: -(-len(prompt) // 16)]
-    return [tensor[blocks] for layer in caches.values() for tensor in layer]
-
-
-def receiving(courier: Courier, **settings: Any) -> LLMEngine:
-    """An engine to which this courier comes. What is lost it computes itself."""
+    parcel = [tensor[blocks] for layer in caches.values() for tensor in layer]
     transfer = {"kv_connector": "ExampleConnector", "kv_load_failure_policy": "recompute"}
-    return engine(parts=Parts(kv_connector=courier), kv_transfer_config=transfer, **settings)
+    parts = Parts(kv_connector=partial(Courier, {"prompt": parcel}))
+    return engine(parts=parts, kv_transfer_config=transfer, **settings)
 
 
-def by_courier(parcel: str) -> dict[str, Any]:
-    """Parameters of a request whose prompt's keys and values are to be brought."""
-    return {"extra_args": {"kv_transfer_params": {"parcel": parcel}}}
+BY_COURIER = {"extra_args": {"kv_transfer_params": {"parcel": "prompt"}}}
 
 
 def same_prompt_meanwhile() -> Seen:
-    """A prompt's keys and values are on their way from another engine; meanwhile somebody else asks the same prompt."""
+    """A prompt's keys and values are on their way from another engine; meanwhile the same prompt comes again."""
     prompt = prompt_of(1, 40)
-    llm = receiving(Courier({"a prompt": packed(prompt)}))
-    answers = serve(llm, {"A": Ask(prompt, 6, params=by_courier("a prompt")), "B": Ask(prompt, 6, at=1)})
+    llm = receiving(prompt)
+    answers = serve(llm, {"A": Ask(prompt, 6, params=BY_COURIER), "B": Ask(prompt, 6, at=1)})
     return {**texts(answers), **hits(answers), **left_over(llm)}
-
-
-def all_from_elsewhere() -> Seen:
-    """Keys and values of all of a prompt come from another engine; its length is a multiple of 16, or not."""
-    prompts = {"the prompt of 32": prompt_of(1, 32), "the prompt of 37": prompt_of(2, 37)}
-    llm = receiving(Courier({name: packed(prompt) for name, prompt in prompts.items()}))
-    asks = {name: Ask(prompt, 6, params=by_courier(name)) for name, prompt in prompts.items()}
-    answers = serve(llm, asks)
-    return {**texts(answers), **left_over(llm)}
 
 
 def gone_before_it_came() -> Seen:
     """A client leaves while its prompt's keys and values are on their way; two strangers come, and fill the pool."""
     prompt = prompt_of(1, 64)
-    llm = receiving(Courier({"a prompt": packed(prompt)}), num_gpu_blocks_override=9, max_model_len=64)
+    llm = receiving(prompt, num_gpu_blocks_override=9, max_model_len=64)
     steps = [0]
 
     def leave() -> None:
@@ -871,77 +691,28 @@ def gone_before_it_came() -> Seen:
             llm.abort_request(["A"])
 
     strangers = {f"stranger {number}": Ask(prompt_of(number, 44), 12, at=2) for number in (2, 3)}
-    answers = serve(llm, {"A": Ask(prompt[:-1], 1, params=by_courier("a prompt")), **strangers}, leave)
+    answers = serve(llm, {"A": Ask(prompt[:-1], 1, params=BY_COURIER), **strangers}, leave)
     del answers["A"]
     return {**texts(answers), **left_over(llm)}
 
 
-def lost_on_the_way() -> Seen:
-    """Keys and values of two prompts are on their way from another engine; those of one get lost."""
-    prompts = {"the prompt that came": prompt_of(1, 45), "the prompt that got lost": prompt_of(2, 45)}
-    parcels = {name: packed(prompt) for name, prompt in prompts.items()}
-    llm = receiving(Courier(parcels, lost=("the prompt that got lost",)))
-    answers = serve(llm, {name: Ask(prompt, 6, params=by_courier(name)) for name, prompt in prompts.items()})
-    return {**texts(answers), **left_over(llm)}
-
-
-def in_files(path: Path, **settings: Any) -> dict[str, Any]:
-    """`kv_transfer_config` of an engine that keeps keys and values in this folder."""
-    return {
-        "kv_connector": "ExampleConnector",
-        "kv_connector_extra_config": {"shared_storage_path": str(path)},
-        **settings,
-    }
-
-
 def shared_folder() -> Seen:
-    """An engine computes two prompts, and leaves keys and values in a folder, where another engine finds them."""
+    """An engine leaves the keys and values of two prompts in a folder, where another engine finds them."""
     asks = {f"the prompt of {length}": Ask(prompt_of(length, length), 6) for length in (32, 37)}
     with tempfile.TemporaryDirectory() as folder:
-        serve(engine(kv_transfer_config=in_files(Path(folder))), asks)
-        llm = engine(kv_transfer_config=in_files(Path(folder)))
+        extra = {"shared_storage_path": folder}
+        transfer = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
+        serve(engine(kv_transfer_config=transfer), asks)
+        llm = engine(kv_transfer_config=transfer)
         answers = serve(llm, asks)
     return {**texts(answers), **hits(answers), **left_over(llm)}
-
-
-def there_and_back() -> Seen:
-    """Three blocks of a cache are gathered, and scattered in another; keys and values lie apart, or side by side."""
-    seen: Seen = {}
-    for name, apart in (("in tensors of their own", True), ("side by side", False)):
-        source, target = (torch.arange(2 * 8 * 4).view(8, 2, 4).to(torch.float32) * sign for sign in (1, -1))
-        caches = [[part.clone() if apart else part for part in cache.unbind(1)] for cache in (source, target)]
-        regions = [BlockRegions.of(parts) for parts in caches]
-        staging = torch.zeros(3 * regions[0].record_bytes, dtype=torch.uint8)
-        gather_blocks(regions[0], torch.tensor([2, 5, 7]), staging)
-        scatter_blocks(regions[1], torch.tensor([3, 1, 6]), staging)
-        seen |= {
-            f"{what}, {name}": [int(block[0]) for block in part]
-            for what, part in zip(("keys", "values"), caches[1], strict=True)
-        }
-    return seen
 
 
 # ---- lesson 09: heads that share -------------------------------------------------------------------------------------
 
 
-def divided_heads() -> Seen:
-    """A model of 8 query heads and 2 KV heads on two ranks, and on four: which KV head each query head asks."""
-    name = "layers.0.self_attn.qkv_proj.weight"
-    whole = load_model(MODEL, "cpu", torch.float32)[0].get_parameter(name).view(12, 32, -1)
-    seen: Seen = {}
-    for size in (2, 4):
-        for rank in range(size):
-            model, _ = load_model(MODEL, "cpu", torch.float32, group=GroupCoordinator(rank, size))
-            heads = 8 // size
-            key = model.get_parameter(name).view(-1, 32, whole.shape[2])[heads]
-            asked = [index for index in range(2) if torch.equal(key, whole[8 + index])]
-            mine = ", ".join(str(rank * heads + head) for head in range(heads))
-            seen[f"{size} ranks, query heads {mine}"] = f"KV head {asked[0]}"
-    return seen
-
-
 def fewer_heads_than_gpus() -> Seen:
-    """The tokens that 1 GiB of each GPU holds, of a model with 4 KV heads, on more and more GPUs."""
+    """The tokens that 1 GiB of each GPU holds are counted for a model with 4 KV heads on more and more GPUs."""
     config = ModelConfig(
         num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=64, dtype="float16"
     )
@@ -949,15 +720,15 @@ def fewer_heads_than_gpus() -> Seen:
 
 
 def groups_on_triton() -> Seen:
-    """Prompts of 20 and of 40 tokens on the Triton kernel, in groups of two and of three: whose attention is wrong."""
+    """Prompts of 20 and 40 tokens on the Triton kernel, in groups of two and three: wrong rows are listed."""
     seen: Seen = {}
     for length, group in ((20, 2), (40, 2), (20, 3), (40, 3)):
         torch.manual_seed(length)
         q, caches = torch.randn(length, 2 * group, 16), torch.randn(2, 3, 16, 2, 16)
         starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, length], [length]))
         arguments = q, *caches, starts, lengths, torch.tensor([[2, 0, 1]], dtype=torch.int32), 0.25
-        found, right = (unified_attention(*arguments, backend=name) for name in ("triton", "naive"))
-        wrong = ((found - right).abs() > 1e-4).flatten(1).any(dim=1).nonzero().flatten()
+        result, right = (unified_attention(*arguments, backend=name) for name in ("triton", "naive"))
+        wrong = ((result - right).abs() > 1e-4).flatten(1).any(dim=1).nonzero().flatten()
         seen[f"wrong of {length} tokens, groups of {group}"] = wrong.tolist()
     return seen
 
@@ -981,18 +752,19 @@ def whole_or_cut() -> Seen:
 
 
 def _steps_of_tokens(llm: LLMEngine, asks: Mapping[str, Ask]) -> Seen:
-    """After which step each request had its first token, and its last."""
+    """Return the steps after which each request had its first token and its last."""
     steps = recorded_steps(llm)
     answers = serve(llm, asks)
     seen: Seen = {} if answers.raised is None else {"raised": answers.raised}
     for name, ask in asks.items():
-        computed, firsts = 0, 0
+        computed, token_steps = 0, []
         for number, step in enumerate(steps, start=1):
-            mine = sum(n for inner, n in step.num_scheduled_tokens.items() if inner.rpartition("-")[0] == name)
-            computed += mine
-            if mine and computed >= len(ask.prompt):
-                firsts = firsts or number
-                seen[f"steps to the first and the last token of {name}"] = f"{firsts}, {number}"
+            scheduled = {inner.rpartition("-")[0]: count for inner, count in step.num_scheduled_tokens.items()}
+            computed += scheduled.get(name, 0)
+            if name in scheduled and computed >= len(ask.prompt):
+                token_steps.append(number)
+        if token_steps:
+            seen[f"steps to the first and the last token of {name}"] = f"{token_steps[0]}, {token_steps[-1]}"
     return seen
 
 
@@ -1011,7 +783,7 @@ def in_turn() -> Seen:
 
 
 def _tight_steps(policy: str, num_blocks: int, asks: Mapping[str, tuple[int, int, int]]) -> Seen:
-    """When each request (prompt, answer, priority) ended, its preemptions, and steps in which it got nothing."""
+    """Return when each request (prompt, answer, priority) ended, its preemptions, and steps without a token."""
     limits = SchedulerConfig(max_model_len=24, max_num_batched_tokens=32, max_num_seqs=8, policy=policy)
     pool = CacheConfig(num_gpu_blocks=num_blocks, block_size=4, enable_prefix_caching=False)
     scheduler, ends, preempted, idle = Scheduler(limits, pool), {}, dict.fromkeys(asks, 0), dict.fromkeys(asks, 0)
@@ -1034,7 +806,7 @@ def _tight_steps(policy: str, num_blocks: int, asks: Mapping[str, tuple[int, int
             break
     seen: Seen = {f"{name} ends in step": ends.get(name, "never") for name in asks}
     seen |= {f"times that {name} is preempted": count for name, count in preempted.items()}
-    return seen | {"steps without a token for somebody who runs": sum(idle.values())}
+    return seen | {"steps in which a running request got no token": sum(idle.values())}
 
 
 # ---- lesson 12: adapters ---------------------------------------------------------------------------------------------
@@ -1043,12 +815,12 @@ TOTAL = "def total(items, start):\n    result = start\n    for item in items:\n"
 
 
 def trained(name: str, number: int, called: str = "") -> LoRARequest:
-    """One of the adapters beside the model, under its own name or another one."""
+    """Return one of the adapters beside the model, under its own name or another one."""
     return LoRARequest(called or name, number, str(MODEL.parent / "adapters" / name))
 
 
 def with_slots(slots: int, **settings: Any) -> LLMEngine:
-    """An engine with so many slots of rank 16, and host memory for four adapters."""
+    """Start an engine with slots of rank 16, and host memory for four adapters."""
     return engine(enable_lora=True, max_loras=slots, max_lora_rank=16, max_cpu_loras=4, **settings)
 
 
@@ -1064,13 +836,16 @@ def one_name_two_folders() -> Seen:
 def three_for_two_slots() -> Seen:
     """Three requests with an adapter each come together, then one after the other; there are two slots."""
     adapters = [trained(name, number) for number, name in enumerate(("braces", "doctest", "stubs"), start=1)]
-    together = {f"{one.lora_name}, together": Ask(TOTAL, adapter=one) for one in adapters}
-    alone = {f"{one.lora_name}, alone": Ask(TOTAL, adapter=one, at=60 + 20 * one.lora_int_id) for one in adapters}
+    together = {f"{adapter.lora_name}, together": Ask(TOTAL, adapter=adapter) for adapter in adapters}
+    alone = {
+        f"{adapter.lora_name}, alone": Ask(TOTAL, adapter=adapter, at=60 + 20 * adapter.lora_int_id)
+        for adapter in adapters
+    }
     return texts(serve(with_slots(2, enable_prefix_caching=False), {**together, **alone}))
 
 
 def large_then_small() -> Seen:
-    """An adapter of rank 8 is asked, then one of rank 16, then the first one again; they share one slot."""
+    """Requests use an adapter of rank 8, then one of rank 16, then the first again; they share one slot."""
     small, large = trained("doctest", 1), trained("braces", 2)
     order = (("the small one, first", small, 0), ("the large one", large, 30), ("the small one, again", small, 60))
     asks = {name: Ask(TOTAL, adapter=adapter, at=at) for name, adapter, at in order}

@@ -50,7 +50,8 @@ ANSWER = 20
 """Tokens of every answer."""
 URGENT = {"a": 2, "b": 0, "c": 1}
 """Priorities by request; the smallest number is the most urgent."""
-Make = Callable[..., Any]
+LessonCode = Callable[..., Any]
+"""A function or class of the lesson's script."""
 
 
 def paged_model(arguments: argparse.Namespace, num_blocks: int, block_size: int = BLOCK_SIZE) -> PagedModel:
@@ -96,7 +97,7 @@ def recomputed(engine: Any, requests: Sequence[Request]) -> int:
 # ---- 1 and 2. step by step -------------------------------------------------------------------------------------------
 
 
-def show_trace(engine_class: Make, arguments: argparse.Namespace) -> dict[str, Any]:
+def show_trace(engine_class: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
     """Show each step of a small pool in which a block table changes or a request is preempted."""
     engine = engine_class(NoModel(arguments.blocks + 1, BLOCK_SIZE))
     requests = _queue_all(engine, arguments.model, {})
@@ -127,7 +128,9 @@ def show_trace(engine_class: Make, arguments: argparse.Namespace) -> dict[str, A
 QUICK_WAYS = "ample memory", "recompute, fcfs", "recompute, blocks found", "V0's swap, block by block"
 
 
-def compare_tokens(engine: Make, swapping: Make, space: Make, arguments: argparse.Namespace) -> dict[str, Any]:
+def compare_tokens(
+    engine: LessonCode, swapping: LessonCode, space: LessonCode, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Run the same requests with ample memory and with too little, recomputed or swapped.
 
     Raises:
@@ -218,7 +221,9 @@ SLOW = {"double": 2.0, "half": 0.5, "eighth": 0.125}
 """Bandwidths of a slow host tier, as shares of the break-even bandwidth."""
 
 
-def measure_crossover(space: Make, break_even: Callable[..., float], arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_crossover(
+    space: LessonCode, break_even: Callable[..., float], arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Bring requests back: recompute them, or copy them out and back, in small pieces and gathered."""
     rounds, sizes = (1, (64, 256)) if arguments.quick else (5, (64, 256, 1024))
     model = paged_model(arguments, 2 * max(sizes) // CROSSOVER_BLOCK, CROSSOVER_BLOCK)
@@ -259,7 +264,7 @@ def _there_and_back(space: Any, blocks: list[int], pause: float = 0.0) -> None:
 
 
 def _measure_slow_tier(
-    space: Make, model: PagedModel, ids: list[int], least: float, arguments: argparse.Namespace
+    space: LessonCode, model: PagedModel, ids: list[int], least: float, arguments: argparse.Namespace
 ) -> dict[str, float]:
     """Time the same copies over links at twice, half and an eighth of the break-even bandwidth."""
     blocks = list(range(1, 1 + len(ids) // CROSSOVER_BLOCK))
@@ -297,7 +302,7 @@ def short(name: str) -> str:
     return name.replace("Meta-", "").replace("Llama-3", "Llama 3").replace("opt", "OPT")
 
 
-def show_gpus(recompute: Make, swap: Make, break_even: Make, effective: Make) -> dict[str, Any]:
+def show_gpus(recompute: LessonCode, swap: LessonCode, break_even: LessonCode, effective: LessonCode) -> dict[str, Any]:
     """Compare recompute and swap by the lesson's formulas, with the small pieces of 2023 and today's large ones.
 
     Raises:
@@ -407,7 +412,7 @@ def show_pools(arguments: argparse.Namespace) -> dict[str, Any]:
 # ---- 7. break it -----------------------------------------------------------------------------------------------------
 
 
-def break_it(engine: Make, arguments: argparse.Namespace) -> dict[str, Any]:
+def break_it(engine: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
     """Show thrash, an urgent request that has to wait, and what a host tier saves."""
     return {"thrash": _thrash(arguments), "inversion": _inversion(engine, arguments), "tier": _tier(arguments)}
 
@@ -434,7 +439,7 @@ def _thrash(arguments: argparse.Namespace) -> dict[str, Any]:
     return records
 
 
-def _inversion(engine_class: Make, arguments: argparse.Namespace) -> dict[str, Any]:
+def _inversion(engine_class: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
     """Count the steps to the first token of an urgent request that comes when two others hold the pool."""
     ids = _prompts(arguments.model)
     records = {}
