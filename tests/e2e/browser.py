@@ -11,14 +11,9 @@ from weakref import WeakKeyDictionary
 from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, ViewportSize
 
 FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
 OPEN_SECONDS = 180
 RUN_SECONDS = 240
 SETTLE_SECONDS = 20
@@ -71,7 +66,7 @@ SLIDER = ".lw input[type=range]:not(.lw-player input)"
 
 @dataclass
 class Seen:
-    """What a page complained of, and whom it asked."""
+    """A page's complaints, and the addresses that it asked."""
 
     errors: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
@@ -108,7 +103,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Notebook:
-    """A notebook that stands open and ready in a page."""
+    """A notebook that is open and ready in a page."""
 
     page: Page
     seen: Seen
@@ -118,18 +113,18 @@ class Notebook:
         self.page.evaluate(LIMITED, [RUN_ALL, None, RUN_SECONDS])
 
     def execute(self, sources: Sequence[str]) -> list[list[dict[str, Any]]]:
-        """Run more cells in the notebook's kernel, after those that it has: the outputs of each.
+        """Run more cells in the notebook's kernel, after its own; return the outputs of each.
 
         What would come after one that raises does not run: its outputs are empty.
         """
         return self.page.evaluate(LIMITED, [EXECUTE, sources, RUN_SECONDS])
 
     def code_cells(self) -> list[dict[str, Any]]:
-        """`source`, `count` (None: it did not run) and `outputs` (as nbformat has them) of each code cell."""
+        """Return each code cell's `source`, `count` (None if it did not run) and `outputs` (as nbformat has them)."""
         return self.page.evaluate(CELLS)
 
     def problems(self) -> list[str]:
-        """One line for every code cell that did not run, raised, or shows a widget that broke."""
+        """Say in a line each which code cell did not run, raised, or shows a widget that broke."""
         found = []
         for number, cell in enumerate(self.code_cells(), start=1):
             name = f"code cell {number} ({cell['source'].splitlines()[0]!r})"
@@ -165,18 +160,18 @@ class Notebook:
         return before, handle.get_attribute("aria-valuetext")
 
     def cells(self) -> int:
-        """How many cells the notebook has now."""
+        """Return how many cells the notebook has now."""
         return self.page.evaluate("() => window.jupyterapp.shell.currentWidget.content.widgets.length")
 
     def screenshot(self, path: Path) -> None:
-        """A picture of the first widget with what is around it."""
+        """Take a picture of the first widget and its surroundings."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.page.locator(".lw").first.scroll_into_view_if_needed()
         self.page.screenshot(path=path)
 
 
 def start_browser(playwright: Playwright, executable: str) -> Browser:
-    """Debian's Chromium, headless; playwright gives it a fresh profile folder."""
+    """Start Chromium, headless; playwright gives it a fresh profile folder."""
     return playwright.chromium.launch(executable_path=executable, args=FLAGS)
 
 
@@ -184,7 +179,7 @@ _pages: WeakKeyDictionary[Browser, Page] = WeakKeyDictionary()
 
 
 def emptied_page(browser: Browser, width: int, height: int, color_scheme: ColorScheme = "light") -> Page:
-    """The page that tests of this browser share, with nothing in it: to open another takes longer than most of them."""
+    """Empty the page that tests of this browser share: to open another takes longer than most of them."""
     page = _pages.get(browser)
     if page is None or page.is_closed():
         _pages[browser] = page = browser.new_context().new_page()
@@ -195,6 +190,14 @@ def emptied_page(browser: Browser, width: int, height: int, color_scheme: ColorS
     page.set_viewport_size({"width": width, "height": height})
     page.emulate_media(color_scheme=color_scheme)
     return page
+
+
+def serious_violations(page: Page) -> list[tuple[str, str]]:
+    """Return what axe finds that keeps people out: each rule, and the first element that breaks it."""
+    from axe_playwright_python.sync_playwright import Axe  # benchmarks use this file without it
+
+    found = Axe().run(page).response["violations"]
+    return [(one["id"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]
 
 
 class Lab:

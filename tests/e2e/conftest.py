@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository as a notebook sees it. Notebooks are copied, since JupyterLab saves what it runs; so are lessons,
+    """Lay out the repository as a notebook sees it. Notebooks are copied, since JupyterLab saves what it runs; lessons,
     since it serves no figure that lies behind a link."""
     folder = tmp_path_factory.mktemp("repository")
     for name in ("notebooks", "lessons"):
@@ -26,14 +26,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a JupyterLab that serves `folder`."""
+    """Give the address of a JupyterLab that serves `folder`."""
     with jupyterlab(folder, tmp_path_factory.mktemp("jupyter")) as address:
         yield address
 
 
 @pytest.fixture(scope="session")
 def lab(browser: Browser, server: str) -> Iterator[Lab]:
-    """That JupyterLab in a page."""
+    """Show that JupyterLab in a page."""
     lab = Lab(browser, server)
     yield lab
     lab.close()

@@ -17,7 +17,7 @@ Outputs = Sequence[dict[str, Any]]
 
 
 def sources_again(notebook: nbformat.NotebookNode, name: str) -> list[str]:
-    """The demos, the exercise with the lesson's script in it, its check, and the widget with the reader's own part."""
+    """Return the demos, the exercise with the lesson's script in it, its check, and the widget with that part."""
     solution = f"{builder.IN_ITS_MODULE}\n{(ROOT / 'vllm' / f'{name}.py').read_text()}"
     check, own = _check_and_own(notebook)
     cells = _code_cells(notebook)
@@ -45,7 +45,7 @@ def assert_it_takes_a_solution(
 
 
 def shown_by(outputs: Outputs) -> str:
-    """All that a cell shows, as text."""
+    """Return all that a cell shows, as text."""
     shown = [output.get("text") or output.get("data", {}) for output in outputs]
     return "\n".join(part if isinstance(part, str) else "\n".join(map(_text, part.values())) for part in shown)
 
@@ -59,7 +59,7 @@ def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def _check_and_own(notebook: nbformat.NotebookNode) -> tuple[int, int]:
-    """Which code cells check the exercise, and give the reader's part to the widget: the next one."""
+    """Find the code cell that checks the exercise, and the next one, which gives the reader's part to the widget."""
     tags = [cell.metadata.get("tags", []) for cell in _code_cells(notebook)]
     check = tags.index(["check"])
     return check, check + 1

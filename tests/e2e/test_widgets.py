@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
+from e2e.browser import serious_violations
 from e2e.widget_page import GROUNDS, WidgetPage, widget_page
 from lesson_widgets.test_every_widget import NAMES
 from patience import PATIENCE
@@ -28,7 +28,7 @@ def spec_of(name: str) -> Spec:
 
 
 def assert_nothing_sticks_out(widget: WidgetPage, width: int) -> None:
-    """In a window of this width, for which the picture is drawn anew, not scaled."""
+    """Resize the window: the page fits, and its picture is drawn for the width, not scaled."""
     drawn = widget.session.width
     widget.page.set_viewport_size({"width": width, "height": 900})
     deadline = time.monotonic() + PATIENCE
@@ -40,7 +40,7 @@ def assert_nothing_sticks_out(widget: WidgetPage, width: int) -> None:
 
 
 def assert_seen(widget: WidgetPage, *parts: str) -> None:
-    """All at once, in a window of the size of `JUPYTERLAB`."""
+    """Expect these parts to be visible at once in a window of the size of `JUPYTERLAB`."""
     for part in parts:
         box = widget.page.locator(part).bounding_box()
         assert box
@@ -69,12 +69,6 @@ def test_it_fits_any_screen_and_all_its_controls_answer_to_keys(name: str, brows
                     break
             assert widget.session.values[knob_name] != before, knob_name
         assert widget.seen.errors == []
-
-
-def serious_violations(page: Page) -> list[tuple[str, str]]:
-    """What axe finds that keeps somebody out: the rule, and the first element that breaks it."""
-    found = Axe().run(page).response["violations"]
-    return [(one["id"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]
 
 
 def put_on(page: Page, theme: str) -> None:

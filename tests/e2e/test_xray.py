@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from e2e.browser import ColorScheme, Seen, emptied_page
+from e2e.browser import ColorScheme, Seen, emptied_page, serious_violations
 from e2e.xray_run import BusyScheduler, Served, served
 from playwright.sync_api import Browser, Page
 
@@ -23,7 +22,7 @@ HEADER = '{"xray":2,"model":"tiny-python","core":0,"cores":1}'
 
 @pytest.fixture(scope="module")
 def run() -> list[str]:
-    """Steps of a busy scheduler with 1,000 blocks."""
+    """Record the steps of a busy scheduler with 1,000 blocks."""
     busy = BusyScheduler()
     return [busy.line() for _ in range(STEPS)]
 
@@ -61,7 +60,7 @@ def page(server: Served, open_page: Callable[..., Page], run: list[str]) -> Page
 
 
 def at_step(page: Page, step: int) -> None:
-    """Waits until this step is drawn."""
+    """Wait until this step is drawn."""
     page.wait_for_function("step => window.xray?.frame?.step === step", arg=step)
 
 
@@ -263,8 +262,7 @@ def test_the_page_keeps_the_last_thousand_steps_and_draws_each_in_time(
     at_step(page, 221)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [600, 1366])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 600), ("dark", 1366)])
 def test_nothing_serious_is_in_anyones_way(
     server: Served, open_page: Callable[..., Page], run: list[str], scheme: str, width: int
 ) -> None:
@@ -273,8 +271,7 @@ def test_nothing_serious_is_in_anyones_way(
     at_step(page, STEPS)
     page.locator(".xr-chip[data-number]").first.click()
     page.locator(".xr-facts").wait_for()
-    found = Axe().run(page).response["violations"]
-    assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
+    assert serious_violations(page) == []
     assert ("xr-dark" in (page.locator(".xr").get_attribute("class") or "")) == (scheme == "dark")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 

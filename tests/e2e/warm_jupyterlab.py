@@ -21,7 +21,7 @@ TESTS = str(Path(__file__).resolve().parents[1])
 
 
 class Starter:
-    """In place of `subprocess.Popen`, where Jupyter starts a kernel."""
+    """Stand in for `subprocess.Popen` where Jupyter starts a kernel."""
 
     def __init__(self) -> None:
         self.warm: WarmSubprocess | None = None
@@ -39,7 +39,7 @@ class Starter:
 
 
 def warm_subprocess() -> WarmSubprocess | None:
-    """What forks kernels, where that can be; no kernel finds the tests' modules."""
+    """Make what forks kernels, where forking works; no kernel finds the tests' modules."""
     sys.path.append(TESTS)
     from warm_processes import CAN_FORK, Template, WarmSubprocess
 

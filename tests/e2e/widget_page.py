@@ -47,18 +47,18 @@ window.widget = mount(document.getElementById("here"), {
 
 @dataclass(frozen=True)
 class WidgetPage:
-    """A widget that stands in a page, and the session that answers it."""
+    """A widget on a page, and the session that answers it."""
 
     page: Page
     session: Session
     seen: Seen
 
     def control(self, knob: str) -> Locator:
-        """The control of a knob, by the argument of the sweep that it sets."""
+        """Find the control of a knob by the argument of the sweep that it sets."""
         return self.page.locator(f"[id$='-{knob}']")
 
     def words(self) -> str:
-        """The verdict on the page."""
+        """Return the verdict on the page."""
         return self.page.locator(".lw-says span").inner_text()
 
     def settled(self) -> None:

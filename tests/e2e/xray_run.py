@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ DRAFTS = 3
 
 
 class BusyScheduler:
-    """Requests of all kinds come faster than they end: prompts in chunks, shared prefixes, drafts, preemptions."""
+    """A scheduler whose requests come faster than they end: chunks, shared prefixes, drafts, preemptions."""
 
     def __init__(self, num_gpu_blocks: int = 1001, seed: int = 0) -> None:
         self.rng = Random(seed)
@@ -45,7 +46,7 @@ class BusyScheduler:
         self.added = 0
 
     def line(self) -> str:
-        """The snapshot of one more step."""
+        """Run one more step; return its snapshot."""
         while len(self.scheduler.waiting) < 4 and self.rng.random() < 0.35:
             self._add()
         output = self.scheduler.schedule()
@@ -71,7 +72,7 @@ class BusyScheduler:
 
 
 class Alive:
-    """An engine of which the feed knows only this."""
+    """The part of an engine that a feed uses."""
 
     def __init__(self, cores: int) -> None:
         self.errored = False
@@ -96,7 +97,7 @@ class Served:
     server: uvicorn.Server
 
     def put(self, lines: Sequence[str], core: int = 0) -> None:
-        """Shows more lines once a page is open; from any thread."""
+        """Show more lines once a page is open; any thread may call this."""
         assert eventually(lambda: self.engine.pages > 0)
         loop = self.server.config.app.state.loop  # type: ignore[union-attr]
         for line in lines:
@@ -114,17 +115,10 @@ def served(keys: Sequence[str] = (), cores: int = 1) -> Iterator[Served]:
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=1))
 
     async def run() -> None:
-        import asyncio
-
         app.state.loop = asyncio.get_running_loop()
         await server.serve()
 
-    def target() -> None:
-        import asyncio
-
-        asyncio.run(run())
-
-    thread = threading.Thread(target=target)
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
     while not server.started:
         time.sleep(0.01)
