@@ -1,10 +1,11 @@
-"""What all forms of attention take (`AttentionArguments`, `MLAArguments`), and its validation."""
+"""The arguments of every form of attention (`AttentionArguments`, `MLAArguments`), and their validation."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.reshape_and_cache import QUANTIZED, check_scales
@@ -15,27 +16,27 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class AttentionArguments(NamedTuple):
     """A ragged batch over paged K and V; layouts as at the head of `unified_attention.py`."""
 
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
-    k_scales: torch.Tensor | None = None
-    v_scales: torch.Tensor | None = None
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
 
 
 class MLAArguments(NamedTuple):
     """A ragged batch over paged latents; layouts as at the head of `mla_attention.py`."""
 
-    q: torch.Tensor
-    cache: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
+    q: Tensor
+    cache: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
     scale: float
     kv_lora_rank: int
 
@@ -54,7 +55,7 @@ def check_arguments(arguments: AttentionArguments) -> None:
         raise MinivllmError(f"soft_cap must be greater than 0, got {soft_cap}")
 
 
-def _check_queries_and_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+def _check_queries_and_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     if q.dim() != 3 or k_cache.dim() != 4 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
         raise MinivllmError(
             f"q {tuple(q.shape)} must be [tokens, heads, head_dim] and the cache {tuple(k_cache.shape)} "
@@ -72,7 +73,7 @@ def _check_queries_and_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: t
 
 
 def check_mla_arguments(arguments: MLAArguments) -> None:
-    """The same for `MLAArguments`."""
+    """Raise `MinivllmError` if shapes, types or values are invalid, as `check_arguments` does."""
     q, cache, query_start_loc, seq_lens, block_table, scale, rank = arguments
     if q.dim() != 3 or cache.dim() != 3 or q.shape[2] != cache.shape[2] or not 0 < rank < q.shape[2]:
         raise MinivllmError(
@@ -89,8 +90,8 @@ def check_mla_arguments(arguments: MLAArguments) -> None:
         raise MinivllmError(f"scale must be greater than 0, got {scale}")
 
 
-def check_tables(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:
-    """The same for the tables of a ragged batch."""
+def check_tables(query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
+    """Raise `MinivllmError` if the tables of a ragged batch do not fit each other, or are not int32."""
     if query_start_loc.shape != (len(seq_lens) + 1,) or block_table.dim() != 2 or len(block_table) < len(seq_lens):
         raise MinivllmError(
             f"{len(seq_lens)} sequences need query_start_loc [{len(seq_lens) + 1}] and a block_table row each, "

@@ -35,14 +35,15 @@ _PREFILL = {  # more rows: keep the matrix units busy, spill no register
     "sm_100": ((128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
     "gfx942": ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
 }
-_DECODE_OF_BYTES = _DECODE | {"sm_90": ((128, 4, 3), (128, 4, 2), (32, 1, 4))}  # a cache of one byte a number
+# For caches of one byte a number.
+_DECODE_OF_BYTES = _DECODE | {"sm_90": ((128, 4, 3), (128, 4, 2), (32, 1, 4))}
 _PREFILL_OF_BYTES = _PREFILL | {"sm_90": ((64, 128, 4, 2),)}
 
 
 def configurations(
     gpu: str, rows: int, group: int, padded_dim: int, element_bytes: int, cache_bytes: int = 2
 ) -> list[Configuration]:
-    """Candidates for a batch with `rows` query rows (positions × group) per sequence, best guess first.
+    """Return candidates for a batch of `rows` query rows (positions × group) per sequence, best guess first.
 
     `gpu` is a key of the tables above; `element_bytes` are those of a query's number, `cache_bytes` of a key's. Matrix
     products of fp32 run outside the matrix units, with few registers to spare, so fp32 has one small configuration, and
@@ -57,7 +58,8 @@ def configurations(
         return [
             Configuration(block_m, tile, warps, stages)
             for tile, warps, stages in (_DECODE_OF_BYTES if of_bytes else _DECODE)[gpu]
-            if tile * padded_dim <= 16384 and (warps > 1 or block_m * padded_dim <= 2048)  # one warp's registers
+            # A lone warp has registers for small tiles only.
+            if tile * padded_dim <= 16384 and (warps > 1 or block_m * padded_dim <= 2048)
         ]
     if padded_dim > 128:
         return [Configuration(64, 32, 4, 1 if gpu == "gfx942" else 2)]
@@ -65,12 +67,12 @@ def configurations(
 
 
 def is_decode(rows: int, group: int) -> bool:
-    """Whether a batch of so many query rows per sequence is limited by memory, as decodes and verifications are."""
+    """Return whether a batch with this many query rows per sequence is memory-bound, like decodes and verifications."""
     return rows <= 32 or group > 64
 
 
 def automatic_splits(programs: int, keys: int, wanted: int) -> int:
-    """Number of splits of each sequence's keys that gives about `wanted` programs.
+    """Return the number of splits of each sequence's keys that gives about `wanted` programs.
 
     A split of fewer than 256 keys is not worth its share of the combine step.
     """
@@ -79,13 +81,13 @@ def automatic_splits(programs: int, keys: int, wanted: int) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The entry of the tables above that is closest to a GPU."""
+    """Return the key of the tables above that is closest to a GPU."""
     if torch.version.hip:
         return "gfx942"
     major, _ = torch.cuda.get_device_capability(device)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TypeVar
 
+import torch
+from torch import Tensor
+
+from minivllm.kernels.attention_arguments import AttentionArguments, MLAArguments
 from minivllm.kernels.attention_configurations import automatic_splits, multiprocessors
 from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 
 TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+Arguments = TypeVar("Arguments", AttentionArguments, MLAArguments)
 
 
 def padded(head_dim: int) -> int:
-    """The head dim as padded by the kernel: the matrix units take powers of two from 16 on."""
+    """Return the head dim that the kernel works with: the matrix units take powers of two from 16 on."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def dot_type(q: torch.dtype, cache: torch.dtype) -> tl.dtype:
-    """The input type of the matrix products: the queries' own, but fp16 where bf16 meets an fp8 cache.
+    """Return the input type of the matrix products: the queries' own, but fp16 where bf16 meets an fp8 cache.
 
     An e4m3 becomes fp16 in one instruction, and exactly, but bf16 in several, which took a decode of 64 × 4,096 tokens
     from 167 to 242 µs on an H200. Queries, rotated or normed, are far below fp16's 65,504.
@@ -26,9 +31,17 @@ def dot_type(q: torch.dtype, cache: torch.dtype) -> tl.dtype:
     return tl.float16 if (q, cache) == (torch.bfloat16, torch.float8_e4m3fn) else TRITON_TYPES[q]
 
 
-def offset_type(cache: torch.Tensor) -> tl.dtype:
-    """The type in which places in the cache are computed."""
+def offset_type(cache: Tensor) -> tl.dtype:
+    """Return the type in which offsets into the cache are computed: 64 bits where 32 would overflow."""
     return tl.int32 if cache.shape[0] * cache.stride(0) < 2**31 else tl.int64
+
+
+def with_contiguous_heads(arguments: Arguments) -> Arguments:
+    """Return the arguments with each token's heads of q contiguous, as the kernels address them."""
+    _, _, width = arguments.q.shape
+    if arguments.q.stride()[1:] == (width, 1):
+        return arguments
+    return arguments._replace(q=arguments.q.contiguous())
 
 
 def splits_for(programs: int, keys: int, device: torch.device, per_multiprocessor: int = 1) -> int:
@@ -36,15 +49,12 @@ def splits_for(programs: int, keys: int, device: torch.device, per_multiprocesso
     return 1 if INTERPRETED else automatic_splits(programs, keys, per_multiprocessor * multiprocessors(device))
 
 
-def partials_for(
-    q: torch.Tensor, out: torch.Tensor, num_splits: int, padded_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What splits write, (sums, peaks and totals): fp32 [tokens, heads, splits, padded_dim] and [..., 2].
+def partials_for(q: Tensor, out: Tensor, num_splits: int, padded_dim: int) -> tuple[Tensor, Tensor]:
+    """Allocate what splits write, (sums, peaks and totals): fp32 [tokens, heads, splits, padded_dim] and [..., 2].
 
-    Without splits it is `out` twice, which is not read.
+    Without splits, return `out` twice: the kernel does not touch it as such.
     """
     if num_splits == 1:
         return out, out
-    tokens, heads = q.shape[:2]
-    sums = torch.empty(tokens, heads, num_splits, padded_dim, dtype=torch.float32, device=q.device)
-    return sums, torch.empty(tokens, heads, num_splits, 2, dtype=torch.float32, device=q.device)
+    sums = q.new_empty(*q.shape[:2], num_splits, padded_dim, dtype=torch.float32)
+    return sums, q.new_empty(*q.shape[:2], num_splits, 2, dtype=torch.float32)

@@ -24,18 +24,20 @@ moves 16 bytes at a time where all addresses and sizes are multiples of 16, as t
 
 In vLLM v0.33.0: `vllm/v1/kv_offload/cpu/gpu_worker.py`, `vllm/v1/kv_offload/cpu/swap_blocks_triton.py` (`swap_blocks_batch`) and
 `csrc/cache_kernels.cu` copy a list of pieces;
-NIXL's own backend reads the pieces in place. `copy_blocks` in `reshape_and_cache.py` is the copy within one tensor.
+NIXL's own backend reads the pieces in place.
 
 The CPU twin is in `cpu/block_copy_calls.py`; `benchmarks/kv_transfer.py` measures both beside a plain copy.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu.block_copy_calls import copy_regions_cpu
@@ -55,14 +57,14 @@ class BlockRegions:
     - `block_bytes`: bytes of a block in each region. `unit`: what all addresses and sizes are multiples of, 16 bytes at most.
     """
 
-    tensors: tuple[torch.Tensor, ...]
-    table: torch.Tensor
+    tensors: tuple[Tensor, ...]
+    table: Tensor
     block_bytes: tuple[int, ...]
     unit: int
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> BlockRegions:
-        """The regions of these tensors, in this order; a tensor may occur twice.
+    def of(cls, tensors: Sequence[Tensor]) -> BlockRegions:
+        """Describe these tensors as regions, in this order; a tensor may occur twice.
 
         Raises:
             MinivllmError: there are none, they lie on several devices, differ in blocks, or a block is not contiguous.
@@ -74,27 +76,28 @@ class BlockRegions:
             (tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), size, offset)
             for tensor, size, offset in zip(tensors, sizes, offsets, strict=True)
         ]
+        # Threads move as many bytes at a time as all addresses and sizes allow.
         unit = math.gcd(16, *(number for row in rows for number in row))
         table = torch.tensor(rows, dtype=torch.int64, device=tensors[0].device)
         return cls(tuple(tensors), table, sizes, unit)
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one block in all regions."""
+        """Return the bytes of one block in all regions."""
         return sum(self.block_bytes)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool."""
+        """Return the number of blocks in the pool."""
         return self.tensors[0].shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the cache lies."""
+        """Return the device of the cache."""
         return self.tensors[0].device
 
 
-def _check_regions(tensors: Sequence[torch.Tensor]) -> None:
+def _check_regions(tensors: Sequence[Tensor]) -> None:
     if not tensors:
         raise MinivllmError("there are no regions: give at least one tensor of the cache")
     first = tensors[0]
@@ -126,7 +129,8 @@ def copy_regions_kernel(
     CHUNK: tl.constexpr,  # words per program
 ):
     """Grid (blocks, regions, chunks of the largest region)."""
-    number, region = tl.program_id(0), table + 4 * tl.program_id(1)
+    number = tl.program_id(0)
+    region = table + 4 * tl.program_id(1)  # a row of the table
     address, stride, size, offset = tl.load(region), tl.load(region + 1), tl.load(region + 2), tl.load(region + 3)
     words = tl.multiple_of((size // WORD_BYTES).to(tl.int32), UNIT // WORD_BYTES)
     word = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
@@ -139,7 +143,9 @@ def copy_regions_kernel(
         place = offset * capacity + slot * size
     cell = (address + tl.load(blocks + number).to(tl.int64) * stride).to(tl.pointer_type(WORD))
     staged = (staging + place).to(tl.pointer_type(WORD))
-    cells, staged_words = tl.multiple_of(cell, UNIT) + word, tl.multiple_of(staged, UNIT) + word
+    # Told what all addresses are multiples of, the compiler moves 16 bytes at a time where that is possible.
+    cells = tl.multiple_of(cell, UNIT) + word
+    staged_words = tl.multiple_of(staged, UNIT) + word
     mask = word < words
     if GATHER:
         tl.store(staged_words, tl.load(cells, mask=mask), mask=mask)
@@ -149,91 +155,62 @@ def copy_regions_kernel(
 
 def gather_blocks(
     regions: BlockRegions,
-    blocks: torch.Tensor,
-    staging: torch.Tensor,
-    slots: torch.Tensor | None = None,
+    blocks: Tensor,
+    staging: Tensor,
+    slots: Tensor | None = None,
     *,
     block_major: bool = False,
     backend: str | None = None,
+    gather: bool = True,
 ) -> None:
-    """Copy these blocks of all regions into the staging buffer. `backend` "triton" or "cpu"; None follows the device.
+    """Copy these blocks of all regions into the staging buffer, or, unless `gather`, out of it.
 
-    `blocks` and `slots` int32 or int64 `[n]` on the cache's device, `staging` uint8 with room for whole records. Ids are
-    not checked: one outside the pool or the buffer reads or writes foreign memory.
+    `blocks` and `slots` are int32 or int64 `[n]` on the cache's device, `staging` uint8 with room for whole records.
+    `backend` is "triton" or "cpu"; None follows the device. Ids are not checked: one outside the pool or the buffer
+    reads or writes foreign memory.
 
     Raises:
         MinivllmError: the staging buffer does not fit, or the backend is unknown.
     """
-    _copy(regions, blocks, staging, slots, True, block_major, backend)
-
-
-def scatter_blocks(
-    regions: BlockRegions,
-    blocks: torch.Tensor,
-    staging: torch.Tensor,
-    slots: torch.Tensor | None = None,
-    *,
-    block_major: bool = False,
-    backend: str | None = None,
-) -> None:
-    """The way back of `gather_blocks`, with the same arguments: copy records of the staging buffer into these blocks."""
-    _copy(regions, blocks, staging, slots, False, block_major, backend)
-
-
-def _copy(
-    regions: BlockRegions,
-    blocks: torch.Tensor,
-    staging: torch.Tensor,
-    slots: torch.Tensor | None,
-    gather: bool,
-    block_major: bool,
-    backend: str | None,
-) -> None:
     capacity = _check_staging(regions, blocks, staging, slots)
     if choose_backend(backend, staging) == "cpu":
         copy_regions_cpu(regions.tensors, regions.table, blocks, staging, slots, capacity, gather, block_major)
         return
     if not len(blocks):
         return
-    unit = math.gcd(regions.unit, staging.data_ptr())
+    unit = math.gcd(regions.unit, staging.data_ptr())  # the buffer's own address counts, too
     word_bytes = min(unit, 4)
-    chunk = CHUNK_BYTES // word_bytes
     chunks = triton.cdiv(max(regions.block_bytes), CHUNK_BYTES)
-    if max(chunks, len(regions.block_bytes)) > _LARGEST_GRID:
-        raise MinivllmError(
-            f"{len(regions.block_bytes)} regions of up to {max(regions.block_bytes)} bytes are too many"
-        )
-    copy_regions_kernel[(len(blocks), len(regions.block_bytes), chunks)](
-        regions.table,
-        blocks,
-        slots,
-        staging,
-        capacity,
-        regions.record_bytes,
+    num_regions = len(regions.block_bytes)
+    if max(chunks, num_regions) > _LARGEST_GRID:
+        raise MinivllmError(f"{num_regions} regions of up to {max(regions.block_bytes)} bytes are too many")
+    copy_regions_kernel[(len(blocks), num_regions, chunks)](
+        regions.table, blocks, slots, staging, capacity, regions.record_bytes,
         GATHER=gather,
         BLOCK_MAJOR=block_major,
         WORD={4: tl.int32, 2: tl.int16, 1: tl.int8}[word_bytes],
         WORD_BYTES=word_bytes,
         UNIT=unit,
-        CHUNK=chunk,
-    )
+        CHUNK=CHUNK_BYTES // word_bytes,
+    )  # fmt: skip
 
 
-def _check_staging(
-    regions: BlockRegions, blocks: torch.Tensor, staging: torch.Tensor, slots: torch.Tensor | None
-) -> int:
-    """The number of records that the staging buffer has room for."""
+# The way back, with the same arguments: copy records of the staging buffer into these blocks.
+scatter_blocks = functools.partial(gather_blocks, gather=False)
+
+
+def _check_staging(regions: BlockRegions, blocks: Tensor, staging: Tensor, slots: Tensor | None) -> int:
+    """Return the number of records that the staging buffer has room for, or raise if it does not fit the blocks."""
     record = regions.record_bytes
     if staging.dtype != torch.uint8 or staging.dim() != 1 or not staging.is_contiguous() or staging.numel() % record:
-        raise MinivllmError(
-            f"a staging buffer is contiguous uint8 [n × {record}], got {staging.dtype} {list(staging.shape)}"
-        )
+        actual = f"{staging.dtype} {list(staging.shape)}"
+        raise MinivllmError(f"a staging buffer is contiguous uint8 [n × {record}], got {actual}")
     capacity = staging.numel() // record
     ids = [blocks] if slots is None else [blocks, slots]
-    if any(one.dim() != 1 or one.dtype not in (torch.int32, torch.int64) or len(one) != len(blocks) for one in ids):
+    if any(row.dim() != 1 or row.dtype not in (torch.int32, torch.int64) or len(row) != len(blocks) for row in ids):
         raise MinivllmError("block ids and slots must be int32 or int64 [n], alike in length")
     if len(blocks) > capacity:
         raise MinivllmError(f"{len(blocks)} blocks do not fit a staging buffer of {capacity}")
-    if any(one.device != regions.device for one in (*ids, staging)):
+    if any(tensor.device != regions.device for tensor in (*ids, staging)):
         raise MinivllmError(f"block ids and staging buffer must be on {regions.device}, as the cache")
     return capacity

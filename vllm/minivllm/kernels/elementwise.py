@@ -23,12 +23,13 @@ In vLLM v0.33.0: `fused_add_rms_norm`, `silu_and_mul`, `rotary_embedding`, regis
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from minivllm.kernels.cpu.loops import loops
 from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.threads import has_numba
 from minivllm.platforms.triton_utils import tl, triton
@@ -81,32 +82,23 @@ def rotate_heads_kernel(heads, positions, table, token_stride, HEAD_DIM: tl.cons
     tl.store(at + half, (second * cos + first * sin).to(heads.dtype.element_ty), mask=mask)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: str | None = None
-) -> torch.Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
     """Add `x` to `residual`, in place, and return the sum's norm; all [tokens, width], weight [width]."""
     width = x.shape[-1]
     if choose_backend(backend, x) == "triton":
         out = torch.empty_like(x)
         if len(x):
-            add_rms_norm_kernel[(len(x),)](
-                out,
-                residual,
-                x,
-                weight,
-                eps,
-                WIDTH=width,
-                PADDED_WIDTH=triton.next_power_of_2(width),
-                num_warps=8 if width >= 4096 else 4,
-            )
+            sizes = {"WIDTH": width, "PADDED_WIDTH": triton.next_power_of_2(width)}
+            num_warps = 8 if width >= 4096 else 4
+            add_rms_norm_kernel[(len(x),)](out, residual, x, weight, eps, num_warps=num_warps, **sizes)
         return out
     if has_numba() and _cpu().can_run(width, x, residual, weight):
         return _cpu().add_rms_norm(x, residual, weight, eps)
     return F.rms_norm(residual.add_(x), weight.shape, weight, eps)
 
 
-def silu_and_mul(gate_up: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
-    """`silu(gate) × up` of gate_up [tokens, 2 × width]: [tokens, width]."""
+def silu_and_mul(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
+    """Return `silu(gate) × up` of gate_up [tokens, 2 × width]: [tokens, width]."""
     width = gate_up.shape[-1] // 2
     if choose_backend(backend, gate_up) == "triton":
         out = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
@@ -120,44 +112,31 @@ def silu_and_mul(gate_up: torch.Tensor, *, backend: str | None = None) -> torch.
 
 
 def rotate_heads(
-    heads: torch.Tensor,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    num_heads: int | None = None,
-    *,
-    backend: str | None = None,
+    heads: Tensor, positions: Tensor, table: Tensor, num_heads: int | None = None, *, backend: str | None = None
 ) -> None:
     """Turn heads [tokens, heads, head_dim] in place; positions [tokens], integers; table [positions, head_dim].
 
     `(a, b) -> (a cos - b sin, b cos + a sin)`, where a and b are the halves of a head. The heads of a token are
-    contiguous; there may be gaps between tokens. `num_heads`: only so many, the first of each token; None: all.
+    contiguous; there may be gaps between tokens. `num_heads` limits the rotation to the first heads of each token.
     """
     tokens, heads_of_token, head_dim = heads.shape
     num_heads = heads_of_token if num_heads is None else num_heads
     if choose_backend(backend, heads) == "triton":
         if tokens:
+            padded_half = triton.next_power_of_2(head_dim // 2)
             rotate_heads_kernel[(tokens, num_heads)](
-                heads,
-                positions,
-                table,
-                heads.stride(0),
-                HEAD_DIM=head_dim,
-                PADDED_HALF=triton.next_power_of_2(head_dim // 2),
+                heads, positions, table, heads.stride(0), HEAD_DIM=head_dim, PADDED_HALF=padded_half
             )
         return
     if has_numba() and _cpu().can_rotate(heads, table):
         _cpu().rotate_heads(heads, positions.to(torch.int64).contiguous(), table, num_heads)
         return
-    heads = heads[:, :num_heads]
+    heads = heads[:, :num_heads]  # [tokens, num_heads, head_dim]
     cos, sin = table[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     first, second = heads.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     heads.copy_(turned)
 
 
-@functools.cache
 def _cpu() -> Any:
-    """Imports numba only when needed, since that takes a second."""
-    from minivllm.kernels.cpu import elementwise_calls
-
-    return elementwise_calls
+    return loops("elementwise_calls")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.triton_utils import tl, triton
@@ -45,9 +46,7 @@ def apply_grammar_bitmask_kernel(
     tl.store(logits + row * row_stride + token, nothing, mask=(token < VOCAB) & ~allowed)
 
 
-def apply_grammar_bitmask(
-    logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor, *, backend: str | None = None
-) -> None:
+def apply_grammar_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor, *, backend: str | None = None) -> None:
     """Set the logits of tokens that are not allowed to minus infinity, in place.
 
     logits [rows, vocab]; bitmask [masked, ceil(vocab / 32)], int32; rows [masked], int32, each at most once.
@@ -61,6 +60,6 @@ def apply_grammar_bitmask(
         )
         return
     words = bitmask.numpy().astype("<i4", copy=False).view(np.uint8)  # [masked, 4 × words]
-    for row, theirs in zip(rows.tolist(), words, strict=True):
-        allowed = np.unpackbits(theirs, count=logits.shape[1], bitorder="little")
+    for row, packed in zip(rows.tolist(), words, strict=True):
+        allowed = np.unpackbits(packed, count=logits.shape[1], bitorder="little")
         logits[row].masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)

@@ -33,19 +33,21 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels.attention_launch import dot_type
 from minivllm.kernels.cpu.lora_calls import lora_linear_cpu
-from minivllm.kernels.lora_metadata import LoRAKernelMeta
+from minivllm.kernels.lora_metadata import Adapters, LoRAKernelMeta
 from minivllm.kernels.reshape_and_cache import choose_backend
-from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
+from minivllm.platforms.triton_utils import tl, triton
 
+# Up to this many rows of a slot, the shrink divides its sums.
 FEW_ROWS = 64
-"""Up to so many rows of a slot the shrink divides its sums."""
 MOST_SPLITS = 16
 BLOCK_K, BLOCK_N = 128, 64
+# Loads are wide if every slice's first column is a multiple of this.
 ALIGNMENT = 16
-"""Of a slice's first column, in numbers, where loads are wide."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -77,7 +79,7 @@ def lora_shrink_kernel(
     first_row = tile // tl.cdiv(MAX_RANK, BLOCK_R) * BLOCK_M
     piece = tl.program_id(1)
     slot = tl.load(active + tl.program_id(2)).to(tl.int64)
-    if slot < 0:
+    if slot < 0:  # a CUDA graph's grid has room for all slots
         return
     count = tl.load(counts + tl.program_id(2))
     rank = tl.load(ranks + piece * slots + slot)
@@ -129,7 +131,7 @@ def lora_expand_kernel(
     first_row = tl.program_id(0) // column_tiles * BLOCK_M
     piece = tl.program_id(1)
     slot = tl.load(active + tl.program_id(2)).to(tl.int64)
-    if slot < 0:
+    if slot < 0:  # a CUDA graph's grid has room for all slots
         return
     count = tl.load(counts + tl.program_id(2))
     rank = tl.load(ranks + piece * slots + slot)
@@ -148,14 +150,12 @@ def lora_expand_kernel(
     for start in range(0, rank, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
         small = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        # In one order, so that results do not depend on which program was first.
         for split in range(SPLITS):
             at = shrunk + ((split * SLICES + piece) * rows + place[:, None]) * MAX_RANK + r[None, :]
             small += tl.load(at, mask=wanted[:, None] & (r < rank)[None, :], other=0.0)
-        ws = tl.load(
-            b + (slot * MAX_RANK + r)[:, None] * N + column[None, :],
-            mask=(r < rank)[:, None] & inside[None, :],
-            other=0.0,
-        )
+        weights = b + (slot * MAX_RANK + r)[:, None] * N + column[None, :]
+        ws = tl.load(weights, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
         sums += tl.dot(small.to(DOT_TYPE), ws.to(DOT_TYPE), input_precision="ieee")
     at = y + row[:, None] * N + column[None, :]
     mask = wanted[:, None] & inside[None, :]
@@ -164,24 +164,24 @@ def lora_expand_kernel(
 
 
 def lora_linear(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    ranks: torch.Tensor,
-    bounds: torch.Tensor,
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    bounds: Tensor,
     meta: LoRAKernelMeta,
     *,
     edges: Sequence[int] | None = None,
     fixed_grid: bool = False,
     backend: str | None = None,
 ) -> None:
-    """Adds to y what the adapters of `meta`'s rows give for x; layouts as above.
+    """Add to y the products of x with the adapters of `meta`'s rows; layouts as above.
 
     Args:
         y, x, a, b, ranks, bounds: see above.
         meta: the slot of each row.
-        edges: the same as `bounds`, on the host; None: they are looked up, which waits for the device.
+        edges: `bounds` on the host; None reads them, which waits for the device.
         fixed_grid: launch for any slots that these rows could have, as a CUDA graph must.
         backend: "triton" or "cpu"; None follows x's device.
 
@@ -193,47 +193,31 @@ def lora_linear(
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
     edges = bounds.tolist() if edges is None else edges
+    adapters = Adapters(a, b, ranks, bounds, edges)
     if choose_backend(backend, x) == "cpu":
-        lora_linear_cpu(y, x, a, b, ranks, bounds, meta, edges)
+        lora_linear_cpu(y, x, adapters, meta)
     else:
-        _launch(y, x, a, b, ranks, bounds, meta, edges, fixed_grid)
+        _launch(y, x, adapters, meta, fixed_grid)
 
 
 def tiles(most_rows: int, width: int, max_rank: int) -> dict[str, int]:
-    """The kernels' constants for the most rows of a slot, the width of x and `max_rank`; BLOCK_K is the shrink's."""
-    splits = 1
-    if most_rows <= FEW_ROWS:
-        splits = min(MOST_SPLITS, triton.cdiv(width, 2 * BLOCK_K))
-    return {
-        "SPLITS": splits,
-        "BLOCK_M": 16 if most_rows <= FEW_ROWS else 32,
-        "BLOCK_R": max(16, min(32, triton.next_power_of_2(max_rank))),
-        "BLOCK_K": BLOCK_K if most_rows <= FEW_ROWS else BLOCK_K // 2,
-    }
+    """Return the kernels' constants for the most rows of a slot, the width of x and `max_rank`; BLOCK_K is the shrink's."""
+    block_r = max(16, min(32, triton.next_power_of_2(max_rank)))
+    if most_rows > FEW_ROWS:
+        return {"SPLITS": 1, "BLOCK_M": 32, "BLOCK_R": block_r, "BLOCK_K": BLOCK_K // 2}
+    splits = min(MOST_SPLITS, triton.cdiv(width, 2 * BLOCK_K))
+    return {"SPLITS": splits, "BLOCK_M": 16, "BLOCK_R": block_r, "BLOCK_K": BLOCK_K}
 
 
-def _launch(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    ranks: torch.Tensor,
-    bounds: torch.Tensor,
-    meta: LoRAKernelMeta,
-    edges: Sequence[int],
-    fixed_grid: bool,
-) -> None:
-    (rows, width), (slices, slots, max_rank, _) = x.shape, a.shape
+def _launch(y: Tensor, x: Tensor, adapters: Adapters, meta: LoRAKernelMeta, fixed_grid: bool) -> None:
+    a, b, ranks, bounds, edges = adapters
+    rows, width = x.shape
+    slices, slots, max_rank, _ = a.shape
     most_rows = rows if fixed_grid else meta.most_rows
     num_active = min(rows, slots) if fixed_grid else meta.num_active
     constants = tiles(most_rows, width, max_rank)
     block_k = constants.pop("BLOCK_K")
-    dtype = str(a.dtype).removeprefix("torch.")
-    constants |= {
-        "SLICES": slices,
-        "MAX_RANK": max_rank,
-        "DOT_TYPE": tl.float32 if INTERPRETED else getattr(tl, dtype),  # the interpreter's NumPy has no bf16
-    }
+    constants |= {"SLICES": slices, "MAX_RANK": max_rank, "DOT_TYPE": dot_type(a.dtype, a.dtype)}
     shrunk = torch.empty(constants["SPLITS"], slices, rows, max_rank, dtype=torch.float32, device=x.device)
     where = (meta.indices, meta.active, meta.starts, meta.counts)
     row_tiles = triton.cdiv(most_rows, constants["BLOCK_M"])
@@ -250,9 +234,7 @@ def _launch(
     )  # fmt: skip
 
 
-def _check(
-    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor, meta: LoRAKernelMeta
-) -> None:
+def _check(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, meta: LoRAKernelMeta) -> None:
     slices, slots, max_rank, width = a.shape
     fits = x.shape[1] == width and tuple(b.shape) == (slots, max_rank, y.shape[1])
     if not fits or len(x) != len(y) or tuple(ranks.shape) != (slices, slots):
@@ -261,8 +243,7 @@ def _check(
             f"b {list(b.shape)}"
         )
     if len(x) != meta.num_rows or meta.max_loras != slots:
-        raise MinivllmError(
-            f"{len(x)} rows and {slots} slots; the step has {meta.num_rows} rows, {meta.max_loras} slots"
-        )
-    if not (y.is_contiguous() and a.is_contiguous() and b.is_contiguous() and ranks.is_contiguous()):
+        step = f"the step has {meta.num_rows} rows, {meta.max_loras} slots"
+        raise MinivllmError(f"{len(x)} rows and {slots} slots; {step}")
+    if not all(tensor.is_contiguous() for tensor in (y, a, b, ranks)):
         raise MinivllmError("y, a, b and ranks must be contiguous")

@@ -36,19 +36,34 @@ The CPU twin is in `cpu/mla_calls.py`; what the launch shares with that of `unif
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.attention_arguments import MLAArguments, check_mla_arguments
 from minivllm.kernels.attention_configurations import Configuration, architecture
-from minivllm.kernels.attention_launch import dot_type, offset_type, padded, partials_for, splits_for
+from minivllm.kernels.attention_launch import (
+    dot_type,
+    offset_type,
+    padded,
+    partials_for,
+    splits_for,
+    with_contiguous_heads,
+)
 from minivllm.kernels.cpu.mla_calls import mla_attention_cpu, write_latents_cpu
 from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.kernels.tuning import fastest
-from minivllm.kernels.unified_attention import CHANGING, LOG2E, combine_splits, find_sequence, load_rows
+from minivllm.kernels.unified_attention import (
+    CHANGING,
+    LOG2E,
+    combine_splits,
+    find_sequence,
+    load_rows,
+    softmax_step,
+)
 from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 
+# A program takes as many heads as the smallest matrix product has rows.
 MOST_HEADS = 16
-"""Heads of one program: as many as the smallest matrix product has rows."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -72,24 +87,18 @@ def concat_and_cache_mla_kernel(
     """Grid (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    if slot >= 0:
+    if slot >= 0:  # else the token is padding
         target = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * (RANK + ROPE)
         column = tl.arange(0, PADDED_RANK)
-        tl.store(
-            target + column, tl.load(latent + token * latent_stride + column, mask=column < RANK), mask=column < RANK
-        )
+        numbers = tl.load(latent + token * latent_stride + column, mask=column < RANK)
+        tl.store(target + column, numbers, mask=column < RANK)
         column = tl.arange(0, PADDED_ROPE)
         rotated = tl.load(k_rope + token * k_rope_stride + column, mask=column < ROPE)
         tl.store(target + RANK + column, rotated, mask=column < ROPE)
 
 
 def concat_and_cache_mla(
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    backend: str | None = None,
+    latent: Tensor, k_rope: Tensor, cache: Tensor, slot_mapping: Tensor, *, backend: str | None = None
 ) -> None:
     """Write each token's latent `[tokens, rank]` and rotated key `[tokens, rope_dim]` into its slot of the cache.
 
@@ -99,7 +108,9 @@ def concat_and_cache_mla(
     Raises:
         MinivllmError: shapes or types do not match, or the backend is unknown.
     """
-    rank, rope, tokens = latent.shape[1], k_rope.shape[1], len(slot_mapping)
+    rank = latent.shape[1]
+    rope = k_rope.shape[1]
+    tokens = len(slot_mapping)
     if cache.dim() != 3 or rank + rope != cache.shape[2] or cache.stride()[1:] != (rank + rope, 1):
         raise MinivllmError(
             f"latents {tuple(latent.shape)} and rotated keys {tuple(k_rope.shape)} do not make up a row of the cache "
@@ -113,20 +124,14 @@ def concat_and_cache_mla(
         write_latents_cpu(latent[:tokens], k_rope[:tokens], cache, slot_mapping)
     elif tokens:
         concat_and_cache_mla_kernel[(tokens,)](
-            latent,
-            k_rope,
-            cache,
-            slot_mapping,
-            latent.stride(0),
-            k_rope.stride(0),
-            cache.stride(0),
+            latent, k_rope, cache, slot_mapping, latent.stride(0), k_rope.stride(0), cache.stride(0),
             BLOCK_SIZE=cache.shape[1],
             RANK=rank,
             ROPE=rope,
             PADDED_RANK=triton.next_power_of_2(rank),
             PADDED_ROPE=triton.next_power_of_2(rope),
             num_warps=1,
-        )
+        )  # fmt: skip
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -157,7 +162,8 @@ def attend_latents(
     MASKED: tl.constexpr,
 ):
     """Add the keys of [key_begin, key_end) to the running softmax. Unless MASKED, every row must see all of them."""
-    rank, rope = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROPE)
+    rank = tl.arange(0, PADDED_RANK)
+    rope = tl.arange(0, PADDED_ROPE)
     column = tl.arange(0, TILE)
     # Block numbers are loaded one tile ahead, so that no load of keys waits for another load.
     next_block = tl.load(table + (key_begin + column) // BLOCK_SIZE, mask=key_begin + column < key_limit, other=0)
@@ -168,21 +174,15 @@ def attend_latents(
         next_block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < key_limit, other=0)
         latents = load_rows(slot[:, None] + rank[None, :], key_is_real, rank, RANK, PADDED_RANK, MASKED)
         rotated = load_rows(slot[:, None] + RANK + rope[None, :], key_is_real, rope, ROPE, PADDED_ROPE, MASKED)
-        latents, rotated = latents.to(q_latent.dtype), rotated.to(q_latent.dtype)
+        latents = latents.to(q_latent.dtype)  # [TILE, PADDED_RANK]: part of the keys, and all of the values
+        rotated = rotated.to(q_latent.dtype)  # [TILE, PADDED_ROPE]
         scores = tl.dot(q_rope, tl.trans(rotated), input_precision="ieee")
         scores = tl.dot(q_latent, tl.trans(latents), scores, input_precision="ieee")
         if MASKED:
             scores = tl.where(key[None, :] <= query_position[:, None], scores, float("-inf"))
 
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * to_log2)
-        reference = new_peak
-        if MASKED:  # in a row that has seen no key yet, −inf − −inf is NaN
-            reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores * to_log2 - reference[:, None])
-        shrink = tl.exp2(peak - reference)
-        total = total * shrink + tl.sum(weights, 1)
+        peak, total, weights, shrink = softmax_step(peak, total, scores, to_log2, MASKED)
         acc = tl.dot(weights.to(q_latent.dtype), latents, acc * shrink[:, None], input_precision="ieee")
-        peak = new_peak
     return peak, total, acc
 
 
@@ -218,6 +218,7 @@ def mla_attention_kernel(
 ):
     """Grid (tokens // BLOCK_Q + sequences, blocks of heads, splits)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // BLOCK_H
+    # Late positions see the most keys, so they start first.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = find_sequence(query_start_loc, index, num_seqs, BLOCK_Q)
     start = tl.load(query_start_loc + sequence)
@@ -227,8 +228,9 @@ def mla_attention_kernel(
         return
     context = tl.load(seq_lens + sequence) - query_len
 
-    row = tl.arange(0, BLOCK_M)
-    rank, rope = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROPE)
+    row = tl.arange(0, BLOCK_M)  # position × BLOCK_H + head within the block
+    rank = tl.arange(0, PADDED_RANK)
+    rope = tl.arange(0, PADDED_ROPE)
     query = first_query + row // BLOCK_H
     head = tl.program_id(1) * BLOCK_H + row % BLOCK_H
     row_is_real = (query < query_len) & (head < HEADS)
@@ -253,22 +255,20 @@ def mla_attention_kernel(
     acc = tl.zeros([BLOCK_M, PADDED_RANK], tl.float32)
     table = block_table + sequence.to(tl.int64) * table_stride
     position = context + query
-    peak, total, acc = attend_latents(
-        peak, total, acc, q_latent, q_rope, position, cache, table, first * TILE, whole_end * TILE, last_position + 1,
-        block_stride, scale * LOG2E, BLOCK_SIZE, RANK, ROPE, PADDED_RANK, PADDED_ROPE, TILE, OFFSET_TYPE, False,
-    )  # fmt: skip
-    peak, total, acc = attend_latents(
-        peak, total, acc, q_latent, q_rope, position, cache, table, whole_end * TILE, end * TILE, last_position + 1,
-        block_stride, scale * LOG2E, BLOCK_SIZE, RANK, ROPE, PADDED_RANK, PADDED_ROPE, TILE, OFFSET_TYPE, True,
-    )  # fmt: skip
+    edges = (first, whole_end, end)
+    for part in tl.static_range(2):
+        peak, total, acc = attend_latents(
+            peak, total, acc, q_latent, q_rope, position, cache, table,
+            edges[part] * TILE, edges[part + 1] * TILE, last_position + 1, block_stride, scale * LOG2E,
+            BLOCK_SIZE, RANK, ROPE, PADDED_RANK, PADDED_ROPE, TILE, OFFSET_TYPE, part == 1,
+        )  # fmt: skip
 
     if SPLIT:
         part = (token * HEADS + head) * num_splits + tl.program_id(2)
         tl.store(partial_stats + part * 2, peak, mask=row_is_real)
         tl.store(partial_stats + part * 2 + 1, total, mask=row_is_real)
-        tl.store(
-            partial_acc + part[:, None] * PADDED_RANK + rank[None, :], acc, mask=(row_is_real & (total > 0))[:, None]
-        )
+        parts = partial_acc + part[:, None] * PADDED_RANK + rank[None, :]
+        tl.store(parts, acc, mask=(row_is_real & (total > 0))[:, None])
     else:
         out_rows = out + token[:, None] * out_stride + head[:, None] * RANK + rank[None, :]
         result = acc / total[:, None]
@@ -276,24 +276,24 @@ def mla_attention_kernel(
 
 
 def mla_attention(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
+    q: Tensor,
+    cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
     scale: float,
     *,
     kv_lora_rank: int,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     num_kv_splits: int | None = None,
     max_seq_len: int | None = None,
     backend: str | None = None,
     checked: bool = False,
-) -> torch.Tensor:
-    """Causal attention of a ragged batch in the absorbed form; layouts as in the head of this file.
+) -> Tensor:
+    """Attend causally in a ragged batch, in the absorbed form; layouts as in the head of this file.
 
     Args:
-        scale: what q · k is multiplied by, greater than 0.
+        scale: the factor of q · k, greater than 0.
         kv_lora_rank: how many of a row's numbers are the latent.
         out: the output tensor; rows of padding tokens (beyond `query_start_loc[-1]`) are left unchanged.
         num_kv_splits: programs that share a sequence's keys; None chooses. Ignored on the CPU.
@@ -317,12 +317,12 @@ def mla_attention(
     if choose_backend(backend, q) == "cpu":
         mla_attention_cpu(out, arguments)
     else:
-        _choose_and_launch(out, arguments, num_kv_splits, max_seq_len)
+        _launch_fastest(out, arguments, num_kv_splits, max_seq_len)
     return out
 
 
 def mla_configurations(gpu: str, element_bytes: int) -> list[Configuration]:
-    """Candidates, best guess first; `gpu` is a key of the tables in `attention_configurations.py`.
+    """Return candidates, best guess first; `gpu` is a key of the tables in `attention_configurations.py`.
 
     The sums of all rows must fit the registers, so there are few rows, and wide tiles would only fill shared memory. fp32
     fits for latents of up to 128 numbers; wider ones spill.
@@ -334,14 +334,12 @@ def mla_configurations(gpu: str, element_bytes: int) -> list[Configuration]:
     return [Configuration(16, 32, 4, 2), Configuration(16, 32, 8, 2), Configuration(16, 64, 8, 2)]
 
 
-def _choose_and_launch(
-    out: torch.Tensor, arguments: MLAArguments, num_kv_splits: int | None, max_seq_len: int | None
-) -> None:
+def _launch_fastest(out: Tensor, arguments: MLAArguments, num_kv_splits: int | None, max_seq_len: int | None) -> None:
     """Launch the kernel with the fastest configuration for this class of steps."""
-    q, cache, sequences = arguments.q, arguments.cache, len(arguments.seq_lens)
-    if q.stride()[1:] != (q.shape[2], 1):
-        q = q.contiguous()
-        arguments = arguments._replace(q=q)
+    arguments = with_contiguous_heads(arguments)
+    q = arguments.q
+    cache = arguments.cache
+    sequences = len(arguments.seq_lens)
     tokens, heads, width = q.shape
     keys = max_seq_len or arguments.block_table.shape[1] * cache.shape[1]
 
@@ -357,29 +355,17 @@ def _choose_and_launch(
     launch(fastest(choices, (q.device, q.dtype, heads, width, cache.shape[1], num_kv_splits, *sizes), launch))
 
 
-def launch_triton(out: torch.Tensor, arguments: MLAArguments, num_splits: int, configuration: Configuration) -> None:
-    """One launch with the given configuration, two if `num_splits` > 1. A token's heads in q must be contiguous."""
+def launch_triton(out: Tensor, arguments: MLAArguments, num_splits: int, configuration: Configuration) -> None:
+    """Launch once with the given configuration, twice if `num_splits` > 1. A token's heads in q must be contiguous."""
     q, cache, query_start_loc, seq_lens, block_table, scale, rank = arguments
     tokens, heads, width = q.shape
-    sequences, padded_rank = len(seq_lens), padded(rank)
+    padded_rank = padded(rank)
     block_h = min(MOST_HEADS, triton.next_power_of_2(heads))
     partials = partials_for(q, out, num_splits, padded_rank)
-    query_blocks = tokens // (configuration.block_m // block_h) + sequences
+    query_blocks = tokens // (configuration.block_m // block_h) + len(seq_lens)
     mla_attention_kernel[(query_blocks, triton.cdiv(heads, block_h), num_splits)](
-        out,
-        q,
-        cache,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        *partials,
-        sequences,
-        num_splits,
-        float(scale),
-        q.stride(0),
-        out.stride(0),
-        cache.stride(0),
-        block_table.stride(0),
+        out, q, cache, query_start_loc, seq_lens, block_table, *partials, len(seq_lens), num_splits, float(scale),
+        q.stride(0), out.stride(0), cache.stride(0), block_table.stride(0),
         DOT_TYPE=dot_type(q.dtype, cache.dtype),
         OFFSET_TYPE=offset_type(cache),
         HEADS=heads,
@@ -394,6 +380,6 @@ def launch_triton(out: torch.Tensor, arguments: MLAArguments, num_splits: int, c
         SPLIT=num_splits > 1,
         num_warps=configuration.num_warps,
         num_stages=configuration.num_stages,
-    )
+    )  # fmt: skip
     if num_splits > 1:
         combine_splits(out, *partials, query_start_loc)

@@ -9,20 +9,21 @@ waiting time E = -log(1 - v) is then exponential, and -log(E) is Gumbel noise.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from minivllm.platforms.triton_utils import tl, triton
 
 DECISION = -1
 
 
-def waiting_times(keys: torch.Tensor, vocab: int) -> torch.Tensor:
-    """-log(1 - v) of every token, float32 [rows, vocab]; the noise is minus its logarithm. `keys` is int32 [rows, 2]."""
+def waiting_times(keys: Tensor, vocab: int) -> Tensor:
+    """Return -log(1 - v) of every token, float32 [rows, vocab]; the noise is minus its logarithm. `keys` is int32 [rows, 2]."""
     bits = hashed(keys, torch.arange(vocab, dtype=torch.int32, device=keys.device))
     return uniform_numbers(bits).neg_().log1p_().neg_()
 
 
-def uniform_numbers(bits: torch.Tensor) -> torch.Tensor:
-    """v, from 0 to 1, float32, of int32 `bits`.
+def uniform_numbers(bits: Tensor) -> Tensor:
+    """Return v, from 0 to 1, float32, of int32 `bits`.
 
     Both halves are exact in float32, so their sum is rounded once, as it is where an unsigned integer is converted.
     """
@@ -30,14 +31,14 @@ def uniform_numbers(bits: torch.Tensor) -> torch.Tensor:
     return v.add_(0.5).mul_(2.0**-32)
 
 
-def decision_numbers(keys: torch.Tensor) -> torch.Tensor:
-    """One uniform number of each row, float32 [rows], a multiple of 2^-24 from 0 to below 1. `keys` is int32 [rows, 2]."""
+def decision_numbers(keys: Tensor) -> Tensor:
+    """Return one uniform number of each row, float32 [rows], a multiple of 2^-24 from 0 to below 1. `keys` is int32 [rows, 2]."""
     x = hashed(keys, torch.full((1,), DECISION, dtype=torch.int32, device=keys.device))
     return ((x[:, 0] >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
-def hashed(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The bits of each row and token, int32 [rows, tokens]; `keys` int32 [rows, 2], `token_ids` int32 [tokens].
+def hashed(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the bits of each row and token, int32 [rows, tokens]; `keys` int32 [rows, 2], `token_ids` int32 [tokens].
 
     This is uint32 arithmetic done in int32, since torch does not support uint32 on all devices: products wrap around,
     and the sign bits that a right shift brings in are masked out.
@@ -55,7 +56,7 @@ def hashed(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def hashed_bits(token, first, second):
-    """`hashed` for a kernel: uint32 of int32 token ids and the two halves of a key, int32."""
+    """Compute `hashed` in a kernel: uint32 of int32 token ids and the two halves of a key, int32."""
     x = (token.to(tl.uint32, bitcast=True) * 0x9E3779B9) ^ first.to(tl.uint32, bitcast=True)
     x ^= x >> 16
     x = (x * 0x7FEB352D) ^ second.to(tl.uint32, bitcast=True)
@@ -66,21 +67,21 @@ def hashed_bits(token, first, second):
 
 @triton.jit
 def uniform_number(token, first, second):
-    """v, from 0 to 1."""
+    """Return v, from 0 to 1."""
     return (hashed_bits(token, first, second).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
 
 
 @triton.jit
 def waiting_time(token, first, second):
-    """-log(1 - v). 1 - v is rounded; v / (what it was rounded to) makes up for that, so that a small v loses no digit."""
+    """Return -log(1 - v), to the last digit even of a small v."""
     v = uniform_number(token, first, second)
-    rest = 1.0 - v
+    rest = 1.0 - v  # rounded: `taken`, what was really subtracted, makes up for that
     taken = 1.0 - rest
     return tl.where(taken > 0.0, -tl.log(rest) * (v / tl.where(taken > 0.0, taken, 1.0)), v)
 
 
 @triton.jit
 def decision_number(first, second):
-    """The number of `decision_numbers`."""
+    """Return the row's `decision_numbers`."""
     bits = hashed_bits(tl.full((), -1, tl.int32), first, second)
     return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24

@@ -20,6 +20,7 @@ that it rounds a scale harms little: the integers are chosen for the rounded sca
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.errors import MinivllmError
@@ -28,10 +29,8 @@ SMALLEST_GROUP = 16
 WIDE = 1024  # rows at least this long get large groups
 
 
-def quantize_weight(
-    weight: torch.Tensor, quantization: str, group_size: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The packed integers and the scales of a weight `[out, in]`.
+def quantize_weight(weight: Tensor, quantization: str, group_size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return the packed integers and the scales of a weight `[out, in]`.
 
     `group_size` None is the whole row in int8, `default_group_size` in int4.
 
@@ -46,13 +45,14 @@ def quantize_weight(
     if quantization != "int4":
         raise MinivllmError(f"unknown quantization {quantization!r}; known are {', '.join(QUANTIZATIONS)}")
     groups = _groups(weight, group_size or default_group_size(width))
+    # The number furthest from 0 becomes −8, whatever its sign.
     furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
     scales = (furthest / -8).to(torch.bfloat16)
     return pack_int4(_nearest(groups, scales, 7).view(weight.shape)), scales
 
 
 def default_group_size(width: int) -> int:
-    """Group size of int4 in rows of `width`: 128, or 32 if `width` is below 1,024; halved until it divides the row.
+    """Return the group size of int4 in rows of `width`: 128, or 32 if `width` is below 1,024; halved until it divides the row.
 
     Raises:
         MinivllmError: the row is not even divisible by 16.
@@ -79,39 +79,39 @@ def check_group_size(group_size: int, width: int) -> None:
     )
 
 
-def pack_int4(integers: torch.Tensor) -> torch.Tensor:
+def pack_int4(integers: Tensor) -> Tensor:
     """Pack integers `[out, in]` from −8 to 7 into uint8 `[out, in / 2]`. Raises `MinivllmError` if `in` is odd."""
     if integers.shape[1] % 2:
         raise MinivllmError(f"rows of {integers.shape[1]} weights, an odd number, cannot be packed two in a byte")
-    stored = (integers + 8).to(torch.uint8)
+    stored = (integers + 8).to(torch.uint8)  # 0 to 15
     return stored[:, ::2] | (stored[:, 1::2] << 4)
 
 
-def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The integers of a packed weight of either kind, int8 `[out, in]`."""
+def unpack(packed: Tensor) -> Tensor:
+    """Return the integers of a packed weight of either kind, int8 `[out, in]`."""
     if packed.dtype == torch.int8:
         return packed
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).to(torch.int8) - 8
 
 
-def dequantize_weight(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The dequantized weight, fp32 `[out, in]`."""
+def dequantize_weight(packed: Tensor, scales: Tensor) -> Tensor:
+    """Return the dequantized weight, fp32 `[out, in]`."""
     integers = unpack(packed)
     groups = integers.view(*scales.shape, -1)
     return (groups * scales.float().unsqueeze(-1)).view(integers.shape)
 
 
-def row_width(packed: torch.Tensor) -> int:
-    """Numbers in a row of a packed weight."""
+def row_width(packed: Tensor) -> int:
+    """Return how many numbers a row of a packed weight has."""
     return packed.shape[1] * (2 if packed.dtype == torch.uint8 else 1)
 
 
-def _groups(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+def _groups(weight: Tensor, group_size: int) -> Tensor:
     check_group_size(group_size, weight.shape[1])
     return weight.detach().float().view(len(weight), -1, group_size)
 
 
-def _nearest(groups: torch.Tensor, scales: torch.Tensor, highest: int) -> torch.Tensor:
-    scale = scales.float().unsqueeze(-1)
+def _nearest(groups: Tensor, scales: Tensor, highest: int) -> Tensor:
+    scale = scales.float().unsqueeze(-1)  # 0 where all of a group's numbers are
     integers = torch.where(scale != 0, groups / scale, 0.0).round()
     return integers.clamp(-127 if highest == 127 else -8, highest).to(torch.int8)

@@ -25,16 +25,17 @@ w4a16 and w8a16 that they call.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels.attention_launch import dot_type
 from minivllm.kernels.cpu.quantized_linear_calls import quantized_linear_cpu
 from minivllm.kernels.packed_weights import check_group_size, row_width
 from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.kernels.tuning import fastest
-from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
+from minivllm.platforms.triton_utils import tl, triton
 
 FEW_ROWS = 16
 
@@ -76,19 +77,20 @@ def quantized_linear_kernel(
     """Grid (out tiles, row tiles)."""
     column = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside, wanted = column < N, row < rows
-    inner = tl.arange(0, BLOCK_K)
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    inside = column < N
+    wanted = row < rows
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # the weight is the left operand
     for start in range(0, K, BLOCK_K):
-        k = start + inner
+        k = start + tl.arange(0, BLOCK_K)
         x_at = x + row.to(tl.int64)[None, :] * x_stride + k[:, None]
         activations = tl.load(x_at, mask=wanted[None, :] & (k < K)[:, None], other=0.0)
         if INT4:
             pair = start // 2 + tl.arange(0, BLOCK_K // 2)
             at = packed + column[:, None] * (K // 2) + pair[None, :]
             both = tl.load(at, mask=inside[:, None] & (pair < K // 2)[None, :], other=0)
-            low, high = (both & 15).to(tl.int8) - 8, (both >> 4).to(tl.int8) - 8
-            integers = tl.reshape(tl.join(low, high), (BLOCK_N, BLOCK_K))
+            low = (both & 15).to(tl.int8) - 8
+            high = (both >> 4).to(tl.int8) - 8
+            integers = tl.reshape(tl.join(low, high), (BLOCK_N, BLOCK_K))  # low, high, low, high
         else:
             at = packed + column[:, None] * K + k[None, :]
             integers = tl.load(at, mask=inside[:, None] & (k < K)[None, :], other=0)
@@ -106,14 +108,9 @@ def quantized_linear_kernel(
 
 
 def quantized_linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """`x @ weight.T + bias` for the weight encoded by `packed` and `scales`: x [rows, in] to [rows, out].
+    x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
+    """Return `x @ weight.T + bias` for the weight encoded by `packed` and `scales`: x [rows, in] to [rows, out].
 
     `backend` "triton" or "cpu"; None follows x's device.
 
@@ -129,65 +126,37 @@ def quantized_linear(
         return out
 
     def launch(configuration: Configuration) -> None:
-        _launch(configuration, out, x, packed, scales, bias)
+        width = x.shape[1]
+        grid = (triton.cdiv(len(packed), configuration.block_n), triton.cdiv(len(x), configuration.block_m))
+        quantized_linear_kernel[grid](
+            out, x, packed, scales, out if bias is None else bias, len(x), x.stride(0), len(packed), width,
+            INT4=packed.dtype == torch.uint8,
+            HAS_BIAS=bias is not None,
+            DOT_TYPE=dot_type(x.dtype, x.dtype),
+            num_warps=configuration.num_warps,
+            num_stages=configuration.num_stages,
+            **tiles(width // scales.shape[1], width, configuration),
+        )  # fmt: skip
 
-    launch(_choose(launch, x, packed, scales))
+    candidates = FOR_FEW_ROWS if len(x) <= FEW_ROWS else FOR_MANY_ROWS
+    if not x.is_cuda:  # the interpreter has nothing to measure
+        launch(candidates[0])
+    else:
+        power_of_two = 1 << (len(x) - 1).bit_length()
+        launch(fastest(candidates, (power_of_two, x.dtype, packed.dtype, packed.shape, scales.shape), launch))
     return out
 
 
-def _choose(
-    launch: Callable[[Configuration], None], x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
-) -> Configuration:
-    candidates = FOR_FEW_ROWS if len(x) <= FEW_ROWS else FOR_MANY_ROWS
-    if not x.is_cuda:
-        return candidates[0]
-    power_of_two = 1 << (len(x) - 1).bit_length()
-    return fastest(candidates, (power_of_two, x.dtype, packed.dtype, packed.shape, scales.shape), launch)
-
-
 def tiles(group_size: int, width: int, configuration: Configuration) -> dict[str, int]:
-    """The kernel's constants for this group size and row width."""
-    whole_row = group_size == width
-    block_k = configuration.block_k if whole_row else min(configuration.block_k, group_size)
-    return {
-        "GROUP": 0 if whole_row else group_size,
-        "BLOCK_N": configuration.block_n,
-        "BLOCK_M": configuration.block_m,
-        "BLOCK_K": block_k,
-    }
+    """Return the kernel's constants for this group size and row width."""
+    block_k = configuration.block_k
+    blocks = {"BLOCK_N": configuration.block_n, "BLOCK_M": configuration.block_m}
+    if group_size == width:  # one scale for the whole row, applied to the sum
+        return {"GROUP": 0, "BLOCK_K": block_k, **blocks}
+    return {"GROUP": group_size, "BLOCK_K": min(block_k, group_size), **blocks}
 
 
-def _launch(
-    configuration: Configuration,
-    out: torch.Tensor,
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> None:
-    width, constants = x.shape[1], tiles(x.shape[1] // scales.shape[1], x.shape[1], configuration)
-    dtype = str(x.dtype).removeprefix("torch.")
-    grid = (triton.cdiv(len(packed), configuration.block_n), triton.cdiv(len(x), configuration.block_m))
-    quantized_linear_kernel[grid](
-        out,
-        x,
-        packed,
-        scales,
-        out if bias is None else bias,
-        len(x),
-        x.stride(0),
-        len(packed),
-        width,
-        INT4=packed.dtype == torch.uint8,
-        HAS_BIAS=bias is not None,
-        DOT_TYPE=tl.float32 if INTERPRETED else getattr(tl, dtype),  # the interpreter's NumPy has no bf16
-        num_warps=configuration.num_warps,
-        num_stages=configuration.num_stages,
-        **constants,
-    )
-
-
-def _check(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> None:
+def _check(x: Tensor, packed: Tensor, scales: Tensor) -> None:
     if packed.dtype not in (torch.int8, torch.uint8):
         raise MinivllmError(f"packed weights are int8, or uint8 with two integers in a byte, not {packed.dtype}")
     width = row_width(packed)

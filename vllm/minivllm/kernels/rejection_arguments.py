@@ -1,10 +1,11 @@
-"""What all forms of `rejection_sample` take (`RejectionArguments`), and its validation."""
+"""The arguments of every form of `rejection_sample` (`RejectionArguments`), and their validation."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from minivllm.errors import MinivllmError
 
@@ -24,28 +25,30 @@ class RejectionArguments(NamedTuple):
         keys             int32 [sum of (drafts + 1), 2]: each row's key (`row_keys` in `worker/sample/gumbel.py`)
     """
 
-    target_logits: torch.Tensor
-    draft_token_ids: torch.Tensor
-    num_drafts: torch.Tensor
-    draft_logits: torch.Tensor | None
-    is_greedy: torch.Tensor
-    keys: torch.Tensor
+    target_logits: Tensor
+    draft_token_ids: Tensor
+    num_drafts: Tensor
+    draft_logits: Tensor | None
+    is_greedy: Tensor
+    keys: Tensor
 
     def to(self, device: torch.device) -> RejectionArguments:
-        """With all tensors on `device` but `num_drafts`, which the host reads."""
-        named = [(name, one) for name, one in self._asdict().items() if name != "num_drafts" and one is not None]
-        return self._replace(**{name: one.to(device, non_blocking=True) for name, one in named})
+        """Copy all tensors to `device` but `num_drafts`, which the host reads."""
+        tensors = {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
+        del tensors["num_drafts"]
+        return self._replace(**{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 def check_arguments(arguments: RejectionArguments) -> None:
     """Raise `MinivllmError` if shapes do not match; the message says what is expected."""
-    drafts, requests = len(arguments.draft_token_ids), len(arguments.num_drafts)
+    drafts = len(arguments.draft_token_ids)
+    requests = len(arguments.num_drafts)
     rows, vocab = arguments.target_logits.shape
     if rows != drafts + requests or len(arguments.keys) != rows or len(arguments.is_greedy) != requests:
         raise MinivllmError(
             f"{drafts} drafts of {requests} requests need {drafts + requests} rows: there are {rows} rows of logits, "
             f"{len(arguments.keys)} keys and {len(arguments.is_greedy)} of is_greedy"
         )
-    theirs = arguments.draft_logits
-    if theirs is not None and theirs.shape != (drafts, vocab):
-        raise MinivllmError(f"draft_logits are {list(theirs.shape)}, must be [drafts, vocab] = [{drafts}, {vocab}]")
+    logits = arguments.draft_logits
+    if logits is not None and logits.shape != (drafts, vocab):
+        raise MinivllmError(f"draft_logits are {list(logits.shape)}, must be [drafts, vocab] = [{drafts}, {vocab}]")

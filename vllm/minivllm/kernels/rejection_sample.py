@@ -41,6 +41,7 @@ The CPU twin is in `cpu/rejection_loops.py`; it stops at the first rejection.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from minivllm.kernels.cpu.rejection_calls import reject_cpu
 from minivllm.kernels.noise import decision_number, waiting_time
@@ -49,26 +50,26 @@ from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.triton_utils import tl, triton
 
 CHUNK = 4096  # tokens per program
+# These arguments change from step to step, and Triton must not compile a kernel for each of their values.
 CHANGING = ("num_rows", "width")
-"""Arguments that change from step to step, for whose values Triton is not to compile a kernel anew."""
 
 
 @triton.jit
 def load_logits(row_of_logits, token, VOCAB: tl.constexpr):
-    """Logits of one row, -inf beyond the vocabulary and for what is not a number below infinity."""
+    """Load logits of one row, -inf beyond the vocabulary and for what is not a number below infinity."""
     logits = tl.load(row_of_logits + token, mask=token < VOCAB, other=float("-inf"))
     return tl.where(logits < float("inf"), logits, float("-inf"))
 
 
 @triton.jit
 def load_key(keys, row):
-    """The two halves of a row's key."""
+    """Load the two halves of a row's key."""
     return tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1)
 
 
 @triton.jit
 def load_drawn(draft_token_ids, is_greedy, starts, request, place, VOCAB: tl.constexpr, HAS_Q: tl.constexpr):
-    """The draft of a row if it was drawn from logits, else -1."""
+    """Load the draft of a row if it was drawn from logits, else return -1."""
     drawn = tl.full((), -1, tl.int32)
     if HAS_Q:
         start, end = tl.load(starts + request), tl.load(starts + request + 1)
@@ -79,7 +80,7 @@ def load_drawn(draft_token_ids, is_greedy, starts, request, place, VOCAB: tl.con
 
 @triton.jit
 def store_sum(largest, sums, at, logits):
-    """A chunk's largest logit, and the sum of the exponentials of what each is behind it."""
+    """Store a chunk's largest logit, and the sum of exp(logit - largest)."""
     top = tl.max(logits, 0)
     base = tl.where(top > float("-inf"), top, 0.0)
     tl.store(largest + at, top)
@@ -88,7 +89,7 @@ def store_sum(largest, sums, at, logits):
 
 @triton.jit
 def log_sum(largest, sums, row, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
-    """Logarithm of the sum of a row's exponentials; infinity if all are 0, so that every probability is."""
+    """Return the logarithm of the sum of a row's exponentials; infinity if all are 0, so that every probability is 0."""
     chunk = tl.arange(0, PADDED_CHUNKS)
     tops = tl.load(largest + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
     parts = tl.load(sums + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
@@ -100,7 +101,7 @@ def log_sum(largest, sums, row, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexp
 
 @triton.jit
 def store_best(scores, tokens, at, score, first_token):
-    """A chunk's best score, and its token; the first in a tie."""
+    """Store a chunk's best score, and its token; the first in a tie."""
     best, index = tl.max(score, 0, return_indices=True)
     tl.store(scores + at, best)
     tl.store(tokens + at, first_token + index)
@@ -108,7 +109,7 @@ def store_best(scores, tokens, at, score, first_token):
 
 @triton.jit
 def load_best(scores, tokens, row, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
-    """A row's best score, and its token."""
+    """Return a row's best score, and its token."""
     chunk = tl.arange(0, PADDED_CHUNKS)
     parts = tl.load(scores + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
     best, index = tl.max(parts, 0, return_indices=True)
@@ -135,7 +136,10 @@ def reduce_rows_kernel(
     HAS_Q: tl.constexpr,
 ):
     """Grid (requests, most drafts + 1, chunks)."""
-    request, place, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    request = tl.program_id(0)
+    place = tl.program_id(1)
+    chunk = tl.program_id(2)
+    chunks = tl.num_programs(2)
     row = tl.load(starts + request) + place
     if row < tl.load(starts + request + 1):
         token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -144,8 +148,9 @@ def reduce_rows_kernel(
         drawn = load_drawn(draft_token_ids, is_greedy, starts, request, place, VOCAB, HAS_Q)
         if drawn >= 0:
             store_sum(largest, sums, at, logits)
-            theirs = load_logits(draft_logits + (row - request).to(tl.int64) * draft_stride, token, VOCAB)
-            store_sum(largest, sums, num_rows * chunks + at, theirs)
+            # Every request before this row has one row more than drafts.
+            drawn_from = load_logits(draft_logits + (row - request).to(tl.int64) * draft_stride, token, VOCAB)
+            store_sum(largest, sums, num_rows * chunks + at, drawn_from)
         else:
             if tl.load(is_greedy + request) == 0:
                 first, second = load_key(keys, row)
@@ -187,7 +192,8 @@ def walk_drafts_kernel(
     column = tl.arange(0, PADDED_WIDTH)
     kept = tl.full((PADDED_WIDTH,), -1, tl.int32)
     row_rejected = tl.full((), -1, tl.int32)
-    place, accepted = tl.full((), 0, tl.int32), tl.full((), 1, tl.int32)
+    place = tl.full((), 0, tl.int32)
+    accepted = tl.full((), 1, tl.int32)
     while accepted == 1:
         row = start + place
         drawn = load_drawn(draft_token_ids, is_greedy, starts, request, place, VOCAB, HAS_Q)
@@ -229,15 +235,18 @@ def recover_kernel(
     CHUNK: tl.constexpr,
 ):
     """Grid (requests, chunks)."""
-    request, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    request = tl.program_id(0)
+    chunk = tl.program_id(1)
+    chunks = tl.num_programs(1)
     row = tl.load(rejected + request)
     if row >= 0:
         token = chunk * CHUNK + tl.arange(0, CHUNK)
         logits = load_logits(target_logits + row.to(tl.int64) * target_stride, token, VOCAB)
-        theirs = load_logits(draft_logits + (row - request).to(tl.int64) * draft_stride, token, VOCAB)
+        drawn_from = load_logits(draft_logits + (row - request).to(tl.int64) * draft_stride, token, VOCAB)
         sum_p, sum_q = tl.load(normalizers + 2 * request), tl.load(normalizers + 2 * request + 1)
         first, second = load_key(keys, row)
-        left = tl.maximum(tl.exp(logits - sum_p) - tl.exp(theirs - sum_q), 0.0)
+        # The residual, not normalized.
+        left = tl.maximum(tl.exp(logits - sum_p) - tl.exp(drawn_from - sum_q), 0.0)
         store_best(scores, tokens, row * chunks + chunk, left / waiting_time(token, first, second), chunk * CHUNK)
 
 
@@ -252,10 +261,10 @@ def replace_kernel(out, rejected, starts, scores, tokens, width, CHUNKS: tl.cons
             tl.store(out + request * width + row - tl.load(starts + request), token.to(tl.int64))
 
 
-def rejection_sample(arguments: RejectionArguments, *, backend: str | None = None) -> torch.Tensor:
-    """Each request's accepted drafts and the token after them: int64 [requests, most drafts + 1], -1 behind the last.
+def rejection_sample(arguments: RejectionArguments, *, backend: str | None = None) -> Tensor:
+    """Return each request's accepted drafts and the token after them: int64 [requests, most drafts + 1], then -1.
 
-    `num_drafts` is read on the host: from a GPU it is waited for. `backend` "triton" or "cpu"; None follows the device.
+    `num_drafts` is read on the host: if it is on a GPU, the host waits for it. `backend` "triton" or "cpu"; None follows the device.
 
     Raises:
         MinivllmError: shapes do not match, or the backend is unknown.
@@ -263,7 +272,8 @@ def rejection_sample(arguments: RejectionArguments, *, backend: str | None = Non
     check_arguments(arguments)
     if choose_backend(backend, arguments.target_logits) == "cpu":
         return reject_cpu(arguments)
-    counts, device = arguments.num_drafts.cpu().long(), arguments.target_logits.device
+    counts = arguments.num_drafts.cpu().long()
+    device = arguments.target_logits.device
     starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
     starts[1:] = (counts + 1).cumsum(0)
     width = int(counts.max()) + 1 if len(counts) else 1
@@ -273,31 +283,35 @@ def rejection_sample(arguments: RejectionArguments, *, backend: str | None = Non
     return out
 
 
-def launch(out: torch.Tensor, arguments: RejectionArguments, starts: torch.Tensor) -> None:
-    """Runs the kernels; `out` [requests, most drafts + 1] is written in full. All are on one device; `starts` as above."""
+def launch(out: Tensor, arguments: RejectionArguments, starts: Tensor) -> None:
+    """Run the kernels; `out` [requests, most drafts + 1] is written in full. All are on one device; `starts` as above."""
     target_logits, draft_token_ids, _, draft_logits, is_greedy, keys = arguments
-    (requests, width), (rows, vocab), device = out.shape, target_logits.shape, out.device
-    chunks, has_q = triton.cdiv(vocab, CHUNK), draft_logits is not None
-    theirs = target_logits if draft_logits is None else draft_logits
+    requests, width = out.shape
+    rows, vocab = target_logits.shape
+    device = out.device
+    chunks = triton.cdiv(vocab, CHUNK)
+    has_q = draft_logits is not None
+    if draft_logits is None:
+        draft_logits = target_logits  # a pointer that is not read
     scores, sums, largest = (torch.empty(n, rows, chunks, device=device) for n in (1, 2, 2))
     tokens = torch.empty(rows, chunks, dtype=torch.int32, device=device)
-    rejected, normalizers = torch.empty_like(starts[1:]), torch.empty(requests, 2, device=device)
-    strides = target_logits.stride(0), theirs.stride(0)
+    rejected = torch.empty_like(starts[1:])
+    normalizers = torch.empty(requests, 2, device=device)
+    strides = target_logits.stride(0), draft_logits.stride(0)
     sizes = {"CHUNKS": chunks, "PADDED_CHUNKS": triton.next_power_of_2(chunks)}
 
-    inputs = target_logits, theirs, draft_token_ids, starts, is_greedy, keys
+    inputs = target_logits, draft_logits, draft_token_ids, starts, is_greedy, keys
     parts = scores, tokens, largest, sums
     reduce_rows_kernel[(requests, width, chunks)](
         *inputs, *parts, rows, *strides, VOCAB=vocab, CHUNK=CHUNK, HAS_Q=has_q, num_warps=8
     )
-    padded_width = triton.next_power_of_2(width)
     walk_drafts_kernel[(requests,)](
         out, rejected, normalizers, *inputs, *parts, rows, *strides, width,
-        PADDED_WIDTH=padded_width, VOCAB=vocab, HAS_Q=has_q, num_warps=1, **sizes,
+        PADDED_WIDTH=triton.next_power_of_2(width), VOCAB=vocab, HAS_Q=has_q, num_warps=1, **sizes,
     )  # fmt: skip
     if has_q:
         recover_kernel[(requests, chunks)](
-            target_logits, theirs, rejected, normalizers, keys, scores, tokens, *strides,
+            target_logits, draft_logits, rejected, normalizers, keys, scores, tokens, *strides,
             VOCAB=vocab, CHUNK=CHUNK, num_warps=8,
         )  # fmt: skip
         replace_kernel[(requests,)](out, rejected, starts, scores, tokens, width, num_warps=1, **sizes)

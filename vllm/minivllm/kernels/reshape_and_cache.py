@@ -1,4 +1,4 @@
-"""Writing the paged KV cache: `reshape_and_cache` (lesson 02) and `copy_blocks` (lessons 02, 08, 11).
+"""Writing the paged KV cache: `reshape_and_cache` (lesson 02).
 
 Layouts
     key, value    [tokens, kv_heads, head_dim], last two dimensions contiguous (a slice of a fused QKV output will do)
@@ -10,7 +10,6 @@ Grid
     reshape_and_cache   a program for each token: it moves that token's K and V for all heads
     ... to int8         a program for each (token, head): it finds K's and V's largest number, writes scale = largest / 127
                         and the nearest integers
-    copy_blocks         a program for each (pair, 4,096 elements of the block)
 
 Must move: each K and V byte read once and written once, 4 × tokens × kv_heads × head_dim × bytes; no arithmetic. In int8
 what is written, and later read at every step, is head_dim + 4 bytes a head instead. Rounding is off by half a scale
@@ -26,14 +25,14 @@ The CPU twin is in `cpu/cache_calls.py`; `benchmarks/kernels.py` measures it bes
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.kernels.cpu.cache_calls import FP8_LARGEST, write_cpu
+from minivllm.kernels.cpu.cache_calls import FP8_LARGEST, CacheWrite, write_cpu
 from minivllm.platforms.triton_utils import tl, triton
 
-COPY_CHUNK = 4096
+# Dtypes a cache may have besides the model's own.
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
-"""Dtypes a cache may have besides the model's own."""
 
 
 @triton.jit
@@ -54,7 +53,7 @@ def reshape_and_cache_kernel(
     """Grid (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    if slot >= 0:
+    if slot >= 0:  # else the token is padding
         column = tl.arange(0, PADDED_WIDTH)
         mask = column < WIDTH
         target = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * WIDTH + column
@@ -73,7 +72,7 @@ def quantize_head(source, target, scale_target, HEAD_DIM: tl.constexpr, PADDED_D
     dim = tl.arange(0, PADDED_DIM)
     numbers = tl.load(source + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(numbers), 0)
-    broken = tl.max((numbers != numbers).to(tl.int32), 0)
+    broken = tl.max((numbers != numbers).to(tl.int32), 0)  # a NaN, which the maximum may pass over
     largest = tl.where(broken > 0, float("nan"), largest)
     inverse = tl.where(largest > 0, 127.0 / largest, 0.0)
     tl.store(target + dim, tl.floor(numbers * inverse + 0.5).to(tl.int8), mask=dim < HEAD_DIM)
@@ -97,28 +96,29 @@ def quantize_and_cache_kernel(
     PADDED_DIM: tl.constexpr,
 ):
     """Grid (tokens, kv_heads)."""
-    token, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    if slot >= 0:
+    if slot >= 0:  # else the token is padding
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         target = block * block_stride + (offset * heads + head) * HEAD_DIM
         scale = (block * heads + head) * BLOCK_SIZE + offset
-        source = head * HEAD_DIM
-        quantize_head(key + token * key_stride + source, key_cache + target, key_scales + scale, HEAD_DIM, PADDED_DIM)
-        quantize_head(
-            value + token * value_stride + source, value_cache + target, value_scales + scale, HEAD_DIM, PADDED_DIM
-        )
+        keys = key + token * key_stride + head * HEAD_DIM
+        values = value + token * value_stride + head * HEAD_DIM
+        quantize_head(keys, key_cache + target, key_scales + scale, HEAD_DIM, PADDED_DIM)
+        quantize_head(values, value_cache + target, value_scales + scale, HEAD_DIM, PADDED_DIM)
 
 
 def reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
     *,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     backend: str | None = None,
     checked: bool = False,
 ) -> None:
@@ -135,51 +135,34 @@ def reshape_and_cache(
         _check_write(key, value, key_cache, value_cache, slot_mapping)
         check_scales(key_cache, key_scales, value_scales)
     if choose_backend(backend, key) == "cpu":
-        write_cpu(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales)
+        write_cpu(CacheWrite(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales))
         return
-    if key_scales is not None and len(slot_mapping):
-        quantize_and_cache_kernel[(len(slot_mapping), key.shape[1])](
-            key,
-            value,
-            key_cache,
-            value_cache,
-            key_scales,
-            value_scales,
-            slot_mapping,
-            key.stride(0),
-            value.stride(0),
-            key_cache.stride(0),
-            BLOCK_SIZE=key_cache.shape[1],
-            HEAD_DIM=key.shape[2],
-            PADDED_DIM=triton.next_power_of_2(key.shape[2]),
+    tokens = len(slot_mapping)
+    if not tokens:
+        return
+    _, heads, head_dim = key.shape
+    tensors = (key, value, key_cache, value_cache)
+    strides = (key.stride(0), value.stride(0), key_cache.stride(0))
+    block_size = key_cache.shape[1]
+    if key_scales is not None:
+        quantize_and_cache_kernel[(tokens, heads)](
+            *tensors, key_scales, value_scales, slot_mapping, *strides,
+            BLOCK_SIZE=block_size,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=triton.next_power_of_2(head_dim),
             num_warps=1,
-        )
+        )  # fmt: skip
         return
-    width = key.shape[1] * key.shape[2]
-    if len(slot_mapping):
-        reshape_and_cache_kernel[(len(slot_mapping),)](
-            key,
-            value,
-            key_cache,
-            value_cache,
-            slot_mapping,
-            key.stride(0),
-            value.stride(0),
-            key_cache.stride(0),
-            BLOCK_SIZE=key_cache.shape[1],
-            WIDTH=width,
-            PADDED_WIDTH=triton.next_power_of_2(width),
-            LARGEST=FP8_LARGEST if key_cache.dtype == torch.float8_e4m3fn else 0.0,
-        )
+    reshape_and_cache_kernel[(tokens,)](
+        *tensors, slot_mapping, *strides,
+        BLOCK_SIZE=block_size,
+        WIDTH=heads * head_dim,
+        PADDED_WIDTH=triton.next_power_of_2(heads * head_dim),
+        LARGEST=FP8_LARGEST if key_cache.dtype == torch.float8_e4m3fn else 0.0,
+    )  # fmt: skip
 
 
-def _check_write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def _check_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     if key.shape != value.shape or key.dim() != 3 or key_cache.dim() != 4 or key.shape[1:] != key_cache.shape[2:]:
         raise MinivllmError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be [tokens, kv_heads, head_dim] with the "
@@ -194,68 +177,30 @@ def _check_write(
         )
     if len(slot_mapping) > len(key):
         raise MinivllmError(f"{len(slot_mapping)} slots for {len(key)} tokens")
-    if not all(one[:1].is_contiguous() for one in (key, value)):
+    if not all(rows[:1].is_contiguous() for rows in (key, value)):
         raise MinivllmError("the heads of a token must lie side by side in key and value (call .contiguous())")
     if key_cache.stride()[1:] != (key_cache.shape[2] * key_cache.shape[3], key_cache.shape[3], 1):
         raise MinivllmError("a block of the cache must be contiguous")
 
 
-def check_scales(cache: torch.Tensor, *scales: torch.Tensor | None) -> None:
+def check_scales(cache: Tensor, *scales: Tensor | None) -> None:
     """Reject scales that are missing or do not match the caches `[blocks, block_size, kv_heads, head_dim]`."""
     blocks, block_size, kv_heads, _ = cache.shape
-    wanted = (blocks, kv_heads, block_size)
-    for one in scales:
-        if (one is None) != (cache.dtype != torch.int8):
+    shape = (blocks, kv_heads, block_size)
+    for scale in scales:
+        if (scale is None) != (cache.dtype != torch.int8):
             raise MinivllmError(f"caches of int8 have scales, and no others do; these are {cache.dtype}")
-        if one is not None and (one.shape != wanted or one.dtype != torch.float32 or not one.is_contiguous()):
+        if scale is None:
+            continue
+        if scale.shape != shape or scale.dtype != torch.float32 or not scale.is_contiguous():
             raise MinivllmError(
-                f"scales must be contiguous float32 [blocks, kv_heads, block_size] = {list(wanted)}, "
-                f"got {one.dtype} {list(one.shape)}"
+                f"scales must be contiguous float32 [blocks, kv_heads, block_size] = {list(shape)}, "
+                f"got {scale.dtype} {list(scale.shape)}"
             )
 
 
-@triton.jit
-def copy_blocks_kernel(source, target, pairs, source_stride, target_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Grid (pairs, chunks of a block)."""
-    pair = tl.program_id(0)
-    element = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    read = tl.load(pairs + 2 * pair).to(tl.int64) * source_stride
-    written = tl.load(pairs + 2 * pair + 1).to(tl.int64) * target_stride
-    block = tl.load(source + read + element, mask=element < SIZE)
-    tl.store(target + written + element, block, mask=element < SIZE)
-
-
-def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, *, backend: str | None = None) -> None:
-    """`target[b] = source[a]` for every (a, b) in `pairs`, all in one launch.
-
-    `source` and `target` `[blocks, ...]` of the same dtype and block shape on one device, often the same tensor (copy
-    on write); `pairs` int64 or int32 `[n, 2]`. All copies happen at once: no block may be written twice, and no block
-    that one pair reads may be written by another.
-
-    Raises:
-        MinivllmError: shapes or types do not match, or the backend is unknown.
-    """
-    if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
-        raise MinivllmError(
-            f"blocks of {tuple(source.shape[1:])} {source.dtype} cannot be copied to blocks of "
-            f"{tuple(target.shape[1:])} {target.dtype}"
-        )
-    if pairs.dim() != 2 or pairs.shape[1] != 2:
-        raise MinivllmError(f"pairs must be [n, 2] (source block, target block), got {tuple(pairs.shape)}")
-    if choose_backend(backend, source) == "cpu":
-        target.index_copy_(0, pairs[:, 1].long(), source.index_select(0, pairs[:, 0].long()))
-        return
-    if not (source[0].is_contiguous() and target[0].is_contiguous()):
-        raise MinivllmError("blocks must be contiguous")
-    size = source[0].numel()
-    if len(pairs):
-        copy_blocks_kernel[(len(pairs), triton.cdiv(size, COPY_CHUNK))](
-            source, target, pairs.contiguous(), source.stride(0), target.stride(0), SIZE=size, CHUNK=COPY_CHUNK
-        )
-
-
-def choose_backend(backend: str | None, tensor: torch.Tensor) -> str:
-    """ "triton" or "cpu": as requested, else according to the tensor's device."""
+def choose_backend(backend: str | None, tensor: Tensor) -> str:
+    """Return "triton" or "cpu": as requested, else according to the tensor's device."""
     if backend is None:
         return "triton" if tensor.is_cuda else "cpu"
     if backend not in ("triton", "cpu"):

@@ -22,14 +22,14 @@ _winners: dict[Hashable, object] = {}
 def fastest(
     candidates: Sequence[Configuration], shape_class: Hashable, launch: Callable[[Configuration], object]
 ) -> Configuration:
-    """The entry of `candidates` whose `launch` takes the least time. Launching must be repeatable.
+    """Return the candidate whose `launch` takes the least time. Launching must be repeatable.
 
     A candidate that does not fit this GPU (too much shared memory) is skipped.
     """
     if len(candidates) == 1 or os.environ.get("MINIVLLM_AUTOTUNE") == "0":
         return candidates[0]
     if shape_class not in _winners:
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
             return candidates[0]
         times = [_seconds(launch, candidate) for candidate in candidates]
         _winners[shape_class] = candidates[times.index(min(times))]
@@ -43,7 +43,8 @@ def _seconds(launch: Callable[[Configuration], object], candidate: Configuration
     try:
         launch(candidate)  # compiles
         for _ in range(repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             start.record()
             launch(candidate)
             end.record()

@@ -47,15 +47,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.attention_arguments import AttentionArguments, check_arguments
-from minivllm.kernels.attention_configurations import (
-    Configuration,
-    architecture,
-    configurations,
+from minivllm.kernels.attention_configurations import Configuration, architecture, configurations
+from minivllm.kernels.attention_launch import (
+    dot_type,
+    offset_type,
+    padded,
+    partials_for,
+    splits_for,
+    with_contiguous_heads,
 )
-from minivllm.kernels.attention_launch import dot_type, offset_type, padded, partials_for, splits_for
 from minivllm.kernels.cpu.attention_calls import unified_attention_cpu
 from minivllm.kernels.cpu.attention_gather import gather_attention
 from minivllm.kernels.reshape_and_cache import choose_backend
@@ -64,9 +68,9 @@ from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 
 LOG2E: Any = tl.constexpr(1.4426950408889634)
 LOWEST: Any = tl.constexpr(-3.0e38)
+# These arguments change from step to step. Triton would compile a kernel again where one is 1, or a multiple of 16.
 CHANGING = ("num_seqs", "num_splits", "table_stride")
-"""Arguments that change from step to step. Triton would compile a kernel anew where one is 1, or a multiple of 16."""
-COMBINED_AT_ONCE = 16
+COMBINED_AT_ONCE = 16  # splits
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
@@ -74,8 +78,9 @@ COMBINED_AT_ONCE = 16
 
 @triton.jit
 def find_sequence(query_start_loc, index, num_seqs, BLOCK_Q: tl.constexpr):
-    """The sequence of query block `index`: the last whose first block, start // BLOCK_Q + sequence, is not after it."""
-    low, high = 0, num_seqs
+    """Return the sequence of a query block: the last whose first block, start // BLOCK_Q + sequence, is not after it."""
+    low = 0
+    high = num_seqs
     while low < high:
         middle = (low + high) // 2
         if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= index:
@@ -87,13 +92,30 @@ def find_sequence(query_start_loc, index, num_seqs, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, row_is_real, dim, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Load `[rows, PADDED_DIM]`; rows that are not real (if MASKED) and dimensions beyond HEAD_DIM come as 0."""
+    """Load `[rows, PADDED_DIM]`, with 0 for rows that are not real (if MASKED) and dimensions beyond HEAD_DIM."""
     if MASKED:
         return tl.load(rows, mask=row_is_real[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM != PADDED_DIM:
         return tl.load(rows, mask=(dim < HEAD_DIM)[None, :], other=0.0)
     else:
         return tl.load(rows)
+
+
+@triton.jit
+def softmax_step(peak, total, scores, to_log2, MASKED: tl.constexpr):
+    """Take one tile's scores `[rows, TILE]` into the running softmax.
+
+    Return the new peak and total, the weights of the tile's keys, and the factor by which older sums shrink.
+    """
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * to_log2)
+    reference = new_peak
+    if MASKED:  # in a row that has seen no key yet, −inf − −inf is NaN
+        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores * to_log2 - reference[:, None])
+    # Everything summed so far is relative to the old peak.
+    shrink = tl.exp2(peak - reference)
+    total = total * shrink + tl.sum(weights, 1)
+    return new_peak, total, weights, shrink
 
 
 @triton.jit
@@ -137,11 +159,11 @@ def attend_tiles(
         slot = next_block.to(OFFSET_TYPE) * block_stride + (key % BLOCK_SIZE) * slot_stride
         scale_at = next_block.to(OFFSET_TYPE) * scale_stride + key % BLOCK_SIZE
         next_block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < key_limit, other=0)
-        at = slot[:, None] + dim[None, :]
+        at = slot[:, None] + dim[None, :]  # [TILE, PADDED_DIM]
 
         keys = load_rows(k_cache + at, key_is_real, dim, HEAD_DIM, PADDED_DIM, MASKED).to(q.dtype)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-        if SCALED:
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, TILE]
+        if SCALED:  # a key's scale multiplies its column, so that the tile need not be dequantized
             scores = scores * tl.load(k_scales + scale_at, mask=key_is_real, other=0.0)[None, :]
         if SOFT_CAP:
             # tanh(x) = 2 sigmoid(2x) − 1
@@ -155,18 +177,11 @@ def attend_tiles(
                 seen = seen & (key[None, :] > query_position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
 
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * to_log2)
-        reference = new_peak
-        if MASKED:  # in a row that has seen no key yet, −inf − −inf is NaN
-            reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores * to_log2 - reference[:, None])
-        shrink = tl.exp2(peak - reference)
-        total = total * shrink + tl.sum(weights, 1)
+        peak, total, weights, shrink = softmax_step(peak, total, scores, to_log2, MASKED)
         if SCALED:
             weights = weights * tl.load(v_scales + scale_at, mask=key_is_real, other=0.0)[None, :]
         values = load_rows(v_cache + at, key_is_real, dim, HEAD_DIM, PADDED_DIM, MASKED).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), values, acc * shrink[:, None], input_precision="ieee")
-        peak = new_peak
     return peak, total, acc
 
 
@@ -209,6 +224,7 @@ def unified_attention_kernel(
 ):
     """Grid (tokens // BLOCK_Q + sequences, kv_heads, splits)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    # Late positions see the most keys, so they start first.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     if SINGLE:
@@ -221,11 +237,11 @@ def unified_attention_kernel(
         first_query = 0
     else:
         first_query = (index - start // BLOCK_Q - sequence) * BLOCK_Q
-    if first_query >= query_len:
+    if first_query >= query_len:  # the grid has room for more blocks than this batch needs
         return
     context = tl.load(seq_lens + sequence) - query_len
 
-    row = tl.arange(0, BLOCK_M)
+    row = tl.arange(0, BLOCK_M)  # position × GROUP + head of the group
     dim = tl.arange(0, PADDED_DIM)
     query = first_query + row // GROUP
     row_is_real = (row < BLOCK_Q * GROUP) & (query < query_len)
@@ -244,7 +260,7 @@ def unified_attention_kernel(
         whole_first = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE)
     end = tl.cdiv(last_position + 1, TILE)
     whole_end = (first_position + 1) // TILE
-    if SPLIT:
+    if SPLIT:  # this program's share of the tiles
         share = tl.cdiv(end - first, num_splits)
         first = first + tl.program_id(2) * share
         end = tl.minimum(end, first + share)
@@ -261,26 +277,18 @@ def unified_attention_kernel(
     scale_stride = tl.num_programs(1) * BLOCK_SIZE
     table = block_table + sequence.to(tl.int64) * table_stride
     position = context + query
-    if WINDOW > 0:
+    # Tiles at the window's edge, whole ones, and those at the end, which causality cuts: only the middle needs no mask.
+    edges = (first, whole_first, whole_end, end)
+    for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
         peak, total, acc = attend_tiles(
             peak, total, acc, queries, position, k_head, v_head, k_scales, v_scales, table,
-            first * TILE, whole_first * TILE, last_position + 1, block_stride, slot_stride, scale_stride, scale, soft_cap,
-            BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, SCALED, True,
+            edges[part] * TILE, edges[part + 1] * TILE, last_position + 1,
+            block_stride, slot_stride, scale_stride, scale, soft_cap,
+            BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, SCALED, part != 1,
         )  # fmt: skip
-    peak, total, acc = attend_tiles(
-        peak, total, acc, queries, position, k_head, v_head, k_scales, v_scales, table,
-        whole_first * TILE, whole_end * TILE, last_position + 1, block_stride, slot_stride, scale_stride, scale, soft_cap,
-        BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, SCALED, False,
-    )  # fmt: skip
-    peak, total, acc = attend_tiles(
-        peak, total, acc, queries, position, k_head, v_head, k_scales, v_scales, table,
-        whole_end * TILE, end * TILE, last_position + 1, block_stride, slot_stride, scale_stride, scale, soft_cap,
-        BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, SCALED, True,
-    )  # fmt: skip
 
     if SPLIT:
-        heads = tl.num_programs(1) * GROUP
-        part = (token * heads + head) * num_splits + tl.program_id(2)
+        part = (token * tl.num_programs(1) * GROUP + head) * num_splits + tl.program_id(2)
         tl.store(partial_stats + part * 2, peak, mask=row_is_real)
         tl.store(partial_stats + part * 2 + 1, total, mask=row_is_real)
         parts = partial_acc + part[:, None] * PADDED_DIM + dim[None, :]
@@ -305,8 +313,9 @@ def combine_kernel(
     SPLITS: tl.constexpr,  # that are loaded at once
 ):
     """Grid (tokens, heads): combine partial outputs into one row, weighted by exp2(peak − highest peak)."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if token >= tl.load(query_start_loc + num_seqs):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    if token >= tl.load(query_start_loc + num_seqs):  # padding of a CUDA graph
         return
     dim = tl.arange(0, PADDED_DIM)
     first_part = (token * tl.num_programs(1) + head) * num_splits
@@ -318,7 +327,8 @@ def combine_kernel(
         part = first_part + split
         peak = tl.load(partial_stats + part * 2, mask=split < num_splits, other=float("-inf"))
         new_highest = tl.maximum(highest, tl.max(peak, 0))
-        shrink, weight = tl.exp2(highest - new_highest), tl.exp2(peak - new_highest)
+        shrink = tl.exp2(highest - new_highest)
+        weight = tl.exp2(peak - new_highest)
         totals = tl.load(partial_stats + part * 2 + 1, mask=split < num_splits, other=0.0)
         saw_keys = totals != 0.0  # a NaN, too: where all scores are, the peak is still −inf
         sums = tl.load(partial_acc + part[:, None] * PADDED_DIM + dim[None, :], mask=saw_keys[:, None], other=0.0)
@@ -333,17 +343,17 @@ def combine_kernel(
 
 
 def unified_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
     scale: float,
     *,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    out: Tensor | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     num_kv_splits: int | None = None,
@@ -351,11 +361,11 @@ def unified_attention(
     max_query_len: int | None = None,
     backend: str | None = None,
     checked: bool = False,
-) -> torch.Tensor:
-    """Causal attention of a ragged batch over paged K and V; layouts as in the head of this file.
+) -> Tensor:
+    """Attend causally in a ragged batch over paged K and V; layouts as in the head of this file.
 
     Args:
-        scale: what q · k is multiplied by, greater than 0 (usually head_dim ** −0.5).
+        scale: the factor of q · k, greater than 0 (usually head_dim ** −0.5).
         k_scales, v_scales: of int8 caches, see the head of this file.
         out: the output tensor, `[tokens, heads, head_dim]`; rows of padding tokens (beyond `query_start_loc[-1]`) are
             left unchanged.
@@ -393,23 +403,22 @@ def unified_attention(
     elif choose_backend(backend, q) == "cpu":
         unified_attention_cpu(out, arguments)
     else:
-        _choose_and_launch(out, arguments, num_kv_splits, max_seq_len, max_query_len == 1)
+        _launch_fastest(out, arguments, num_kv_splits, max_seq_len, max_query_len == 1)
     return out
 
 
-def _choose_and_launch(
-    out: torch.Tensor, arguments: AttentionArguments, num_kv_splits: int | None, max_seq_len: int | None, single: bool
+def _launch_fastest(
+    out: Tensor, arguments: AttentionArguments, num_kv_splits: int | None, max_seq_len: int | None, single: bool
 ) -> None:
     """Launch the kernel with the fastest configuration for this class of steps."""
-    q, k_cache, block_table, window = arguments.q, arguments.k_cache, arguments.block_table, arguments.sliding_window
-    if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
-        q = q.contiguous()
-        arguments = arguments._replace(q=q)
+    arguments = with_contiguous_heads(arguments)
+    q, k_cache, window = arguments.q, arguments.k_cache, arguments.sliding_window
     tokens, heads, head_dim = q.shape
-    kv_heads, sequences = k_cache.shape[2], len(arguments.seq_lens)
+    _, block_size, kv_heads, _ = k_cache.shape
+    sequences = len(arguments.seq_lens)
     group = heads // kv_heads
-    rows = -(-tokens // sequences) * group
-    keys = min(max_seq_len or block_table.shape[1] * k_cache.shape[1], window or 2**31)
+    rows = -(-tokens // sequences) * group  # of a matrix product, if all sequences are as long
+    keys = min(max_seq_len or arguments.block_table.shape[1] * block_size, window or 2**31)
 
     def launch(configuration: Configuration) -> None:
         programs = max(sequences, tokens * group // configuration.block_m) * kv_heads
@@ -420,54 +429,34 @@ def _choose_and_launch(
     if INTERPRETED:
         launch(Configuration(min(max(16, triton.next_power_of_2(max(rows, group))), 64), 32, 4, 1))
         return
-    sizes = q.element_size(), k_cache.element_size()
-    choices = configurations(architecture(q.device), rows, group, padded(head_dim), *sizes)
+    # Everything that the kernel is compiled for, and how much work there is, to a factor of two.
     shape_class = (
-        q.device, q.dtype, k_cache.dtype, heads, group, head_dim, k_cache.shape[1], window,
-        arguments.soft_cap is None, single, num_kv_splits, sequences.bit_length(), tokens.bit_length(), keys.bit_length(),
+        q.device, q.dtype, k_cache.dtype, heads, group, head_dim, block_size, window, arguments.soft_cap is None,
+        single, num_kv_splits, sequences.bit_length(), tokens.bit_length(), keys.bit_length(),
     )  # fmt: skip
+    choices = configurations(architecture(q.device), rows, group, padded(head_dim), q.itemsize, k_cache.itemsize)
     launch(fastest(choices, shape_class, launch))
 
 
 def launch_triton(
-    out: torch.Tensor,
-    arguments: AttentionArguments,
-    num_splits: int,
-    configuration: Configuration,
-    single: bool = False,
+    out: Tensor, arguments: AttentionArguments, num_splits: int, configuration: Configuration, single: bool = False
 ) -> None:
     """Launch once with the given configuration, twice if `num_splits` > 1. A token's heads in q must be contiguous.
 
     `single`: no sequence has more than one query.
     """
-    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
+    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, *scales = arguments
+    scaled = scales[0] is not None
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
-    group, sequences = heads // kv_heads, len(seq_lens)
+    group = heads // kv_heads
     padded_dim = padded(head_dim)
     partials = partials_for(q, out, num_splits, padded_dim)
-    query_blocks = sequences if single else tokens // (configuration.block_m // group) + sequences
+    query_blocks = len(seq_lens) if single else tokens // (configuration.block_m // group) + len(seq_lens)
     unified_attention_kernel[(query_blocks, kv_heads, num_splits)](
-        out,
-        q,
-        k_cache,
-        v_cache,
-        k_cache if k_scales is None else k_scales,
-        v_cache if v_scales is None else v_scales,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        *partials,
-        sequences,
-        num_splits,
-        float(scale),
-        float(soft_cap or 0.0),
-        q.stride(0),
-        out.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        block_table.stride(0),
+        out, q, k_cache, v_cache, *(scales if scaled else (k_cache, v_cache)), query_start_loc, seq_lens, block_table,
+        *partials, len(seq_lens), num_splits, float(scale), float(soft_cap or 0.0),
+        q.stride(0), out.stride(0), *k_cache.stride()[:3], block_table.stride(0),
         DOT_TYPE=dot_type(q.dtype, k_cache.dtype),
         OFFSET_TYPE=offset_type(k_cache),
         GROUP=group,
@@ -479,29 +468,21 @@ def launch_triton(
         WINDOW=window or 0,
         SOFT_CAP=soft_cap is not None,
         SPLIT=num_splits > 1,
-        SCALED=k_scales is not None,
+        SCALED=scaled,
         SINGLE=single,
         num_warps=configuration.num_warps,
         num_stages=configuration.num_stages,
-    )
+    )  # fmt: skip
     if num_splits > 1:
         combine_splits(out, *partials, query_start_loc)
 
 
-def combine_splits(
-    out: torch.Tensor, partial_acc: torch.Tensor, partial_stats: torch.Tensor, query_start_loc: torch.Tensor
-) -> None:
+def combine_splits(out: Tensor, partial_acc: Tensor, partial_stats: Tensor, query_start_loc: Tensor) -> None:
     """Launch `combine_kernel`: out `[tokens, heads, dim]`, partial_acc `[tokens, heads, splits, padded dim]`."""
     tokens, heads, num_splits, padded_dim = partial_acc.shape
     combine_kernel[(tokens, heads)](
-        out,
-        partial_acc,
-        partial_stats,
-        query_start_loc,
-        len(query_start_loc) - 1,
-        num_splits,
-        out.stride(0),
+        out, partial_acc, partial_stats, query_start_loc, len(query_start_loc) - 1, num_splits, out.stride(0),
         HEAD_DIM=out.shape[2],
         PADDED_DIM=padded_dim,
         SPLITS=COMBINED_AT_ONCE,
-    )
+    )  # fmt: skip

@@ -33,12 +33,12 @@ class LoRAStep:
 
     def __init__(self) -> None:
         self.metas: tuple[LoRAKernelMeta, ...] = ()
-        self.fixed_grid = False
-        """Launch for any slots, as a CUDA graph must."""
+        self.fixed_grid = False  # True: launch for any slots, as a CUDA graph must
 
     def meta_of(self, x: Tensor) -> LoRAKernelMeta | None:
-        """Returns the slots of x's rows; None if none of them has an adapter."""
+        """Return the slots of x's rows, or None if none of them has an adapter."""
         rows = x.shape[0]
+        # Sets of rows are told apart by their number: all tokens, or only those that the last layer goes on with.
         for meta in self.metas:
             if meta.num_rows == rows:
                 return meta if meta.num_active or self.fixed_grid else None
@@ -70,7 +70,7 @@ class LoRALayerWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in host memory."""
+        """Return the bytes in host memory."""
         return sum(a.nbytes + b.nbytes for a, b in filter(None, self.slices))
 
 
@@ -88,24 +88,29 @@ class LoRALinearMethod(LinearMethod):
         max_rank: int,
         dtype: torch.dtype,
     ) -> None:
-        """`ranks` `[slices, slots]`, int32, is on the device already; whoever fills a slot sets it."""
-        self.base, self.slices, self.step, self.ranks = base, slices, step, ranks
-        device, max_loras = ranks.device, ranks.shape[1]
+        """Allocate the slots; `ranks` `[slices, slots]`, int32, is on the device, and is set when a slot is filled."""
+        self.base = base
+        self.slices = slices
+        self.step = step
+        self.ranks = ranks
+        device = ranks.device
+        max_loras = ranks.shape[1]
         outputs = slices[-1].last
         self.lora_a = torch.zeros(len(slices), max_loras, max_rank, in_features, dtype=dtype, device=device)
         self.lora_b = torch.zeros(max_loras, max_rank, outputs, dtype=dtype, device=device)
-        self.edges = (0, *(piece.last for piece in slices))
+        self.edges = (0, *(piece.last for piece in slices))  # slices lie side by side in the output
         self.bounds = torch.tensor(self.edges, dtype=torch.int32, device=device)
+        # The addresses that the loops take are looked up once, here.
         on_cpu = device.type == "cpu" and has_loops(self.lora_a, self.lora_b, self.edges)
         self._compiled = CompiledLoRALinear(self.lora_a, self.lora_b, self.ranks, self.bounds) if on_cpu else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots."""
+        """Return the bytes of the slots."""
         return self.lora_a.nbytes + self.lora_b.nbytes
 
     def apply(self, linear: Linear, x: Tensor) -> Tensor:
-        """As `LinearMethod`."""
+        """Multiply with the base, and add the adapters' products."""
         y = self.base.apply(linear, x)
         meta = self.step.meta_of(x)
         if meta is not None:
@@ -113,7 +118,7 @@ class LoRALinearMethod(LinearMethod):
         return y
 
     def apply_gated(self, linear: Linear, x: Tensor) -> Tensor:
-        """As `LinearMethod`. Without adapters the base may fuse the activation; else it comes after them."""
+        """Multiply and apply the activation. The base may fuse it only if no adapter comes between."""
         meta = self.step.meta_of(x)
         if meta is None:
             return self.base.apply_gated(linear, x)
@@ -122,14 +127,16 @@ class LoRALinearMethod(LinearMethod):
         return silu_and_mul(y)
 
     def set_lora(self, slot: int, weights: LoRALayerWeights | None) -> np.ndarray:
-        """Copies an adapter's matrices into a slot. Returns the rank of each slice `[slices]`; 0: it has none."""
+        """Copy an adapter's matrices into a slot. Return the rank of each slice `[slices]`, 0 for none."""
+        # A slot keeps numbers of an earlier adapter beyond these ranks; nothing reads them.
         ranks = np.zeros(len(self.slices), np.int32)
         for index, piece in enumerate(self.slices):
             pair = weights.slices[index] if weights is not None else None
             if pair is not None:
                 a, b = pair
                 ranks[index] = len(a)
-                self.lora_a[index, slot, : len(a)].copy_(a, non_blocking=True)
+                self.lora_a[index, slot, : len(a)].copy_(a, non_blocking=True)  # [rank, in]
+                # [rank, slice's outputs]
                 self.lora_b[slot, : len(b), piece.first : piece.last].copy_(b, non_blocking=True)
         return ranks
 
@@ -137,14 +144,5 @@ class LoRALinearMethod(LinearMethod):
         if self._compiled is not None and x.dtype is self._compiled.dtype and meta.num_active:
             self._compiled(y, x, meta)
             return
-        lora_linear(
-            y,
-            x,
-            self.lora_a,
-            self.lora_b,
-            self.ranks,
-            self.bounds,
-            meta,
-            edges=self.edges,
-            fixed_grid=self.step.fixed_grid,
-        )
+        stacked = self.lora_a, self.lora_b, self.ranks, self.bounds
+        lora_linear(y, x, *stacked, meta, edges=self.edges, fixed_grid=self.step.fixed_grid)

@@ -22,10 +22,10 @@ NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>(?:model\.)?layers\.(?P<layer>\d{1,6})\.(?:self_attn|mlp)\.(?P<projection>\w+))"
     r"\.lora_(?P<matrix>[AB])(?:\.default)?\.weight"
 )
+# A layer's number and the name of a projection in it: (0, "q_proj").
 ModuleName = tuple[int, str]
-"""A layer's number and the name of a projection in it: (0, "q_proj")."""
+# Returns (in, out) of a module of the whole model, or None if it has no such module.
 ShapeOf = Callable[[ModuleName], tuple[int, int] | None]
-"""(in, out) of a module of the whole model; None: the model has no such module."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
         MinivllmError: there is no adapter, it does not fit the model, or it has something that is not served.
     """
     helper = PEFTHelper.from_local_dir(folder, max_lora_rank)
-    found: dict[ModuleName, dict[str, Tensor]] = {}
+    stored: dict[ModuleName, dict[str, Tensor]] = {}
     scales: dict[ModuleName, float] = {}
     for name, tensor in stored_tensors([Path(folder) / WEIGHTS_FILE]):
         match = NAME.fullmatch(name)
@@ -53,17 +53,19 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
                 f"{', '.join(ALL_LINEARS)}"
             )
         module = int(match["layer"]), match["projection"]
-        if match["matrix"] in found.setdefault(module, {}):
+        if match["matrix"] in stored.setdefault(module, {}):
             raise MinivllmError(
                 f"the adapter in {folder} has lora_{match['matrix']} of {module[1]} in layer {module[0]} twice"
             )
+        # The tensor's own shape settles what a pattern leaves open.
         rank = helper.rank_of(match["module"], _rank_stored(tensor, match["matrix"]))
         _check_tensor(folder, name, tensor, match["matrix"], rank, shape_of(module))
-        found[module][match["matrix"]] = tensor.to(torch.float32, copy=True)  # the file is only mapped, and may change
+        # The file is only mapped, and may change.
+        stored[module][match["matrix"]] = tensor.to(torch.float32, copy=True)
         scales[module] = helper.scale_of(match["module"], rank)
-    if not found:
+    if not stored:
         raise MinivllmError(f"the adapter in {folder} has no tensors")
-    for (layer, projection), pair in found.items():
+    for (layer, projection), pair in stored.items():
         if len(pair) < 2:
             raise MinivllmError(
                 f"the adapter in {folder} has only lora_{next(iter(pair))} of {projection} in layer {layer}; the other "
@@ -74,7 +76,7 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
                 f"the adapter in {folder} has lora_A of rank {rank_a} and lora_B of rank {rank_b} of {projection} in "
                 f"layer {layer}; they must have the same"
             )
-    return {module: _scaled(folder, pair, scales[module]) for module, pair in found.items()}
+    return {module: _scaled(folder, pair, scales[module]) for module, pair in stored.items()}
 
 
 def _rank_stored(tensor: Tensor, matrix: str) -> int:
@@ -85,18 +87,16 @@ def _rank_stored(tensor: Tensor, matrix: str) -> int:
 
 
 def _scaled(folder: str | Path, pair: dict[str, Tensor], scale: float) -> LoRAPair:
-    lora_b = pair["B"] * scale
+    lora_b = pair["B"] * scale  # so that no kernel needs the scale
     if not torch.isfinite(lora_b).all():
-        raise MinivllmError(
-            f"the adapter in {folder} is scaled by {scale:g}, beyond what fp32 holds: see its lora_alpha"
-        )
+        raise MinivllmError(f"the adapter in {folder} is scaled by {scale:g}, beyond fp32: see its lora_alpha")
     return LoRAPair(pair["A"], lora_b)
 
 
 def fingerprint_of(pairs: dict[ModuleName, LoRAPair], dtype: torch.dtype) -> str:
     """Return a hash of an adapter's modules and numbers, and of what they are computed in."""
     seen = hashlib.sha256(str(dtype).encode())
-    for module in sorted(pairs):
+    for module in sorted(pairs):  # whatever the order in the file
         for matrix in (pairs[module].lora_a, pairs[module].lora_b):
             seen.update(repr((module, tuple(matrix.shape))).encode())
             seen.update(matrix.contiguous().numpy().data)

@@ -1,4 +1,4 @@
-"""A dictionary of limited size that forgets what was used least recently, unless it is pinned.
+"""A dictionary of limited size that evicts what was used least recently, unless it is pinned.
 
 In vLLM v0.33.0: `vllm/utils/cache.py` (`LRUCache`), `vllm/lora/model_manager.py` (`AdapterLRUCache`).
 """
@@ -13,54 +13,56 @@ Value = TypeVar("Value")
 
 
 class AdapterLRUCache(Generic[Value]):
-    """Adapters by id, at most `capacity`. `on_remove` is told the id of each that goes, whatever the reason."""
+    """Adapters by id, at most `capacity`. `on_remove` is called with the id of each that is removed."""
 
     def __init__(self, capacity: int, on_remove: Callable[[int], None], what: str) -> None:
-        """`what` the places are, for messages."""
-        self.capacity, self.pinned = capacity, set[int]()
-        self._on_remove, self._what = on_remove, what
+        """Hold up to `capacity` adapters; `what` names the places in messages."""
+        self.capacity = capacity
+        self.pinned = set[int]()
+        self._on_remove = on_remove
+        self._what = what
         self._items: OrderedDict[int, Value] = OrderedDict()
 
     def __contains__(self, key: int) -> bool:
         return key in self._items
 
     def __iter__(self) -> Iterator[int]:
-        """From the least to the most recently used."""
-        return iter(list(self._items))
+        """Iterate from the least to the most recently used."""
+        return iter(list(self._items))  # a copy, so that the caller may remove some
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __getitem__(self, key: int) -> Value:
-        """The value, without using it."""
+        """Return the value without marking it as used."""
         return self._items[key]
 
     def touch(self, key: int) -> None:
-        """Marks it as used just now."""
+        """Mark an adapter as used just now."""
         self._items.move_to_end(key)
 
     def put(self, key: int, value: Value) -> None:
-        """Adds it as used just now, or replaces it. If it is full, `make_room` must come before."""
+        """Add or replace an adapter, as used just now. If the cache is full, call `make_room` first."""
         assert key in self._items or len(self._items) < self.capacity
         self._items[key] = value
         self.touch(key)
 
     def make_room(self) -> None:
-        """Removes the least recently used one that is not pinned, if it is full.
+        """Remove the least recently used adapter that is not pinned, if the cache is full.
 
         Raises:
             MinivllmError: all are pinned.
         """
         if len(self._items) < self.capacity:
             return
-        for key in self._items:
+        for key in self._items:  # from the least recently used on
             if key not in self.pinned:
                 self.remove(key)
                 return
         raise MinivllmError(f"all {self.capacity} {self._what} are pinned: remove an adapter, or have more of them")
 
     def remove(self, key: int) -> bool:
-        """Removes it, pinned or not; returns whether it was there."""
+        """Remove an adapter, pinned or not; return whether it was there."""
         if key not in self._items:
             return False
         del self._items[key]
@@ -69,6 +71,6 @@ class AdapterLRUCache(Generic[Value]):
         return True
 
     def pin(self, key: int) -> None:
-        """Keeps it from being removed to make room."""
+        """Keep an adapter from being removed to make room."""
         assert key in self._items
         self.pinned.add(key)

@@ -1,10 +1,13 @@
-"""The two tiers of adapters: a few in slots on the device, more in host memory; both forget the least recently used.
+"""The two tiers of adapters: a few in slots on the device, more in host memory; both evict the least recently used.
 
 Every adapter in a slot is in host memory too, so emptying a slot costs nothing, and filling it is one copy. What host
-memory has forgotten is read from its folder again.
+memory has evicted is read from its folder again.
 
 In vLLM v0.33.0: `vllm/lora/model_manager.py` (`LoRAModelManager`, `LRUCacheLoRAModelManager`).
 """
+
+from itertools import accumulate, pairwise
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,12 +25,12 @@ from minivllm.models.linear import Linear
 from minivllm.models.loader import Part, merged_projections, torch_dtype
 from minivllm.models.parallel import kv_part
 
+# A layer's number and a linear's name in it: (0, "qkv_proj").
 LinearName = tuple[int, str]
-"""A layer's number and a linear's name in it: (0, "qkv_proj")."""
+# A rank's share of an adapter, in host memory.
 LoRAModel = dict[LinearName, LoRALayerWeights]
-"""A rank's share of an adapter, in host memory."""
+# A slot has at least this many rows of A: the CPU computes four at once.
 LEAST_RANK = 4
-"""Rows of A that a slot has at least: the CPU computes four at once."""
 
 
 class LRUCacheLoRAModelManager:
@@ -38,20 +41,23 @@ class LRUCacheLoRAModelManager:
     """
 
     def __init__(self, model: Decoder, config: LoRAConfig, slots: AdapterSlots) -> None:
-        """Gives every linear inside the layers its slots, which takes memory on the model's device at once.
+        """Give every linear inside the layers its slots, which allocates them on the model's device.
 
         Raises:
             MinivllmError: the model's attention has no such linears.
         """
         check_model(model.config)
-        self.config, self.slots, self.step = config, slots, LoRAStep()
+        self.config = config
+        self.slots = slots
+        self.step = LoRAStep()
         weight = model.embed_tokens.weight
         self.device = weight.device
         self.dtype = weight.dtype if config.lora_dtype == "auto" else torch_dtype(config.lora_dtype)
         self.num_activations = 0
-        self._whole_config, self._shapes = model.whole_config, linear_shapes(model.whole_config)
+        self._whole_config = model.whole_config
+        self._shapes = linear_shapes(model.whole_config)
+        # The adapter whose numbers are in each slot, free or not: if it comes back, nothing is copied.
         self._filled: list[int | None] = [None] * config.max_loras
-        """Whose numbers are in each slot, free or not."""
         self.modules: dict[LinearName, LoRALinearMethod] = {}
         self._wrap(model)
         self.registered = AdapterLRUCache[LoRAModel](
@@ -62,18 +68,18 @@ class LRUCacheLoRAModelManager:
 
     @property
     def lora_index_to_id(self) -> list[int | None]:
-        """The adapter in each slot; None: it is free."""
+        """Return the adapter in each slot; None marks a free one."""
         return self.slots.slots
 
     def list_adapters(self) -> list[int]:
-        """The adapters in host memory, from the least to the most recently used."""
+        """Return the adapters in host memory, from the least to the most recently used."""
         return list(self.registered)
 
     def add_adapter(self, lora_id: int, model: LoRAModel) -> None:
-        """Takes an adapter into host memory, or in place of the one with this id; another may have to go.
+        """Add an adapter to host memory, or replace the one with this id; another may be evicted.
 
         Raises:
-            MinivllmError: all that are there are pinned.
+            MinivllmError: all adapters there are pinned.
         """
         if lora_id in self.registered:
             self._filled = [None if held == lora_id else held for held in self._filled]
@@ -82,11 +88,11 @@ class LRUCacheLoRAModelManager:
         self.registered.put(lora_id, model)
 
     def remove_adapter(self, lora_id: int) -> bool:
-        """Forgets an adapter in both tiers; returns whether it was there."""
+        """Remove an adapter from both tiers; return whether it was there."""
         return self.registered.remove(lora_id)
 
     def activate_adapter(self, lora_id: int) -> int:
-        """Returns the slot of an adapter in host memory, which it gets if it has none.
+        """Return the slot of an adapter in host memory, after giving it one if it has none.
 
         Raises:
             MinivllmError: all slots are pinned.
@@ -94,23 +100,23 @@ class LRUCacheLoRAModelManager:
         self.registered.touch(lora_id)
         slot = self.slots.activate(lora_id)
         if self._filled[slot] != lora_id:
-            self._filled[slot] = None
+            self._filled[slot] = None  # if filling fails, the slot holds neither adapter
             self._fill(slot, self.registered[lora_id])
             self._filled[slot] = lora_id
             self.num_activations += 1
         return slot
 
     def deactivate_adapter(self, lora_id: int) -> bool:
-        """Frees the slot of an adapter, which stays in host memory; returns whether it had one."""
+        """Free the slot of an adapter, which stays in host memory; return whether it had one."""
         had_one = lora_id in self.lora_index_to_id
         self.slots.deactivate(lora_id)
         return had_one
 
     def pin_adapter(self, lora_id: int) -> None:
-        """Keeps an adapter in host memory, and in its slot, until it is removed.
+        """Keep an adapter in host memory, and in its slot, until it is removed.
 
         Raises:
-            MinivllmError: it is not in host memory, or all slots are pinned.
+            MinivllmError: the adapter is not in host memory, or all slots are pinned.
         """
         if lora_id not in self.registered:
             raise MinivllmError(f"the adapter {lora_id} is not there: add it before it is pinned")
@@ -122,11 +128,11 @@ class LRUCacheLoRAModelManager:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all slots on the device."""
+        """Return the bytes of all slots on the device."""
         return sum(method.nbytes for method in self.modules.values())
 
     def shape_of(self, module: ModuleName) -> tuple[int, int] | None:
-        """(in, out) of a projection of the whole model; None if it has none of that name."""
+        """Return (in, out) of a projection of the whole model, or None if it has none of that name."""
         layer, projection = module
         if layer >= self._whole_config.num_hidden_layers or projection not in self._shapes:
             return None
@@ -134,21 +140,23 @@ class LRUCacheLoRAModelManager:
         return inputs, outputs
 
     def share_of(self, pairs: dict[ModuleName, LoRAPair]) -> LoRAModel:
-        """This rank's share of a whole adapter, as its slots take it."""
+        """Return this rank's share of a whole adapter, as its slots take it."""
         share: LoRAModel = {}
         for (layer, linear), method in self.modules.items():
-            mine = [pairs.get((layer, piece.name)) for piece in method.slices]
-            if any(mine):
-                parts = zip(mine, method.slices, strict=True)
+            adapted = [pairs.get((layer, piece.name)) for piece in method.slices]
+            if any(adapted):
+                parts = zip(adapted, method.slices, strict=True)
                 share[layer, linear] = LoRALayerWeights([pair and self._part(pair, piece) for pair, piece in parts])
         return share
 
     def _part(self, pair: LoRAPair, piece: Slice) -> tuple[Tensor, Tensor]:
-        (index, parts), a, b = piece.part, pair.lora_a, pair.lora_b.T
+        index, parts = piece.part
+        a = pair.lora_a  # [rank, in]
+        b = pair.lora_b.T  # [rank, out]
         if piece.divides_inputs:
-            a = a.chunk(parts, dim=1)[index]
+            a = a.chunk(parts, dim=1)[index]  # this rank's inputs; B is whole
         else:
-            b = b.chunk(parts, dim=1)[index]
+            b = b.chunk(parts, dim=1)[index]  # this rank's outputs; A is whole
         a, b = (tensor.to(self.dtype).contiguous() for tensor in (a, b))
         return (a.pin_memory(), b.pin_memory()) if self.device.type == "cuda" else (a, b)
 
@@ -158,6 +166,7 @@ class LRUCacheLoRAModelManager:
         linears = list(linears_of(model))
         slots = self.config.max_loras
         most = max(len(slices) for _, _, slices, _ in linears)
+        # [linears, slices, slots], on the host and on the device; a linear's method holds a view of its own.
         self._host_ranks = np.zeros((len(linears), most, slots), np.int32)
         self._ranks = torch.zeros(len(linears), most, slots, dtype=torch.int32, device=self.device)
         for number, (name, linear, slices, in_features) in enumerate(linears):
@@ -175,6 +184,7 @@ class LRUCacheLoRAModelManager:
         for number, (name, method) in enumerate(self.modules.items()):
             ranks = method.set_lora(slot, model.get(name))
             self._host_ranks[number, : len(ranks), slot] = ranks
+        # One copy for all linears.
         self._ranks[:, :, slot] = torch.from_numpy(self._host_ranks[:, :, slot].copy()).to(self.device)
 
     def _forgotten(self, lora_id: int) -> None:
@@ -196,32 +206,28 @@ def check_model(config: ModelConfig) -> None:
 
 
 def linears_of(model: Decoder) -> list[tuple[LinearName, Linear, list[Slice], int]]:
-    """Name, linear, slices and number of inputs of each linear inside the layers that this rank has."""
+    """Return name, linear, slices and number of inputs of each linear inside the layers that this rank has."""
     config, group = model.config, model.group
-    mine = group.rank, group.size
-    merged = merged_projections(config, mine, kv_part(model.whole_config, group))
+    which = group.rank, group.size
+    merged = merged_projections(config, which, kv_part(model.whole_config, group))
     slices = {name: _side_by_side(parts) for name, parts in merged.items()}
-    slices["o_proj"] = slices["down_proj"] = []
-    found = []
-    for number, layer in enumerate(model.layers):
-        if not isinstance(layer, DecoderLayer):
-            continue  # another stage has it
-        attention, mlp = layer.self_attn, layer.mlp
-        inputs = config.num_attention_heads * config.head_dim
-        for owner, name, width in (
-            (attention, "qkv_proj", config.hidden_size),
-            (attention, "o_proj", inputs),
-            (mlp, "gate_up_proj", config.hidden_size),
-            (mlp, "down_proj", config.intermediate_size),
-        ):
-            own = slices[name] or [Slice(name, 0, config.hidden_size, mine, divides_inputs=True)]
-            found.append(((number, name), getattr(owner, name), own, width))
-    return found
+    for name in ("o_proj", "down_proj"):
+        slices[name] = [Slice(name, 0, config.hidden_size, which, divides_inputs=True)]
+    linears = {
+        "self_attn.qkv_proj": config.hidden_size,
+        "self_attn.o_proj": config.num_attention_heads * config.head_dim,
+        "mlp.gate_up_proj": config.hidden_size,
+        "mlp.down_proj": config.intermediate_size,
+    }
+    named = [(path, path.rpartition(".")[2], width) for path, width in linears.items()]
+    return [
+        ((number, name), cast(Linear, layer.get_submodule(path)), slices[name], width)
+        for number, layer in enumerate(model.layers)
+        if isinstance(layer, DecoderLayer)  # else another stage has it
+        for path, name, width in named
+    ]
 
 
 def _side_by_side(parts: tuple[Part, ...]) -> list[Slice]:
-    first, found = 0, []
-    for part in parts:
-        found.append(Slice(part.name, first, first + part.rows, part.which))
-        first += part.rows
-    return found
+    edges = [0, *accumulate(part.rows for part in parts)]
+    return [Slice(part.name, *span, part.which) for part, span in zip(parts, pairwise(edges), strict=True)]

@@ -20,8 +20,9 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PICKLED_FILES = ("adapter_model.bin", "adapter_model.pt")
 REQUIRED = ("r", "lora_alpha", "target_modules")
 PATTERN = re.compile(r"\^?[\w.-]{1,300}")
+# These initializations change the base's weights too, so the adapter alone is not the difference.
 OTHER_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to begin that change the base's weights too, so the adapter alone is not the difference."""
+# Settings that are refused: when a value means that the adapter uses the feature, and what the feature is.
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "use_dora": (bool, "DoRA, which scales the base's weights"),
     "lora_bias": (bool, "biases of its own (lora_bias)"),
@@ -43,7 +44,6 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "an init_lora_weights that changes the base's weights; PEFT can convert such an adapter when it saves it",
     ),
 }
-"""What an adapter may not have, when a value means that it has it, and what that is."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PEFTHelper:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], path: Path, max_lora_rank: int) -> "PEFTHelper":
-        """Check what the config of the adapter in `path` says; raises as `from_local_dir`."""
+        """Check what the config of the adapter in `path` says; raise like `from_local_dir`."""
         missing = [name for name in REQUIRED if config.get(name) is None]
         if missing:
             raise MinivllmError(f"{path / CONFIG_FILE} lacks {', '.join(missing)}; an adapter's config has all of them")
@@ -104,6 +104,7 @@ class PEFTHelper:
         """
         for pattern, rank in self.rank_pattern.items():
             if not PATTERN.fullmatch(pattern):
+                # A regular expression, which is not evaluated: it may or may not match.
                 return stored if stored in self.rank_pattern.values() else self.r
             if _matches(pattern, module):
                 return rank
@@ -113,7 +114,7 @@ class PEFTHelper:
         """Return what B A is multiplied by: alpha / rank, or alpha / √rank with rank-stabilised LoRA."""
         alphas = (alpha for pattern, alpha in self.alpha_pattern.items() if _matches(pattern, module))
         alpha = next(alphas, self.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)  # rsLoRA, arXiv 2312.03732
 
     def _check(self, path: Path, max_lora_rank: int) -> None:
         where = f"of the adapter in {path}"
@@ -144,19 +145,19 @@ class PEFTHelper:
 
     def _check_targets(self, where: str) -> None:
         targets = self.target_modules
-        if isinstance(targets, str):  # "all-linear", or a regular expression: the tensors tell which modules there are
+        # "all-linear", or a regular expression: the tensors tell which modules there are.
+        if isinstance(targets, str):
             return
         if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-            raise MinivllmError(
-                f"target_modules {where} is {str(targets)[:60]!r}; it must be a list of names, or a text"
-            )
+            shown = repr(str(targets)[:60])
+            raise MinivllmError(f"target_modules {where} is {shown}; it must be a list of names, or a text")
         unknown = sorted(name for name in targets if name.rpartition(".")[2] not in ALL_LINEARS)
         if unknown:
-            raise MinivllmError(
-                f"target_modules {where} has {unknown[0]!r}; served are adapters of {', '.join(ALL_LINEARS)}"
-            )
+            served = ", ".join(ALL_LINEARS)
+            raise MinivllmError(f"target_modules {where} has {unknown[0]!r}; served are adapters of {served}")
 
 
 def _matches(pattern: str, module: str) -> bool:
     whole = pattern.startswith("^")
+    # A name is the whole one or an end of it; "^" admits the whole one only.
     return module == pattern.removeprefix("^") or (not whole and module.endswith(f".{pattern}"))

@@ -5,6 +5,7 @@ In vLLM v0.33.0: `vllm/lora/worker_manager.py` (`LRUCacheWorkerLoRAManager`),
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from minivllm.models.decoder import Decoder
 
 
 class NoLoRA:
-    """What a rank has in the place of `LRUCacheWorkerLoRAManager` if no adapters are served: no row has a slot."""
+    """The stand-in for `LRUCacheWorkerLoRAManager` if no adapters are served: no row has a slot."""
 
     slot_bytes = 0
     lora_index_to_id: Sequence[int | None] = ()
@@ -57,23 +58,25 @@ class LRUCacheWorkerLoRAManager:
         max_rows: int,
         make_slots: Callable[[int], AdapterSlots] = AdapterSlots,
     ) -> None:
-        """`max_rows`: of the largest step. `make_slots`: called with `max_loras`."""
+        """Allocate the slots. `max_rows` are the largest step's; `make_slots` is called with `max_loras`."""
         self.config = config
         self.manager = LRUCacheLoRAModelManager(model, config, make_slots(config.max_loras))
         self.num_loads = 0
         new_meta = (max_rows, config.max_loras, self.manager.device)
+        # All rows of a step, and those that the last layer keeps.
         self._metas = LoRAKernelMeta(*new_meta), LoRAKernelMeta(*new_meta)
 
     def add_adapter(self, lora_request: LoRARequest) -> str:
-        """Reads an adapter into host memory, or in place of the one with this id; returns its fingerprint.
+        """Read an adapter into host memory, or replace the one with this id; return its fingerprint.
 
-        If the request has a fingerprint, nothing else is taken: neither from a folder that has changed, nor, with
-        `load_inplace`, in place of an adapter that requests use.
+        If the request has a fingerprint, only that adapter is accepted: not a folder that has changed, nor, with
+        `load_inplace`, another adapter while requests use the old one.
 
         Raises:
-            MinivllmError: it cannot be served, it is not what it was, or there is no room.
+            MinivllmError: the adapter cannot be served, has changed, or there is no room.
         """
         pairs = read_adapter(lora_request.lora_path, self.config.max_lora_rank, self.manager.shape_of)
+        # The scheduler hashes prefixes with it, so it must stand for exactly these numbers.
         fingerprint = fingerprint_of(pairs, self.manager.dtype)
         if lora_request.fingerprint not in ("", fingerprint):
             raise MinivllmError(_why_not(lora_request))
@@ -83,12 +86,12 @@ class LRUCacheWorkerLoRAManager:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the slots on the device."""
+        """Return the bytes of the slots on the device."""
         return self.manager.slot_bytes
 
     @property
     def lora_index_to_id(self) -> list[int | None]:
-        """The adapter in each slot, by id; None: it is free."""
+        """Return the adapter in each slot, by id; None marks a free one."""
         return self.manager.lora_index_to_id
 
     def list_adapters(self) -> list[int]:
@@ -98,35 +101,37 @@ class LRUCacheWorkerLoRAManager:
     def slots_of_tokens(
         self, requests: Mapping[int, LoRARequest], rows: np.ndarray, query_start_loc: np.ndarray
     ) -> np.ndarray | None:
-        """Return the slot of each token's adapter [tokens], -1 for none, once all are in slots; None: no token has one.
+        """Give all adapters slots; return the slot of each token [tokens], -1 for none, or None if no token has one.
 
-        `requests`: by row of the batch, where there is one. `rows` [requests], `query_start_loc` [requests + 1]: those
+        `requests`: by row of the batch. `rows` [requests], `query_start_loc` [requests + 1]: those
         of the step.
 
         Raises:
-            AdapterError: one of them cannot be read any more.
+            AdapterError: an adapter can no longer be read.
         """
         by_request = [requests.get(row) for row in rows.tolist()] if requests else []
-        distinct = {one.lora_int_id: one for one in by_request if one is not None}
+        distinct = {request.lora_int_id: request for request in by_request if request is not None}
         if not distinct:
             return None
         slot_of = self.set_active_adapters(distinct.values())
-        slots = np.array([-1 if one is None else slot_of[one.lora_int_id] for one in by_request], np.int32)
-        return np.repeat(slots, np.diff(query_start_loc))
+        slots = np.array([slot_of[request.lora_int_id] if request else -1 for request in by_request], np.int32)
+        return np.repeat(slots, np.diff(query_start_loc))  # [requests] to [tokens]
 
     def set_active_adapters(self, requests: Collection[LoRARequest]) -> dict[int, int]:
-        """Gives each of a step's adapters a slot; returns the slots by id.
+        """Give each of a step's adapters a slot; return the slots by id.
 
         Raises:
-            AdapterError: one of them cannot be read any more.
+            AdapterError: an adapter can no longer be read.
         """
         slots: dict[int, int] = {}
-        in_slots, registered = self.manager.lora_index_to_id, self.manager.registered
-        # Those that are there come first, so that none of them has to go for the others.
-        absence = {
-            one.lora_int_id: (one.lora_int_id not in in_slots, one.lora_int_id not in registered) for one in requests
-        }
-        for request in sorted(requests, key=lambda one: absence[one.lora_int_id]):
+        in_slots = self.manager.lora_index_to_id
+        registered = self.manager.registered
+        # Adapters that are in place come first, so that none of them is evicted for the others.
+
+        def absence(request: LoRARequest) -> tuple[bool, bool]:
+            return request.lora_int_id not in in_slots, request.lora_int_id not in registered
+
+        for request in sorted(requests, key=absence):
             lora_id = request.lora_int_id
             try:
                 if lora_id not in registered:
@@ -137,9 +142,9 @@ class LRUCacheWorkerLoRAManager:
         return slots
 
     def set_rows(self, slots: np.ndarray | None, wanted: np.ndarray | None = None) -> None:
-        """Tells the linears the slot of each row of the step [rows], -1 for none; None: no row has an adapter.
+        """Set the slot of each row of the step for the linears [rows], -1 for none; None if no row has an adapter.
 
-        `wanted`: the rows that the last layer goes on with; None: all.
+        `wanted`: the rows that the last layer goes on with, or None for all.
         """
         step = self.manager.step
         if slots is None:
@@ -152,11 +157,11 @@ class LRUCacheWorkerLoRAManager:
             step.metas = self._metas
 
     def warm_up(self) -> None:
-        """Compiles what only steps with adapters run: their own loops are compiled with the slots, the gate is not."""
+        """Compile the gate, which only steps with adapters run; the adapters' own loops are compiled with the slots."""
         silu_and_mul(torch.zeros(1, 2 * LANES, dtype=self.manager.dtype, device=self.manager.device))
 
     def for_graphs(self, most_rows: int) -> "LoRAOfGraphs":
-        """What CUDA graphs of up to so many rows read instead."""
+        """Return what CUDA graphs of up to that many rows read instead."""
         meta = LoRAKernelMeta(most_rows, self.config.max_loras, self.manager.device)
         return LoRAOfGraphs(self.manager.step, meta)
 
@@ -185,25 +190,29 @@ def _why_not(request: LoRARequest) -> str:
     )
 
 
+@dataclass(frozen=True, eq=False)
 class LoRAOfGraphs:
     """The rows' slots at addresses of their own, and launches that do not depend on how many slots are in use."""
 
-    def __init__(self, step: LoRAStep, meta: LoRAKernelMeta) -> None:
-        self._step, self._meta = step, meta
+    step: LoRAStep
+    meta: LoRAKernelMeta
 
     def around(self, forward: Callable[[], None], rows: int) -> Callable[[], None]:
-        """`forward` with the launches for adapters of so many rows."""
+        """Return `forward` with launches for the adapters of that many rows."""
 
         def with_adapters() -> None:
-            assert self._meta.num_rows == rows
-            self._step.metas, self._step.fixed_grid = (self._meta,), True
+            assert self.meta.num_rows == rows  # loaded for a graph of this size
+            self.step.metas = (self.meta,)
+            self.step.fixed_grid = True
             try:
                 forward()
             finally:
-                self._step.metas, self._step.fixed_grid = (), False
+                self.step.metas = ()
+                self.step.fixed_grid = False
 
         return with_adapters
 
     def load(self, slots: np.ndarray, rows: int) -> None:
-        """The slots of a step [tokens]; the rows of padding behind them have none."""
-        self._meta.prepare(np.concatenate((slots, np.full(rows - len(slots), -1, np.int32))))
+        """Load the slots of a step [tokens]; the rows of padding behind them have none."""
+        # Padding has no adapter.
+        self.meta.prepare(np.concatenate((slots, np.full(rows - len(slots), -1, np.int32))))

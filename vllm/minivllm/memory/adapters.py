@@ -45,6 +45,7 @@ def adapter_parameters(config: ModelConfig, rank: int, targets: Sequence[str] = 
     unknown = [name for name in targets if name not in shapes]
     if unknown:
         raise MinivllmError(f"{unknown[0]!r} is no linear of a layer; known: {', '.join(shapes)}")
+    # A is [rank, in], B is [out, rank]
     return config.num_hidden_layers * rank * sum(sum(shapes[name]) for name in targets)
 
 

@@ -28,8 +28,8 @@ DTYPE_BYTES = {
     "int8": 1,
 }
 SCALE_BYTES = 4  # one float32 scale per token and head, for each of K and V
+# Formats whose bytes are known: those that the engine stores, and further ones of vLLM.
 KV_DTYPES = tuple(dict.fromkeys(("auto", *DTYPE_BYTES, *KV_CACHE_DTYPES, "fp8_per_token_head", "nvfp4")))
-"""Formats whose bytes are known: those that the engine stores, and further ones of vLLM."""
 
 
 def kv_bytes_per_token(model: Model, kv_dtype: str = "auto", tp: int = 1) -> int:
@@ -63,8 +63,8 @@ def layer_bytes_per_token(config: ModelConfig, kv_dtype: str = "auto", tp: int =
     if config.kv_lora_rank is not None:
         if kv_dtype not in DTYPE_BYTES:
             raise MinivllmError(f"a latent cache has no heads, so {kv_dtype!r} does not apply to it")
-        return config.latent_width * DTYPE_BYTES[kv_dtype]
-    return 2 * heads * _head_bytes(config.head_dim, kv_dtype)
+        return config.latent_width * DTYPE_BYTES[kv_dtype]  # one vector for all heads, and no values
+    return 2 * heads * _head_bytes(config.head_dim, kv_dtype)  # keys and values
 
 
 def kv_cache_tokens(kv_bytes: int, model: Model, block_size: int = 16, kv_dtype: str = "auto", tp: int = 1) -> int:
@@ -101,7 +101,7 @@ def kv_heads_on_rank(config: ModelConfig, tp: int) -> int:
             f"{heads} key-value heads cannot be divided over {tp} GPUs, nor {tp} GPUs over {heads} heads; "
             f"one must be a multiple of the other"
         )
-    return max(1, heads // tp)
+    return max(1, heads // tp)  # with more GPUs than heads, each has one, replicated
 
 
 def serving_dtype(model: Model) -> str:
@@ -156,7 +156,7 @@ def _head_bytes(head_dim: int, kv_dtype: str) -> int:
     if kv_dtype == "nvfp4":
         if head_dim % 16:
             raise MinivllmError(f"nvfp4 needs a head_dim that is a multiple of 16, not {head_dim}")
-        return head_dim // 2 + head_dim // 16
+        return head_dim // 2 + head_dim // 16  # half a byte a number, and a one-byte scale for 16
     if kv_dtype.endswith("_per_token_head"):
-        return head_dim + SCALE_BYTES
+        return head_dim + SCALE_BYTES  # one byte a number
     return head_dim * DTYPE_BYTES[kv_dtype]

@@ -15,8 +15,8 @@ class Device:
     """A device with memory: a GPU, or a whole machine."""
 
     name: str
+    # Memory visible to a program.
     memory_bytes: int
-    """Memory visible to a program."""
 
 
 MEMORY_GIB = {
@@ -49,6 +49,7 @@ def get_device(name: str) -> Device:
     Raises:
         MinivllmError: unknown GPU; the message lists the known ones.
     """
+    # "NVIDIA H100 80GB" is "h10080gb".
     plain = _plain(name).removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
     by_plain_name = {_plain(known): known for known in MEMORY_GIB}
     known = OTHER_NAMES.get(plain) or by_plain_name.get(plain)

@@ -56,6 +56,7 @@ class WindowLayer(FullLayer):
     window: int
 
     def blocks(self, num_tokens: int, in_flight: int) -> int:
+        # The window, and what may still be rejected.
         held = super().blocks(min(self.window - 1 + in_flight, num_tokens), in_flight)
         return held + 1  # the window may begin inside a block
 
@@ -74,11 +75,11 @@ class StateLayer(FullLayer):
 class KVGroups:
     """The groups of a model's layers on one GPU. Block `n` of the pool belongs to one group at a time."""
 
+    # The layers' kind, once for each group.
     groups: tuple[FullLayer, ...]
-    """The layers' kind, once for each group."""
     block_bytes: int
+    # The most tokens that are scheduled and not settled yet.
     in_flight: int = 0
-    """Tokens scheduled and not settled yet, at most."""
 
     @property
     def bytes_per_token(self) -> int | None:
@@ -120,13 +121,16 @@ def kv_groups(
         UnsupportedModelError: what a layer of this model keeps is not known here.
         MinivllmError: unknown dtype, or `tp` does not fit the number of KV heads.
     """
-    config, block_size = as_config(model), positive_count("block_size", block_size)
+    config = as_config(model)
+    block_size = positive_count("block_size", block_size)
+    # None: all layers are of the kind that keeps every token.
     kinds = None if config.keeps_every_token else config.counted_layer_types
     if kinds is None:
         page = kv_bytes_per_token(config, kv_dtype, tp) * block_size
         return KVGroups((FullLayer(block_size, page),), page)
     full, windowed = (_token_bytes(config, kind, kv_dtype, tp) for kind in (FULL, SLIDING))
     state = _state_bytes(config, tp) if LINEAR in kinds else 0
+    # A state is saved at such boundaries.
     step = math.lcm(block_size, GDN_CHECKPOINT_TOKENS) if state and gdn_checkpoints else block_size
     block_size = max(block_size, step * -(-state // (step * full)))  # a page holds a state
     of_kind = {
@@ -145,15 +149,18 @@ def form_groups(layers: Sequence[FullLayer], in_flight: int = 0) -> KVGroups:
     """
     if len({replace(layer, page_bytes=0) for layer in layers}) == 1:
         return KVGroups(tuple(layers[:1]), sum(layer.page_bytes for layer in layers), in_flight)
+    # All kinds take blocks from one pool, so their pages are equal.
     page = max(layer.page_bytes for layer in layers)
     counts = Counter(_with_page(layer, page) for layer in layers)
     fewest, most = min(counts.values()), max(counts.values())
+    # Layers in a group; the last group of a kind may be padded.
     size = most if most < PADDED_BELOW * fewest else fewest
     groups = tuple(layer for layer, count in counts.items() for _ in range(-(-count // size)))
     return KVGroups(groups, size * page, in_flight)
 
 
 def _with_page(layer: FullLayer, page_bytes: int) -> FullLayer:
+    # Tokens in place of padding, if the sizes divide.
     more = page_bytes // layer.page_bytes if page_bytes % layer.page_bytes == 0 else 1
     return replace(layer, block_size=layer.block_size * more, page_bytes=page_bytes)
 
@@ -164,7 +171,8 @@ def _token_bytes(config: ModelConfig, kind: str, kv_dtype: str, tp: int) -> int:
     own = {"head_dim": hf.get("global_head_dim")}
     if hf.get("attention_k_eq_v"):
         own["num_key_value_heads"] = hf.get("num_global_key_value_heads")
-    own = next(iter((hf.get("per_layer_config") or {}).values()), own)  # transformers 5: equal for all these layers
+    # transformers 5 has settings by layer, equal for all these layers.
+    own = next(iter((hf.get("per_layer_config") or {}).values()), own)
     if kind == FULL:
         config = replace(config, **{name: own[name] for name in ("head_dim", "num_key_value_heads") if own.get(name)})
     return layer_bytes_per_token(config, kv_dtype, tp)
@@ -182,5 +190,6 @@ def _state_bytes(config: ModelConfig, tp: int) -> int:
     if keys % tp or values % tp:
         raise MinivllmError(f"{keys} and {values} heads of linear attention cannot be divided over {tp} GPUs")
     dtype = serving_dtype(config)
+    # The convolution's last inputs: queries and keys, and values.
     convolved = (2 * keys * key_width + values * value_width) // tp * (kernel - 1) * bytes_of_dtype(dtype)
     return convolved + values // tp * key_width * value_width * bytes_of_dtype(hf.get("mamba_ssm_dtype") or dtype)

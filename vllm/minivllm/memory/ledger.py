@@ -19,11 +19,13 @@ from minivllm.memory.parameters import rotary_table_bytes, weight_bytes
 
 # Defaults for working memory that was not measured. The estimate of activations is within 6 % of the peaks in vLLM's
 # start-up logs (tests/memory/startup_logs.toml); the other figures are typical of such logs.
-SAMPLER_BYTES_PER_LOGIT = 39  # float32 copies, sorted values and 8-byte indices of [max_num_seqs, vocab] logits
+# float32 copies, sorted values and 8-byte indices of [max_num_seqs, vocab] logits.
+SAMPLER_BYTES_PER_LOGIT = 39
 NON_TORCH_BYTES = GIB // 10
 NON_TORCH_BYTES_TP = GIB  # with NCCL's buffers
 CUDA_GRAPH_BYTES = GIB // 2
-GDN_CHECKPOINT_GPUS = ("H100", "H200", "B200")  # where FlashInfer's kernel for gated delta nets is the default
+# GPUs on which FlashInfer's kernel for gated delta nets is the default.
+GDN_CHECKPOINT_GPUS = ("H100", "H200", "B200")
 HOST_TIER = "KV cache, second tier in host memory"
 
 
@@ -33,8 +35,8 @@ class LedgerRow:
 
     name: str
     bytes: int
+    # Whether this figure is an estimate (True), or was counted or given (False).
     estimated: bool = False
-    """Whether this figure is an estimate (True), or was counted or given (False)."""
 
 
 @dataclass(frozen=True)
@@ -43,37 +45,37 @@ class MemoryLedger:
 
     device: Device
     rows: tuple[LedgerRow, ...]
+    # Bytes left for the KV cache: vLLM's "Available KV cache memory".
     kv_bytes: int
-    """Bytes left for the KV cache: vLLM's "Available KV cache memory"."""
+    # The groups of layers that share the pool of blocks.
     kv: KVGroups
-    """The groups of layers that share the pool of blocks."""
     max_model_len: int
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Bytes of a token in the cache; None if there is no such figure: not every layer keeps every token."""
+        """Return the bytes of a token in the cache, or None if not every layer keeps every token."""
         return self.kv.bytes_per_token
 
     @property
     def block_size(self) -> int:
-        """Tokens per block: of the first group, if groups differ."""
+        """Return the tokens per block, of the first group if groups differ."""
         return self.kv.groups[0].block_size
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks in the pool, including the null block."""
+        """Return the number of blocks in the pool, including the null block."""
         return self.kv_bytes // self.kv.block_bytes
 
     @property
     def usable_blocks(self) -> int:
-        """Number of blocks available to requests: all but block 0, the null block."""
+        """Return the number of blocks available to requests: all but block 0, the null block."""
         return max(0, self.num_blocks - 1)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all blocks: vLLM's "GPU KV cache size".
+        """Return the number of tokens in all blocks: vLLM's "GPU KV cache size".
 
-        If not every layer keeps every token, it is what vLLM prints: concurrency times `max_model_len`.
+        If not every layer keeps every token, return what vLLM prints: concurrency times `max_model_len`.
         """
         if self.bytes_per_token is None:
             return int(self.concurrency * self.max_model_len)
@@ -81,7 +83,7 @@ class MemoryLedger:
 
     @property
     def concurrency(self) -> float:
-        """Number of requests of `max_model_len` tokens that fit at once."""
+        """Return how many requests of `max_model_len` tokens fit at once."""
         return self.concurrency_of(self.max_model_len)
 
     def concurrency_of(self, num_tokens: int) -> float:
@@ -92,8 +94,9 @@ class MemoryLedger:
 
     @property
     def longest_request(self) -> int:
-        """The longest request that the usable blocks can hold, in tokens; at most `max_model_len` if layers forget."""
+        """Return the longest request that the usable blocks hold, in tokens; or `max_model_len` if layers forget."""
         if self.bytes_per_token is None:
+            # Blocks grow with the length, so the longest that fits can be searched.
             lengths = range(1, self.max_model_len + 1)
             return bisect_right(lengths, self.usable_blocks, key=self.kv.blocks_per_request)
         return self.usable_blocks * self.block_size
@@ -106,6 +109,7 @@ class MemoryLedger:
         """
         if self.max_model_len <= self.longest_request:
             return
+        # With the null block.
         needed = (self.kv.blocks_per_request(self.max_model_len) + 1) * self.kv.block_bytes
         advice = (
             f"set max_model_len to {self.longest_request} or less"
@@ -187,11 +191,10 @@ def memory_ledger(
     )
     if drafting is not None:
         if kv.bytes_per_token is None:
-            raise UnsupportedModelError(
-                f"a draft model's cache beside {config.model_type}'s groups is not counted here"
-            )
+            raise UnsupportedModelError(f"a draft model's cache beside {config.model_type}'s is not counted here")
+        # The draft model's cache has the same blocks.
         kv = kv.widened(kv_bytes_per_token(drafting, cache_dtype(config, kv_dtype)))
-    budget = int(device.memory_bytes * gpu_memory_utilization)
+    budget = int(device.memory_bytes * gpu_memory_utilization)  # what the engine may use of the device
     loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else int(weights)
     before_cache = (
         LedgerRow("weights and rotary table", loaded),
@@ -204,6 +207,7 @@ def memory_ledger(
         _row("CUDA graphs", cuda_graphs, CUDA_GRAPH_BYTES),
         *((LedgerRow(HOST_TIER, host_tier),) if host_tier else ()),
     )
+    # Whatever is left becomes the cache, in whole blocks.
     kv_bytes = budget - sum(row.bytes for row in before_cache)
     if kv_bytes < kv.block_bytes:
         raise _nothing_left(device, gpu_memory_utilization, before_cache)
@@ -240,6 +244,7 @@ def estimated_activation_peak(config: ModelConfig, max_num_batched_tokens: int, 
     Widths that the config does not give count as 0.
     """
     mlp_width = -(-(config.intermediate_size or config.moe_intermediate_size) // tp)
+    # Input, gate and up, and their product, in 16 bits.
     mlp = positive_count("max_num_batched_tokens", max_num_batched_tokens) * 3 * (config.hidden_size + mlp_width) * 2
     sampler = positive_count("max_num_seqs", max_num_seqs) * config.vocab_size * SAMPLER_BYTES_PER_LOGIT
     return max(mlp, sampler)

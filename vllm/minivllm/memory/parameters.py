@@ -67,7 +67,7 @@ def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
     except MinivllmError:
         if dtype != "auto" or tp != 1 or not config.checkpoint_bytes:
             raise
-        return config.checkpoint_bytes
+        return config.checkpoint_bytes  # what cannot be counted is read from the files
 
 
 def _counted_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
@@ -86,10 +86,11 @@ def _counted_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
 
 
 def _bytes_in_mxfp4(config: ModelConfig, tp: int) -> int:
-    """Bytes where the experts' matrices take 4 bits a number and a one-byte scale per 32; all else has 16 bits.
+    """Return the bytes if the experts' matrices take 4 bits a number and a one-byte scale per 32; all else has 16 bits.
 
     This is the checkpoint. What a GPU holds is more by what its kernel pads: 64.4 to 66.0 GiB for 60.8 of gpt-oss-120b.
     """
+    # Gate, up and down of every expert.
     matrices = config.num_hidden_layers * config.num_experts * 3 * config.hidden_size
     matrices *= _share(config.moe_intermediate_size, tp)
     return (sum(parameter_groups(config, tp).values()) - matrices) * 2 + matrices * 17 // 32
@@ -101,12 +102,13 @@ def _in_fp8_blocks(config: ModelConfig) -> bool:
 
 
 def _bytes_in_fp8_blocks(config: ModelConfig, tp: int) -> int:
-    """Bytes where each 128 x 128 numbers of a matrix are fp8 with one float32 scale.
+    """Return the bytes if each 128 x 128 numbers of a matrix are fp8 with one float32 scale.
 
     Embedding, head, norms and routers stay in 16 bits (DeepSeek-V3's README_WEIGHTS.md, and the tensors of its
     checkpoint). Blocks at a matrix's edge count by their share, which is off by less than 0.001 %.
     """
     groups = parameter_groups(config, tp)
+    # Two norms a layer, counted with attention.
     latent_norms = (config.q_lora_rank or 0) + (config.kv_lora_rank or 0)
     routers = _sparse_layers(config) * _router(config)
     wide = groups["embedding"] + groups["norm"] + groups["head"] + config.num_hidden_layers * latent_norms + routers
@@ -130,8 +132,9 @@ def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
 
 
 def _gated_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
-    """The Llama family: RMSNorm, RoPE, grouped-query attention, gated MLP or experts."""
-    vocab, hidden = _share(config.vocab_size, tp), config.hidden_size
+    """Count the Llama family: RMSNorm, RoPE, grouped-query attention, gated MLP or experts."""
+    vocab = _share(config.vocab_size, tp)
+    hidden = config.hidden_size
     norms = 4 if config.model_type in ("gemma2", "gemma3_text") else 2
     return {
         "embedding": vocab * hidden,
@@ -146,7 +149,7 @@ def _grouped_attention(config: ModelConfig, tp: int) -> int:
     hidden, width = config.hidden_size, config.head_dim
     q = config.num_attention_heads // tp * width
     kv = kv_heads_on_rank(config, tp) * width
-    projections = hidden * (q + 2 * kv) + q * hidden
+    projections = hidden * (q + 2 * kv) + q * hidden  # into q, k and v, and out of the heads
     biases = (q + 2 * kv) * config.attention_bias + hidden * config.attention_output_bias
     return projections + biases + 2 * width * config.qk_norm
 
@@ -154,6 +157,7 @@ def _grouped_attention(config: ModelConfig, tp: int) -> int:
 def _mlp_layers(config: ModelConfig, tp: int) -> dict[str, int]:
     hidden, experts = config.hidden_size, config.num_experts
     dense = 3 * hidden * _share(config.intermediate_size, tp)
+    # Biases of gate and up, and of down.
     dense += (2 * _share(config.intermediate_size, tp) + hidden) * config.mlp_bias
     if not experts:
         return {"mlp": config.num_hidden_layers * dense}
@@ -179,13 +183,14 @@ def _router(config: ModelConfig) -> int:
 
 
 def _latent_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
-    """DeepSeek V2 and V3: multi-head latent attention. The two down-projections to latents are replicated."""
+    """Count DeepSeek V2 and V3: multi-head latent attention. The two down-projections to latents are replicated."""
     config.require("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     assert config.kv_lora_rank is not None
     assert config.qk_rope_head_dim is not None
     hidden, heads = config.hidden_size, config.num_attention_heads // tp
     query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     rank = config.q_lora_rank
+    # Through a latent of its own, with a norm, or directly.
     into_query = hidden * rank + rank + rank * query if rank else hidden * query
     into_latent = hidden * (config.kv_lora_rank + config.qk_rope_head_dim) + config.kv_lora_rank
     out_of_latent = config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
@@ -195,18 +200,20 @@ def _latent_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
 
 
 def _gpt_oss(config: ModelConfig, tp: int) -> dict[str, int]:
-    """gpt-oss: biases everywhere, also in experts and routers, and a sink for each head."""
-    groups, layers = _gated_decoder(config, tp), config.num_hidden_layers
+    """Count gpt-oss: biases everywhere, also in experts and routers, and a sink for each head."""
+    groups = _gated_decoder(config, tp)
+    layers = config.num_hidden_layers
     groups["attention"] += layers * (config.num_attention_heads // tp)
     return groups
 
 
 def _gated_delta(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Qwen3-Next and Qwen3.5: most layers are gated delta nets, and the others gate their attention's output."""
+    """Count Qwen3-Next and Qwen3.5: most layers are gated delta nets, and the others gate their attention's output."""
     hf, hidden, layers = config.hf_text_config, config.hidden_size, config.num_hidden_layers
     groups = _gated_decoder(config, tp)
+    # Layers that are gated delta nets.
     linear = (config.counted_layer_types or ()).count("linear_attention")
-    gate = hidden * config.num_attention_heads // tp * config.head_dim
+    gate = hidden * config.num_attention_heads // tp * config.head_dim  # attention's output gate
     full = _grouped_attention(config, tp) + gate + 2 * config.head_dim
     heads = hf["linear_num_value_heads"] // tp
     keys = hf["linear_num_key_heads"] // tp * hf["linear_key_head_dim"]
@@ -220,9 +227,11 @@ def _gated_delta(config: ModelConfig, tp: int) -> dict[str, int]:
 
 
 def _llama4(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Llama 4: every n-th layer has experts and a shared one; the others have an MLP of another width."""
-    width, sparse = config.hf_text_config.get("intermediate_size_mlp") or 0, _sparse_layers(config)
-    groups, dense = _gated_decoder(config, tp), 3 * config.hidden_size * _share(width, tp)
+    """Count Llama 4: every n-th layer has experts and a shared one; the others have an MLP of another width."""
+    width = config.hf_text_config.get("intermediate_size_mlp") or 0
+    sparse = _sparse_layers(config)
+    groups = _gated_decoder(config, tp)
+    dense = 3 * config.hidden_size * _share(width, tp)
     return {
         **groups,
         "mlp": (config.num_hidden_layers - sparse) * dense,
@@ -231,7 +240,7 @@ def _llama4(config: ModelConfig, tp: int) -> dict[str, int]:
 
 
 def _opt(config: ModelConfig, tp: int) -> dict[str, int]:
-    """OPT: learned positions (two more than its config says), biases everywhere, tied head."""
+    """Count OPT: learned positions (two more than its config says), biases everywhere, tied head."""
     return _gpt(config, tp, positions=config.max_position_embeddings + 2)
 
 
@@ -240,7 +249,7 @@ def _gpt2(config: ModelConfig, tp: int) -> dict[str, int]:
 
 
 def _gpt(config: ModelConfig, tp: int, positions: int) -> dict[str, int]:
-    """LayerNorm with bias, multi-head attention and a two-layer MLP with biases, learned positions, tied head."""
+    """Count LayerNorm with bias, attention and a two-layer MLP with biases, learned positions and a tied head."""
     config.require("max_position_embeddings")
     hidden, mlp = config.hidden_size, _share(config.intermediate_size, tp)
     heads = config.num_attention_heads // tp * config.head_dim
@@ -255,7 +264,7 @@ def _gpt(config: ModelConfig, tp: int, positions: int) -> dict[str, int]:
 
 
 def _share(width: int, tp: int) -> int:
-    return -(-width // tp)
+    return -(-width // tp)  # rounded up: the last part is padded
 
 
 WITH_ROUTER_BIAS = ("deepseek_v3", "gpt_oss", "kimi_k2")

@@ -24,7 +24,8 @@ def tower_parameters(config: ModelConfig, tp: int = 1) -> int:
     parts = [name for name in PARTS if outer.get(name)]
     if not parts:
         return 0
-    family, part = str(outer.get("model_type")), outer[parts[0]]
+    family = str(outer.get("model_type"))
+    part = outer[parts[0]]
     counter = FAMILIES.get(family)
     kind = str(part.get("model_type") or family) if isinstance(part, Mapping) else "unknown"
     if len(parts) > 1 or counter is None or kind not in TOWERS:
@@ -34,6 +35,7 @@ def tower_parameters(config: ModelConfig, tp: int = 1) -> int:
             f"{WAY_OUT}"
         )
     try:
+        # Only the layers are divided over the GPUs; everything else is replicated.
         layers, rest, width = TOWERS[kind](part)
         return layers // tp + rest + counter(outer, part, width, config.hidden_size)
     except KeyError as missing:
@@ -46,7 +48,7 @@ def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
 
 
 def _encoder(part: Mapping[str, Any], layers: str = "num_hidden_layers") -> int:
-    """Layers with biases everywhere, two LayerNorms and an MLP of two linears."""
+    """Count layers with biases everywhere, two LayerNorms and an MLP of two linears."""
     hidden, mlp = part["hidden_size"], part["intermediate_size"]
     return part[layers] * (4 * _linear(hidden, hidden) + _linear(hidden, mlp) + _linear(mlp, hidden) + 4 * hidden)
 
@@ -61,12 +63,13 @@ def _pixels(part: Mapping[str, Any], frames: int = 1) -> int:
 
 def _clip(part: Mapping[str, Any]) -> tuple[int, int, int]:
     hidden = part["hidden_size"]
+    # Class token, patches, positions and two norms.
     rest = hidden + _pixels(part) * hidden + (_patches(part) + 1) * hidden + 4 * hidden
     return _encoder(part), rest, hidden
 
 
 def _llama4(part: Mapping[str, Any]) -> tuple[int, int, int]:
-    """CLIP's layers, and an adapter of two linears without biases."""
+    """Count CLIP's layers, and an adapter of two linears without biases."""
     layers, rest, _ = _clip(part)
     adapter = part["intermediate_size"] * part["projector_input_dim"] + part["projector_output_dim"] ** 2
     return layers, rest + adapter, part["vision_output_dim"]
@@ -101,7 +104,7 @@ def _qwen25_vl(part: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def _qwen3_vl(part: Mapping[str, Any]) -> tuple[int, int, int]:
     hidden = part["hidden_size"]
-    merged = hidden * part.get("spatial_merge_size", 2) ** 2
+    merged = hidden * part.get("spatial_merge_size", 2) ** 2  # neighbouring patches are merged to one token
     rest = _linear(_pixels(part, part.get("temporal_patch_size", 2)), hidden)
     rest += part["num_position_embeddings"] * hidden + 2 * hidden
     merger = 2 * merged + _linear(merged, merged) + _linear(merged, part["out_hidden_size"])
@@ -128,11 +131,12 @@ def _llama4_projector(outer: Mapping[str, Any], part: Mapping[str, Any], width: 
 
 
 def _merger(outer: Mapping[str, Any], part: Mapping[str, Any], width: int, text: int) -> int:
-    """Qwen's: neighbouring patches side by side, through two linears."""
+    """Count Qwen's: neighbouring patches side by side, through two linears."""
     merged = width * part.get("spatial_merge_size", 2) ** 2
     return _linear(merged, merged) + _linear(merged, part.get("out_hidden_size") or part["hidden_size"])
 
 
+# By a part's type: counts the parameters of its layers and of the rest, and returns them and its width.
 TOWERS: dict[str, Callable[[Mapping[str, Any]], tuple[int, int, int]]] = {
     "clip_vision_model": _clip,
     "llama4_vision_model": _llama4,
@@ -144,8 +148,8 @@ TOWERS: dict[str, Callable[[Mapping[str, Any]], tuple[int, int, int]]] = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_vision", "qwen3_vl_moe", "qwen3_vl_moe_vision"), _qwen3_vl),
     **dict.fromkeys(("qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision"), _qwen3_vl),
 }
-"""By a part's type: the parameters of its layers, of the rest of it, and its width."""
 
+# By a model's type: counts the parameters of its projector.
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], int, int], int]] = {
     "llava": _llava,
     "mistral3": _mistral3,
@@ -153,4 +157,3 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], int, int], i
     "llama4": _llama4_projector,
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _merger),
 }
-"""By a model's type: the parameters of its projector."""

@@ -38,13 +38,14 @@ class AttentionFunction(Protocol):
 
 
 def attention_scale(config: ModelConfig) -> float:
-    """What q · k is multiplied by: one over the root of a head's width.
+    """Return the factor of q · k: one over the root of a head's width.
 
     DeepSeek's YaRN makes attention sharper here, not in the rotary table, since a part of the head is not rotated.
     """
     if config.kv_lora_rank is None:
         return config.head_dim**-0.5
     scaling = config.rope_scaling or {}
+    # The factor goes into q and k, so its square into their product.
     sharper = sharpening(scaling.get("factor") or 1.0, scaling.get("mscale_all_dim") or 0.0)
     return (config.qk_nope_head_dim + config.rotary_dim) ** -0.5 * sharper**2
 
@@ -72,20 +73,21 @@ class CausalAttention:
         return torch.cat([self._sequence(*part) for part in parts])
 
     def _sequence(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # [1, heads, tokens, head_dim], as torch takes them.
         heads = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
         mask = causal_mask(len(q), self.window, q.device) if self.window is not None else None
         out = F.scaled_dot_product_attention(
             *heads, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )
-        return out[0].transpose(0, 1)
+        return out[0].transpose(0, 1)  # [tokens, heads, head_dim]
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """`[length, length]` booleans: whether the query of the row may see the key of the column.
+    """Return `[length, length]` booleans: whether the query of the row may see the key of the column.
 
     A window of w tokens includes the query's own.
     """
     positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions[None, :]
+    distance = positions[:, None] - positions[None, :]  # [length, length], negative in the future
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)

@@ -63,11 +63,13 @@ class Decoder(nn.Module):
         _check_supported(config)
         self.group = group = group or GroupCoordinator()
         self.whole_config = config
-        stage, tied = group.stage, config.tie_word_embeddings
+        stage = group.stage
+        tied = config.tie_word_embeddings
         self.start_layer, self.end_layer = get_pp_indices(config.num_hidden_layers, stage.rank, stage.size)
         self.config = config = stage_config(shard_config(config, group.size), stage)
         # What another stage holds has no rows here, and its layers are empty modules, so that ours keep their numbers.
         embeds = stage.is_first or (stage.is_last and tied)
+        # A tied head reads the embedding, so the last stage holds it, too.
         self.embed_tokens = Embedding(config.vocab_size if embeds else 0, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, index - self.start_layer, group, method)
@@ -89,7 +91,7 @@ class Decoder(nn.Module):
         rows: Tensor | None = None,
         intermediate: Tensor | None = None,
     ) -> Tensor:
-        """One step over the flattened tokens of all sequences.
+        """Run one step over the flattened tokens of all sequences.
 
         Args:
             input_ids: `[tokens]`.
@@ -107,21 +109,23 @@ class Decoder(nn.Module):
         context = ForwardContext.of(context)
         if intermediate is None:
             hidden = self.embed_tokens(input_ids)
-            residual = torch.zeros_like(hidden)
+            residual = torch.zeros_like(hidden)  # each norm adds what the layer before it has put out
         else:
             hidden, residual = intermediate
-        table, aux, last = self.rotary.table, context.aux_hidden_states, len(self.layers) - 1
+        table = self.rotary.table
+        aux = context.aux_hidden_states
+        last = len(self.layers) - 1
         for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer), self.start_layer):
             if aux is not None and index in aux.layer_ids:
                 aux.states.append(hidden + residual)
-            wanted = rows if index == last else None
-            hidden, residual = layer(hidden, residual, positions, table, context, wanted)
+            # All tokens leave keys and values in every layer, but only `rows` need the last one's output.
+            hidden, residual = layer(hidden, residual, positions, table, context, rows if index == last else None)
         if not self.group.stage.is_last:
-            return torch.stack((hidden, residual))
+            return torch.stack((hidden, residual))  # what the next stage goes on with
         return self.norm(hidden, residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the vocabulary: `[n, hidden_size]` to `[n, vocab_size]`."""
+        """Compute logits over the vocabulary: `[n, hidden_size]` to `[n, vocab_size]`."""
         return self.lm_head(hidden)
 
 
@@ -151,6 +155,7 @@ class DecoderLayer(nn.Module):
         """
         hidden = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, positions, table, context, rows)
+        # Attention has returned `rows` only; the residual stream must follow.
         residual = residual if rows is None else residual[rows]
         hidden = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
@@ -161,29 +166,32 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
         super().__init__()
-        self.index, self.group = index, group
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.index = index
+        self.group = group
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
-        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim  # q, k and v are one matrix product
         self.qkv_proj = Linear(config.hidden_size, width, config.attention_bias, method)
-        self.o_proj = Linear(
-            self.heads * self.head_dim, config.hidden_size, config.attention_output_bias, method, group.size
-        )
+        inputs = self.heads * self.head_dim
+        self.o_proj = Linear(inputs, config.hidden_size, config.attention_output_bias, method, group.size)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
         self, hidden: Tensor, positions: Tensor, table: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        """`[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
+        """Attend: `[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
+        # [tokens, q, k and v heads, head_dim]
         heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         parts = (self.heads, self.kv_heads, self.kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = heads.split_with_sizes(parts, dim=1)
             heads = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
-        rotate_heads(heads, positions, table, self.heads + self.kv_heads)
+        rotate_heads(heads, positions, table, self.heads + self.kv_heads)  # values are not rotated
         q, k, v = heads.split_with_sizes(parts, dim=1)
-        attended = context.attention(self.index, q, k, v).flatten(1)
+        attended = context.attention(self.index, q, k, v).flatten(1)  # [tokens, heads × head_dim]
+        # Each rank has one term of every output, from its own heads.
         return self.group.all_reduce(self.o_proj(attended if rows is None else attended[rows]))
 
 
@@ -194,11 +202,12 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.group = group
         width = config.intermediate_size
+        # Gate and up are one matrix product.
         self.gate_up_proj = GatedLinear(config.hidden_size, 2 * width, config.mlp_bias, method)
         self.down_proj = Linear(width, config.hidden_size, config.mlp_bias, method, group.size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[tokens, hidden_size]` in and out."""
+        """Map `[tokens, hidden_size]` to the same shape."""
         return self.group.all_reduce(self.down_proj(self.gate_up_proj(hidden)))
 
 
@@ -210,43 +219,44 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """`[n]` to `[n, width]`."""
+        """Look up `[n]` ids: `[n, width]`."""
         return F.embedding(ids, self.weight)
 
 
 def _check_supported(config: ModelConfig) -> None:
     """Raise unless this decoder computes exactly what the config describes."""
     config.require("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
-    name = config.architecture or config.model_type or "this model"
+    reason = _unsupported(config)
+    if reason:
+        name = config.architecture or config.model_type or "this model"
+        raise UnsupportedModelError(f"{name} {reason}")
+
+
+def _unsupported(config: ModelConfig) -> str | None:
+    """Return what of a model this decoder does not compute, as the rest of a sentence that its name begins, or None."""
+    latent = config.kv_lora_rank is not None
     if config.model_type not in FAMILIES:
-        raise UnsupportedModelError(f"{name} cannot be run; the decoder runs the families {', '.join(FAMILIES)}")
+        return f"cannot be run; the decoder runs the families {', '.join(FAMILIES)}"
     if config.architecture not in ("", ARCHITECTURES[config.model_type]):
-        raise UnsupportedModelError(
-            f"{name} cannot be run, though its model_type is {config.model_type!r}: the decoder computes "
-            f"{ARCHITECTURES[config.model_type]}"
-        )
+        computed = f"the decoder computes {ARCHITECTURES[config.model_type]}"
+        return f"cannot be run, though its model_type is {config.model_type!r}: {computed}"
     if config.other_computation:
-        raise UnsupportedModelError(f"{name} has {config.other_computation}, which the decoder does not compute")
+        return f"has {config.other_computation}, which the decoder does not compute"
     if config.hidden_act != "silu":
-        raise UnsupportedModelError(f"{name} has the activation {config.hidden_act!r}; the decoder computes silu")
+        return f"has the activation {config.hidden_act!r}; the decoder computes silu"
     if config.num_experts:
-        raise UnsupportedModelError(
-            f"{name} has experts from layer {config.num_dense_layers} on, which the decoder does not compute; models "
-            "without experts work"
-        )
-    if (config.kv_lora_rank is not None) != (config.model_type == "deepseek_v2"):
-        raise UnsupportedModelError(
-            f"{name} has latent attention outside DeepSeek-V2's architecture, or lacks it there"
-        )
-    if config.kv_lora_rank is not None:
+        first = f"has experts from layer {config.num_dense_layers} on"
+        return f"{first}, which the decoder does not compute; models without experts work"
+    if latent != (config.model_type == "deepseek_v2"):
+        return "has latent attention outside DeepSeek-V2's architecture, or lacks it there"
+    if latent:
         config.require("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         if config.attention_bias:
-            raise UnsupportedModelError(f"{name} has latent attention with biases, which the decoder does not compute")
+            return "has latent attention with biases, which the decoder does not compute"
     if config.rotary_dim % 2:
-        raise UnsupportedModelError(
-            f"{name} rotates {config.rotary_dim} numbers of a head; positions rotate pairs, so it must be an even count"
-        )
+        return f"rotates {config.rotary_dim} numbers of a head; positions rotate pairs, so it must be an even count"
     if config.cache_exception:
-        raise UnsupportedModelError(f"{name} cannot be run: {config.cache_exception}")
+        return f"cannot be run: {config.cache_exception}"
     if config.layer_types and len(set(config.layer_types)) > 1:
-        raise UnsupportedModelError(f"{name} has layers with and without a window; the decoder runs one kind")
+        return "has layers with and without a window; the decoder runs one kind"
+    return None

@@ -1,6 +1,6 @@
 """The EAGLE-3 head: one decoder layer that drafts from the target's own hidden states (arXiv 2503.01840).
 
-A draft model has to find out from the tokens alone what the target already knows. The head is told: it reads the
+A draft model has to work out from the tokens alone what the target already knows. The head need not: it reads the
 target's hidden states from three depths, mixed into one vector by `fc`, beside the embedding of the token that the
 target has just sampled, and predicts the token after that.
 
@@ -36,8 +36,8 @@ from minivllm.models.rotary import RotaryTable
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NUM_AUX_HIDDEN_STATES = 3
+# With one of these settings, vLLM computes another head than this one.
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_config", "parallel_drafting")
-"""Settings under which vLLM computes another head than this one."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,11 @@ class Eagle3Config:
 
     @classmethod
     def from_dict(cls, contents: Mapping[str, Any], target: ModelConfig) -> "Eagle3Config":
-        """As `from_pretrained`, from the contents of a `config.json`."""
+        """Read the config from the contents of a `config.json`; raise like `from_pretrained`."""
         model = ModelConfig.from_dict(contents)
         if model.architecture != ARCHITECTURE:
-            raise UnsupportedModelError(
-                f"{model.architecture or 'this model'} is no EAGLE-3 head; the method eagle3 runs {ARCHITECTURE}"
-            )
+            name = model.architecture or "this model"
+            raise UnsupportedModelError(f"{name} is no EAGLE-3 head; the method eagle3 runs {ARCHITECTURE}")
         variant = next((name for name in VARIANTS if contents.get(name)), None)
         if variant or model.num_hidden_layers != 1:
             what = f"{variant}={contents[variant]!r}" if variant else f"{model.num_hidden_layers} layers"
@@ -86,14 +85,13 @@ class Eagle3Config:
                 raise MinivllmError(f"the head's {name} is {values}: it was trained for another target")
         draft_vocab_size = contents.get("draft_vocab_size") or model.vocab_size
         if not is_count(draft_vocab_size, 1) or draft_vocab_size > model.vocab_size:
-            raise MinivllmError(
-                f"draft_vocab_size is {draft_vocab_size!r}; it must be a whole number from 1 to {model.vocab_size}"
-            )
+            limits = f"from 1 to {model.vocab_size}"
+            raise MinivllmError(f"draft_vocab_size is {draft_vocab_size!r}; it must be a whole number {limits}")
         return cls(model, _aux_layer_ids(contents, target), draft_vocab_size)
 
 
 def _aux_layer_ids(contents: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    """As configured, or else from the beginning, the middle and near the end, as in EAGLE-3."""
+    """Return the layers as configured, or else one near the beginning, one in the middle and one near the end."""
     layers = target.num_hidden_layers
     ids = contents.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
     valid = isinstance(ids, list) and all(is_count(index, 0) and index < layers for index in ids)
@@ -112,7 +110,8 @@ class Eagle3Head(nn.Module):
         """Build with torch's default dtype and device; `own_lm_head`: not the target's."""
         super().__init__()
         model = config.model
-        self.eagle_config, self.config = config, model
+        self.eagle_config = config
+        self.config = model
         self._target = (target,)  # in a tuple, so that its parameters are not also the head's
         self.fc = Linear(NUM_AUX_HIDDEN_STATES * model.hidden_size, model.hidden_size)
         self.midlayer = Eagle3Layer(model)
@@ -124,11 +123,11 @@ class Eagle3Head(nn.Module):
 
     @property
     def embed_tokens(self) -> Embedding:
-        """The target's."""
+        """Return the target's embedding."""
         return self._target[0].embed_tokens
 
     def combine_hidden_states(self, aux_hidden_states: Tensor) -> Tensor:
-        """The target's hidden states side by side, `[tokens, 3 * hidden_size]`, as the one that the layer reads."""
+        """Mix the target's hidden states, `[tokens, 3 * hidden_size]`, into the one that the layer reads."""
         return self.fc(aux_hidden_states)
 
     def forward(
@@ -139,7 +138,7 @@ class Eagle3Head(nn.Module):
         context: ForwardContext | Attention,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One step over the flattened tokens of all sequences.
+        """Run one step over the flattened tokens of all sequences.
 
         Args:
             input_ids: `[tokens]`, the token *after* each hidden state.
@@ -151,16 +150,17 @@ class Eagle3Head(nn.Module):
         Returns:
             `[rows, hidden_size]`: normalised, as `compute_logits` expects it, and before the norm, for the next step.
         """
-        embeds = self.embed_tokens(input_ids)
-        layer = self.midlayer(embeds, hidden, positions, self.rotary.table, ForwardContext.of(context), rows)
-        hidden, residual = layer
+        embeds = self.embed_tokens(input_ids)  # [tokens, hidden_size]
+        table = self.rotary.table
+        hidden, residual = self.midlayer(embeds, hidden, positions, table, ForwardContext.of(context), rows)
         return self.norm(hidden, residual), residual
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the target's vocabulary `[n, vocab_size]`; minus infinity for what the head cannot draft."""
+        """Compute logits over the target's vocabulary `[n, vocab_size]`; -inf for what the head cannot draft."""
         logits = (self.own_lm_head or self._target[0].lm_head)(hidden)
         if self.draft_id_to_target_id is None:
             return logits
+        # Not every token of the target can be drafted; the others have probability 0.
         whole = logits.new_full((len(logits), self.config.vocab_size), float("-inf"))
         whole[:, self.draft_id_to_target_id] = logits
         return whole
@@ -174,6 +174,7 @@ class Eagle3Layer(nn.Module):
         group = GroupCoordinator()  # every rank of a group has the whole head
         self.self_attn = SelfAttention(config, 0, group, UNQUANTIZED)
         width = len(self.self_attn.qkv_proj.weight)
+        # Its input is twice as wide as an ordinary layer's.
         self.self_attn.qkv_proj = Linear(2 * config.hidden_size, width, config.attention_bias)
         self.mlp = GatedMLP(config, group, UNQUANTIZED)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -189,12 +190,14 @@ class Eagle3Layer(nn.Module):
         context: ForwardContext,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Embeddings and hidden states `[tokens, hidden_size]` to the layer's output and the residual stream `[rows]`.
+        """Map embeddings and hidden states `[tokens, hidden_size]` to the output and the residual stream of `rows`.
 
         `hidden` stays as it is: the residual adds go into a copy.
         """
+        # [tokens, 2 × hidden_size]
         x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
         attended = self.self_attn(x, positions, table, context, rows)
+        # The norm below adds into its residual, and a caller may read `hidden` again.
         residual = hidden.clone() if rows is None else hidden[rows]
         return self.mlp(self.post_attention_layernorm(attended, residual)), residual
 
@@ -209,7 +212,8 @@ def load_eagle3(path_or_name: str | Path, target: Decoder) -> Eagle3Head:
     """
     config = Eagle3Config.from_pretrained(path_or_name, target.whole_config)
     tensors = dict(stored_tensors(weight_files(path_or_name)))
-    tensors.pop("t2d", None)  # which of the target's tokens can be drafted; d2t says the same the other way round
+    # Which of the target's tokens can be drafted; d2t says the same the other way round.
+    tensors.pop("t2d", None)
     own_lm_head = "lm_head.weight" in tensors
     _check_vocabulary(config, tensors, own_lm_head)
     weight = target.embed_tokens.weight
@@ -218,6 +222,7 @@ def load_eagle3(path_or_name: str | Path, target: Decoder) -> Eagle3Head:
     d2t = tensors.pop("d2t", None)
     if d2t is not None:
         head.draft_id_to_target_id = _draft_ids(config, d2t).to(weight.device)
+    # The head is never divided: one rank, which holds all of it.
     slots = slots_of(head, config.model, GroupCoordinator(), (0, 1))
     fill_slots({name.removeprefix("own_"): slot for name, slot in slots.items()}, tensors.items())
     return head
@@ -233,13 +238,11 @@ def _check_vocabulary(config: Eagle3Config, tensors: Mapping[str, Tensor], own_l
         )
     if drafted < whole and not ("d2t" in tensors and own_lm_head):
         lacking = "lm_head.weight" if "d2t" in tensors else "d2t"
-        raise MinivllmError(
-            f"the checkpoint lacks {lacking!r}, which a head needs that drafts {drafted} of {whole} tokens"
-        )
+        raise MinivllmError(f"the checkpoint lacks {lacking!r}: this head drafts {drafted} of {whole} tokens")
 
 
 def _draft_ids(config: Eagle3Config, d2t: Tensor) -> Tensor:
-    """The target's id of each token that can be drafted; `d2t` [draft_vocab_size] is how much larger it is."""
+    """Return the target's id of each token that can be drafted; `d2t` [draft_vocab_size] holds the differences."""
     if d2t.shape != (config.draft_vocab_size,) or d2t.is_floating_point():
         raise MinivllmError(
             f"the tensor 'd2t' of the checkpoint is {d2t.dtype} of shape {tuple(d2t.shape)}; it must be one integer "
@@ -247,7 +250,6 @@ def _draft_ids(config: Eagle3Config, d2t: Tensor) -> Tensor:
         )
     ids = torch.arange(config.draft_vocab_size) + d2t.long()
     if ids.unique().numel() < len(ids) or ids.min() < 0 or ids.max() >= config.model.vocab_size:
-        raise MinivllmError(
-            f"the tensor 'd2t' of the checkpoint must lead to different tokens from 0 to {config.model.vocab_size - 1}"
-        )
+        last = config.model.vocab_size - 1
+        raise MinivllmError(f"the tensor 'd2t' of the checkpoint must lead to different tokens from 0 to {last}")
     return ids

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+# An `AttentionFunction`; in a model with latent attention a `LatentAttentionFunction`.
 Attention = Callable[..., Tensor]
-"""An `AttentionFunction`; in a model with latent attention a `LatentAttentionFunction`."""
 
 
 @dataclass(frozen=True, slots=True)

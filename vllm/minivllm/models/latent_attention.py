@@ -44,8 +44,8 @@ from minivllm.models.linear import UNQUANTIZED, Linear, LoadableLinearMethod, pa
 from minivllm.models.norm import RMSNorm
 from minivllm.models.parallel import GroupCoordinator
 
+# The norms inside attention ignore the config's `rms_norm_eps`, as in `transformers`.
 INNER_EPS = 1e-6
-"""Of the norms inside attention, whatever the config's `rms_norm_eps`, as in `transformers`."""
 
 
 class UpProjection(nn.Module):
@@ -59,17 +59,19 @@ class UpProjection(nn.Module):
         self.weight = parameter(torch.empty(self.heads * (self.nope_dim + self.value_dim), self.rank))
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents `[n, rank]` to keys `[n, heads, nope_dim]` and values `[n, heads, value_dim]`."""
+        """Expand latents `[n, rank]` to keys `[n, heads, nope_dim]` and values `[n, heads, value_dim]`."""
+        # [n, heads, nope_dim + value_dim]
         both = F.linear(latents, self.weight).view(len(latents), self.heads, -1)
         keys, values = both.split((self.nope_dim, self.value_dim), dim=-1)
         return keys, values
 
     def absorb(self, q_nope: Tensor) -> Tensor:
-        """Queries `[n, heads, nope_dim]` to queries of latents `[n, heads, rank]`."""
+        """Bring queries `[n, heads, nope_dim]` into the latent space: `[n, heads, rank]`."""
+        # A matrix product for each head: (q up_k) · latent equals q · (up_k latent).
         return torch.bmm(q_nope.transpose(0, 1), self._by_head[:, : self.nope_dim]).transpose(0, 1)
 
     def expand_values(self, attended: Tensor) -> Tensor:
-        """Weighted sums of latents `[n, heads, rank]` to those of values `[n, heads, value_dim]`."""
+        """Expand weighted sums of latents `[n, heads, rank]` to those of values `[n, heads, value_dim]`."""
         return torch.bmm(attended.transpose(0, 1), self._by_head[:, self.nope_dim :].transpose(1, 2)).transpose(0, 1)
 
     @property
@@ -112,11 +114,14 @@ class LatentAttention(nn.Module):
                 "ordinary checkpoint"
             )
         assert config.kv_lora_rank is not None
-        self.index, self.group = index, group
-        self.heads, self.rank = config.num_attention_heads, config.kv_lora_rank
-        self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.rotary_dim
+        self.index = index
+        self.group = group
+        self.heads = config.num_attention_heads
+        self.rank = config.kv_lora_rank
+        self.nope_dim = config.qk_nope_head_dim
+        self.rope_dim = config.rotary_dim
         self.q_lora_rank = config.q_lora_rank
-        queries = self.heads * (self.nope_dim + self.rope_dim)
+        queries = self.heads * (self.nope_dim + self.rope_dim)  # rows of the query projection
         first = (self.q_lora_rank or queries) + self.rope_dim + self.rank
         self.fused_qkv_a_proj = Linear(config.hidden_size, first)
         if self.q_lora_rank:
@@ -129,13 +134,15 @@ class LatentAttention(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, table: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        """`[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
+        """Attend: `[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
+        # The merged rows' order lets every part be a view: [q_nope of all heads | q_rope of all, k_rope | latent].
         queries_and_key, latent = self.fused_qkv_a_proj(hidden).tensor_split((-self.rank,), dim=1)
         if self.q_lora_rank:
+            # [tokens, q_lora_rank], [tokens, rope_dim]
             q_latent, k_rope = queries_and_key.split((self.q_lora_rank, self.rope_dim), dim=1)
             queries_and_key = torch.cat((self.q_b_proj(self.q_a_layernorm(q_latent)), k_rope), dim=1)
         q_nope, rotated = queries_and_key.tensor_split((self.heads * self.nope_dim,), dim=1)
-        rotated = rotated.unflatten(1, (self.heads + 1, self.rope_dim))
+        rotated = rotated.unflatten(1, (self.heads + 1, self.rope_dim))  # the last "head" is the key
         rotate_heads(rotated, positions, table)
         attended = context.attention(
             self.index,
@@ -149,19 +156,21 @@ class LatentAttention(nn.Module):
 
 
 def query_rows(config: ModelConfig) -> Tensor:
-    """The order in which `LatentAttention` holds the rows of a checkpoint's query projection, as indices.
+    """Return the order in which `LatentAttention` holds the rows of a checkpoint's query projection, as indices.
 
     A checkpoint has head after head, each with its part that is not rotated before the one that is, and rotates pairs
     of neighbours; `rotate_heads` takes one half with the other.
     """
-    nope, width = config.qk_nope_head_dim, config.qk_nope_head_dim + config.rotary_dim
+    nope = config.qk_nope_head_dim
+    width = config.qk_nope_head_dim + config.rotary_dim
+    # Each head's first row, [heads, 1]
     head = torch.arange(config.num_attention_heads, device="cpu")[:, None] * width
     rotated = nope + _halves(config.rotary_dim)
     return torch.cat(((head + torch.arange(nope, device="cpu")).flatten(), (head + rotated).flatten()))
 
 
 def latent_rows(config: ModelConfig) -> Tensor:
-    """The same for the projection to latent and rotated key, which a checkpoint has in this order."""
+    """Return this order for the projection to latent and rotated key; a checkpoint has the latent first."""
     assert config.kv_lora_rank is not None
     return torch.cat(
         (config.kv_lora_rank + _halves(config.rotary_dim), torch.arange(config.kv_lora_rank, device="cpu"))
@@ -169,7 +178,7 @@ def latent_rows(config: ModelConfig) -> Tensor:
 
 
 def _halves(width: int) -> Tensor:
-    """The even places, then the odd ones."""
+    """Return the even places, then the odd ones."""
     return torch.arange(width, device="cpu").view(-1, 2).t().flatten()
 
 
@@ -177,10 +186,11 @@ def _halves(width: int) -> Tensor:
 
 
 def plain_form_is_cheaper(num_new_tokens: int, seq_len: int, config: ModelConfig) -> bool:
-    """Whether the plain form multiplies less than the absorbed one; see the head of this file."""
+    """Return whether the plain form multiplies less than the absorbed one; see the head of this file."""
     assert config.kv_lora_rank is not None
     expanded = config.qk_nope_head_dim + config.v_head_dim
-    pairs = num_new_tokens * (2 * seq_len - num_new_tokens + 1) // 2
+    pairs = num_new_tokens * (2 * seq_len - num_new_tokens + 1) // 2  # (query, key) pairs that are seen
+    # What the absorbed form costs extra in every pair, against expanding the cached keys once.
     saved = pairs * (2 * config.kv_lora_rank - expanded)
     return saved > (seq_len - num_new_tokens) * config.kv_lora_rank * expanded
 
@@ -188,21 +198,23 @@ def plain_form_is_cheaper(num_new_tokens: int, seq_len: int, config: ModelConfig
 def plain_attention(
     q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, up: UpProjection, scale: float
 ) -> Tensor:
-    """Attention of one sequence in the plain form; its queries are those of its last tokens.
+    """Attend in one sequence in the plain form; the queries are those of its last tokens.
 
     Args:
         q_nope, q_rope: `[queries, heads, nope_dim]` and `[queries, heads, rope_dim]`.
         latents, k_rope: `[keys, rank]` and `[keys, rope_dim]`, of all its tokens so far.
         up: the layer's.
-        scale: what q · k is multiplied by.
+        scale: the factor of q · k.
 
     Returns:
         `[queries, heads, value_dim]`.
     """
     k_nope, values = up.expand(latents)
+    # [keys, heads, nope + rope]
     keys = torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, up.heads, -1)), dim=-1)
-    queries = torch.cat((q_nope, q_rope), dim=-1)
+    queries = torch.cat((q_nope, q_rope), dim=-1)  # [queries, heads, nope + rope]
     context = len(keys) - len(queries)
+    # [queries, keys]
     seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device).tril(context) if context else None
     by_head = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (queries, keys, values))
     out = F.scaled_dot_product_attention(*by_head, attn_mask=seen, is_causal=seen is None, scale=scale)
@@ -210,7 +222,7 @@ def plain_attention(
 
 
 def causal_attention(config: ModelConfig, lengths: Sequence[int] | None = None) -> Attention:
-    """Attention without a cache for any model, over sequences of these lengths; None for one of all tokens."""
+    """Return attention without a cache for any model, over sequences of these lengths; None for one of all tokens."""
     kind = CausalAttention if config.kv_lora_rank is None else CausalLatentAttention
     return kind(config, lengths)
 
@@ -219,7 +231,7 @@ class CausalLatentAttention:
     """The plain form without a cache: what a token sees is all in this step. The counterpart of `CausalAttention`."""
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int] | None = None):
-        """`lengths`: tokens of each of the concatenated sequences; None for one sequence of all tokens."""
+        """Prepare for concatenated sequences of these `lengths`; None for one sequence of all tokens."""
         self.scale = attention_scale(config)
         self.lengths = None if lengths is None else list(lengths)
 

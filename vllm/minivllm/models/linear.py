@@ -1,7 +1,7 @@
 """Linear layers, and the one way to change how they compute: each passes its input to its `LinearMethod`.
 
-The method that a linear begins with creates its parameters; after loading they may be transformed, or another method
-take over. It computes with them:
+A linear's first method creates its parameters. After loading, it may transform them or hand over to another method. The
+method computes the product:
 
     UnquantizedLinearMethod    weight [out, in]                       F.linear
     PanelLinearMethod          the same numbers in panels             compiled loops on a CPU; chosen after loading
@@ -28,17 +28,17 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def apply(self, linear: "Linear", x: Tensor) -> Tensor:
-        """`x @ weight.T + bias`: `[rows, in]` to `[rows, out]`."""
+        """Return `x @ weight.T + bias`: `[rows, in]` to `[rows, out]`."""
 
     def apply_gated(self, linear: "Linear", x: Tensor) -> Tensor:
-        """`silu(gate) * up` of the two halves of the product: `[rows, in]` to `[rows, out / 2]`.
+        """Return `silu(gate) * up` of the two halves of the product: `[rows, in]` to `[rows, out / 2]`.
 
         A method overrides this if it can fuse the activation into the product.
         """
         return silu_and_mul(self.apply(linear, x))
 
     def process_weights_after_loading(self, linear: "Linear") -> None:
-        """Changes the weights' layout, or gives the linear another method. Called after all weights are loaded."""
+        """Change the weights' layout, or give the linear another method. Called after all weights are loaded."""
         return
 
 
@@ -47,7 +47,7 @@ class LoadableLinearMethod(LinearMethod):
 
     @abstractmethod
     def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
-        """Creates the linear's parameters except the bias: uninitialised, with torch's default dtype and device.
+        """Create the linear's parameters except the bias: uninitialised, with torch's default dtype and device.
 
         `input_parts`: number of ranks that a row of the whole weight is divided over, `in_features` each.
         """
@@ -57,15 +57,15 @@ class UnquantizedLinearMethod(LoadableLinearMethod):
     """Weights as they are stored, `[out, in]`."""
 
     def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
-        """As `LoadableLinearMethod`."""
+        """Create the plain weight."""
         linear.weight = parameter(torch.empty(out_features, in_features))
 
     def apply(self, linear: "Linear", x: Tensor) -> Tensor:
-        """As `LinearMethod`."""
+        """Multiply with the plain weight."""
         return F.linear(x, linear.weight, linear.bias)
 
     def process_weights_after_loading(self, linear: "Linear") -> None:
-        """Switches to panels if compiled loops support this weight."""
+        """Switch to panels if compiled loops support this weight."""
         if can_pack(linear.weight):
             linear.method = PanelLinearMethod(linear)
 
@@ -79,17 +79,18 @@ class PanelLinearMethod(LinearMethod):
 
     def __init__(self, linear: "Linear") -> None:
         self.product = PanelLinear(linear.weight, linear.bias, gated=isinstance(linear, GatedLinear))
+        # Registered as buffers, the panels count as the model's memory.
         linear.register_parameter("weight", None)
         linear.bias = None
         linear.register_buffer("panels", self.product.panels, persistent=False)
         linear.register_buffer("panel_bias", self.product.bias, persistent=False)
 
     def apply(self, linear: "Linear", x: Tensor) -> Tensor:
-        """As `LinearMethod`."""
+        """Multiply with the panels."""
         return self.product.without_gate(x)
 
     def apply_gated(self, linear: "Linear", x: Tensor) -> Tensor:
-        """As `LinearMethod`, in one pass."""
+        """Multiply and apply the activation, in one pass."""
         return self.product(x)
 
 
@@ -115,7 +116,7 @@ class Linear(nn.Module):
         method: LoadableLinearMethod = UNQUANTIZED,
         input_parts: int = 1,
     ) -> None:
-        """`input_parts` as in `LoadableLinearMethod.create_weights`."""
+        """Create the weights; `input_parts` as in `LoadableLinearMethod.create_weights`."""
         super().__init__()
         self.method: LinearMethod = method
         self.input_parts = input_parts
@@ -123,7 +124,7 @@ class Linear(nn.Module):
         self.bias = parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[rows, in]` to `[rows, out]`."""
+        """Map `[rows, in]` to `[rows, out]`."""
         return self.method.apply(self, x)
 
 
@@ -131,23 +132,24 @@ class GatedLinear(Linear):
     """Gate and up projections of an MLP as one product, with the activation: `silu(gate(x)) * up(x)`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[rows, in]` to `[rows, out / 2]`."""
+        """Map `[rows, in]` to `[rows, out / 2]`."""
         return self.method.apply_gated(self, x)
 
 
 def process_weights_after_loading(model: nn.Module) -> None:
-    """Lets the method of every linear process its loaded weights. Idempotent."""
+    """Let the method of every linear process its loaded weights. Idempotent."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.method.process_weights_after_loading(module)
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers of a module, as stored in memory; tied ones count once."""
+    """Return the bytes of all parameters and buffers of a module, as stored in memory; tied ones count once."""
     tensors = [*model.parameters(), *model.buffers()]
+    # By address: tied tensors have one.
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def parameter(tensor: Tensor) -> nn.Parameter:
-    """A parameter that is not trained."""
+    """Return a parameter that is not trained."""
     return nn.Parameter(tensor, requires_grad=False)

@@ -3,7 +3,7 @@
 Checkpoints store q, k, v and the two halves of the MLP separately; the decoder merges them, and a rank of a
 tensor-parallel group has a part of each. A `Slot` says which part of a stored tensor fills which rows of a parameter.
 
-In vLLM v0.33.0 the `weight_loader` functions of `vllm/model_executor/layers/linear.py` do.
+In vLLM v0.33.0 the `weight_loader` functions of `vllm/model_executor/layers/linear.py` do this.
 """
 
 import re
@@ -53,18 +53,20 @@ class Slot:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the stored tensor."""
+        """Return the shape of the stored tensor."""
         shape = list(self.target.shape)
-        shape[self.dim] = shape[self.dim] * self.parts // self.repeat
+        shape[self.dim] = shape[self.dim] * self.parts // self.repeat  # undo both, to see what is stored
         return torch.Size(shape)
 
     def fill(self, stored: Tensor) -> None:
-        """Fills the target from a stored tensor of this `shape`."""
+        """Fill the target from a stored tensor of this `shape`."""
         if self.zero:
             self.target.zero_()
         else:
             width = self.target.shape[self.dim]
-            stored = stored.repeat_interleave(self.repeat, self.dim) if self.repeat > 1 else stored
+            if self.repeat > 1:
+                stored = stored.repeat_interleave(self.repeat, self.dim)
+            # The rank's own part, still in the order of the checkpoint.
             part = stored.narrow(self.dim, self.index * width, width)
             self.target.copy_(part if self.order is None else part[self.order.to(part.device)])
 
@@ -108,12 +110,13 @@ def random_model(
     group: GroupCoordinator | None = None,
     quantization: str | None = None,
 ) -> Decoder:
-    """A model with the real shapes and random weights determined by the seed: for tests and measurements.
+    """Return a model with the real shapes and random weights determined by the seed, for tests and measurements.
 
     All ranks of a `group` get parts of the same model, and `quantization` rounds that model.
     """
     scheme = quantization_of(config, quantization)
     model = _empty_model(config, device, dtype, group, scheme)
+    # Ordinary weights are rounded; a packed checkpoint has random integers of its own. On "meta" there are only shapes.
     rounded = isinstance(scheme, Rounding)
     tensors = _random_tensors(_empty_model(config, "meta", dtype, None, None if rounded else scheme), seed, device)
     load_weights(model, scheme.convert(tensors, model.embed_tokens.weight) if rounded else tensors)
@@ -121,7 +124,7 @@ def random_model(
 
 
 def quantization_of(config: ModelConfig, quantization: str | None) -> Quantization | None:
-    """How the layers' linears are quantized: as in the checkpoint, or as requested; None if they are not.
+    """Return how the layers' linears are quantized, in the checkpoint or by request, or None if they are not.
 
     Raises:
         UnsupportedModelError: the checkpoint's quantization is not supported.
@@ -150,9 +153,10 @@ def fill_slots(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]]) ->
     """Copy each tensor into the slot of its name.
 
     Raises:
-        MinivllmError: as `load_weights`.
+        MinivllmError: see `load_weights`.
     """
-    missing, extremes = set(slots), {}
+    missing = set(slots)
+    extremes: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if name not in slots:
             raise MinivllmError(f"the checkpoint has a tensor {name!r} that this model does not have")
@@ -161,14 +165,18 @@ def fill_slots(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]]) ->
         if tensor.shape != slots[name].shape:
             shapes = f"{tuple(tensor.shape)}, the config says {tuple(slots[name].shape)}"
             raise MinivllmError(f"the tensor {name!r} of the checkpoint has the shape {shapes}")
+        # Integers would be copied as if they were weights.
         if tensor.is_floating_point() != slots[name].target.is_floating_point():
             raise MinivllmError(
                 f"the tensor {name!r} of the checkpoint is stored as {tensor.dtype}, which the model config does not "
                 "speak of: a quantized checkpoint needs its quantization_config"
             )
         slots[name].fill(tensor)
-        missing.remove(name)
-        extremes.update(_extremes(name, slots[name].target))
+        missing.remove(name)  # a second one of this name is refused
+        target = slots[name].target
+        if target.is_floating_point():
+            # Now the data is in the CPU's caches; a GPU is not waited for. A NaN becomes both extremes.
+            extremes[name] = torch.stack(torch.aminmax(target))  # [2]
     _refuse_non_finite(extremes)
     if missing:
         some = ", ".join(sorted(missing)[:3])
@@ -176,7 +184,7 @@ def fill_slots(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]]) ->
 
 
 def _is_left_out(model: Decoder, slots: dict[str, Slot], name: str, tensor: Tensor) -> bool:
-    """Whether a stored tensor has no place in this model, and rightly so."""
+    """Return whether a stored tensor is rightly absent from this model."""
     tied = model.config.tie_word_embeddings and name == "lm_head.weight"
     if tied or name.endswith("rotary_emb.inv_freq"):
         return True  # redundant tensors that some checkpoints store
@@ -192,17 +200,9 @@ def _is_on_another_stage(model: Decoder, name: str) -> bool:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is None:
         return name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    # A layer beyond the whole model is an error, not another stage's.
     in_model = int(layer[1]) < model.whole_config.num_hidden_layers
     return in_model and not model.start_layer <= int(layer[1]) < model.end_layer
-
-
-def _extremes(name: str, target: Tensor) -> dict[str, Tensor]:
-    """Minimum and maximum of a filled target [2], on its device; empty for integers.
-
-    Both are NaN if any number is. Computed right after filling, while the data is in the CPU's caches, and without
-    synchronizing with a GPU.
-    """
-    return {name: torch.stack(torch.aminmax(target))} if target.is_floating_point() else {}
 
 
 def _refuse_non_finite(extremes: dict[str, Tensor]) -> None:
@@ -221,7 +221,7 @@ def _refuse_non_finite(extremes: dict[str, Tensor]) -> None:
 
 
 def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
-    """The slot of each tensor of a Hugging Face checkpoint, by tensor name."""
+    """Return the slot of each tensor of a Hugging Face checkpoint, by tensor name."""
     slots = slots_of(model, model.config, model.group, kv_part(model.whole_config, model.group))
     return {name if name.startswith("lm_head") else f"model.{name}": slot for name, slot in slots.items()}
 
@@ -229,18 +229,18 @@ def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
 def slots_of(
     module: nn.Module, config: ModelConfig, group: GroupCoordinator, shared: tuple[int, int]
 ) -> dict[str, Slot]:
-    """The slots of a module's parameters: by their own names, but with merged projections under their separate names.
+    """Return the slots of a module's parameters by name, with merged projections under their separate names.
 
     `config` describes the part that the module holds; `shared` is which part of how many its keys and values are.
     """
-    slots, mine = {}, (group.rank, group.size)
-    merged = merged_projections(config, mine, shared)
+    slots = {}
+    merged = merged_projections(config, (group.rank, group.size), shared)
     for name, parameter in module.named_parameters():
         if not parameter.numel():
             continue  # another stage has it
         linear, _, what = name.rpartition(".")
         whole = next((part for part in merged if part in name), None)
-        if whole is not None:
+        if whole is not None:  # the parts lie one below the other in the merged parameter
             parts = merged[whole]
             for part, target in zip(parts, parameter.split([part.rows for part in parts]), strict=True):
                 slots[name.replace(whole, part.name)] = Slot(target, 0, *part.which, order=part.order)
@@ -263,22 +263,25 @@ class Part(NamedTuple):
 def merged_projections(
     config: ModelConfig, mine: tuple[int, int], shared: tuple[int, int]
 ) -> dict[str, tuple[Part, ...]]:
-    """The stored projections, by the name of the one that they are parts of.
+    """Return the stored projections by the name of the merged one that they are parts of.
 
     `mine` and `shared`: which part of how many the rank has of what is divided, and of keys and values.
     """
     width = config.intermediate_size
+    # In the order in which the merged parameter has them.
     gate_and_up = Part("gate_proj", width, mine), Part("up_proj", width, mine)
     if config.kv_lora_rank is not None:
         return {**_merged_latent(config, mine), "gate_up_proj": gate_and_up}
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    q = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
     q_k_and_v = Part("q_proj", q, mine), Part("k_proj", kv, shared), Part("v_proj", kv, shared)
     return {"qkv_proj": q_k_and_v, "gate_up_proj": gate_and_up}
 
 
 def _merged_latent(config: ModelConfig, mine: tuple[int, int]) -> dict[str, tuple[Part, ...]]:
-    """Those of latent attention: every rank has whole latents, and its own heads' queries and up-projections."""
-    whole, of_queries = (0, 1), query_rows(config)
+    """Return those of latent attention: every rank has whole latents, and its own heads' queries and up-projections."""
+    whole = (0, 1)
+    of_queries = query_rows(config)
     expanded = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
     latent = Part("kv_a_proj_with_mqa", config.latent_width, whole, latent_rows(config))
     up = {"kv_b_proj": (Part("kv_b_proj", expanded, mine),)}
@@ -289,7 +292,7 @@ def _merged_latent(config: ModelConfig, mine: tuple[int, int]) -> dict[str, tupl
 
 
 def _slot_of_divided_row(linear: nn.Module, what: str, parameter: Tensor, group: GroupCoordinator) -> Slot:
-    """The slot of a tensor of a linear whose inputs are divided over the ranks (row-parallel)."""
+    """Return the slot of a tensor of a linear whose inputs are divided over the ranks (row-parallel)."""
     assert isinstance(linear, Linear)
     if what == "bias":
         return Slot(parameter, zero=group.rank > 0)
@@ -299,12 +302,13 @@ def _slot_of_divided_row(linear: nn.Module, what: str, parameter: Tensor, group:
     group_size = linear.method.group_size_of(in_features * group.size)
     if group_size == in_features * group.size:
         return Slot(parameter)  # one scale per row, which applies to all of the row's parts
+    # The division has split groups: every piece needs its group's scale.
     pieces = group_size // linear.method.group_size_on_rank(in_features, group.size)
     return Slot(parameter, 1, group.rank, group.size, repeat=pieces)
 
 
 def weight_files(path_or_name: str | Path) -> list[Path]:
-    """The safetensors files of a model: a single one, or those listed in its index.
+    """Return the safetensors files of a model: a single one, or those listed in its index.
 
     Raises:
         MinivllmError: the model has none, or a file listed in the index is missing.
@@ -319,13 +323,10 @@ def weight_files(path_or_name: str | Path) -> list[Path]:
             raise MinivllmError(f"{directory} has no {filename}{_instead_of(filename, directory)}")
         return directory / filename
 
-    if local:
-        sharded = (directory / INDEX_FILE).is_file()
-    else:
-        sharded = _is_sharded_on_hub(str(path_or_name))
+    sharded = (directory / INDEX_FILE).is_file() if local else _is_sharded_on_hub(str(path_or_name))
     if not sharded:
         return [fetch(SINGLE_FILE)]
-    index = fetch(INDEX_FILE)
+    index = fetch(INDEX_FILE)  # it says which file each tensor is in
     try:
         return [fetch(name) for name in sorted(set(read_json_object(index)["weight_map"].values()))]
     except (KeyError, AttributeError, TypeError) as error:
@@ -343,7 +344,7 @@ def _instead_of(filename: str, directory: Path) -> str:
 
 
 def stored_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Name and contents of every tensor in these safetensors files, one at a time.
+    """Yield name and contents of every tensor in these safetensors files.
 
     Raises:
         MinivllmError: a file cannot be opened, is not a valid safetensors file, or is truncated.
@@ -360,7 +361,7 @@ def stored_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def torch_dtype(name: str | torch.dtype) -> torch.dtype:
-    """The torch dtype with this name.
+    """Return the torch dtype with this name.
 
     Raises:
         MinivllmError: models cannot be computed in this dtype.
@@ -395,7 +396,7 @@ def _empty_model(
 
 
 def _random_tensors(model: Decoder, seed: int, device: str | torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Random contents for every checkpoint tensor of the model."""
+    """Yield random contents for every checkpoint tensor of the model."""
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, slot in checkpoint_slots(model).items():
         stored = torch.empty(slot.shape, dtype=slot.target.dtype, device=device)
@@ -410,7 +411,7 @@ def _random_tensors(model: Decoder, seed: int, device: str | torch.device) -> It
 def _refuse_beyond_memory(
     config: ModelConfig, device: torch.device, least_bits: int, group: GroupCoordinator | None
 ) -> None:
-    """Rejects, before allocation, a model that does not fit the device even at `least_bits` bits per weight."""
+    """Reject, before allocation, a model that does not fit the device even at `least_bits` bits per weight."""
     if config.model_type not in FAMILIES or device.type == "meta":
         return  # the decoder rejects other families with a better message; meta tensors take no memory
     num_bytes = num_parameters(config) * least_bits // 8 // (group.world_size if group else 1)
@@ -420,7 +421,7 @@ def _refuse_beyond_memory(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """While this is open, new tensors have this dtype."""
+    """Give new tensors this dtype inside a `with` block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -16,7 +16,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`[..., width]` in and out. With a residual, normalise the sum of both and store the sum in `residual`."""
+        """Normalise `[..., width]`. With a residual, normalise the sum of both and store the sum in `residual`."""
         if residual is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -50,13 +50,16 @@ class GroupCoordinator:
         stage: Stage = ONE_STAGE,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """A group of more than one uses torch.distributed's default process group, which must be initialized.
+        """Join the ranks. More than one use torch.distributed's default process group, which must be initialized.
 
-        `connect(n)` initializes it for the n-th time after that, once all ranks call it. None: it cannot be done again.
-        It returns what `process_group` is: the group of this stage's ranks, None for the default group.
+        `connect(n)` initializes it for the n-th time after that, once all ranks call it, and returns the stage's group
+        as `process_group` has it: None for the default group. Without `connect` the ranks cannot join again.
         """
-        self.rank, self.size, self.stage = rank, size, stage
-        self._connect, self._num_connections = connect, 0
+        self.rank = rank
+        self.size = size
+        self.stage = stage
+        self._connect = connect
+        self._num_connections = 0
         self._process_group = process_group
         self._sending: tuple[dist.Work, torch.Tensor] | None = None
         self.bytes_reduced = self.bytes_sent = 0
@@ -64,21 +67,21 @@ class GroupCoordinator:
 
     @property
     def world_rank(self) -> int:
-        """This rank among those of all stages: stage after stage."""
+        """Return this rank's number among those of all stages, stage after stage."""
         return self.stage.rank * self.size + self.rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of all stages."""
+        """Return the number of ranks of all stages."""
         return self.stage.size * self.size
 
     @property
     def samples(self) -> bool:
-        """Whether it is this rank that samples: the first one of the last stage."""
+        """Return whether this rank samples: the first one of the last stage does."""
         return self.rank == 0 and self.stage.is_last
 
     def all_reduce(self, terms: torch.Tensor) -> torch.Tensor:
-        """Sums the `terms` of all ranks, in place: all have the same shape, and every rank gets the same sum.
+        """Sum the `terms` of all ranks, in place: all have the same shape, and every rank gets the same sum.
 
         Raises:
             LostPeerError: another rank is gone.
@@ -91,22 +94,24 @@ class GroupCoordinator:
         return terms
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copies rank 0's `tensor` into that of every rank; shape and dtype must match.
+        """Copy rank 0's `tensor` into that of every rank; shape and dtype must match.
 
         Raises:
             LostPeerError: another rank is gone.
         """
         if self.size > 1:
             with self._peers():
+                # Rank 0 of this stage, by its number in the world.
                 dist.broadcast(tensor, src=self.world_rank - self.rank, group=self._process_group)
 
     def send_to_next_stage(self, hidden: torch.Tensor) -> None:
-        """Starts sending a step's hidden states to the same rank of the next stage; waits for those before them.
+        """Start sending a step's hidden states to the same rank of the next stage, once those before have been sent.
 
         Raises:
             LostPeerError: that rank is gone.
         """
         with self._peers():
+            # One send at a time: the buffer of the one before is free then.
             if self._sending is not None:
                 self._sending[0].wait()
             work = dist.isend(hidden, self.world_rank + self.size)
@@ -115,7 +120,7 @@ class GroupCoordinator:
         self.bytes_sent += hidden.nbytes
 
     def receive_from_previous_stage(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Waits for a step's hidden states; fills and returns `hidden`, which has their shape.
+        """Wait for a step's hidden states; fill and return `hidden`, which has their shape.
 
         Raises:
             LostPeerError: the rank that would send them is gone.
@@ -126,14 +131,14 @@ class GroupCoordinator:
         return hidden
 
     def leave(self) -> None:
-        """Ends the connections to the other ranks: whoever waits for this one, now or later, gets `LostPeerError`."""
+        """End the connections to the other ranks: one that waits for this rank, now or later, gets `LostPeerError`."""
         if self._connect is not None and dist.is_initialized():
-            # A stage's own group would keep its connections for as long as anybody holds it.
+            # A stage's own group keeps its connections for as long as there is a reference to it.
             self._sending = self._process_group = None
             dist.destroy_process_group()
 
     def rejoin(self) -> None:
-        """Connects the ranks anew, whatever a failed step has left in their connections. All must call it.
+        """Connect the ranks again, whatever a failed step has left in their connections. All must call it.
 
         Raises:
             LostPeerError: another rank is gone.
@@ -153,7 +158,7 @@ class GroupCoordinator:
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The config of one rank's part of a model: its share of the heads and of the MLP's width.
+    """Return the config of one rank's part of a model: its share of the heads and of the MLP's width.
 
     Raises:
         MinivllmError: the model cannot be divided over `size` ranks; the message names the sizes that work.
@@ -163,10 +168,13 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     possible = possible_sizes(config)
     if size not in possible:
         name = config.architecture or config.model_type or "the model"
+        shape = (
+            f"{config.num_attention_heads} attention heads, {config.num_key_value_heads} key-value heads and "
+            f"an MLP {config.intermediate_size} wide"
+        )
         raise MinivllmError(
-            f"tensor_parallel_size is {size}, but {name} has {config.num_attention_heads} attention heads, "
-            f"{config.num_key_value_heads} key-value heads and an MLP {config.intermediate_size} wide, which must all "
-            f"be divided evenly: use one of {', '.join(map(str, possible))}"
+            f"tensor_parallel_size is {size}, but {name} has {shape}, which must all be divided evenly: "
+            f"use one of {', '.join(map(str, possible))}"
         )
     return replace(
         config,
@@ -177,7 +185,7 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def possible_sizes(config: ModelConfig) -> list[int]:
-    """The numbers of ranks that the model can be divided over.
+    """Return the numbers of ranks that the model can be divided over.
 
     Attention heads and the MLP's width must divide evenly; key-value heads are either divided evenly, or each is held
     by the same number of ranks.
@@ -188,6 +196,7 @@ def possible_sizes(config: ModelConfig) -> list[int]:
 
 
 def kv_part(config: ModelConfig, group: GroupCoordinator) -> tuple[int, int]:
-    """(index, number of parts) of the rank's share of the key-value heads; adjacent ranks hold replicated heads."""
+    """Return (index, number of parts) of the rank's share of the KV heads; adjacent ranks hold replicated heads."""
+    # With more ranks than heads, several hold the same one.
     parts = min(config.num_key_value_heads, group.size)
     return group.rank * parts // group.size, parts

@@ -25,19 +25,19 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it starts from token ids."""
+        """Return whether this stage starts from token ids."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it computes logits."""
+        """Return whether this stage computes logits."""
         return self.rank == self.size - 1
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """The first layer of a stage, and the one after its last.
+    """Return the first layer of a stage, and the one after its last.
 
-    What does not divide evenly goes to the stages before the last, from the back: the last has the head to compute.
+    Layers that do not divide evenly go to the stages before the last, from the back: the last one computes the head.
 
     Raises:
         MinivllmError: there are more stages than layers.
@@ -50,13 +50,13 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
     layers, remaining = divmod(num_hidden_layers, pp_size)
     sizes = [layers] * pp_size
     for index in range(remaining):
-        sizes[-2 - index] += 1
+        sizes[-2 - index] += 1  # from the last but one on, backwards
     start = sum(sizes[:pp_rank])
     return start, start + sizes[pp_rank]
 
 
 def stage_config(config: ModelConfig, stage: Stage) -> ModelConfig:
-    """The config of one stage's layers. Raises `MinivllmError` if there are more stages than layers."""
+    """Return the config of one stage's layers. Raises `MinivllmError` if there are more stages than layers."""
     if stage.size == 1:
         return config
     start, end = get_pp_indices(config.num_hidden_layers, stage.rank, stage.size)

@@ -45,22 +45,23 @@ class QuantizedLinearMethod(LoadableLinearMethod):
     scale_dtype: torch.dtype | None = None
 
     def create_weights(self, linear: Linear, in_features: int, out_features: int, input_parts: int) -> None:
-        """As `LinearMethod`.
+        """Create the packed integers and their scales.
 
         Raises:
             MinivllmError: the group size does not fit the rows, or their division over the ranks.
         """
         group_size = self.group_size_on_rank(in_features, input_parts)
+        # Two numbers in a byte, or one.
         kind, width = (torch.uint8, in_features // 2) if self.bits == 4 else (torch.int8, in_features)
         linear.packed = parameter(torch.empty(out_features, width, dtype=kind))
         linear.scales = parameter(torch.empty(out_features, in_features // group_size, dtype=self.scale_dtype))
 
     def apply(self, linear: Linear, x: Tensor) -> Tensor:
-        """As `LinearMethod`."""
+        """Multiply with the packed weight."""
         return quantized_linear(x, linear.packed, linear.scales, linear.bias)
 
     def group_size_of(self, width: int) -> int:
-        """Group size for undivided rows of `width` weights."""
+        """Return the group size for undivided rows of `width` weights."""
         return self.group_size or width
 
     def group_size_on_rank(self, in_features: int, input_parts: int) -> int:
@@ -74,7 +75,7 @@ class QuantizedLinearMethod(LoadableLinearMethod):
         check_group_size(group_size, width)
         if group_size == width:
             return in_features
-        part = math.gcd(group_size, in_features)
+        part = math.gcd(group_size, in_features)  # the largest piece that no boundary between ranks cuts
         if part < SMALLEST_GROUP:
             raise MinivllmError(
                 f"rows of {width} weights in groups of {group_size} cannot be divided over {input_parts} ranks: that "
@@ -88,7 +89,7 @@ class RoundedLinearMethod(QuantizedLinearMethod):
     """The method for weights rounded at load time: the default group size of int4 depends on the row's width."""
 
     def group_size_of(self, width: int) -> int:
-        """As `QuantizedLinearMethod`."""
+        """Return the group size for undivided rows of `width` weights."""
         return default_group_size(width) if self.bits == 4 else width
 
 
@@ -97,11 +98,11 @@ class Quantization(Protocol):
 
     @property
     def method(self) -> LoadableLinearMethod:
-        """The method of every linear inside the layers."""
+        """Return the method of every linear inside the layers."""
         ...
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields a checkpoint's tensors, those of quantized linears as `packed` and `scales`, the others unchanged.
+        """Yield a checkpoint's tensors, those of quantized linears as `packed` and `scales`, the others unchanged.
 
         `like` has the dtype and device of the model's other weights.
         """
@@ -121,15 +122,16 @@ class Rounding:
 
     @property
     def method(self) -> QuantizedLinearMethod:
-        """As `Quantization`."""
+        """Return the method of every linear inside the layers."""
         if self.quantization == "int8":
             return RoundedLinearMethod(8, scale_dtype=torch.float32)
         return RoundedLinearMethod(4, scale_dtype=torch.bfloat16)
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """As `Quantization`. Weights are cast to the model's dtype before rounding."""
+        """Yield the tensors with linears rounded; their weights are cast to the model's dtype before."""
         for name, tensor in tensors:
             linear = name.removesuffix(".weight")
+            # Only the projections inside the layers; norms, embedding and head stay as they are.
             if linear == name or not linear.endswith("_proj") or tensor.dim() != 2:
                 yield name, tensor
                 continue

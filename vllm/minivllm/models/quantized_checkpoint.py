@@ -46,36 +46,39 @@ class PackedFormat:
 
     @property
     def method(self) -> QuantizedLinearMethod:
-        """As `minivllm.models.quantized.Quantization`; the scales are kept in the model's dtype."""
+        """Return the method of the linears; their scales are kept in the model's dtype."""
         return QuantizedLinearMethod(self.bits, self.group_size)
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """As `minivllm.models.quantized.Quantization`; the checkpoint's integers are kept.
+        """Yield the tensors under the method's names, with the checkpoint's integers as they are.
 
         Raises:
             UnsupportedModelError: the weights are asymmetric, or their groups out of order.
         """
+        # Each turns one stored tensor into one of ours, or into nothing.
         read = self._from_gptq if self.stored_by == GPTQ else self._from_compressed_tensors
         for name, tensor in tensors:
             linear, _, what = name.rpartition(".")
-            found = read(what, tensor, linear)
-            if found is not None:
-                if found[0] == "packed" and linear.endswith("lm_head"):
+            converted = read(what, tensor, linear)
+            if converted is not None:
+                if converted[0] == "packed" and linear.endswith("lm_head"):
                     raise UnsupportedModelError(f"the head, {linear}, is quantized too; {WHAT_WORKS}")
-                yield f"{linear}.{found[0]}", found[1]
+                yield f"{linear}.{converted[0]}", converted[1]
 
     def _from_gptq(self, what: str, tensor: Tensor, linear: str) -> tuple[str, Tensor] | None:
         if what == "qweight":
-            return "packed", self._integers(tensor.T)
+            return "packed", self._integers(tensor.T)  # GPTQ stores [in, out]
         if what == "scales":
             return "scales", tensor.T
         if what == "qzeros":
             middle = 2 ** (self.bits - 1)
-            bytes_of = {zero: zero * 17 if self.bits == 4 else zero for zero in (middle, middle - 1)}
-            if not any((tensor.view(torch.uint8) == byte).all() for byte in bytes_of.values()):
+            pair = 17 if self.bits == 4 else 1  # a byte holds the same four bits twice
+            zeros = tensor.view(torch.uint8)
+            if not any((zeros == zero * pair).all() for zero in (middle, middle - 1)):
                 raise UnsupportedModelError(f"{linear} has zero points off the middle (asymmetric); {WHAT_WORKS}")
             return None
         if what == "g_idx":
+            # The group of each input.
             in_order = torch.arange(len(tensor)) // (self.group_size or len(tensor))
             if not torch.equal(tensor.long(), in_order):
                 raise UnsupportedModelError(f"the groups of {linear} are not in order (desc_act); {WHAT_WORKS}")
@@ -94,13 +97,14 @@ class PackedFormat:
         return what, tensor
 
     def _integers(self, words: Tensor) -> Tensor:
-        """Converts int32 [out, words per row] to the packed weight."""
+        """Convert int32 [out, words per row] to the packed weight."""
         stored = words.contiguous().view(torch.uint8)
+        # Stored integers are offset by half their range. Ours of 4 bits are, too, and ours of 8 bits are signed.
         return stored if self.bits == 4 else (stored ^ 128).view(torch.int8)
 
 
 def packed_format(config: ModelConfig) -> PackedFormat | None:
-    """The packed format that a checkpoint's config describes; None for an ordinary checkpoint.
+    """Return the packed format that a checkpoint's config describes, or None for an ordinary checkpoint.
 
     Raises:
         UnsupportedModelError: an unsupported method or variant; the message says what would work.
@@ -113,63 +117,62 @@ def packed_format(config: ModelConfig) -> PackedFormat | None:
             return _gptq(said)
         if config.quantization == COMPRESSED_TENSORS:
             return _compressed_tensors(said)
-        raise _NotThisOne(f"the method {config.quantization!r}")
-    except _NotThisOne as error:
+        raise _Unsupported(f"the method {config.quantization!r}")
+    except _Unsupported as error:
         name = config.architecture or config.model_type or "this model"
         raise UnsupportedModelError(f"{name} is quantized with {error}; {WHAT_WORKS}") from error
 
 
-class _NotThisOne(Exception):
+class _Unsupported(Exception):
     """An unsupported feature of a quantization; the message names it."""
 
 
 def _gptq(said: Mapping[str, Any]) -> PackedFormat:
     for name in ("desc_act", "lm_head", "dynamic", "modules_in_block_to_quantize"):
         if said.get(name):
-            raise _NotThisOne(f"GPTQ and {name}={said[name]!r}")
+            raise _Unsupported(f"GPTQ and {name}={said[name]!r}")
     if not said.get("sym", True):
-        raise _NotThisOne("GPTQ and sym=False (asymmetric)")
+        raise _Unsupported("GPTQ and sym=False (asymmetric)")
     return _format(GPTQ, said.get("bits"), said.get("group_size", -1))
 
 
 def _compressed_tensors(said: Mapping[str, Any]) -> PackedFormat:
     groups = _part("config_groups", said, dict)
     if len(groups) != 1:
-        raise _NotThisOne(f"compressed-tensors and {len(groups)} kinds of linears")
+        raise _Unsupported(f"compressed-tensors and {len(groups)} kinds of linears")
     group = _part(next(iter(groups)), groups, dict)
     weights = _part("weights", group, dict)
     stored = group.get("format") or said.get("format")
     if stored != "pack-quantized":
-        raise _NotThisOne(f"compressed-tensors and the format {stored!r}")
+        raise _Unsupported(f"compressed-tensors and the format {stored!r}")
     if weights.get("type", "int") != "int" or not weights.get("symmetric", True):
-        raise _NotThisOne("compressed-tensors and weights that are not symmetric integers")
+        raise _Unsupported("compressed-tensors and weights that are not symmetric integers")
     for name, value in (*group.items(), ("kv_cache_scheme", said.get("kv_cache_scheme"))):
         if value and name in ("input_activations", "output_activations", "kv_cache_scheme"):
-            raise _NotThisOne(f"compressed-tensors and {name}")
+            raise _Unsupported(f"compressed-tensors and {name}")
     if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise _NotThisOne(f"compressed-tensors and actorder={weights['actorder']!r}")
+        raise _Unsupported(f"compressed-tensors and actorder={weights['actorder']!r}")
     others = [name for name in _part("ignore", said, list) if not str(name).rstrip("$").endswith("lm_head")]
     if others:
-        raise _NotThisOne(f"compressed-tensors but for {others[0]!r}")
+        raise _Unsupported(f"compressed-tensors but for {others[0]!r}")
     strategy = weights.get("strategy")
     if strategy not in ("group", "channel"):
-        raise _NotThisOne(f"compressed-tensors and the strategy {strategy!r}")
-    return _format(
-        COMPRESSED_TENSORS, weights.get("num_bits"), weights.get("group_size") if strategy == "group" else -1
-    )
+        raise _Unsupported(f"compressed-tensors and the strategy {strategy!r}")
+    group_size = weights.get("group_size") if strategy == "group" else -1
+    return _format(COMPRESSED_TENSORS, weights.get("num_bits"), group_size)
 
 
 def _part(name: str, said: Mapping[str, Any], kind: type) -> Any:
-    """The value stored under a name; an empty `kind` if missing."""
+    """Return the value stored under a name, or an empty `kind` if it is missing."""
     value = said.get(name) or kind()
     if not isinstance(value, kind):
-        raise _NotThisOne(f"{COMPRESSED_TENSORS} and {name}={value!r}")
+        raise _Unsupported(f"{COMPRESSED_TENSORS} and {name}={value!r}")
     return value
 
 
 def _format(method: str, bits: Any, group_size: Any) -> PackedFormat:
     if bits not in (4, 8):
-        raise _NotThisOne(f"{method} in {bits!r} bits")
+        raise _Unsupported(f"{method} in {bits!r} bits")
     if not isinstance(group_size, int) or not (group_size == -1 or group_size > 0):
         raise MinivllmError(f"a group size of {method} is a count of weights, or -1 for whole rows, not {group_size!r}")
     return PackedFormat(method, bits, None if group_size == -1 else group_size)

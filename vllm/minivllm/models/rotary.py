@@ -29,7 +29,8 @@ class RotaryTable(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         frequencies, scale = rotary_frequencies(config)
-        length, device = table_length(config), torch.get_default_device()
+        length = table_length(config)
+        device = torch.get_default_device()
         if device.type == "meta":  # to compute there, torch would load its compiler, which takes a second
             table = torch.empty(length, config.rotary_dim)
         else:
@@ -37,31 +38,33 @@ class RotaryTable(nn.Module):
             what = f"the table of rotary positions for max_position_embeddings = {config.max_position_embeddings}"
             num_bytes = 3 * length * config.rotary_dim * torch.float32.itemsize
             refuse_beyond_memory(num_bytes, device, what, "lower it, or the factor of its rope scaling, in config.json")
+            # [positions, pairs]
             angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies.to(device)
             table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
 
 
 def table_length(config: ModelConfig) -> int:
-    """Number of positions in the table: the config's maximum, or the context length after rope scaling if longer."""
+    """Return the number of positions in the table: the config's maximum, or the scaled context length if longer."""
     scaling = config.rope_scaling or {}
     if scaling.get("rope_type") == "linear":
         stretched = config.max_position_embeddings * scaling["factor"]
     else:
+        # 0 without scaling.
         stretched = (scaling.get("original_max_position_embeddings") or 0) * (scaling.get("factor") or 1)
     config.require("max_position_embeddings")
     return max(config.max_position_embeddings, int(stretched))
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Angle per position for each pair, `[rotary_dim / 2]` (float32, on the CPU), and the scale of cosines and sines.
+    """Return each pair's angle per position, float32 `[rotary_dim / 2]`, and the scale of cosines and sines.
 
     Raises:
         UnsupportedModelError: the scaling is partial, or not linear, llama3 or yarn.
         MinivllmError: the scaling lacks one of its parameters; the message names it.
     """
     width = config.rotary_dim
-    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width  # [pairs]
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling is None:
@@ -79,20 +82,21 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, those in between interpolated."""
+    """Scale as Llama 3.1 does: divide low frequencies by `factor`, keep high ones, interpolate those in between."""
     factor, low, high = (_parameter(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise MinivllmError(
             f"the model config's rope scaling has high_freq_factor {high} and low_freq_factor {low}; the first must be "
             "above the second, since what lies between them is blended"
         )
+    # How often each pair turns over the original context: few turns are stretched, many are kept.
     turns = _parameter(scaling, "original_max_position_embeddings") * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: keep the frequency, 0: divide it
     return frequencies * (kept + (1 - kept) / factor)
 
 
 def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], config: ModelConfig) -> tuple[Tensor, float]:
-    """YaRN: like `_llama3` with a linear ramp over pair indices, and with attention made slightly sharper."""
+    """Scale as YaRN does: like `_llama3`, with a linear ramp over pair indices and slightly sharper attention."""
     if config.rope_theta <= 1.0:
         raise MinivllmError(f"the model config's rope_theta is {config.rope_theta}; yarn needs one above 1")
     original = _parameter(scaling, "original_max_position_embeddings")
@@ -104,8 +108,9 @@ def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], config: ModelConfig) 
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.rotary_dim - 1)
+    # Their indices, from fast to slow.
     pairs = torch.arange(len(frequencies), dtype=torch.float32, device="cpu")
-    slowed = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+    slowed = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)  # 0: keep the frequency, 1: divide it
     return frequencies * (1 - slowed + slowed / factor), _yarn_scale(scaling, factor)
 
 
@@ -119,7 +124,7 @@ def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 def sharpening(factor: float, weight: float) -> float:
-    """YaRN's correction of attention for a context `factor` times as long; 1 for a `weight` of 0."""
+    """Return YaRN's correction of attention for a context `factor` times as long; 1 for a `weight` of 0."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

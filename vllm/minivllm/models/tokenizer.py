@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FILENAME = "tokenizer.json"
+# Some models have one of these instead, which transformers can convert.
 OTHER_FILES = ("tokenizer.model", "vocab.json", "tekken.json")
-"""What some models have in its place, and transformers can convert."""
 
 
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
-    """The tokenizer of a local model directory, or of a model on the Hugging Face hub.
+    """Load the tokenizer of a local model directory, or of a model on the Hugging Face hub.
 
     `tokenizer.encode(text).ids` and `tokenizer.decode(ids)` are its two directions.
 
@@ -47,15 +47,15 @@ def _way_out(directory: Path) -> str:
 
 
 def load_transformers_tokenizer(path_or_name: str | Path) -> PreTrainedTokenizerBase:
-    """The same tokenizer as an object of transformers, with its special tokens and chat template.
+    """Load the same tokenizer as an object of transformers, with its special tokens and chat template.
 
     Raises:
         MinivllmError: transformers cannot load it.
     """
-    from transformers import AutoTokenizer  # takes a second, and only users ask for it
+    from transformers import AutoTokenizer  # takes a second, and the engine itself does not need it
 
     directory = local_path(path_or_name)
     try:
         return AutoTokenizer.from_pretrained(str(directory if directory.is_dir() else path_or_name))
-    except Exception as error:  # whatever a stranger's files bring about
+    except Exception as error:  # files from elsewhere can raise anything
         raise MinivllmError(f"transformers cannot load the tokenizer of {path_or_name}: {error}") from error

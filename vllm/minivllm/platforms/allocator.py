@@ -19,6 +19,7 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
+    # Serve large blocks from the heap, too, never shrink it, and grow it by 64 MiB at a time.
     options = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 2**26}
     taken = [mallopt(option, value) for option, value in options.items()]
     return all(taken)

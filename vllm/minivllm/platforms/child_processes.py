@@ -1,4 +1,4 @@
-"""What ranks and cores have in common as processes: how they are ended, and what is said of their end."""
+"""Ending the processes of ranks and cores, and describing their end in messages."""
 
 import contextlib
 import signal
@@ -9,25 +9,29 @@ from typing import Protocol
 
 
 class ChildProcess(Protocol):
-    """What is needed of a process that another one has started; `subprocess.Popen` has it."""
+    """The interface of a process that another one has started; `subprocess.Popen` has it."""
 
     @property
     def pid(self) -> int | str:
-        """Names it in messages."""
+        """Return what names the process in messages."""
+        ...
 
     @property
     def returncode(self) -> int | None:
-        """How it ended, if that is known."""
+        """Return how the process ended, or None if that is not known."""
+        ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end, or raises `subprocess.TimeoutExpired`."""
+        """Wait for the end of the process, or raise `subprocess.TimeoutExpired`."""
+        ...
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kill the process."""
+        ...
 
 
 def wait_or_kill(processes: Sequence[ChildProcess], seconds: float) -> None:
-    """Waits for processes that have been told to end, all of them for so long, and kills those that have not ended."""
+    """Wait up to `seconds` for processes that have been told to end, then kill those that still run."""
     deadline = time.monotonic() + seconds
     for process in processes:
         try:
@@ -39,7 +43,7 @@ def wait_or_kill(processes: Sequence[ChildProcess], seconds: float) -> None:
 
 
 def how_it_ended(returncode: int) -> str:
-    """The end of a process, as what follows its name in a sentence."""
-    if returncode < 0:
+    """Describe the end of a process, as what follows its name in a sentence."""
+    if returncode < 0:  # minus the signal's number
         return f"was killed by {signal.Signals(-returncode).name}"
     return f"ended with exit code {returncode}"

@@ -1,4 +1,4 @@
-"""Python's garbage collector, which looks for garbage also where many objects are made of which none is."""
+"""Pause Python's garbage collector while many long-lived objects are allocated."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def at_rest() -> Iterator[None]:
-    """A `with` block that makes many objects to keep: the collector does not look through them again and again."""
+    """Pause the collector in a `with` block that makes many objects to keep, which it would scan again and again."""
     was_enabled = gc.isenabled()
     try:
         gc.disable()
@@ -19,10 +19,10 @@ def at_rest() -> Iterator[None]:
 
 @contextmanager
 def while_loading() -> Iterator[None]:
-    """A `with` block that loads what a process needs for good: the collector rests, and never looks at it afterwards.
+    """Pause the collector in a `with` block that loads what a process keeps for good, and exempt that from later scans.
 
-    Looking through torch again and again is a sixth of what its import takes. A process that does this ends with
-    `os._exit`: taken apart as usual, it would leave what it has loaded behind, and Triton's bindings complain of that.
+    Scanning torch again and again takes a sixth of its import. A process that does this must end with `os._exit`: an
+    ordinary exit would not free what was loaded, and Triton's bindings complain of that.
 
     In vLLM v0.33.0: `vllm/utils/gc_utils.py` (`freeze_gc_heap`).
     """

@@ -9,8 +9,8 @@ from pathlib import Path
 TASKS = Path("/proc/self/task")
 STAT = Path("/proc/stat")
 NANOSECONDS = 1e-9
+# Column of /proc/stat's first line: time in which a virtual machine was ready but its host ran something else.
 STEAL = 8
-"""Column of /proc/stat's first line: time in which a virtual machine was ready but its host ran something else."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class CpuTimes:
 
     @property
     def waited_share(self) -> float:
-        """Fraction of the time in which threads wanted a core that they spent waiting for it. 0 on an idle machine."""
-        wanted = self.ran + self.waited
-        return self.waited / wanted if wanted > 0 else 0.0
+        """Return the share of the time in which threads wanted a core that they spent waiting: 0 on an idle machine."""
+        total = self.ran + self.waited
+        return self.waited / total if total > 0 else 0.0
 
 
+# Times by thread id, since each thread started.
 ThreadTimes = dict[int, CpuTimes]
-"""Times by thread id, since each thread started."""
 
 
 def thread_times(tasks: Path = TASKS) -> ThreadTimes:
@@ -41,7 +41,7 @@ def thread_times(tasks: Path = TASKS) -> ThreadTimes:
     for name in names:
         try:
             with open(f"{tasks}/{name}/schedstat", "rb", buffering=0) as file:
-                ran, waited, _ = file.read(64).split()
+                ran, waited, _ = file.read(64).split()  # in ns; the third is the number of time slices
         except (OSError, ValueError):  # the thread has just ended, or the kernel keeps no such statistics
             continue
         times[int(name)] = CpuTimes(int(ran) * NANOSECONDS, int(waited) * NANOSECONDS)
@@ -50,12 +50,12 @@ def thread_times(tasks: Path = TASKS) -> ThreadTimes:
 
 def between(before: ThreadTimes, after: ThreadTimes) -> CpuTimes:
     """Return the times between two readings, summed over the threads that exist at the second."""
-    nothing = CpuTimes(0.0, 0.0)
-    earlier = [before.get(thread, nothing) for thread in after]
-    return CpuTimes(
-        sum(one.ran for one in after.values()) - sum(one.ran for one in earlier),
-        sum(one.waited for one in after.values()) - sum(one.waited for one in earlier),
-    )
+    ran = waited = 0.0
+    for thread, times in after.items():
+        earlier = before.get(thread, CpuTimes(0.0, 0.0))  # a thread that has started since
+        ran += times.ran - earlier.ran
+        waited += times.waited - earlier.waited
+    return CpuTimes(ran, waited)
 
 
 def stolen_seconds(stat: Path = STAT) -> float:

@@ -34,6 +34,7 @@ def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     import torch
 
     tensor = torch.from_numpy(array)
+    # From pinned memory the copy runs in the background.
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -23,6 +23,7 @@ def refuse_beyond_memory(num_bytes: int, device: torch.device, what: str, advice
     import torch
 
     if device.type == "cuda":
+        # Held by torch, but free for new tensors.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         name, available = device_name(device), torch.cuda.mem_get_info(device)[0] + unused
     else:
@@ -52,6 +53,7 @@ def _system_available() -> int | None:
 def _container_available() -> int | None:
     folder = Path("/sys/fs/cgroup")
     try:
+        # A container's limit, "max" for none.
         limit, current = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text()
         return max(0, int(limit) - int(current)) if limit != "max" else None
     except (OSError, ValueError):

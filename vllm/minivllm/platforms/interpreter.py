@@ -1,8 +1,8 @@
-"""Triton's interpreter without the work whose result it does not use, which is half of a kernel's time there.
+"""Spare Triton's interpreter the work whose result it does not use, which is half of a kernel's time there.
 
-For each addition, subtraction and product of integers it computes in 64 bits whether the result fits, and looks at that
-in debug mode only. Each function that a kernel calls, `tl.sum` among them, puts the interpreter's own functions in the
-language's place once more, though the launch has done so. And a type's dtype is looked up in a table made for that.
+For each addition, subtraction and product of integers it computes in 64 bits whether the result fits, and uses that in
+debug mode only. Each function that a kernel calls, `tl.sum` among them, patches the language's modules again, though
+the launch has done so. And a type's dtype is looked up in a table that is built for each look-up.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def leave_out_what_is_not_used() -> None:
-    """For all kernels of this process, from now on. A Triton that is built otherwise is left as it is."""
+    """Patch the interpreter for all kernels of this process. A Triton of another build is left as it is."""
     from triton.runtime import interpreter
 
     semantic: Any = getattr(interpreter, "interpreter_semantic", None)
@@ -28,14 +28,14 @@ def _in_debug_mode(semantic: Any) -> Callable[..., None]:
     check = semantic.binary_op_sanitize_overflow_impl
 
     def checked(*operands: Any) -> None:
-        if semantic.builder.options.debug:
+        if semantic.builder.options.debug:  # else nobody reads the result
             check(*operands)
 
     return checked
 
 
 def _remembered(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """NumPy's dtype of a type of the language, whose name says all of it."""
+    """Remember NumPy's dtype for each type of the language, by its name."""
     known: dict[str, Any] = {}
 
     def dtype_of(type_: Any) -> Any:
@@ -47,7 +47,7 @@ def _remembered(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class _Patches:
-    """Patches each of the language's modules once in a launch, and takes all back at its end: `restore`."""
+    """Patches each of the language's modules once in a launch; `restore` undoes that at its end."""
 
     def __init__(self, patch: Callable[[Any], Any]) -> None:
         self._patch = patch
@@ -55,13 +55,14 @@ class _Patches:
         self._scopes: list[Any] = []
 
     def __call__(self, function: Any) -> Any:
+        # Modules that this launch has not patched yet.
         if not (wanted := _languages(function)) <= self._patched:
             self._scopes.append(self._patch(function))
             self._patched |= wanted
         return self
 
     def restore(self) -> None:
-        """What was patched last is taken back first: it was put in the place of what was patched before."""
+        """Undo the patches, the last one first: each has replaced what was patched before."""
         while self._scopes:
             self._scopes.pop().restore()
         self._patched = frozenset()
@@ -69,6 +70,6 @@ class _Patches:
 
 @functools.lru_cache(maxsize=1024)
 def _languages(function: Any) -> frozenset[str]:
-    """The names of the language's modules that a function sees."""
+    """Return the names of the language's modules that a function refers to."""
     modules = (value.__name__ for value in function.__globals__.values() if isinstance(value, ModuleType))
     return frozenset(name for name in modules if name in ("triton.language", "triton.language.core"))

@@ -7,8 +7,8 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, ClassVar
 
+# The module that `signal` wraps. Its wrappers try to make an enum of every handler, which takes 12 of 15 µs a block.
 _signal: Any = import_module("_signal")
-"""What `signal` wraps. The wrappers try to make an enum of every handler, which takes 12 of 15 µs a block."""
 
 
 class InterruptsHeld:
@@ -18,8 +18,8 @@ class InterruptsHeld:
     has caused. A block for `clean_up` holds every one, also a second, because no other reason for the clean-up may be
     cut short either.
 
-    Blocks may be nested: the outermost one holds. Only the main thread is ever interrupted, so in other threads nothing
-    is done, and neither is where a program ignores SIGINT.
+    Blocks may be nested: the outermost one holds. Python interrupts the main thread only, so in other threads the
+    block does nothing; nor does it where a program ignores SIGINT.
     """
 
     _outermost: "ClassVar[InterruptsHeld | None]" = None
@@ -31,24 +31,25 @@ class InterruptsHeld:
         self._handler: Callable[[int, FrameType | None], Any] | None = None
         self._held: list[tuple[int, FrameType | None]] = []
         self._let_through = False
+        # In `__enter__` or `__exit__`, where an interrupt would leave signals to a block that is not there.
         self._at_an_edge = True
-        """In `__enter__` or `__exit__`, where an interrupt would leave signals to a block that is not there."""
 
     def __enter__(self) -> "InterruptsHeld":
         if threading.get_ident() != threading.main_thread().ident:
             return self
+        # SIG_IGN and SIG_DFL are not callable: there is nothing to hold.
         if InterruptsHeld._outermost is None and callable(handler := _signal.getsignal(signal.SIGINT)):
             self._handler = handler
             _signal.signal(signal.SIGINT, self._hold)
             InterruptsHeld._outermost = self
         self._holder = InterruptsHeld._outermost
         if self._holder is not None:
-            self._holder._num_clean_ups += self._clean_up
+            self._holder._num_clean_ups += self._clean_up  # nested blocks count at the outermost one
         self._at_an_edge = False
         return self
 
     def deliver(self) -> None:
-        """Lets a held SIGINT through now: a loop that holds them as a whole calls it between its turns."""
+        """Let a held SIGINT through now; a loop inside the block calls this between its turns."""
         if self._held:
             self._let_one_through(*self._held[0])
 
@@ -65,13 +66,14 @@ class InterruptsHeld:
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         self._held.append((number, frame))
+        # An inner block that is just being entered or left counts as an edge, too.
         edges = (InterruptsHeld.__enter__.__code__, InterruptsHeld.__exit__.__code__)
         at_an_edge = self._at_an_edge or (frame is not None and frame.f_code in edges)
         if len(self._held) > 1 and not (self._let_through or self._num_clean_ups or at_an_edge):
             self._let_one_through(number, frame)
 
     def _let_one_through(self, number: int, frame: FrameType | None) -> None:
-        """Calls the handler. Where it does not raise, what was held is dealt with, and the block goes on."""
+        """Call the handler. If it does not raise, the held signals are dealt with, and the block goes on."""
         assert self._handler is not None
         self._let_through = True
         self._handler(number, frame)

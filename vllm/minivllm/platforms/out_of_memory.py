@@ -13,8 +13,10 @@ def explain_out_of_memory(error: BaseException) -> MinivllmError | None:
 
     Returns None for any other error, which the caller should raise unchanged.
     """
+    # On a CPU this error has no type of its own, so its message has to do.
     text = str(error).lower()
-    says_so = isinstance(error, RuntimeError) and any(sign in text for sign in SIGNS)  # as torch.OutOfMemoryError does
+    # torch.OutOfMemoryError is a RuntimeError, too.
+    says_so = isinstance(error, RuntimeError) and any(sign in text for sign in SIGNS)
     if not says_so and not isinstance(error, MemoryError):
         return None
     said = str(error).strip().splitlines()

@@ -28,19 +28,19 @@ from minivllm.platforms.threads import parallel_region
 
 logger = init_logger(__name__)
 
+# If one of these is set, the user has already decided how threads wait.
 CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""If one of these is set, the user has already decided how threads wait."""
 
+# Thresholds of `waited_share`: above the first the threads sleep, below the second they spin.
 BUSY, QUIET = 0.20, 0.10
-"""Thresholds of `waited_share`: above the first the threads sleep, below the second they spin."""
+# The weight of the newest reading: one hiccup changes nothing, one or two seconds of contention do.
 WEIGHT = 0.3
-"""Of the newest reading in the running mean: one hiccup changes nothing, one or two seconds of contention do."""
+# The time between two readings. Ten a second slowed the steps of a single request: by 5 % at least, 13 % in the median.
 SECONDS = 0.5
-"""Between two readings. At ten a second, steps of one request alone took longer: 5 % at least, 13 % in the median."""
+# In CPU seconds: a process that wanted less between two readings is idle and learns nothing about the machine.
 LEAST_WANTED = 0.02
-"""CPU seconds: a process that wanted less between two readings is idle and learns nothing about the machine."""
+# In cores: if a process has so many threads that the readings would cost more, they are taken less often.
 LARGEST_COST = 0.01
-"""Of one core: if a process has so many threads that the readings would cost more, they are taken less often."""
 
 
 class ExtraTeam:
@@ -51,13 +51,14 @@ class ExtraTeam:
 
     @property
     def held(self) -> bool:
-        """Whether the team exists."""
+        """Return whether the team exists."""
         return self._let_go is not None
 
     def hold(self) -> None:
         """Start the team. It belongs to the thread that started it, and ends with that thread."""
         if self._let_go is None:
-            self._let_go, ready = threading.Event(), threading.Event()
+            self._let_go = threading.Event()
+            ready = threading.Event()
             threading.Thread(target=_hold, args=(ready, self._let_go), name="minivllm-team", daemon=True).start()
             ready.wait()
 
@@ -71,21 +72,25 @@ class ExtraTeam:
 def _hold(ready: threading.Event, let_go: threading.Event) -> None:
     region = parallel_region()
     assert region is not None
+    # The team lives as long as the thread that made it, so the thread waits.
     region(ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p), None, len(os.sched_getaffinity(0)) + 1, 0)
     ready.set()
     let_go.wait()
 
 
 class Contention:
-    """Tells from readings of this process's threads whether other processes compete for the cores."""
+    """Decides from readings of this process's threads whether other processes compete for the cores."""
 
     def __init__(self) -> None:
-        self.share, self.busy = 0.0, False
+        self.share = 0.0
+        self.busy = False
 
     def take(self, passed: CpuTimes) -> bool:
-        """Add the times since the last reading; returns whether the machine is busy."""
+        """Add the times since the last reading; return whether the machine is busy."""
         if passed.ran + passed.waited >= LEAST_WANTED:
+            # A running mean, which follows slowly.
             self.share += WEIGHT * (passed.waited_share - self.share)
+            # Two thresholds, so that it does not flip back and forth.
             self.busy = self.share > (QUIET if self.busy else BUSY)
         return self.busy
 
@@ -94,11 +99,13 @@ class Watcher:
     """Holds the extra team while the machine is busy. Tests can replace `read`."""
 
     def __init__(self, team: ExtraTeam, read: Callable[[], ThreadTimes] = thread_times) -> None:
-        self.team, self.read = team, read
-        self.contention, self._before = Contention(), read()
+        self.team = team
+        self.read = read
+        self.contention = Contention()
+        self._before = read()
 
     def look(self) -> float:
-        """Take one reading and act on it; returns the seconds until the next one."""
+        """Take one reading and act on it; return the seconds until the next one."""
         start = time.thread_time()  # not wall time, most of which is waiting on a busy machine
         after = self.read()
         passed = between(self._before, after)
@@ -116,8 +123,8 @@ class Watcher:
             pause = self.look()
 
 
+# Ids of processes that started a watcher: this one's and, after a fork, its parent's.
 _watched: set[int] = set()
-"""Ids of processes that started a watcher: this one's and, after a fork, its parent's."""
 
 
 def limit_spinning() -> bool:
@@ -128,7 +135,7 @@ def limit_spinning() -> bool:
     """
     if any(name in os.environ for name in CHOICES) or torch.get_num_threads() == 1:
         return False
-    os.environ.setdefault("KMP_BLOCKTIME", "1")
+    os.environ.setdefault("KMP_BLOCKTIME", "1")  # read when the library starts its first team
     if not sys.platform.startswith("linux") or parallel_region() is None or not thread_times():
         return False
     if os.getpid() not in _watched:

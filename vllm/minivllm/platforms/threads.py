@@ -23,7 +23,7 @@ LIBRARY = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}
 
 @functools.cache
 def has_numba() -> bool:
-    """Whether numba, which compiles the loops, is installed."""
+    """Return whether numba, which compiles the loops, is installed."""
     return find_spec("numba") is not None
 
 
@@ -43,13 +43,14 @@ def run_on_threads(function: Callable[[int], object], address: int, threads: int
 
     `function` is a `ctypes` function that may run on any thread, such as `numba.cfunc(...).ctypes`.
     """
-    if threads <= 1:
+    if threads <= 1:  # waking a thread costs more than a small step
         function(address)
         return
     region = parallel_region()
     if region is not None:
         region(function, address, threads, 0)
         return
+    # Without GNU's OpenMP, as on macOS: a pool, on which the calling thread works, too.
     pool = _pool(threads - 1)
     others = [pool.submit(function, address) for _ in range(threads - 1)]
     function(address)
@@ -62,7 +63,8 @@ def parallel_region() -> Callable[..., None] | None:
     """Return `GOMP_parallel(function, address, threads, flags)` of PyTorch's OpenMP library, or None if it has none."""
     library = Path(torch.__file__).parent / "lib" / LIBRARY.get(sys.platform, "")
     try:
-        region = ctypes.CDLL(str(library)).GOMP_parallel  # dlsym also searches the libraries that this one links to
+        # dlsym also searches the libraries that this one links to.
+        region = ctypes.CDLL(str(library)).GOMP_parallel
     except (OSError, AttributeError):
         return None
     region.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)

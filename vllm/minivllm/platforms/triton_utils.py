@@ -24,11 +24,12 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+# Read by `triton.jit`, so it must be set before any kernel is defined.
 if HAS_TRITON and "TRITON_INTERPRET" not in os.environ and not _has_cuda():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Whether kernels defined in this process run in the interpreter.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels defined in this process run in the interpreter."""
 
 
 class _KernelWithoutTriton:

@@ -1,7 +1,7 @@
-"""A grammar at work: which tokens may come next, and moving on by one. llguidance does the parsing.
+"""Grammars that say which tokens may come next, and advance token by token. llguidance does the parsing.
 
-Its matchers never raise. One that has met its limits (it bounds its own work at every step) or a token that does not
-fit is in error for good, and then allows only the end.
+Its matchers never raise. A matcher that has reached its limits (it bounds its own work at every step), or has met a
+token that does not fit, stays in error and from then on allows only the end.
 
 In vLLM v0.33.0: `vllm/v1/structured_output/backend_guidance.py` (`GuidanceBackend`, `GuidanceGrammar`).
 """
@@ -22,26 +22,26 @@ class GuidanceGrammar:
         self._terminated = False
 
     def copy(self) -> "GuidanceGrammar":
-        """Return a grammar at the same place, to go on from independently."""
+        """Return a grammar at the same place, which advances independently."""
         return GuidanceGrammar(self.matcher.deep_copy(), self._eos_token_ids)
 
     @property
     def error(self) -> str | None:
-        """What has gone wrong, in one line; None while nothing has."""
+        """Return what has gone wrong, in one line, or None."""
         return " ".join(self.matcher.get_error().split())[:400] if self.matcher.is_error() else None
 
     def accept_token(self, token_id: int) -> bool:
-        """Move on. Returns whether the token fits; if not, the grammar is in error."""
+        """Advance by a token. Return whether it fits; if not, the grammar is in error."""
         fits = self.matcher.consume_token(token_id)
         self._terminated = fits and token_id in self._eos_token_ids
         return fits
 
     def validate_tokens(self, token_ids: list[int]) -> list[int]:
-        """Return the leading tokens that fit one after another. The place stays the same."""
+        """Return the leading tokens that fit one after another. The grammar does not advance."""
         return token_ids[: self.matcher.validate_tokens(token_ids)]
 
     def is_terminated(self) -> bool:
-        """Whether an end-of-sequence token has been accepted."""
+        """Return whether an end-of-sequence token has been accepted."""
         return self._terminated
 
 
@@ -54,8 +54,8 @@ class GuidanceBackend:
         self._executor = LLExecutor()
 
     def compile_grammar(self, text: str) -> GuidanceGrammar:
-        """Return a grammar at its beginning; in error, if it cannot be compiled."""
-        limits = LLParserLimits(verbose_errors=False)
+        """Return a grammar at its beginning; it is in error if the text cannot be compiled."""
+        limits = LLParserLimits(verbose_errors=False)  # the defaults bound the work of each step
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         return GuidanceGrammar(matcher, self._eos_token_ids)
 
@@ -63,10 +63,11 @@ class GuidanceBackend:
         """Fill rows of bitmask [rows, ceil(vocab / 32)], int32: bit i of word w is token 32 w + i.
 
         `wanted`: a grammar, its first row, and the drafts after which its next rows are filled. The rows after a draft
-        that does not fit, or that ends the text, stay as they are. The grammars' places stay the same.
+        that does not fit, or that ends the text, stay as they are. The grammars do not advance.
         """
         plain = [(grammar.matcher, row) for grammar, row, drafts in wanted if not drafts]
         drafted = [(grammar.matcher, row, drafts) for grammar, row, drafts in wanted if drafts]
+        # The library writes to the array's memory directly, in its own threads.
         where: tuple[Any, ...] = (bitmask.ctypes.data, bitmask.strides[0], len(bitmask))
         if plain:
             self._executor.unsafe_compute_mask_ptr(plain, *where)

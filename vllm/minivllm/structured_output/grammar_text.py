@@ -1,4 +1,4 @@
-"""From a constraint to a grammar in the library's own text, and what is wrong with it.
+"""From a constraint to a grammar in llguidance's own syntax, and its validation.
 
 The library follows references recursively, in native code: a long enough chain of them would overflow the stack, and
 end the process. So texts are bounded, and read in threads whose stacks are deep enough for that bound.
@@ -18,8 +18,8 @@ from minivllm.config import StructuredOutputsParams
 from minivllm.errors import MinivllmError
 
 MOST_CHARACTERS = 1 << 18
+# This is address space; only what is used becomes memory: 5 kB for each reference in a chain.
 STACK_BYTES = 256 << 20
-"""Address space, of which only what is used becomes memory: 5 kB for each reference in a chain."""
 MOST_ERROR_CHARACTERS = 400
 ONE_SPACE = "[ ]?"
 
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """Return the grammar in the syntax of llguidance, the library that enforces it; whether it is valid is not known.
+    """Return the grammar in the syntax of llguidance, the library that enforces it. It is not validated yet.
 
     Raises:
         MinivllmError: it is too long, or cannot even be written down.
@@ -42,7 +42,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
 
 
 def check_grammar(params: StructuredOutputsParams) -> None:
-    """Compile the grammar without a vocabulary. What is valid is remembered.
+    """Compile the grammar without a vocabulary. Results are cached.
 
     Raises:
         MinivllmError: what is wrong, as the library says it.
@@ -60,10 +60,9 @@ class DeepThreads:
         self._starting = threading.Lock()
 
     def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Run a call in one of them."""
-        with (
-            self._starting
-        ):  # the size is the whole process's, and a new thread takes the one that is set when it starts
+        """Run a call in one of the threads."""
+        # The size is set for the whole process, and a new thread takes the one that is set when it starts.
+        with self._starting:
             usual = threading.stack_size(STACK_BYTES)
             try:
                 return self._pool.submit(call, *arguments)
@@ -73,7 +72,7 @@ class DeepThreads:
 
 @functools.lru_cache(maxsize=32)
 def _validated(text: str) -> str:
-    return _checkers().submit(_validate, text).result()
+    return _checkers().submit(_validate, text).result()  # in a deep thread, since the library recurses
 
 
 @functools.cache
@@ -82,7 +81,7 @@ def _checkers() -> DeepThreads:
 
 
 def _validate(text: str) -> str:
-    from llguidance import LLMatcher, LLParserLimits  # only who needs it waits for it
+    from llguidance import LLMatcher, LLParserLimits  # loaded late: it takes a while
 
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LLParserLimits(verbose_errors=False))
     return messages[0] if is_error else ""
@@ -99,11 +98,11 @@ def _written(params: StructuredOutputsParams) -> str:
     if params.grammar is not None:
         return LLMatcher.grammar_from_lark(_lark(params.grammar))
     schema = {"type": "object"} if params.json is None else params.json
+    defaults: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or ONE_SPACE}
+    if params.disable_any_whitespace:
+        defaults = {"whitespace_flexible": False}
     return LLMatcher.grammar_from_json_schema(
-        schema if isinstance(schema, str) else json.dumps(schema),
-        defaults={"whitespace_flexible": False}
-        if params.disable_any_whitespace
-        else {"whitespace_pattern": params.whitespace_pattern or ONE_SPACE},
+        schema if isinstance(schema, str) else json.dumps(schema), defaults=defaults
     )
 
 
@@ -115,8 +114,8 @@ def _lark(grammar: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """The regular expression of just this text."""
-    return "".join(one if one.isalnum() else f"\\x{{{ord(one):x}}}" for one in text)
+    """Return the regular expression that matches just this text."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _one_line(what: str, message: str) -> str:

@@ -1,4 +1,4 @@
-"""The grammars of an engine's core: compiled off the step's path, and asked once a step which tokens fit.
+"""The grammars of an engine's core: compiled in the background, and asked once a step which tokens fit.
 
 Nothing is loaded before the first request with a constraint: neither the library nor the tokenizer.
 
@@ -22,15 +22,15 @@ from minivllm.structured_output.grammar_text import DeepThreads, grammar_text
 if TYPE_CHECKING:
     from minivllm.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
 
+# Grammars kept for later requests with the same text.
 MOST_COMPILED = 32
-"""Grammars kept for later requests with the same text."""
 
 
 class StructuredOutputManager:
     """Compiles grammars in threads, and fills the bitmask of a step."""
 
     def __init__(self, vocab_size: int, load_tokenizer: Callable[[], tuple[str, Sequence[int]]]) -> None:
-        """`load_tokenizer` returns a `tokenizer.json` and the end-of-sequence ids; called in a thread, at most once."""
+        """Serve a vocabulary; `load_tokenizer` returns a `tokenizer.json` and the end ids, once, in a thread."""
         self._vocab_size = vocab_size
         self._load_tokenizer = load_tokenizer
         self._backend: GuidanceBackend | None = None
@@ -57,8 +57,10 @@ class StructuredOutputManager:
             wait(self._pending, seconds, FIRST_COMPLETED)
 
     def grammar_bitmask(self, requests: Mapping[str, Request], output: SchedulerOutput) -> GrammarOutput:
-        """Return which tokens fit, for the requests of a step that have a grammar and sample."""
-        req_ids, wanted, num_rows = [], [], 0
+        """Return which tokens fit, for the requests of a step that sample by a grammar."""
+        req_ids = []
+        rows = []
+        num_rows = 0
         for req_id in output.num_scheduled_tokens:
             request = requests[req_id]
             if not request.samples_by_grammar:
@@ -66,11 +68,12 @@ class StructuredOutputManager:
             drafts = output.scheduled_spec_decode_tokens.get(req_id, [])
             assert request.structured_output_request is not None
             req_ids.append(req_id)
-            wanted.append((request.structured_output_request.grammar, num_rows, drafts))
-            num_rows += 1 + len(drafts)
+            rows.append((request.structured_output_request.grammar, num_rows, drafts))
+            num_rows += 1 + len(drafts)  # a row after the last known token, and after each draft
+        # All tokens fit, until a row is filled.
         bitmask = np.full((num_rows, -(-self._vocab_size // 32)), -1, np.int32)
         assert self._backend is not None
-        self._backend.fill_bitmask(bitmask, wanted)
+        self._backend.fill_bitmask(bitmask, rows)
         return GrammarOutput(req_ids, bitmask)
 
     def _compile(self, params: StructuredOutputsParams) -> "GuidanceGrammar":
@@ -83,9 +86,9 @@ class StructuredOutputManager:
             known = self._backend.compile_grammar(text)
             with self._lock:
                 self._compiled[text] = known
-                while len(self._compiled) > MOST_COMPILED:
+                while len(self._compiled) > MOST_COMPILED:  # the oldest goes first
                     self._compiled.popitem(last=False)
-        return known.copy()
+        return known.copy()  # the kept one stays at its beginning
 
     def _make_backend(self) -> "GuidanceBackend":
         from minivllm.structured_output.backend_guidance import GuidanceBackend

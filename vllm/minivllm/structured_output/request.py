@@ -9,8 +9,8 @@ from concurrent.futures import Future
 
 from minivllm.structured_output.backend_guidance import GuidanceGrammar
 
+# Counted from the request's arrival. The library bounds its own work to about a second; this bounds the whole wait.
 SECONDS_TO_COMPILE = 60.0
-"""From the request's arrival on. The library bounds its own work to about a second; this bounds the whole wait."""
 
 
 class StructuredOutputRequest:
@@ -18,19 +18,20 @@ class StructuredOutputRequest:
 
     def __init__(self, future: Future[GuidanceGrammar], clock: Callable[[], float] = time.monotonic) -> None:
         self.future = future
-        self._clock, self._deadline = clock, clock() + SECONDS_TO_COMPILE
+        self._clock = clock
+        self._deadline = clock() + SECONDS_TO_COMPILE
 
     @property
     def grammar(self) -> GuidanceGrammar:
-        """See `core.grammar`."""
+        """Return the compiled grammar."""
         return self.future.result(timeout=0)
 
     def is_pending(self) -> bool:
-        """See `core.grammar`. It is over after `SECONDS_TO_COMPILE`, too."""
+        """Return whether the grammar is still being compiled, and within `SECONDS_TO_COMPILE`."""
         return not self.future.done() and self._clock() < self._deadline
 
     def failure(self) -> str | None:
-        """See `core.grammar`."""
+        """Return why there is no grammar, or None."""
         if not self.future.done():
             self.future.cancel()
             return f"the grammar was not compiled within {SECONDS_TO_COMPILE:.0f} s"

@@ -25,9 +25,9 @@ def make_attention(
     backend: str | None = None,
     attention: Callable[..., PagedAttention] | None = None,
 ) -> PagedAttention | PagedLatentAttention:
-    """The attention of a model over the caches that `allocate_kv_caches` made.
+    """Return a model's attention over the caches that `allocate_kv_caches` made.
 
-    `backend` as for `PagedAttention`; `attention` takes its place.
+    `backend` as for `PagedAttention`; `attention` replaces `PagedAttention` itself.
 
     Raises:
         MinivllmError: the model keeps latents, for which there is one implementation.
@@ -44,15 +44,15 @@ def make_attention(
 
 
 def without_attention(config: ModelConfig, max_model_len: int) -> Attention:
-    """Takes attention's place in a step that only measures memory, and takes the memory that attention would.
+    """Return a stand-in for attention in a step that only measures memory: it takes the memory that attention would.
 
-    That is little, but for latents in the plain form: one request's are expanded at a time.
+    That is little, except for latents in the plain form: one request's are expanded at a time.
     """
     if config.kv_lora_rank is None:
         return lambda layer, q, k, v: torch.zeros_like(q)
 
     def expand(layer: int, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, up: UpProjection) -> Tensor:
-        up.expand(latent.new_empty(max_model_len, up.rank))
+        up.expand(latent.new_empty(max_model_len, up.rank))  # the keys and values of one long request
         return q_nope.new_zeros(*q_nope.shape[:2], up.value_dim)
 
     return expand

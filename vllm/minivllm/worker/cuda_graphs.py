@@ -35,18 +35,16 @@ from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.step_buffers import PADDING_SLOT, StepBuffers
 
 MOST_ROWS = 512
+# Context length of each request in the step that tunes the kernels' configurations before capture.
+# Short, as most contexts of large batches are: tuned at 2,048 keys, attention took 143 µs a layer in steps of 256
+# requests with 290 keys each, where the fastest configuration takes 78 (H200).
 TUNING_KEYS = 512
-"""Context length of each request in the step that tunes the kernels' configurations before capture.
-
-Short, as most contexts of large batches are: tuned at 2,048 keys, attention took 143 µs a layer in steps of 256
-requests with 290 keys each, where the fastest configuration takes 78 (H200).
-"""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then multiples of 8, from 256 on of 16, up to min(2 × max_num_seqs, 512).
+    """Return 1, 2, 4, then multiples of 8, from 256 on of 16, up to min(2 × max_num_seqs, 512).
 
     Sizes beyond the first that holds `max_num_seqs` rows are left out, as no decode batch would use them.
     """
@@ -56,7 +54,7 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of the ascending `sizes` that is at least `num_rows`; None if all are smaller."""
+    """Return the smallest of the ascending `sizes` that holds `num_rows`, or None if none does."""
     index = bisect.bisect_left(sizes, num_rows)
     return sizes[index] if index < len(sizes) else None
 
@@ -73,15 +71,21 @@ class CudaGraphs:
         sizes: Sequence[int],
         tokens_each: int = 1,
     ) -> None:
-        """`sizes` are numbers of requests, each of at most `tokens_each` tokens.
+        """Prepare for batches of these `sizes`, in requests of at most `tokens_each` tokens.
 
         With adapters there are two graphs of each size, of which one has no launches for them.
         """
         weight = model.embed_tokens.weight
-        self.model, self.attention, self.sizes = model, attention, sorted(sizes)
-        self.max_model_len, self.block_size, self.tokens_each = settings.max_model_len, settings.block_size, tokens_each
-        most_tokens, max_num_blocks = self.sizes[-1] * tokens_each, -(-self.max_model_len // self.block_size)
+        self.model = model
+        self.attention = attention
+        self.sizes = sorted(sizes)
+        self.max_model_len = settings.max_model_len
+        self.block_size = settings.block_size
+        self.tokens_each = tokens_each
+        most_tokens = self.sizes[-1] * tokens_each
+        max_num_blocks = -(-self.max_model_len // self.block_size)
         self.buffers = StepBuffers(self.sizes[-1], max_num_blocks, weight.device, tokens_each)
+        # Outside the graphs' pool, which the next graph overwrites.
         self.hidden = torch.zeros(most_tokens, model.config.hidden_size, dtype=weight.dtype, device=weight.device)
         self.replays = self.pool_bytes = 0
         self._replay: dict[tuple[int, bool], Callable[[], None]] = {}
@@ -90,21 +94,21 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self, record: Record) -> None:
-        """Captures a graph for each size, the largest first, using `record`, such as a `cuda_recorder`."""
+        """Capture a graph for each size, the largest first, using `record`, such as a `cuda_recorder`."""
         before = _reserved(self.hidden.device)
         for size in reversed(self.sizes):
             self.buffers.load(self._tuning_step(size))
             tokens = size * self.tokens_each
             if self.lora is not None:
-                self.lora.load(np.full(tokens, -1, np.int32), tokens)
+                self.lora.load(np.full(tokens, -1, np.int32), tokens)  # no adapters, but room for them
             self._replay[size, False] = record(self._step(size))
             if self.lora is not None:
                 self._replay[size, True] = record(self.lora.around(self._step(size), tokens))
         self.pool_bytes = _reserved(self.hidden.device) - before
 
     def size_for(self, inputs: StepInputs) -> int | None:
-        """The size of the graph that can run this step; None if no graph can."""
-        counts = np.diff(inputs.query_start_loc)
+        """Return the size of the graph that can run this step, or None if no graph can."""
+        counts = np.diff(inputs.query_start_loc)  # tokens of each request
         return padded_size(len(counts), self.sizes) if counts.max() <= self.tokens_each else None
 
     def replay(
@@ -113,10 +117,10 @@ class CudaGraphs:
         lora_slots: np.ndarray | None = None,
         fill: Callable[[torch.Tensor, StepInputs], None] | None = None,
     ) -> torch.Tensor:
-        """Hidden states of all tokens in the step, [tokens, hidden]; valid until the next replay.
+        """Return the hidden states of all tokens in the step, [tokens, hidden]; valid until the next replay.
 
-        `lora_slots`: the slot of each token's adapter [tokens], -1 for none; None: no token has one. `fill` puts those
-        of `input_ids` in place that the host does not know.
+        `lora_slots`: the slot of each token's adapter [tokens], -1 for none; None: no token has one. `fill` puts
+        those of `input_ids` in place that the host does not know.
 
         Raises:
             MinivllmError: no graph can run this step.
@@ -140,14 +144,18 @@ class CudaGraphs:
         return self.hidden[: len(inputs.input_ids)]
 
     def _step(self, size: int) -> Callable[[], None]:
-        """A step of `size` requests on the buffers.
+        """Return a step of `size` requests on the buffers.
 
         A replay runs no Python and so does not count all-reduced bytes: the count is taken here, for `replay` to add.
         """
-        buffers, group, tokens = self.buffers, self.model.group, size * self.tokens_each
+        buffers = self.buffers
+        group = self.model.group
+        tokens = size * self.tokens_each
+        # The longest possible request decides the number of splits, once and for all steps.
         context = ForwardContext(self.attention.of_step(buffers.metadata(size, self.max_model_len)))
 
         def step() -> None:
+            # The capture itself must not count: nothing is sent but in replays.
             before = group.bytes_reduced
             hidden = self.model(buffers.input_ids[:tokens], buffers.positions[:tokens], context)
             self.hidden[:tokens].copy_(hidden)
@@ -157,9 +165,11 @@ class CudaGraphs:
         return step
 
     def _tuning_step(self, size: int) -> StepInputs:
-        """Requests with long contexts that read blocks all over the cache and write none."""
-        keys, each = min(self.max_model_len, TUNING_KEYS), self.tokens_each
-        columns, num_blocks = -(-keys // self.block_size), len(self.attention.kv_caches[0][0])
+        """Return a step of requests with long contexts, which read blocks all over the cache and write none."""
+        keys = min(self.max_model_len, TUNING_KEYS)
+        each = self.tokens_each
+        columns = -(-keys // self.block_size)
+        num_blocks = len(self.attention.kv_caches[0][0])
         nothing = np.zeros(0, np.int64)
         return StepInputs(
             req_ids=[""] * size,
@@ -217,12 +227,12 @@ class CudaGraphManager:
         return None
 
     def release_graphs(self) -> None:
-        """Forget them: from now on every step runs eagerly."""
+        """Forget the graphs: from now on every step runs eagerly."""
         self.decode = self.verification = None
 
 
 def cuda_recorder(ranks: int) -> Record:
-    """Returns a function that captures functions as CUDA graphs in one shared memory pool.
+    """Return a function that captures functions as CUDA graphs in one shared memory pool.
 
     Each function first runs once outside the capture: this compiles its kernels, autotunes their configurations and
     sets up NCCL, none of which is possible during capture. With several ranks, NCCL's watchdog thread keeps querying
@@ -236,7 +246,7 @@ def cuda_recorder(ranks: int) -> Record:
         with torch.cuda.stream(stream):
             function()
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()  # its replay launches what the function launches now
         mode = "global" if ranks == 1 else "thread_local"
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             function()

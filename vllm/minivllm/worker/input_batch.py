@@ -9,7 +9,7 @@ writes; here they live on the host, and each step copies the gathered inputs to 
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 
 import numpy as np
@@ -20,8 +20,8 @@ from minivllm.core.scheduler_output import NewRequestData, SchedulerOutput
 from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.worker.sample.states import SamplingStates
 
+# Approximate 4-byte words per row in addition to the tables, including the row of `SamplingStates`.
 NUMBERS_OF_ROW = 32
-"""Approximate 4-byte words per row in addition to the tables, including the row of `SamplingStates`."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,8 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_reqs, np.int32)
         self.num_prompt_tokens = np.zeros(max_num_reqs, np.int32)
         self.num_computed_tokens = np.zeros(max_num_reqs, np.int32)
-        self.admissions = np.zeros(max_num_reqs, np.int64)  # by row: which request it is, of all that were added
+        # By row: the number of its request, among all that were added.
+        self.admissions = np.zeros(max_num_reqs, np.int64)
         self._next_admission = 1
         self.sampling = SamplingStates(max_num_reqs)
         self.lora_requests: dict[int, LoRARequest] = {}  # by row, of those that have one
@@ -85,7 +86,7 @@ class InputBatch:
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
     def update(self, output: SchedulerOutput) -> None:
-        """Applies the changes since the last step: requests that ended or were preempted, new ones, new blocks."""
+        """Apply the changes since the last step: requests that ended or were preempted, new ones, new blocks."""
         for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self._remove_request(req_id)
         for request in output.scheduled_new_reqs:
@@ -95,6 +96,7 @@ class InputBatch:
             self.num_tokens[self.row_of[req_id]] = num_tokens
         if cached.req_ids:
             rows = [self.row_of[req_id] for req_id in cached.req_ids]
+            # Only a stage that has not sampled these tokens itself gets them.
             for row, start, token_ids in zip(rows, cached.num_computed_tokens, cached.new_token_ids, strict=False):
                 self._take_token_ids(row, start, token_ids)
             # A scheduler that is ahead does not know yet which drafts were rejected. The last token is never computed.
@@ -104,7 +106,7 @@ class InputBatch:
                     self._append_block_ids(row, block_ids)
 
     def forget_computed(self, num_scheduled_tokens: dict[str, int]) -> dict[str, int]:
-        """Resets these requests to recompute from their first token; returns how many tokens each then computes.
+        """Reset these requests to recompute from their first token; return how many tokens each then computes.
 
         Without a KV cache, every step does this.
         """
@@ -114,28 +116,24 @@ class InputBatch:
         return {req_id: count + num_scheduled_tokens[req_id] for req_id, count in counts.items()}
 
     def prepare(self, num_scheduled_tokens: dict[str, int], drafts: dict[str, list[int]]) -> StepInputs:
-        """Gathers the inputs of a step; `num_scheduled_tokens` of a request includes its drafts."""
+        """Gather the inputs of a step; `num_scheduled_tokens` of a request includes its drafts."""
         for req_id, token_ids in drafts.items():
             row = self.row_of[req_id]
+            # Behind the known tokens, where sampled ones will overwrite them.
             self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + len(token_ids)] = token_ids
         req_ids = list(num_scheduled_tokens)
         rows = self.rows_of(req_ids)  # [requests]
         counts = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))  # [requests]
         spans = self.spans(rows, self.num_computed_tokens[rows], counts)
 
+        # A chunk of a prompt that stops before its end samples nothing.
         sampling = np.flatnonzero(spans.seq_lens >= self.num_tokens[rows])  # [n], indices into req_ids
         num_sampled = np.ones(len(sampling), np.int64)  # [n]
         if drafts:
             num_sampled += [len(drafts.get(req_ids[index], ())) for index in sampling]
         ends = spans.query_start_loc[1:][sampling]  # [n], one past the last token of each
         return StepInputs(
-            rows=rows,
-            input_ids=spans.input_ids,
-            positions=spans.positions,
-            slot_mapping=spans.slot_mapping,
-            query_start_loc=spans.query_start_loc,
-            seq_lens=spans.seq_lens,
-            block_table=spans.block_table,
+            **{field.name: getattr(spans, field.name) for field in fields(TokenSpans)},
             req_ids=req_ids,
             sampling=sampling,
             num_sampled=num_sampled,
@@ -144,9 +142,9 @@ class InputBatch:
         )
 
     def spans(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> TokenSpans:
-        """The `counts` tokens of each of `rows` from position `starts` on; all arrays are [requests], int32 or int64.
+        """Flatten `counts` tokens of each of `rows` from position `starts` on; all are [requests], int32 or int64.
 
-        Their slots must be in the block tables, their ids need not be known.
+        Their slots must be in the block tables; their ids need not be known.
         """
         seq_lens = (starts + counts).astype(np.int32)  # [requests]
         query_start_loc = np.zeros(len(rows) + 1, np.int32)  # [requests + 1]
@@ -166,11 +164,11 @@ class InputBatch:
         )
 
     def rows_of(self, req_ids: Collection[str]) -> np.ndarray:
-        """The rows of these requests [len(req_ids)], int64."""
+        """Return the rows of these requests [len(req_ids)], int64."""
         return np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))
 
     def append_tokens(self, rows: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
-        """Appends sampled tokens, one list for each of `rows` [n], overwriting any drafts stored there."""
+        """Append sampled tokens, one list for each of `rows` [n], overwriting any drafts stored there."""
         counts = np.fromiter(map(len, token_ids), np.int64, len(rows))  # [n]
         places = consecutive(self.num_tokens[rows], counts)  # [sum of counts]
         self.token_ids[np.repeat(rows, counts), places] = list(chain.from_iterable(token_ids))
@@ -178,7 +176,8 @@ class InputBatch:
 
     def _add_request(self, request: NewRequestData) -> None:
         row = self._free_rows.pop()
-        self.row_of[request.req_id], self.req_ids[row] = row, request.req_id
+        self.row_of[request.req_id] = row
+        self.req_ids[row] = request.req_id
         self.admissions[row] = self._next_admission
         self._next_admission += 1
         num_tokens = len(request.prefill_token_ids)
@@ -186,17 +185,17 @@ class InputBatch:
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = len(request.prompt_token_ids)
         self.num_computed_tokens[row] = request.num_computed_tokens
-        self.num_blocks[row] = 0
+        self.num_blocks[row] = 0  # the row's last request had its own
         self._append_block_ids(row, request.block_ids)
         self.sampling.add_request(row, request.sampling_params)
         if request.lora_request is not None:
             self.lora_requests[row] = request.lora_request
 
     def _take_token_ids(self, row: int, start: int, token_ids: list[int]) -> None:
-        """Takes tokens that the last stage has sampled, from position `start` on; the rank that did has them."""
+        """Take tokens that the last stage has sampled, from position `start` on; the sampling rank has them."""
         end = start + len(token_ids)
         self.token_ids[row, start:end] = token_ids
-        self.num_tokens[row] = max(self.num_tokens[row], end)
+        self.num_tokens[row] = max(self.num_tokens[row], end)  # the sampling rank has counted them already
 
     def _append_block_ids(self, row: int, block_ids: list[int]) -> None:
         start = self.num_blocks[row]
@@ -216,7 +215,7 @@ def check_batch_memory(max_num_reqs: int, max_model_len: int, block_size: int) -
     """Refuse a batch whose tables exceed host memory: 4 bytes per token and per block, plus a few words per row.
 
     Raises:
-        MinivllmError: they do.
+        MinivllmError: the tables exceed it.
     """
     refuse_beyond_memory(
         max_num_reqs * (max_model_len + -(-max_model_len // block_size) + NUMBERS_OF_ROW) * 4,
@@ -227,6 +226,6 @@ def check_batch_memory(max_num_reqs: int, max_model_len: int, block_size: int) -
 
 
 def consecutive(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Concatenates the ranges `starts[i]`, ..., `starts[i] + counts[i] - 1` over all i: [sum of counts], int64."""
+    """Concatenate the ranges `starts[i]`, ..., `starts[i] + counts[i] - 1` over all i: [sum of counts], int64."""
     ends = np.cumsum(counts, dtype=np.int64)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + counts, counts)

@@ -1,13 +1,12 @@
 """The steps that a worker runs before the first request, so that no request waits for a compiler.
 
-On a CPU numba's loops are read from its cache, by one short step. On a GPU Triton compiles a kernel the first time that
-it runs in some form, for a second and more, and the fastest of some configurations is found by trying them. CUDA graphs
-do both for decode steps when they are captured. The other steps run one at a time, with prompts of so many tokens that
-every form is met: all powers of two up to the largest step, and behind a long context, where splits share the keys;
-and with as many drafts.
+On a CPU one short step reads numba's loops from its cache. On a GPU, Triton compiles each form of a kernel when it is
+first run, which takes a second and more, and the fastest configuration is found by trying several. Capturing CUDA
+graphs does both for decode steps. The other steps run here one at a time, with prompt lengths that need every form: all
+powers of two up to the largest step, also behind a long context, where splits share the keys; and with as many drafts.
 
-They write into the null block, which nobody reads. Only the long contexts lie all over the cache, of which nobody has
-anything yet, since what is fastest from a cache line that is read again and again need not be so otherwise.
+These steps write to the null block, which is never read. Only the long contexts lie all over the cache, which is still
+unused: what is fastest when one cache line is read again and again need not be fastest otherwise.
 
 In vLLM v0.33.0: `vllm/model_executor/warmup/kernel_warmup.py`.
 """
@@ -17,8 +16,8 @@ from collections.abc import Generator, Iterator
 from minivllm.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from minivllm.sampling_params import SamplingParams
 
+# Tokens of the steps with a long context: attention has its kernels for few tokens, some, and many.
 BEHIND_A_CONTEXT = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens of the steps with a long context: attention has its kernels for few tokens, some, and many."""
 
 
 def warm_up_steps(
@@ -29,10 +28,10 @@ def warm_up_steps(
     num_drafts: int = 0,
     num_blocks: int = 1,
 ) -> Iterator[SchedulerOutput]:
-    """The steps of a GPU with a cache of `num_blocks`, which verify up to `num_drafts` drafts of a request."""
+    """Yield the steps for a GPU with a cache of `num_blocks`, which verify up to `num_drafts` drafts of a request."""
     longest = max_model_len - 1
     finished: set[str] = set()
-    most = min(max_num_batched_tokens, longest * max_num_seqs)
+    most = min(max_num_batched_tokens, longest * max_num_seqs)  # tokens of the largest step
     for tokens in [*(1 << bit for bit in range(most.bit_length()) if 1 << bit < most), most]:
         step = _of_new_requests([(prompt, 0) for prompt in _divided(tokens, longest)], block_size, finished)
         yield step
@@ -42,6 +41,7 @@ def warm_up_steps(
             step = _of_new_requests([(tokens, longest - tokens)], block_size, finished, num_blocks=num_blocks)
             yield step
             finished = set(step.num_scheduled_tokens)
+    # A request of two tokens, its drafts and one more must fit its length and a step.
     most_drafts = max(0, min(num_drafts, longest - 3, max_num_batched_tokens - 2))
     for drafts in (1 << bit for bit in range(most_drafts.bit_length())):
         finished = yield from _verified(drafts, block_size, finished)
@@ -49,28 +49,30 @@ def warm_up_steps(
 
 
 def short_step(block_size: int) -> Iterator[SchedulerOutput]:
-    """The step of a CPU: a prompt of two tokens."""
+    """Yield the step for a CPU: a prompt of two tokens."""
     step = _of_new_requests([(2, 0)], block_size, set())
     yield step
     yield _nothing_but(set(step.num_scheduled_tokens))
 
 
 def _divided(tokens: int, longest: int) -> list[int]:
-    """The fewest prompts of at most `longest` tokens that are so many together."""
-    count = -(-tokens // longest)
+    """Divide `tokens` among as few prompts of at most `longest` tokens as possible; return their lengths."""
+    count = -(-tokens // longest)  # rounded up
     return [tokens // count + (place < tokens % count) for place in range(count)]
 
 
 def _of_new_requests(
     prompts: list[tuple[int, int]], block_size: int, finished: set[str], room: int = 1, num_blocks: int = 1
 ) -> SchedulerOutput:
-    """A step of new requests, each given as (tokens to compute, tokens computed before), with room for `room` more.
+    """Return a step of new requests, given as (tokens to compute, tokens before them), with room for `room` more each.
 
-    Their blocks are the first `num_blocks`, in turn.
+    Their blocks are the first `num_blocks` of the cache, in turn.
     """
     requests, counts = [], {}
     for place, (tokens, computed) in enumerate(prompts):
-        name, known = f"warm-up {tokens} behind {computed}, {place}", tokens + computed
+        name = f"warm-up {tokens} behind {computed}, {place}"
+        known = tokens + computed
+        # Every second request is greedy, so that both ways of sampling run.
         params = SamplingParams(temperature=float(place % 2 == 0), seed=0)
         blocks = [block % num_blocks for block in range(-(-(known + room) // block_size))]
         requests.append(NewRequestData(name, [0] * known, [0] * known, blocks, computed, params))
@@ -79,11 +81,12 @@ def _of_new_requests(
 
 
 def _verified(num_drafts: int, block_size: int, finished: set[str]) -> Generator[SchedulerOutput, None, set[str]]:
-    """Two steps of a request, of which it returns the name: a prompt, and the verification of drafts."""
+    """Yield two steps of a request, a prompt and the verification of drafts; return its id."""
     prompt = _of_new_requests([(2, 0)], block_size, finished, 1 + num_drafts)
     yield prompt
     (name,) = prompt.num_scheduled_tokens
-    known, count = CachedRequestData([name], [None], [2], [[]]), 1 + num_drafts
+    known = CachedRequestData([name], [None], [2], [[]])
+    count = 1 + num_drafts
     yield SchedulerOutput([], known, {name: count}, count, {name: [0] * num_drafts}, set(), set())
     return {name}
 

@@ -18,15 +18,15 @@ from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.worker.latent_attention import LatentCache
 from minivllm.worker.paged_attention import LayerCache
 
+# The torch dtype of cached keys and values for each `kv_cache_dtype`; "auto", not listed, is the model's own dtype.
 STORED_AS = {name: getattr(torch, stored_as) for name, stored_as in KV_CACHE_DTYPES.items()}
-"""The torch dtype of cached keys and values for each `kv_cache_dtype`; "auto", not listed, is the model's own dtype."""
 
 
 def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device, config: ModelConfig) -> None:
-    """Rejects an fp8 cache on a device that does not support fp8, and any but the model's own for latents.
+    """Reject an fp8 cache on a device without fp8, and any dtype but the model's own for latents.
 
     Raises:
-        MinivllmError: it is not supported; the message suggests an alternative.
+        MinivllmError: the dtype is not supported; the message suggests an alternative.
     """
     if config.kv_lora_rank is not None and kv_cache_dtype != "auto":
         raise MinivllmError(
@@ -51,7 +51,7 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     kv_cache_dtype: str = "auto",
 ) -> list[LayerCache] | list[LatentCache]:
-    """Zeroed keys and values for every layer, each [num_blocks, block_size, kv_heads, head_dim].
+    """Allocate zeroed keys and values for every layer, each [num_blocks, block_size, kv_heads, head_dim].
 
     An int8 cache also has scales for both, each [num_blocks, kv_heads, block_size], float32. A model with latent
     attention has one tensor a layer, [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], on every rank.
@@ -73,12 +73,13 @@ def allocate_kv_caches(
 def _layer_shapes(
     config: ModelConfig, num_blocks: int, block_size: int, stored_as: torch.dtype
 ) -> tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]:
-    """What holds one layer's cache, and shape and dtype of each of its tensors."""
+    """Return the type of one layer's cache, and the shape and dtype of each of its tensors."""
     if config.kv_lora_rank is not None:
         return LatentCache, [((num_blocks, block_size, config.latent_width), stored_as)]
     heads = config.num_key_value_heads
     shapes = [((num_blocks, block_size, heads, config.head_dim), stored_as)] * 2
     if stored_as == torch.int8:
+        # The scales of keys, and of values.
         shapes += [((num_blocks, heads, block_size), torch.float32)] * 2
     return LayerCache, shapes
 

@@ -29,7 +29,7 @@ class KVConnector:
     """What the runner calls around a step's forward pass; without a connector, nothing happens."""
 
     def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Tell the connector what the scheduler's side wants of this step, and let it begin to load."""
+        """Hand the connector the scheduler side's metadata for this step, and let it begin to load."""
 
     def around(self, attention: Attention, metadata: AttentionMetadata) -> Attention:
         """Return the attention function of a step, with the connector's calls before and after each layer."""
@@ -51,14 +51,14 @@ class KVConnector:
         """End the transfers that the drafter has kept open."""
 
     def no_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Do what a step without tokens has to transfer."""
+        """Run the transfers of a step without tokens."""
 
     def take_output(self) -> KVConnectorOutput | None:
-        """Return what the step that has ended has to tell; None for nothing."""
+        """Return what the last step transferred, or None."""
         return None
 
     def reset(self) -> None:
-        """After a failed step: give up what is being loaded."""
+        """Give up what is being loaded, after a failed step."""
 
     def shutdown(self) -> None:
         """End what the connector has started."""
@@ -73,7 +73,8 @@ class ActiveKVConnector(KVConnector):
     def __init__(
         self, connector: KVConnectorBase_V1, kv_caches: Mapping[str, tuple[torch.Tensor, ...]], num_layers: int
     ) -> None:
-        self.connector, self.kv_caches = connector, kv_caches
+        self.connector = connector
+        self.kv_caches = kv_caches
         names = list(kv_caches)
         self.layer_names, self.drafter_names = names[:num_layers], names[num_layers:]
         self._is_cuda = next(iter(kv_caches.values()))[0].is_cuda
@@ -88,7 +89,7 @@ class ActiveKVConnector(KVConnector):
             return  # warm-up
         self._active = True
         if self._is_cuda:
-            # Freed blocks may still be written by the step before, and who loads, or sends, knows no streams. What a
+            # The step before may still write to freed blocks, and whoever loads or sends uses no streams. What a
             # connector copies on streams of its own goes on.
             torch.cuda.current_stream().synchronize()
         if scheduler_output.preempted_req_ids:
@@ -104,7 +105,7 @@ class ActiveKVConnector(KVConnector):
 
         def attend(layer_index: int, *inputs: Any) -> torch.Tensor:
             name = self.layer_names[layer_index]
-            connector.wait_for_layer_load(name)
+            connector.wait_for_layer_load(name)  # meanwhile the layers before have been computed
             out = attention(layer_index, *inputs)
             connector.save_kv_layer(name, self.kv_caches[name], metadata)
             return out
@@ -129,6 +130,7 @@ class ActiveKVConnector(KVConnector):
 
     def _save(self, names: list[str]) -> None:
         for name in names if self._active else ():
+            # A drafter, and a graph, have no metadata.
             self.connector.save_kv_layer(name, self.kv_caches[name], None)
 
     def post_forward(self, scheduler_output: SchedulerOutput) -> None:
@@ -146,11 +148,12 @@ class ActiveKVConnector(KVConnector):
         self._end(scheduler_output)
 
     def _end(self, scheduler_output: SchedulerOutput) -> None:
-        """Wait for what must be saved before the next step, and take note of what has arrived and was sent."""
+        """Wait for what must be saved before the next step, and note what has arrived and what was sent."""
         if not self._active:
             return
-        connector, output = self.connector, KVConnectorOutput()
-        if scheduler_output.num_scheduled_tokens:
+        connector = self.connector
+        output = KVConnectorOutput()
+        if scheduler_output.num_scheduled_tokens:  # else there was no forward pass
             self._save(self.drafter_names)
         connector.wait_for_save()
         output.finished_sending, output.finished_recving = connector.get_finished(scheduler_output.finished_req_ids)
@@ -160,16 +163,18 @@ class ActiveKVConnector(KVConnector):
         meta = connector.build_connector_worker_meta()
         output.kv_connector_worker_meta = None if meta is None else [meta]
         connector.clear_connector_metadata()
-        self._active, self._output = False, None if output.is_empty() else output
+        self._active = False
+        self._output = None if output.is_empty() else output
 
     def take_output(self) -> KVConnectorOutput | None:
-        """Return what the last step has to tell, once."""
+        """Return what the last step transferred, once."""
         output, self._output = self._output, None
         return output
 
     def reset(self) -> None:
         """Give up what is being loaded."""
-        self._active, self._output = False, None
+        self._active = False
+        self._output = None
         self.connector.clear_connector_metadata()
         self.connector.reset()
 
@@ -179,15 +184,15 @@ class ActiveKVConnector(KVConnector):
 
 
 def tensors_of(cache: LayerCache | LatentCache) -> tuple[torch.Tensor, ...]:
-    """The tensors of a layer's cache: keys, values, and their scales if there are any; or latents."""
+    """Return the tensors of a layer's cache: keys, values, and their scales if there are any; or latents."""
     return tuple(tensor for tensor in cache if tensor is not None)
 
 
 def model_fingerprint(model: str | Path, config: ModelConfig, *further: object) -> str:
-    """A hash that two engines share if they compute the same keys and values.
+    """Return a hash that two engines share if they compute the same keys and values.
 
-    It goes by the model's config, the bytes at a few places of its files, and whatever is given further. A model that
-    is named as on the Hugging Face hub goes by its name.
+    It covers the model's config, a sample of the bytes of its files, and the `further` objects. A model that is named
+    as on the Hugging Face hub has no files here, so its name stands for them.
     """
     seen = hashlib.sha256(repr((asdict(config), further)).encode())
     files = sorted(Path(model).glob("*.safetensors"))
@@ -196,6 +201,7 @@ def model_fingerprint(model: str | Path, config: ModelConfig, *further: object) 
         seen.update(f"{file.name} {size}".encode())
         with file.open("rb") as opened:
             for place in range(SAMPLED_PLACES):
+                # Evenly from the first byte to the last.
                 opened.seek(place * max(0, size - SAMPLED_BYTES) // (SAMPLED_PLACES - 1))
                 seen.update(opened.read(SAMPLED_BYTES))
     if not files:

@@ -37,7 +37,7 @@ class LatentCache(NamedTuple):
 
 
 class PlainRequest(NamedTuple):
-    """A request in the plain form: where its new tokens stand in the flat batch, its blocks [n], and its length."""
+    """A request in the plain form: the place of its new tokens in the flat batch, its blocks [n], and its length."""
 
     tokens: slice
     block_ids: Tensor
@@ -49,7 +49,7 @@ class StepForms:
     """A step's requests by form, the same for all layers.
 
     - `metadata`: of the whole step. `absorbed`: the tables of the requests in the absorbed form; None without any.
-    - `absorbed_tokens` [n]: where their tokens stand in the flat batch; None if they are all of it.
+    - `absorbed_tokens` [n]: the places of their tokens in the flat batch; None if they are all of it.
     - `plain`: the other requests.
     """
 
@@ -60,7 +60,7 @@ class StepForms:
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, config: ModelConfig, block_size: int) -> "StepForms":
-        """Divide a step. One of decodes alone, which may be captured in a CUDA graph, is not looked at."""
+        """Divide a step. Decodes alone need no look: they are absorbed, and may be captured in a CUDA graph."""
         if metadata.max_query_len == 1:
             return cls(metadata, metadata, None, ())
         starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
@@ -68,7 +68,7 @@ class StepForms:
         plain, others = [], []
         for row, (count, seq_len) in enumerate(zip(counts, seq_lens, strict=True)):
             if plain_form_is_cheaper(count, seq_len, config):
-                block_ids = metadata.block_table[row, : -(-seq_len // block_size)]
+                block_ids = metadata.block_table[row, : -(-seq_len // block_size)]  # without the padding
                 plain.append(PlainRequest(slice(starts[row], starts[row + 1]), block_ids, seq_len))
             else:
                 others.append(row)
@@ -77,6 +77,7 @@ class StepForms:
         if not others:
             return cls(metadata, None, None, tuple(plain))
         device = metadata.seq_lens.device
+        # Of the absorbed requests, in the flat batch.
         tokens = [token for row in others for token in range(starts[row], starts[row + 1])]
         absorbed = replace(
             metadata,
@@ -91,13 +92,16 @@ class PagedLatentAttention:
     """The engine's attention over the latents of all layers. It keeps no per-step state: `of_step` binds a step."""
 
     def __init__(self, kv_caches: Sequence[LatentCache], config: ModelConfig, backend: str | None = None) -> None:
-        """`config` is the model's; `backend` is passed to `mla_attention`."""
+        """Attend for a model of this config; `backend` is passed to `mla_attention`."""
         assert config.kv_lora_rank is not None
-        self.kv_caches, self.config, self.backend = kv_caches, config, backend
-        self.scale, self.rank = attention_scale(config), config.kv_lora_rank
+        self.kv_caches = kv_caches
+        self.config = config
+        self.backend = backend
+        self.scale = attention_scale(config)
+        self.rank = config.kv_lora_rank
 
     def of_step(self, metadata: AttentionMetadata) -> LatentAttentionFunction:
-        """Returns the attention function for a step with these tables, for the decoder to call."""
+        """Return the attention function for a step with these tables, for the decoder to call."""
         return partial(self.attend, StepForms.of(metadata, self.config, self.kv_caches[0].latents.shape[1]))
 
     def attend(
@@ -110,17 +114,17 @@ class PagedLatentAttention:
         k_rope: Tensor,
         up: UpProjection,
     ) -> Tensor:
-        """`LatentAttentionFunction` for this step: queries attend to all latents so far, including the step's."""
+        """Implement `LatentAttentionFunction` for this step: attend to all latents so far, including the step's."""
         cache = self.kv_caches[layer_index].latents
         concat_and_cache_mla(latent, k_rope, cache, step.metadata.slot_mapping)
-        if step.absorbed is not None and step.absorbed_tokens is None:
+        if step.absorbed is not None and step.absorbed_tokens is None:  # all of the step, without copies
             return self._absorbed(step.absorbed, layer_index, q_nope, q_rope, up)
         out = q_nope.new_empty(*q_nope.shape[:2], up.value_dim)
         if step.absorbed is not None:
             tokens = step.absorbed_tokens
             out[tokens] = self._absorbed(step.absorbed, layer_index, q_nope[tokens], q_rope[tokens], up)
         for tokens, block_ids, seq_len in step.plain:
-            rows = cache[block_ids].flatten(0, 1)[:seq_len]
+            rows = cache[block_ids].flatten(0, 1)[:seq_len]  # [keys, width], including this step's
             latents, rotated = rows.split((self.rank, rows.shape[1] - self.rank), dim=1)
             out[tokens] = plain_attention(q_nope[tokens], q_rope[tokens], latents, rotated, up, self.scale)
         return out
@@ -129,7 +133,7 @@ class PagedLatentAttention:
         self, metadata: AttentionMetadata, layer_index: int, q_nope: Tensor, q_rope: Tensor, up: UpProjection
     ) -> Tensor:
         attended = mla_attention(
-            torch.cat((up.absorb(q_nope), q_rope), dim=-1),
+            torch.cat((up.absorb(q_nope), q_rope), dim=-1),  # [tokens, heads, width]
             self.kv_caches[layer_index].latents,
             metadata.query_start_loc,
             metadata.seq_lens,

@@ -22,22 +22,18 @@ from minivllm.worker.sample.states import SamplingStates
 from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.spec_decode.speculator import Speculator
 
+# Available memory that a CPU engine assumes if the system does not report it.
 UNKNOWN_MEMORY = 4 * GIB
-"""Available memory that a CPU engine assumes if the system does not report it."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
     """One rank's memory, in bytes: the device's total, and everything but the cache; `dtype` is the compute dtype.
 
-    `cuda_graphs` tells whether graphs will be captured; their size is not yet known.
-
-    `lora_bytes` are those of the slots of adapters.
-
-    `drafter` is the config of a model that drafts on this rank, None if there is none; `drafter_bytes` are its bytes.
-
-    `activation_peak` is what the largest step needs in addition to the weights, None if it could not be measured.
-    Ranks on the same CPU get equal shares of its memory: `ranks_in_host_memory`; 0 on a GPU.
+    - `activation_peak`: what the largest step needs besides the weights, None if it could not be measured.
+    - `cuda_graphs`: whether graphs will be captured; their size is not yet known.
+    - `drafter`: the config of a model that drafts on this rank; `drafter_bytes`: its bytes. `lora_bytes`: the slots'.
+    - `ranks_in_host_memory`: how many ranks share a CPU's memory equally; 0 on a GPU.
     """
 
     device_name: str
@@ -53,38 +49,13 @@ class MemoryUse:
     ranks_in_host_memory: int = 0
 
 
-def measure_memory(
-    device: torch.device,
-    ranks: int,
-    *,
-    dtype: str,
-    weights: int,
-    activation_peak: int | None,
-    cuda_graphs: bool,
-    drafter: ModelConfig | None = None,
-    drafter_bytes: int = 0,
-    lora_bytes: int = 0,
-) -> MemoryUse:
-    """Queries the device's memory and combines it with what the rank reports."""
+def device_memory(device: torch.device, ranks: int) -> tuple[str, int]:
+    """Return the name of what memory a rank has, and its bytes: a GPU's, or an equal share of the CPU's."""
     if device.type == "cuda":
-        name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
-    else:
-        name, memory = "CPU (memory that is available)", (available_memory() or UNKNOWN_MEMORY) // ranks
-    if device.type == "cpu" and ranks > 1:
-        name = f"{name}, one of {ranks} ranks' share"
-    return MemoryUse(
-        device_name=name,
-        device_memory=memory,
-        outside_torch=_bytes_outside_torch(device),
-        weights=weights,
-        activation_peak=activation_peak,
-        dtype=dtype,
-        cuda_graphs=cuda_graphs,
-        drafter=drafter,
-        drafter_bytes=drafter_bytes,
-        lora_bytes=lora_bytes,
-        ranks_in_host_memory=ranks * (device.type == "cpu"),
-    )
+        return torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+    name = "CPU (memory that is available)"
+    share = f"{name}, one of {ranks} ranks' share" if ranks > 1 else name
+    return share, (available_memory() or UNKNOWN_MEMORY) // ranks
 
 
 def activation_peak(model: Decoder, speculator: Speculator, settings: WorkerSettings) -> int | None:
@@ -95,6 +66,7 @@ def activation_peak(model: Decoder, speculator: Speculator, settings: WorkerSett
     most_tokens = settings.max_num_batched_tokens
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
+    # The largest step, with the cache's memory still free.
     dummy_run(model, most_tokens, min(settings.max_num_seqs, most_tokens), settings.max_model_len)
     speculator.dummy_step(most_tokens)
     torch.cuda.synchronize(device)
@@ -104,13 +76,16 @@ def activation_peak(model: Decoder, speculator: Speculator, settings: WorkerSett
 @torch.inference_mode()
 def dummy_run(model: Decoder, num_tokens: int, num_rows: int, max_model_len: int) -> None:
     """Run the largest possible step, without attention; sampling applies top-p and min-p, but no bias or penalties."""
-    weight, stage = model.embed_tokens.weight, model.group.stage
+    weight = model.embed_tokens.weight
+    stage = model.group.stage
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=weight.device)
+    # [2, tokens, hidden], as from the stage before.
     received = None if stage.is_first else weight.new_zeros(2, num_tokens, model.config.hidden_size)
     hidden = model(ids, ids, without_attention(model.config, max_model_len), None, received)
     if not stage.is_last:
         return
     logits = model.compute_logits(hidden[:num_rows]).float()
+    # Top-p and min-p need the most memory: they sort the logits.
     states = SamplingStates(num_rows)
     for row in range(num_rows):
         states.add_request(row, SamplingParams(top_p=0.9, min_p=0.01))
@@ -131,9 +106,9 @@ def profile_memory(
     gpu_memory_utilization: float,
     host_tier: int = 0,
 ) -> MemoryLedger:
-    """Budgets the memory of one of `tp` ranks. `config` is the whole model's.
+    """Budget the memory of one of `tp` ranks. `config` is the whole model's.
 
-    `host_tier`: bytes of a second tier of the cache, of all ranks. On a CPU it lies in the same memory.
+    `host_tier`: bytes of a second tier of the cache, of all ranks together. On a CPU it lies in the same memory.
 
     Activations are estimated if `use.activation_peak` is None. The pool never gets more blocks than `max_num_seqs`
     requests of `max_model_len` tokens could fill: on a CPU, spare memory is left to other programs.
@@ -161,17 +136,17 @@ def profile_memory(
         host_tier=host_tier // use.ranks_in_host_memory if use.ranks_in_host_memory else 0,
         lora_bytes=use.lora_bytes,
     )
-    most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1
+    most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1  # and the null block
     return _with_at_most(ledger, most_blocks * ledger.kv.block_bytes)
 
 
 def _without_window(config: ModelConfig) -> ModelConfig:
-    """The cache keeps every token, even those outside a layer's sliding window."""
+    """Return the config as the cache sees it: every token is kept, even outside a layer's sliding window."""
     return replace(config, sliding_window=None, layer_types=None)
 
 
 def check_override(num_gpu_blocks: int, block_size: int, max_model_len: int) -> None:
-    """Rejects a user-set number of blocks that cannot hold one request of `max_model_len` tokens."""
+    """Reject a user-set number of blocks that cannot hold one request of `max_model_len` tokens."""
     num_usable = num_gpu_blocks - 1
     if num_usable < math.ceil(max_model_len / block_size):
         longest = num_usable * block_size
@@ -184,17 +159,18 @@ def check_override(num_gpu_blocks: int, block_size: int, max_model_len: int) -> 
 
 
 def _with_at_most(ledger: MemoryLedger, most_bytes: int) -> MemoryLedger:
-    """The ledger with the cache capped at `most_bytes`, and the memory this leaves as a row of its own."""
+    """Return the ledger with the cache capped at `most_bytes`, and what this leaves free as a row."""
     if ledger.kv_bytes <= most_bytes:
         return ledger
-    spared = ledger.kv_bytes - most_bytes
+    spared = ledger.kv_bytes - most_bytes  # left to other programs
     rows = [row for row in ledger.rows if row.name not in ("KV cache", "less than a block")]
+    # The last row, what is not ours, stays last.
     rows[-1:] = [LedgerRow("KV cache", most_bytes), LedgerRow("more than requests can fill", spared), rows[-1]]
     return replace(ledger, rows=tuple(rows), kv_bytes=most_bytes)
 
 
-def _bytes_outside_torch(device: torch.device) -> int:
-    """GPU memory held by the CUDA context and by other programs."""
+def bytes_outside_torch(device: torch.device) -> int:
+    """Return the GPU memory held by the CUDA context and by other programs."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

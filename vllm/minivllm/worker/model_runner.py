@@ -4,7 +4,7 @@ Prefills, chunks and decodes share one flat row of tokens; only the attention me
 computed only for the rows that sample. In a tensor-parallel group only rank 0 samples and broadcasts the result:
 identical logits would give identical tokens, but ranks need not agree to the last bit.
 
-What an engine may do without is an object of its own that the runner calls at fixed points of every step: adapters
+Every optional feature is an object of its own that the runner calls at fixed points of each step: adapters
 (`lora`), drafts (`speculator`, `draft_tokens_handler`), CUDA graphs (`cuda_graphs`), transfers of keys and values
 (`kv_connector`), prompts' log probabilities (`prompt_logprobs`). Where a feature is off, its object does nothing.
 
@@ -62,7 +62,9 @@ class ModelRunner:
     def __init__(
         self, model: Decoder, settings: WorkerSettings, draft_model: Decoder | Eagle3Head | None = None
     ) -> None:
-        self.model, self.config, self.settings = model, model.config, settings
+        self.model = model
+        self.config = model.config
+        self.settings = settings
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         process_weights_after_loading(model)
@@ -70,8 +72,8 @@ class ModelRunner:
         check_batch_memory(settings.max_num_seqs, settings.max_model_len, settings.block_size)
         self.make_attention = partial(make_attention, backend=settings.attention_backend, attention=settings.attention)
         self.attention: PagedAttention | PagedLatentAttention | None = None
+        # Whether steps end before their tokens are on the host, if these are not needed there (`tokens_in_flight`).
         self.defers_tokens = False
-        """Whether steps end before their tokens are on the host, if these are not needed there (`tokens_in_flight`)."""
         self.rejection_sample = settings.rejection_sample
         self.speculator = make_speculator(settings, model, draft_model, self.make_attention)
         self.draft_tokens_handler = DraftTokensHandler(keeps_drafts=settings.async_scheduling)
@@ -132,6 +134,7 @@ class ModelRunner:
                 self.kv_connector.no_forward(scheduler_output)
                 return self._completed(ModelRunnerOutput({}))
             on_device = self._stays_on_device(scheduler_output)
+            # A step that needs the tokens on the host waits here.
             self.tokens_in_flight.settle(wait=not on_device)
             self.kv_connector.pre_forward(scheduler_output)
             inputs = self.prepare_inputs(scheduler_output)
@@ -148,7 +151,7 @@ class ModelRunner:
         """End the step that `execute_model` began: sample its tokens, and draft what may follow them."""
         assert self.execute_model_state is not None
         step, self.execute_model_state = self.execute_model_state, None
-        if not self.model.group.samples:
+        if not self.model.group.samples:  # another rank samples, and sends the tokens
             self.prompt_logprobs.pass_over(step.inputs)
             return self._completed(ModelRunnerOutput({}))
         with record_function_or_nullcontext("minivllm::sample"):
@@ -164,7 +167,7 @@ class ModelRunner:
         self.batch.update(scheduler_output)
 
     def _stays_on_device(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether the host computes nothing with the tokens that the step samples, and so need not wait for them."""
+        """Return whether the host computes nothing with the step's sampled tokens, and so need not wait for them."""
         if not self.defers_tokens or self.prompt_logprobs or scheduler_output.has_structured_output_requests:
             return False
         rows = self.batch.rows_of(scheduler_output.num_scheduled_tokens)
@@ -184,6 +187,7 @@ class ModelRunner:
         last, what it has sent on.
         """
         num_tokens = len(inputs.input_ids)
+        # Prompts' log probabilities need every token.
         all_wanted = len(inputs.logits_indices) == num_tokens or bool(self.prompt_logprobs)
         rows = None if all_wanted else self._on_device(inputs.logits_indices)
         lora_slots = self.lora.slots_of_tokens(self.batch.lora_requests, inputs.rows, inputs.query_start_loc)
@@ -196,7 +200,8 @@ class ModelRunner:
         self.lora.set_rows(lora_slots, None if all_wanted else inputs.logits_indices)
         input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
         self.tokens_in_flight.fill(input_ids, inputs)
-        context, group = self._forward_context(inputs), self.model.group
+        context = self._forward_context(inputs)
+        group = self.model.group
         received = None if group.stage.is_first else self._receive(num_tokens)
         hidden = self.model(input_ids, positions, context, rows, received)
         if not group.stage.is_last:
@@ -217,17 +222,21 @@ class ModelRunner:
         self, step: ExecuteModelState, grammar_output: GrammarOutput | None = None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Sample for the requests that reached their last known token, and append the tokens to the batch."""
-        inputs, hidden, prompt_logprobs = step.inputs, step.hidden, {}
+        inputs = step.inputs
+        hidden = step.hidden
+        prompt_logprobs = {}
         if self.prompt_logprobs:
             prompt_logprobs = self.prompt_logprobs.observe(self.batch, inputs, hidden, self.model.compute_logits)
-            hidden = hidden[self._on_device(inputs.logits_indices)]  # [tokens, hidden] to [sum of num_sampled, hidden]
+            # [tokens, hidden] to [sum of num_sampled, hidden]
+            hidden = hidden[self._on_device(inputs.logits_indices)]
         if not len(inputs.sampling):
             return ModelRunnerOutput({})
         rows = inputs.rows[inputs.sampling]  # [n]
         logits = self.model.compute_logits(hidden).float()  # [sum of num_sampled, vocab]
         mask_by_grammars(logits, inputs, grammar_output)
         metadata = self._sampling_metadata(inputs)
-        if step.on_device:  # the next step finds the tokens there; the host waits for a copy when it wants the output
+        # The next step reads the tokens there; the host waits for a copy when it wants the output.
+        if step.on_device:
             copy = self.tokens_in_flight.append(rows, *choose(logits, metadata))
             return AsyncModelRunnerOutput(ModelRunnerOutput({}), partial(fill_in, copy, inputs))
         if inputs.drafts:
@@ -236,13 +245,16 @@ class ModelRunner:
         else:
             sampled = sample(logits, metadata)
         output = kept_of(inputs, sampled)  # per request, accepted drafts and one more token
-        output.prompt_logprobs, output.nonfinite_req_ids = prompt_logprobs, nonfinite_req_ids(inputs, sampled.largest)
+        output.prompt_logprobs = prompt_logprobs
+        output.nonfinite_req_ids = nonfinite_req_ids(inputs, sampled.largest)
         output.num_invalid_spec_tokens = self.draft_tokens_handler.num_invalid_spec_tokens
+        # Rejected drafts are overwritten; the scheduler sends the right count with the next step.
         self.batch.append_tokens(rows, list(output.sampled_token_ids.values()))
         return output
 
     def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
-        batch, rows = self.batch, inputs.rows[inputs.sampling]  # [n]
+        batch = self.batch  # [n]
+        rows = inputs.rows[inputs.sampling]  # [n]
         if not batch.sampling.needs_of(rows):
             return NOTHING_NEEDED
         num_tokens = consecutive(batch.num_tokens[rows], inputs.num_sampled)  # [sum of num_sampled]
@@ -257,7 +269,8 @@ class ModelRunner:
     def _completed(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Return the step's output with what else the core wants to know."""
+        """Complete a step's output with what was transferred and which adapters have slots."""
+        # The part that is known before the tokens are.
         whole = output.output if isinstance(output, AsyncModelRunnerOutput) else output
         whole.kv_connector_output = self.kv_connector.take_output()
         whole.lora_slots = list(self.lora.lora_index_to_id)

@@ -38,10 +38,10 @@ class AttentionMetadata:
 
     @classmethod
     def of(cls, spans: TokenSpans, device: torch.device) -> "AttentionMetadata":
-        """The tables of a forward pass over these tokens, copied to the device."""
+        """Copy the tables of a forward pass over these tokens to the device."""
         tables = (spans.query_start_loc, spans.seq_lens, spans.block_table, spans.slot_mapping)
-        counts = spans.query_start_loc[1:] - spans.query_start_loc[:-1]
-        most = int(spans.seq_lens.max()), int(counts.max())
+        counts = spans.query_start_loc[1:] - spans.query_start_loc[:-1]  # tokens of each request
+        most = int(spans.seq_lens.max()), int(counts.max())  # read on the host, before the copies
         return cls(*(on_device(table, device) for table in tables), *most)
 
 
@@ -57,41 +57,30 @@ class LayerCache(NamedTuple):
     value_scales: torch.Tensor | None = None
 
 
+@dataclass(eq=False)
 class PagedAttention:
-    """The engine's attention over the caches of all layers. It keeps no per-step state: `of_step` binds a step."""
+    """The engine's attention over the caches of all layers. It keeps no per-step state: `of_step` binds a step.
 
-    def __init__(
-        self,
-        kv_caches: Sequence[LayerCache],
-        scale: float,
-        sliding_window: int | None = None,
-        backend: str | None = None,
-    ) -> None:
-        """`backend` is passed to `unified_attention`; the kernel that writes the cache always follows the device."""
-        self.kv_caches = kv_caches
-        self.backend = backend
-        self.scale = scale
-        self.sliding_window = sliding_window
+    `backend` is for `unified_attention`; the kernel that writes the cache always follows the device.
+    """
+
+    kv_caches: Sequence[LayerCache]
+    scale: float
+    sliding_window: int | None = None
+    backend: str | None = None
 
     def of_step(self, metadata: AttentionMetadata) -> AttentionFunction:
-        """Returns the attention function for a step with these tables, for the decoder to call."""
+        """Return the attention function for a step with these tables, for the decoder to call."""
         return partial(self.attend, metadata)
 
     def attend(
         self, metadata: AttentionMetadata, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """`AttentionFunction` for the step of `metadata`: q attends to all keys so far, including k."""
+        """Implement `AttentionFunction` for the step of `metadata`: q attends to all keys so far, including k."""
         checked = layer_index > 0  # all layers share the tables, so the first checks them for all
         keys, values, key_scales, value_scales = self.kv_caches[layer_index]
         reshape_and_cache(
-            k,
-            v,
-            keys,
-            values,
-            metadata.slot_mapping,
-            key_scales=key_scales,
-            value_scales=value_scales,
-            checked=checked,
+            k, v, keys, values, metadata.slot_mapping, key_scales=key_scales, value_scales=value_scales, checked=checked
         )
         return unified_attention(
             q,

@@ -1,4 +1,4 @@
-"""What every rank is told once: the settings of its worker and its model runner.
+"""The settings of a rank's worker and its model runner, sent to every rank once.
 
 In vLLM v0.33.0: `vllm/config/vllm.py` (`VllmConfig`).
 """
@@ -46,24 +46,24 @@ class WorkerSettings:
 
     @property
     def max_concurrent_batches(self) -> int:
-        """How many steps are to be in flight."""
+        """Return how many steps are to be in flight."""
         return self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 1 + self.async_scheduling
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_speculative_tokens(self) -> int:
-        """The most drafts of a request in a step; 0 without speculation."""
+        """Return the most drafts of a request in a step; 0 without speculation."""
         return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether decode steps are captured: on a GPU, with its own kernels, a KV cache and one stage, unless eager.
+        """Return whether decode steps are captured: on a GPU, with its own kernels, a KV cache and one stage.
 
-        Not for a drafter that reads hidden states, which a graph does not hand out.
+        They are not for a drafter that reads hidden states, which a graph does not hand out.
         """
         reads_hidden = self.speculative_config is not None and self.speculative_config.use_eagle
         fits = self.pipeline_parallel_size == 1 and self.uses_unified_attention and not reads_hidden
@@ -71,5 +71,5 @@ class WorkerSettings:
 
     @property
     def uses_unified_attention(self) -> bool:
-        """Whether attention is the engine's own kernel, over a KV cache."""
+        """Return whether attention is the engine's own kernel, over a KV cache."""
         return self.attention_backend is None and self.attention is None and self.use_kv_cache

@@ -27,7 +27,8 @@ class StepBuffers:
     """
 
     def __init__(self, size: int, max_num_blocks: int, device: torch.device, tokens_each: int = 1) -> None:
-        self.size, self.tokens_each = size, tokens_each
+        self.size = size
+        self.tokens_each = tokens_each
         pinned = device.type == "cuda"
         layout = [(name, dtype, size * tokens_each) for name, dtype in TOKEN]
         layout += [("seq_lens", torch.int32, size), ("query_start_loc", torch.int32, size + 1)]
@@ -43,7 +44,7 @@ class StepBuffers:
         for name, dtype, count in layout:
             end = start + count * dtype.itemsize
             self._host[name] = self._rows_here[start:end].view(dtype).numpy()
-            views[name] = self._rows_there[start:end].view(dtype)
+            views[name] = self._rows_there[start:end].view(dtype)  # what the graphs read
             start = end
         self.input_ids, self.positions = views["input_ids"], views["positions"]
         self.slot_mapping, self.seq_lens = views["slot_mapping"], views["seq_lens"]
@@ -51,7 +52,7 @@ class StepBuffers:
         self._copied = torch.cuda.Event() if pinned else None
 
     def metadata(self, requests: int, max_seq_len: int) -> AttentionMetadata:
-        """The attention metadata of a step of so many requests, as views of the buffers."""
+        """Return the attention metadata of a step of that many requests, as views of the buffers."""
         return AttentionMetadata(
             self.query_start_loc[: requests + 1],
             self.seq_lens[:requests],
@@ -62,18 +63,21 @@ class StepBuffers:
         )
 
     def load(self, inputs: StepInputs) -> None:
-        """Loads a step of at most `tokens_each` tokens per request, followed by padding."""
+        """Load a step of at most `tokens_each` tokens per request, followed by padding."""
         if self._copied is not None:
-            self._copied.synchronize()  # the last copy must have read the host buffers before they are overwritten
-        tokens, count, host = len(inputs.input_ids), len(inputs.seq_lens), self._host
+            # The last copy must have read the host buffers before they are overwritten.
+            self._copied.synchronize()
+        tokens = len(inputs.input_ids)
+        count = len(inputs.seq_lens)
+        host = self._host
         for name, padding in (("positions", 0), ("slot_mapping", PADDING_SLOT), ("input_ids", 0), ("seq_lens", 0)):
             real = getattr(inputs, name)
             host[name][: len(real)] = real
             host[name][len(real) :] = padding
         host["query_start_loc"][: count + 1] = inputs.query_start_loc
-        host["query_start_loc"][count + 1 :] = tokens
+        host["query_start_loc"][count + 1 :] = tokens  # requests of padding have no queries
         self._rows_there.copy_(self._rows_here, non_blocking=True)
-        columns = inputs.block_table.shape[1]
+        columns = inputs.block_table.shape[1]  # as many as the longest request needs
         used = count * columns
         self._table_here.numpy()[:used] = inputs.block_table.reshape(-1)
         self._table_there[:used].copy_(self._table_here[:used], non_blocking=True)

@@ -1,4 +1,4 @@
-"""What a step's output says of each request: its tokens, and whether it can go on."""
+"""From a step's samples to its output: each request's tokens, and whether it can go on."""
 
 import numpy as np
 
@@ -10,19 +10,20 @@ from minivllm.worker.tokens_in_flight import HostCopy
 
 
 def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
-    """The sampled tokens to keep, by request: its accepted drafts and the token after the last of them."""
+    """Return the sampled tokens to keep, by request: its accepted drafts and the token after the last of them."""
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]  # [n]
     output = ModelRunnerOutput({})
     kept = kept_slices(sampled.token_ids, inputs.num_sampled)
     for req_id, places in zip(req_ids, kept, strict=True):
         output.sampled_token_ids[req_id] = sampled.token_ids[places]
+        # A request's first row tells for all.
         if sampled.logprobs and sampled.logprobs[places.start] is not None:
             output.logprobs[req_id] = sampled.logprobs[places]
     return output
 
 
 def fill_in(copy: HostCopy, inputs: StepInputs, output: ModelRunnerOutput) -> None:
-    """Puts the tokens of a step, one for each request that samples, into its output, once they are on the host."""
+    """Put the tokens of a step, one for each request that samples, into its output, once they are on the host."""
     token_ids, largest = copy.wait()
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]
     output.sampled_token_ids = {req_id: [token] for req_id, token in zip(req_ids, token_ids.tolist(), strict=True)}
@@ -30,9 +31,9 @@ def fill_in(copy: HostCopy, inputs: StepInputs, output: ModelRunnerOutput) -> No
 
 
 def nonfinite_req_ids(inputs: StepInputs, largest: np.ndarray) -> list[str]:
-    """The requests of which no token can be sampled: the largest of a row's logits [sum of num_sampled] is not finite.
+    """Return the requests without a usable sample: the largest of a row's logits [sum of num_sampled] is not finite.
 
-    A NaN anywhere in the row is the largest, too. A logit of minus infinity only excludes its token.
+    A NaN anywhere in the row counts as the largest. A logit of minus infinity only excludes its token.
     """
     finite = np.isfinite(largest)
     if finite.all():

@@ -19,6 +19,7 @@ def mask_by_grammars(logits: torch.Tensor, inputs: StepInputs, grammar_output: G
     """
     if grammar_output is None:
         return
+    # Among the requests that sample.
     place_of = {inputs.req_ids[index]: place for place, index in enumerate(inputs.sampling)}
     places = [place_of[req_id] for req_id in grammar_output.structured_output_request_ids]
     starts = np.cumsum(inputs.num_sampled) - inputs.num_sampled  # [n]

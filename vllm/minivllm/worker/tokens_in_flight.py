@@ -24,17 +24,18 @@ class HostCopy:
     """Copies of a step's tokens and largest logits, [n] each, on their way to the host."""
 
     def __init__(self, token_ids: torch.Tensor, largest: torch.Tensor) -> None:
-        self._here = [one.to("cpu", non_blocking=True) for one in (token_ids, largest)]  # pinned, from a GPU
+        # From a GPU, torch copies to pinned memory, in the background.
+        self._here = [tensor.to("cpu", non_blocking=True) for tensor in (token_ids, largest)]
         self._arrived = torch.cuda.Event() if token_ids.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
 
     def has_arrived(self) -> bool:
-        """Whether they can be read without waiting."""
+        """Return whether the copies can be read without waiting."""
         return self._arrived is None or self._arrived.query()
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens and the largest logits. Any thread may ask."""
+        """Wait for the copies; return the tokens and the largest logits. Any thread may call this."""
         if self._arrived is not None:
             self._arrived.synchronize()
         token_ids, largest = self._here
@@ -48,16 +49,19 @@ class TokensInFlight:
         self._batch = batch
         self._last_token = torch.zeros(len(batch.num_tokens), dtype=torch.int64, device=device)
         self._steps: deque[tuple[np.ndarray, np.ndarray, np.ndarray, HostCopy]] = deque()
-        self._num_unknown = np.zeros(len(batch.num_tokens), np.int64)  # of each row's tokens, all of them its last
+        # How many of each row's tokens are unknown: always its last ones.
+        self._num_unknown = np.zeros(len(batch.num_tokens), np.int64)
         self._admission = np.zeros(len(batch.num_tokens), np.int64)  # of the request that they belong to
 
     def append(self, rows: np.ndarray, token_ids: torch.Tensor, largest: torch.Tensor) -> HostCopy:
-        """Appends a token to each of these rows [n], unknown to the host; token_ids int64 [n], largest [n]."""
+        """Append a token to each of these rows [n], unknown to the host; token_ids int64 [n], largest [n]."""
         batch = self._batch
-        admissions, places = batch.admissions[rows], batch.num_tokens[rows].copy()
+        admissions = batch.admissions[rows]
+        places = batch.num_tokens[rows].copy()
+        # A row with another request starts counting again.
         self._num_unknown[rows] = np.where(self._admission[rows] == admissions, self._num_unknown[rows], 0) + 1
         self._admission[rows] = admissions
-        batch.token_ids[rows, places] = 0
+        batch.token_ids[rows, places] = 0  # a placeholder, which `fill` replaces on the device
         batch.num_tokens[rows] += 1
         self._last_token[on_device(rows, self._last_token.device)] = token_ids
         copy = HostCopy(token_ids, largest)
@@ -65,19 +69,20 @@ class TokensInFlight:
         return copy
 
     def settle(self, wait: bool = False) -> None:
-        """Puts what has arrived into the batch; with `wait`, all. Rows that have another request by now are left."""
+        """Put what has arrived into the batch; with `wait`, all. Rows that have another request by now are left."""
         batch = self._batch
         while self._steps and (wait or self._steps[0][-1].has_arrived()):
             rows, admissions, places, copy = self._steps.popleft()
-            still = batch.admissions[rows] == admissions
+            still = batch.admissions[rows] == admissions  # rows that have the same request
             batch.token_ids[rows[still], places[still]] = copy.wait()[0][still]
             self._num_unknown[rows[still]] -= 1
 
     def fill(self, input_ids: torch.Tensor, inputs: StepInputs) -> None:
-        """Puts the unknown tokens of a step into its inputs [tokens, or more], on the device."""
+        """Put the unknown tokens of a step into its inputs [tokens, or more], on the device."""
         rows = inputs.rows
         unknown = (self._num_unknown[rows] > 0) & (self._admission[rows] == self._batch.admissions[rows])
         if unknown.any():
-            last = inputs.query_start_loc[1:][unknown] - 1  # a row's unknown tokens end with the step's last of it
+            # A row's unknown tokens end with the step's last of it.
+            last = inputs.query_start_loc[1:][unknown] - 1
             at, where = on_device(np.stack((last, rows[unknown])), input_ids.device)
             input_ids[at] = self._last_token[where].to(input_ids.dtype)

@@ -30,7 +30,7 @@ from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.spinning import limit_spinning
 from minivllm.worker.kernel_warmup import short_step, warm_up_steps
 from minivllm.worker.kv_connector_runner import ActiveKVConnector, model_fingerprint
-from minivllm.worker.memory_profiling import MemoryUse, activation_peak, measure_memory
+from minivllm.worker.memory_profiling import MemoryUse, activation_peak, bytes_outside_torch, device_memory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.spec_decode.proposer import TokenSpeculator, make_proposer
@@ -43,7 +43,9 @@ class Worker:
     """Loads the model on construction. All ranks of a group must get the same calls in the same order."""
 
     def __init__(self, settings: WorkerSettings, group: GroupCoordinator | None = None) -> None:
-        self.settings, self.group = settings, group or GroupCoordinator()
+        self.settings = settings
+        self.group = group or GroupCoordinator()
+        # None while nothing is recorded.
         self._times: list[tuple[float, float]] | None = None
         self.device = device_of_rank(settings.device, self.group.world_rank)
         if self.device.type == "cpu":
@@ -53,18 +55,21 @@ class Worker:
         self.runner = ModelRunner(model, settings, load_drafter(settings, model))
 
     def memory_use(self) -> MemoryUse:
-        """Measures the memory of this rank's device and everything but the cache that uses it."""
+        """Measure the memory of this rank's device and everything but the cache that uses it."""
         runner, settings = self.runner, self.settings
-        return measure_memory(
-            self.device,
-            self.group.world_size,
-            dtype=str(runner.dtype).removeprefix("torch."),
+        name, num_bytes = device_memory(self.device, self.group.world_size)
+        return MemoryUse(
+            device_name=name,
+            device_memory=num_bytes,
+            activation_peak=activation_peak(runner.model, runner.speculator, settings),
+            outside_torch=bytes_outside_torch(self.device),
             weights=runner.weight_bytes(),
+            dtype=str(runner.dtype).removeprefix("torch."),
+            cuda_graphs=settings.uses_cuda_graphs,
             drafter=runner.speculator.model_config,
             drafter_bytes=runner.speculator.num_bytes(),
-            activation_peak=activation_peak(runner.model, runner.speculator, settings),
-            cuda_graphs=settings.uses_cuda_graphs,
             lora_bytes=runner.lora.slot_bytes,
+            ranks_in_host_memory=self.group.world_size if self.device.type == "cpu" else 0,
         )
 
     @property
@@ -73,9 +78,9 @@ class Worker:
         return self.runner.lora
 
     def add_lora(self, lora_request: LoRARequest) -> tuple[str, str]:
-        """Reads an adapter into host memory. Returns its fingerprint, or else, behind it, why it cannot be served.
+        """Read an adapter into host memory. Return its fingerprint and "", or "" and why it cannot be served.
 
-        What it returns, rather than raises, leaves steps in flight alone.
+        An exception would end the steps in flight.
         """
         try:
             return self._adapters.add_adapter(lora_request), ""
@@ -83,11 +88,11 @@ class Worker:
             return "", str(error)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forgets an adapter; returns whether it was there."""
+        """Remove an adapter; return whether it was there."""
         return self._adapters.manager.remove_adapter(lora_id)
 
     def pin_lora(self, lora_request: LoRARequest) -> str | None:
-        """Keeps an adapter in its slot from now on. Returns why that cannot be; None: it is."""
+        """Keep an adapter in its slot from now on. Return why that is impossible, or None."""
         manager = self._adapters.manager
         try:
             if lora_request.lora_int_id not in manager.registered:
@@ -98,15 +103,15 @@ class Worker:
         return None
 
     def list_loras(self) -> list[int]:
-        """The adapters in host memory, by id."""
+        """Return the adapters in host memory, by id."""
         return self.runner.lora.list_adapters()
 
     def lora_slots(self) -> list[int | None]:
-        """The adapter in each slot, by id."""
+        """Return the adapter in each slot, by id."""
         return list(self.runner.lora.lora_index_to_id)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache and, on a GPU, captures CUDA graphs and warms up, once. No bytes count yet."""
+        """Allocate the cache and, on a GPU, capture CUDA graphs and warm up, once. Reset the count of bytes."""
         self.runner.initialize_kv_cache(num_blocks)
         if self.settings.uses_cuda_graphs:
             self.runner.capture_model()
@@ -115,26 +120,28 @@ class Worker:
         self.group.bytes_reduced = 0
 
     def initialize_kv_connector(self) -> tuple[KVConnectorConfig, Any]:
-        """Creates this rank's side of the KV connector, once there is a cache.
+        """Create this rank's side of the KV connector, once there is a cache.
 
-        Returns what the scheduler's side needs: its settings, and what others need to reach this rank.
+        Return what the scheduler's side needs: its settings, and what others need to reach this rank.
         """
         settings, group = self.settings, self.group
         assert settings.kv_transfer_config is not None
-        config, kv_caches = self.runner.model.whole_config, self.runner.named_kv_caches()
+        config = self.runner.model.whole_config
+        kv_caches = self.runner.named_kv_caches()
         speculative = settings.speculative_config if self.runner.speculator.model_config else None
-        stored_as = str(next(iter(kv_caches.values()))[0].dtype).removeprefix("torch.")
+        cache, *_ = next(iter(kv_caches.values()))  # all layers' caches are alike in dtype and blocks
+        # What changes keys and values, besides the model itself.
         computed_in = (str(self.runner.dtype), settings.quantization, speculative and speculative.model)
         weights = (settings.load_format, settings.seed if settings.load_format == "dummy" else 0)
-        told = KVConnectorConfig(
+        connector_config = KVConnectorConfig(
             kv_transfer_config=settings.kv_transfer_config,
             model_fingerprint=model_fingerprint(settings.model, config, computed_in, weights),
             block_size=settings.block_size,
-            num_gpu_blocks=next(iter(kv_caches.values()))[0].shape[0],
+            num_gpu_blocks=cache.shape[0],
             num_layers=len(kv_caches),
             num_kv_heads=config.num_key_value_heads if config.kv_lora_rank is None else 1,
             head_dim=config.latent_width or config.head_dim,
-            kv_cache_dtype=stored_as,
+            kv_cache_dtype=str(cache.dtype).removeprefix("torch."),
             max_model_len=settings.max_model_len,
             device=self.device.type,
             tensor_parallel_size=group.size,
@@ -146,23 +153,26 @@ class Worker:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             use_eagle=settings.speculative_config is not None and settings.speculative_config.use_eagle,
         )
-        connector = create_connector(told, KVConnectorRole.WORKER, Parts(kv_connector=settings.kv_connector))
+        connector = create_connector(
+            connector_config, KVConnectorRole.WORKER, Parts(kv_connector=settings.kv_connector)
+        )
         self.runner.kv_connector = ActiveKVConnector(connector, kv_caches, self.runner.config.num_hidden_layers)
-        return told, connector.get_handshake_metadata()
+        return connector_config, connector.get_handshake_metadata()
 
     def warm_up(self) -> None:
-        """Runs a step on a CPU, so that no request waits for what numba compiles, or reads from its cache.
+        """Run a step on a CPU, so that no request waits for what numba compiles, or reads from its cache.
 
-        On a GPU, `initialize_kv_cache` has done so.
+        On a GPU, `initialize_kv_cache` has already warmed up.
         """
         if self.device.type == "cpu":
             self.run_unobserved(short_step(self.settings.block_size))
 
     def run_unobserved(self, steps: Iterable[SchedulerOutput]) -> None:
-        """Runs steps of requests that nobody has made, and keeps nothing of them."""
+        """Run steps of made-up requests, and keep nothing of them."""
         with self._own_parts():
             for step in steps:
                 if self.runner.draft_tokens_handler.keeps_drafts and step.scheduled_spec_decode_tokens:
+                    # Drafts to verify, in place of those that a rank would have kept.
                     self.runner.take_sampled({}, step.scheduled_spec_decode_tokens)
                 self.execute_model(step)
         self.runner.lora.warm_up()
@@ -171,7 +181,7 @@ class Worker:
 
     @contextmanager
     def _own_parts(self) -> Iterator[None]:
-        """The engine's own in place of given ones, which are asked for requests only, and a proposer to throw away."""
+        """Replace parts that must see real requests only by the engine's own, and the proposer by a throwaway one."""
         runner, settings = self.runner, self.settings
         kept = runner.speculator, runner.rejection_sample
         if settings.speculative_config is not None and isinstance(runner.speculator, TokenSpeculator):
@@ -184,37 +194,38 @@ class Worker:
             runner.speculator, runner.rejection_sample = kept
 
     def _compile_kernels(self) -> None:
-        """Runs steps on a GPU in which the kernels take every form that they have."""
+        """Run steps on a GPU that need every form of the kernels."""
         settings = self.settings
         if not settings.uses_unified_attention:
             return
         limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len
         assert self.runner.attention is not None
-        num_blocks = len(self.runner.attention.kv_caches[0][0])
+        num_blocks = len(self.runner.attention.kv_caches[0][0])  # of the first layer's first tensor
         self.run_unobserved(warm_up_steps(*limits, settings.block_size, settings.num_speculative_tokens, num_blocks))
 
     def defer_tokens(self) -> None:
-        """From now on steps end before their tokens are on the host, where the host can do without them.
+        """Let steps end before their tokens are on the host, from now on, where the host can do without them.
 
-        Not where other ranks, drafts or a KV connector need them, nor on a CPU, where nothing could be computed
-        meanwhile.
+        It cannot where other ranks, drafts or a KV connector need the tokens; and on a CPU nothing would be gained.
         """
         settings = self.settings
+        # A KV connector, another rank, or a drafter reads the tokens within the step.
         alone = settings.world_size == 1 and settings.kv_transfer_config is None and settings.kv_connector is None
         needed = settings.num_speculative_tokens or not settings.use_kv_cache
         self.runner.defers_tokens = self.device.type == "cuda" and alone and not needed
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Runs one step. Only one rank samples; it broadcasts the tokens to the others before the step ends.
+        """Run one step. Only one rank samples; it broadcasts the tokens to its group before the step ends.
 
-        Not to other stages, which would have to wait for the last one: they get them with the request's next step.
-        After `defer_tokens` the output's tokens may still be on their way.
+        Other stages would have to wait for the last one, so they get the tokens with the request's next step. After
+        `defer_tokens` the output's tokens may still be on their way.
         """
         start = time.monotonic()
         output = self.runner.execute_model(scheduler_output)
         if isinstance(output, AsyncModelRunnerOutput):
             return output
         if self._times is not None:
+            # A later stage waits for the one before: its own work begins when the hidden states have arrived.
             self._times.append((max(start, self.group.received_at), time.monotonic()))
         if scheduler_output.has_structured_output_requests:
             return output
@@ -234,62 +245,63 @@ class Worker:
         return output
 
     def _share_sampled(self, scheduler_output: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
-        """Broadcasts what rank 0 sampled, and its next drafts if the ranks keep them, padded with -1.
+        """Broadcast what rank 0 sampled, and its next drafts if the ranks keep them, padded with -1.
 
-        Token ids [requests, verified drafts + 1 + next drafts]. The ranks do this among themselves, within the step, so
-        that the next step can be sent before the engine has read this one's output. Every rank knows the shape: it
-        follows from the settings and the scheduler output.
+        The ranks do this among themselves, within the step, so that the next step can be sent before the engine has
+        read this one's output. Every rank knows the table's shape from the settings and the scheduler output.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        # The most verified drafts, and one more token.
         width = 1 + max(map(len, drafts.values()), default=0)
         kept = self.runner.draft_tokens_handler.kept
         num_kept = self.settings.num_speculative_tokens if self.runner.draft_tokens_handler.keeps_drafts else 0
         rows = [_padded(sampled.get(req_id, []), width) + _padded(kept.get(req_id, []), num_kept) for req_id in req_ids]
-        table = torch.tensor(rows, device=self.device)
+        table = torch.tensor(rows, device=self.device)  # [requests, verified drafts + 1 + next drafts]
         self.group.broadcast(table)
-        if self.group.rank > 0:
+        if self.group.rank > 0:  # rank 0 has put its own tokens into its batch
             rows = table.tolist()
-            self.runner.take_sampled(*(_told(req_ids, rows, part) for part in (slice(width), slice(width, None))))
+            sampled, drafts = (_columns(req_ids, rows, part) for part in (slice(width), slice(width, None)))
+            self.runner.take_sampled(sampled, drafts)
 
     def reset(self) -> None:
-        """Drops all requests, in whatever state a failed step left them, and joins the group anew."""
+        """Drop all requests, in whatever state a failed step left them, and rejoin the group."""
         self.runner.reset()
         self.runner.kv_connector.reset()
         self.group.rejoin()
 
     def shutdown(self) -> None:
-        """Ends what the KV connector has started, if there is one."""
+        """End what the KV connector has started, if there is one."""
         self.runner.kv_connector.shutdown()
 
     def leave_group(self) -> None:
-        """Makes the other ranks fail, too, where they would wait for this one."""
+        """Make the other ranks fail instead of waiting for this one."""
         self.group.leave()
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """Returns the drafts to follow the last step's tokens, by request id, and clears them."""
+        """Return the drafts to follow the last step's tokens, by request id, and clear them."""
         return self.runner.take_draft_token_ids()
 
     def record_times(self) -> None:
-        """Begins to note when each step was computed here, from the arrival of what it needs to its end."""
+        """Start recording when each step is computed here, from the arrival of its inputs to its end."""
         self._times = []
 
     def recorded_times(self) -> list[tuple[float, float]]:
-        """Returns these times, in seconds of `time.monotonic()`, and stops noting them."""
+        """Return the recorded times, in seconds of `time.monotonic()`, and stop recording."""
         times, self._times = self._times or [], None
         return times
 
     def kv_cache_bytes(self) -> int:
-        """Bytes of this rank's KV cache, that of a drafter included."""
+        """Return the bytes of this rank's KV cache, a drafter's included."""
         caches = self.runner.named_kv_caches().values()
         return sum(tensor.nbytes for tensors in caches for tensor in tensors)
 
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent to the next stage since it started."""
+        """Return the bytes this rank has sent to the next stage since it started."""
         return self.group.bytes_sent
 
     def bytes_reduced(self) -> int:
-        """Bytes this rank has contributed to all-reduces since the cache was allocated."""
+        """Return the bytes this rank has contributed to all-reduces since the cache was allocated."""
         return self.group.bytes_reduced
 
 
@@ -297,35 +309,39 @@ def _padded(token_ids: list[int], width: int) -> list[int]:
     return token_ids + [-1] * (width - len(token_ids))
 
 
-def _told(req_ids: list[str], rows: list[list[int]], part: slice) -> dict[str, list[int]]:
-    """The token ids in these columns of a shared table, by request id, for the requests that have any."""
-    found = ([token_id for token_id in row[part] if token_id >= 0] for row in rows)
-    return {req_id: token_ids for req_id, token_ids in zip(req_ids, found, strict=True) if token_ids}
+def _columns(req_ids: list[str], rows: list[list[int]], part: slice) -> dict[str, list[int]]:
+    """Return the token ids in these columns of a shared table, by request id, for the requests that have any."""
+    unpadded = ([token_id for token_id in row[part] if token_id >= 0] for row in rows)
+    return {req_id: token_ids for req_id, token_ids in zip(req_ids, unpadded, strict=True) if token_ids}
 
 
 def worker_of_rank(settings: WorkerSettings, address: tuple[str, int], rank: int) -> Worker:
-    """One of several ranks, each in its own process; `address` is the host and port of their rendezvous."""
+    """Return one of several ranks, each in its own process; `address` is the host and port of their rendezvous."""
     return Worker(settings, join_group(settings, address, rank))
 
 
 def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) -> GroupCoordinator:
-    """Initializes torch.distributed's default group: NCCL between GPUs, gloo between processes on a CPU.
+    """Initialize torch.distributed's default group: NCCL between GPUs, gloo between processes on a CPU.
 
     A group over gloo can be left and joined again, so the ranks survive an exception on any of them. NCCL's cannot: its
     communicators are captured in CUDA graphs, and a rank that waits in a kernel notices nothing.
     """
-    (host, port), size, device = address, settings.world_size, device_of_rank(settings.device, rank)
-    tp, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    host, port = address
+    size = settings.world_size
+    device = device_of_rank(settings.device, rank)
+    tp = settings.tensor_parallel_size
+    stages = settings.pipeline_parallel_size
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, settings.num_threads // size))
         if host == LOOPBACK_ADDRESS:  # gloo would resolve the host's own name, which may fail
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    # The engine runs it; the ranks find each other there.
     store = dist.TCPStore(host, port, size, is_master=False)
 
     def connect(number: int) -> dist.ProcessGroup | None:
-        of_this_group = dist.PrefixStore(str(number), store)  # nobody meets the addresses of an earlier group
+        of_this_group = dist.PrefixStore(str(number), store)  # apart from the addresses of earlier groups
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=of_this_group,
@@ -333,29 +349,29 @@ def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) ->
             world_size=size,
             device_id=device if device.type == "cuda" else None,
         )
-        # A rank that left now, for another reset, would cut the connections that others are still making.
+        # A rank that left at once, for another reset, would cut connections that others are still making.
         of_this_group.set(f"connected {rank}", "")
         of_this_group.wait([f"connected {other}" for other in range(size)])
-        if tp == 1 or stages == 1:
+        if tp == 1 or stages == 1:  # the default group is the stage's
             return None
         # All ranks must make all of these groups, in the same order; each belongs to one.
         groups = [dist.new_group(list(range(stage * tp, (stage + 1) * tp))) for stage in range(stages)]
-        mine = groups[rank // tp]
-        assert isinstance(mine, dist.ProcessGroup)
-        return mine
+        own_group = groups[rank // tp]
+        assert isinstance(own_group, dist.ProcessGroup)
+        return own_group
 
-    own_group = connect(0)
-    again = None if device.type == "cuda" else connect
-    return GroupCoordinator(rank % tp, tp, again, Stage(rank // tp, stages), own_group)
+    return GroupCoordinator(
+        rank % tp, tp, None if device.type == "cuda" else connect, Stage(rank // tp, stages), connect(0)
+    )
 
 
 def device_of_rank(name: str, rank: int) -> torch.device:
-    """The rank's own GPU, or the CPU that all ranks share. On a machine of its own, a rank sees one GPU only."""
+    """Return the rank's own GPU, or the CPU that all ranks share. On a machine of its own, a rank sees one GPU only."""
     return torch.device("cuda", rank % max(1, torch.cuda.device_count())) if name == "cuda" else torch.device(name)
 
 
 def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator) -> Decoder:
-    """Loads the rank's part of the model; dtype "auto" is float32 on a CPU, else the checkpoint's own dtype."""
+    """Load the rank's part of the model; dtype "auto" is float32 on a CPU, else the checkpoint's own dtype."""
     dtype = "float32" if settings.dtype == "auto" and device.type == "cpu" else settings.dtype
     if settings.load_format == "dummy":
         config = ModelConfig.from_pretrained(settings.model)
@@ -364,7 +380,7 @@ def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator
 
 
 def load_drafter(settings: WorkerSettings, target: Decoder) -> Decoder | Eagle3Head | None:
-    """Loads the model that drafts, in the target's dtype; None if there is none, or another rank has it."""
+    """Load the model that drafts, in the target's dtype, or return None if there is none here."""
     config = settings.speculative_config
     if config is None or config.model is None or not target.group.samples:
         return None

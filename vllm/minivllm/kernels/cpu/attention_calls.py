@@ -7,36 +7,36 @@ row of `benchmarks/results/kernels.cpu.json`, so they run wherever numba is inst
 
 from __future__ import annotations
 
-import functools
 from array import array
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from minivllm.kernels.attention_arguments import AttentionArguments
 from minivllm.kernels.cpu.attention_gather import gather_attention
 from minivllm.kernels.cpu.cells import AttentionCells
+from minivllm.kernels.cpu.loops import ELEMENTS, loops
 from minivllm.platforms.threads import has_numba, run_programs
 
 NO_WINDOW = 2**30  # more keys than a sequence has
 LOG2E = 1.4426950408889634
-ELEMENTS = {torch.float32: "float32", torch.bfloat16: "uint16", torch.int8: "int8"}
-"""NumPy type of the caches' elements, for the dtypes that the compiled loops support."""
+# Dtypes of the caches that the compiled loops read.
+CACHES = (torch.float32, torch.bfloat16, torch.int8)
 
 
-def unified_attention_cpu(out: torch.Tensor, arguments: AttentionArguments) -> None:
+def unified_attention_cpu(out: Tensor, arguments: AttentionArguments) -> None:
     """Write each sequence's attention output to its rows of `out`."""
-    if arguments.q.shape[2] % 16 == 0 and arguments.k_cache.dtype in ELEMENTS and has_numba():
+    if arguments.q.shape[2] % 16 == 0 and arguments.k_cache.dtype in CACHES and has_numba():
         numba_attention(out, arguments)
     else:
         gather_attention(out, arguments)
 
 
-def numba_attention(out: torch.Tensor, arguments: AttentionArguments) -> None:
-    """The compiled loops of `attention_loops.py`, for head dims that are a multiple of 16."""
+def numba_attention(out: Tensor, arguments: AttentionArguments) -> None:
+    """Run the compiled loops of `attention_loops.py`, for head dims that are a multiple of 16."""
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
     _, heads, head_dim = q.shape
-    in_place = out.dtype == torch.float32 and out.is_contiguous()
+    in_place = out.dtype == torch.float32 and out.is_contiguous()  # the loops write fp32
     result = out if in_place else torch.empty(out.shape, dtype=torch.float32)
     q = q.float() if q.stride()[1:] == (head_dim, 1) else q.float().contiguous()
     scale_and_cap = array("f", [scale * LOG2E, soft_cap or 0.0])
@@ -65,17 +65,7 @@ def numba_attention(out: torch.Tensor, arguments: AttentionArguments) -> None:
         k_scales=0 if k_scales is None else k_scales.data_ptr(),
         v_scales=0 if v_scales is None else v_scales.data_ptr(),
     )
-    run_programs(_programs(k_cache.dtype), cells)
+    run_programs(loops("attention_loops").programs_for(ELEMENTS[k_cache.dtype]), cells)
     if not in_place:
-        tokens = int(query_start_loc[-1])
+        tokens = int(query_start_loc[-1])  # rows of padding are left alone
         out[:tokens] = result[:tokens]
-
-
-@functools.cache
-def _programs(dtype: torch.dtype) -> Any:
-    """Imports numba only when needed, since that takes a second."""
-    import numpy as np
-
-    from minivllm.kernels.cpu.attention_loops import programs_for
-
-    return programs_for(getattr(np, ELEMENTS[dtype]))

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from minivllm.kernels.attention_arguments import AttentionArguments
 
 
-def gather_attention(out: torch.Tensor, arguments: AttentionArguments, naive: bool = False) -> None:
+def gather_attention(out: Tensor, arguments: AttentionArguments, naive: bool = False) -> None:
     """Write each sequence's attention output to its rows of `out`.
 
     naive: materialize the whole score matrix `[heads, queries, keys]`, as was usual before FlashAttention.
     """
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
-    starts, block_size = query_start_loc.tolist(), k_cache.shape[1]
+    starts = query_start_loc.tolist()
+    block_size = k_cache.shape[1]
     for sequence, length in enumerate(seq_lens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
         if begin == end:
             continue
         blocks = block_table[sequence, : -(-length // block_size)]
+        # [kv_heads, keys, head_dim], as torch's attention takes them
         keys = _gathered(k_cache, k_scales, blocks, q.dtype)[:length].transpose(0, 1)
         values = _gathered(v_cache, v_scales, blocks, q.dtype)[:length].transpose(0, 1)
         queries = q[begin:end].transpose(0, 1)
@@ -37,18 +40,16 @@ def gather_attention(out: torch.Tensor, arguments: AttentionArguments, naive: bo
         out[begin:end] = attended.transpose(0, 1)
 
 
-def _gathered(
-    cache: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """The blocks' keys or values `[slots, kv_heads, head_dim]`, converted (or dequantized) to `dtype`."""
+def _gathered(cache: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the blocks' keys or values `[slots, kv_heads, head_dim]`, converted (or dequantized) to `dtype`."""
     stored = cache[blocks]
     if scales is not None:
         stored = stored * scales[blocks].transpose(1, 2)[..., None]
     return stored.flatten(0, 1).to(dtype)
 
 
-def _seen(queries: int, keys: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Mask of the keys that each query sees, bool `[queries, keys]`; None if all."""
+def _seen(queries: int, keys: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    """Return the mask of the keys that each query sees, bool `[queries, keys]`, or None if all are seen."""
     if queries == 1 and (sliding_window is None or sliding_window >= keys):
         return None
     asking = torch.arange(keys - queries, keys, device=device)[:, None]
@@ -58,16 +59,11 @@ def _seen(queries: int, keys: int, sliding_window: int | None, device: torch.dev
 
 
 def _matrix_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seen: torch.Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-) -> torch.Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scale: float, soft_cap: float | None
+) -> Tensor:
     group = len(queries) // len(keys)
     keys, values = keys.float().repeat_interleave(group, 0), values.float().repeat_interleave(group, 0)
-    scores = queries.float() @ keys.transpose(1, 2) * scale
+    scores = queries.float() @ keys.transpose(1, 2) * scale  # [heads, queries, keys]
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if seen is not None:

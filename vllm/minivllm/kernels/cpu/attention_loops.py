@@ -43,6 +43,7 @@ from minivllm.kernels.cpu.programs import (
     array_at,
     cells_at,
     compile_programs,
+    counter_of,
     layout_of,
     sources_changed,
     take_number,
@@ -58,8 +59,9 @@ jit = njit(fastmath=True, error_model="numpy", nogil=True)
 
 @jit
 def find_sequence(query_start_loc, index, num_seqs):
-    """The sequence of query block `index`: the last whose first block, start // BLOCK_Q + sequence, is not after it."""
-    low, high = 0, num_seqs
+    """Return the sequence of a query block: the last whose first block, start // BLOCK_Q + sequence, is not after it."""
+    low = 0
+    high = num_seqs
     while low < high:
         middle = (low + high) // 2
         if query_start_loc[middle] // BLOCK_Q + middle <= index:
@@ -82,6 +84,7 @@ def locate(slots, first, key_end, block_table, place):
     offset = first - block * block_size
     key = 0
     while key < count:
+        # Of the block's first key, for this head.
         at = np.int64(block_table[table_at + block]) * block_stride + offset * slot_stride + head_at
         here = min(block_size - offset, count - key)
         for step in range(here):
@@ -90,7 +93,7 @@ def locate(slots, first, key_end, block_table, place):
         block += 1
         offset = 0
     for key in range(count, TILE):
-        slots[key] = slots[max(count - 1, 0)]
+        slots[key] = slots[max(count - 1, 0)]  # loads in fours may read them; their scores are masked
 
 
 @jit
@@ -127,7 +130,7 @@ def scale_columns(numbers, scales, count):
 
 @jit
 def score(scores, queries, at, k_cache, slots, count, head_dim, later, ahead):
-    """Scores of 4 rows: lane 4 r + n of group key // 4 is row r's score for the group's n-th key.
+    """Compute scores of 4 rows: lane 4 r + n of group key // 4 is row r's score for the group's n-th key.
 
     `ahead`: meanwhile prefetch the keys of the next tile, at `later`. `add_values` does the same with the values.
     """
@@ -147,7 +150,7 @@ def score(scores, queries, at, k_cache, slots, count, head_dim, later, ahead):
 
 @jit
 def cap(scores, count, soft_cap):
-    """score → soft_cap × tanh(score / soft_cap); input and output are in log2 units."""
+    """Replace each score by soft_cap × tanh(score / soft_cap); both are in log2 units."""
     for index in range((count + 3) // 4 * 16):
         scores[index] = np.float32(soft_cap * LOG2E) * np.tanh(scores[index] * np.float32(1.0 / (soft_cap * LOG2E)))
 
@@ -155,7 +158,8 @@ def cap(scores, count, soft_cap):
 @jit
 def mask(scores, tile, count, positions, oldest, at):
     """Mask the keys after a row's position, and those up to and including its `oldest`."""
-    low, high = load(oldest, at), load(positions, at)
+    low = load(oldest, at)
+    high = load(positions, at)
     for group in range((count + 3) // 4):
         keys = four_numbers(np.float32(tile + 4 * group))
         store(scores, 16 * group, keep_between(load(scores, 16 * group), low, keys, high, np.float32(UNSEEN)))
@@ -168,7 +172,7 @@ def weigh(scores, count, peaks, totals, shrinks, at):
     highest = peak
     for group in range((count + 3) // 4):
         highest = maximum(highest, load(scores, 16 * group))
-    highest = max_fours(highest)
+    highest = max_fours(highest)  # over the keys of a row, in all its four lanes
     total = zero()
     for group in range((count + 3) // 4):
         weight = exp2_of_difference(load(scores, 16 * group), highest)
@@ -208,9 +212,9 @@ def add_values(acc, at, weights, shrinks, v_cache, slots, count, head_dim, later
 def take_rows(q, q_at, q_stride, group, head_dim, rows, first_position, window, scale, queries, positions, oldest):
     """Set up a program's rows: `queries` as `score` reads them (4 rows × 4 dimensions), and each row's mask bounds."""
     for row in range((rows + 3) // 4 * 4):
-        real = min(row, rows - 1)
+        real = min(row, rows - 1)  # rows of padding repeat the last one
         source = q_at + real // group * q_stride + real % group * head_dim
-        target = row // 4 * 4 * head_dim + row % 4 * 4
+        target = row // 4 * 4 * head_dim + row % 4 * 4  # rows in fours, dimensions in fours
         for dim in range(head_dim):
             queries[target + dim // 4 * 16 + dim % 4] = q[source + dim] * scale
         for lane in range(4 * row, 4 * row + 4):
@@ -229,7 +233,7 @@ def put_rows(out, out_at, heads, group, head_dim, rows, acc, totals):
 
 
 class Program(NamedTuple):
-    """Some queries of one sequence, all heads of a group, and the keys they see. 0 rows: no program is left."""
+    """Some queries of one sequence, all heads of a group, and the keys they see. With 0 rows, no program is left."""
 
     rows: int
     first_token: int
@@ -249,7 +253,7 @@ def next_program(cells, query_start_loc, seq_lens):
     group = cells.heads // kv_heads
     query_blocks = query_start_loc[num_seqs] // BLOCK_Q + num_seqs
     while True:
-        program = take_number(cells)
+        program = take_number(counter_of(cells))
         if program >= query_blocks * kv_heads:
             return Program(0, 0, 0, 0, 0, 0, 0, (0, block_size, block_stride, slot_stride, 0))
         kv_head = program % kv_heads
@@ -258,13 +262,13 @@ def next_program(cells, query_start_loc, seq_lens):
         start = query_start_loc[sequence]
         query_len = query_start_loc[sequence + 1] - start
         first_query = (index - start // BLOCK_Q - sequence) * BLOCK_Q
-        if first_query >= query_len:
+        if first_query >= query_len:  # the grid has room for more blocks than this batch needs
             continue
         rows = min(BLOCK_Q, query_len - first_query) * group
         first_position = seq_lens[sequence] - query_len + first_query
-        key_begin, key_end = max(0, first_position - window + 1) // TILE * TILE, first_position + rows // group
-        table_at, head_at = sequence * cells.table_stride, kv_head * cells.head_stride
-        place = (table_at, block_size, block_stride, slot_stride, head_at)
+        key_begin = max(0, first_position - window + 1) // TILE * TILE
+        key_end = first_position + rows // group
+        place = (sequence * cells.table_stride, block_size, block_stride, slot_stride, kv_head * cells.head_stride)
         return Program(rows, start + first_query, first_position, key_begin, key_end, sequence, kv_head, place)
 
 
@@ -278,7 +282,8 @@ def attend(cells, k_cache, v_cache):
     query_start_loc = array_at(cells.query_start_loc, num_seqs + 1, np.int32)
     seq_lens = array_at(cells.seq_lens, num_seqs, np.int32)
     block_table = array_at(cells.block_table, num_seqs * cells.table_stride, np.int32)
-    q, q_stride = array_at(cells.q, 1, np.float32), cells.q_stride
+    q = array_at(cells.q, 1, np.float32)
+    q_stride = cells.q_stride
     out = array_at(cells.out, query_start_loc[num_seqs] * heads * head_dim, np.float32)
     scale_and_cap = array_at(cells.scale_and_cap, 2, np.float32)
     scale, soft_cap, window = scale_and_cap[0], scale_and_cap[1], cells.sliding_window
@@ -288,7 +293,7 @@ def attend(cells, k_cache, v_cache):
     key_scales, value_scales = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
 
     group = heads // kv_heads
-    most_rows = (BLOCK_Q * group + 3) // 4 * 4
+    most_rows = (BLOCK_Q * group + 3) // 4 * 4  # rows are computed in fours
     queries, acc = np.empty(most_rows * head_dim, np.float32), np.empty(most_rows * head_dim, np.float32)
     positions, oldest = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
     peaks, totals = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
@@ -299,14 +304,16 @@ def attend(cells, k_cache, v_cache):
     while coming.rows:
         program, coming = coming, next_program(cells, query_start_loc, seq_lens)
         rows, key_end, place = program.rows, program.key_end, program.place
-        first_position, head_at = program.first_position, program.kv_head * group * head_dim
-        q_at, out_at = program.first_token * q_stride + head_at, program.first_token * heads * head_dim + head_at
+        first_position = program.first_position
+        head_at = program.kv_head * group * head_dim
+        q_at = program.first_token * q_stride + head_at
+        out_at = program.first_token * heads * head_dim + head_at
         take_rows(q, q_at, q_stride, group, head_dim, rows, first_position, window, scale, queries, positions, oldest)
         acc[:] = 0
         totals[:] = 0
         peaks[:] = UNSEEN
         for tile in range(program.key_begin, key_end, TILE):
-            slots, later = later, slots
+            slots, later = later, slots  # what was prefetched is now computed
             if tile + TILE < key_end:
                 locate(later, tile + TILE, key_end, block_table, place)
             else:
@@ -319,15 +326,17 @@ def attend(cells, k_cache, v_cache):
                 into = (key_scales, value_scales, k_scales, v_scales)
                 locate_scales(*into, tile, count, block_table, place, kv_heads, program.kv_head)
             for row in range(0, rows, 4):
-                lowest, highest = positions[4 * row], positions[4 * row + 12]
+                lowest = positions[4 * row]
+                highest = positions[4 * row + 12]
                 if tile > highest or tile + count <= lowest - window + 1:
-                    continue
-                ahead = row == 0
+                    continue  # none of the four rows sees a key of this tile
+                ahead = row == 0  # the first four rows prefetch for all
                 score(scores, queries, row * head_dim, k_cache, slots, count, head_dim, later, ahead)
                 if scaled:
                     scale_columns(scores, key_scales, count)
                 if soft_cap > 0:
                     cap(scores, count, soft_cap)
+                # Most tiles are seen whole by all four rows, and need no mask.
                 if tile + (count + 3) // 4 * 4 > lowest + 1 or tile <= highest - window:
                     mask(scores, tile, count, positions, oldest, 4 * row)
                 weigh(scores, count, peaks, totals, shrinks, 4 * row)
@@ -339,7 +348,7 @@ def attend(cells, k_cache, v_cache):
 
 @functools.cache
 def programs_for(element: type) -> Any:
-    """Compiled `attend` for caches of np.float32, np.int8, or np.uint16 (bfloat16); takes `AttentionCells`."""
+    """Compile `attend` for caches of np.float32, np.int8 or np.uint16 (bfloat16); it takes `AttentionCells`."""
     changed = sources_changed()
 
     def programs(address):

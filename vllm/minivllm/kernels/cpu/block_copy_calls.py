@@ -14,70 +14,48 @@ Python threads run. Measured on one core (AMD EPYC, torch 2.11), GB/s, 8 regions
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from minivllm.kernels.cpu.cells import BlockCopyCells
+from minivllm.kernels.cpu.loops import loops
 from minivllm.platforms.threads import has_numba, run_programs
 
 
 def copy_regions_cpu(
-    tensors: Sequence[torch.Tensor],
-    table: torch.Tensor,
-    blocks: torch.Tensor,
-    staging: torch.Tensor,
-    slots: torch.Tensor | None,
+    tensors: Sequence[Tensor],
+    table: Tensor,
+    blocks: Tensor,
+    staging: Tensor,
+    slots: Tensor | None,
     capacity: int,
     gather: bool,
     block_major: bool,
 ) -> None:
-    """As `copy_blocks.gather_blocks` or `scatter_blocks`, with arguments that have passed their checks."""
+    """Implement `copy_blocks.gather_blocks` and `scatter_blocks`, which have checked the arguments."""
     blocks = blocks.long().contiguous()
     slots = torch.arange(len(blocks)) if slots is None else slots.long().contiguous()
-    if has_numba():
-        numba_copy(table, blocks, staging, slots, capacity, gather, block_major)
-    else:
+    if not has_numba():
         torch_copy(tensors, blocks, staging, slots, capacity, gather, block_major)
-
-
-def numba_copy(
-    table: torch.Tensor,
-    blocks: torch.Tensor,
-    staging: torch.Tensor,
-    slots: torch.Tensor,
-    capacity: int,
-    gather: bool,
-    block_major: bool,
-) -> None:
-    """The compiled loops of `block_copy_loops.py`; ids int64 and contiguous."""
-    cells = BlockCopyCells(
-        blocks=len(blocks),
-        regions=len(table),
-        capacity=capacity,
-        gather=int(gather),
-        block_major=int(block_major),
-        table=table.data_ptr(),
-        block_ids=blocks.data_ptr(),
-        slots=slots.data_ptr(),
-        staging=staging.data_ptr(),
-    )
-    run_programs(_loops().programs(), cells, most_threads=1)
+        return
+    addresses = (table.data_ptr(), blocks.data_ptr(), slots.data_ptr(), staging.data_ptr())
+    cells = BlockCopyCells(0, len(blocks), len(table), capacity, gather, block_major, *addresses)
+    run_programs(loops("block_copy_loops").programs(), cells, most_threads=1)
 
 
 def torch_copy(
-    tensors: Sequence[torch.Tensor],
-    blocks: torch.Tensor,
-    staging: torch.Tensor,
-    slots: torch.Tensor,
+    tensors: Sequence[Tensor],
+    blocks: Tensor,
+    staging: Tensor,
+    slots: Tensor,
     capacity: int,
     gather: bool,
     block_major: bool,
 ) -> None:
-    """The same with torch operations."""
-    regions = [tensor.view(torch.uint8).flatten(1) for tensor in tensors]
+    """Copy with torch operations; ids are int64."""
+    regions = [tensor.view(torch.uint8).flatten(1) for tensor in tensors]  # [blocks, bytes of a block] each
     sizes = [region.shape[1] for region in regions]
     if block_major:
         staged = staging.view(capacity, -1).split(sizes, 1)
@@ -89,11 +67,3 @@ def torch_copy(
             records.index_copy_(0, slots, region.index_select(0, blocks))
         else:
             region.index_copy_(0, blocks, records.index_select(0, slots))
-
-
-@functools.cache
-def _loops() -> Any:
-    """Imports numba only when needed, since that takes a second."""
-    from minivllm.kernels.cpu import block_copy_loops
-
-    return block_copy_loops

@@ -15,9 +15,10 @@ from minivllm.kernels.cpu.programs import (
     array_at,
     cells_at,
     compile_programs,
+    counter_of,
     layout_of,
     sources_changed,
-    take_number,
+    take_programs,
 )
 
 CELLS = layout_of(BlockCopyCells)
@@ -28,7 +29,7 @@ intrinsic: Any = numba.extending.intrinsic
 
 @intrinsic
 def copy_bytes(typing_context, target, source, count):
-    """C's `memcpy` between two addresses."""
+    """Call C's `memcpy` between two addresses."""
 
     def generate(context, builder, signature, arguments):
         pointer = context.get_value_type(types.voidptr)
@@ -46,14 +47,12 @@ def copy_regions(cells):
     table = array_at(cells.table, (regions, COLUMNS), np.int64)
     blocks, slots = array_at(cells.block_ids, count, np.int64), array_at(cells.slots, count, np.int64)
     record = table[regions - 1, 2] + table[regions - 1, 3]
-    while True:
-        region = take_number(cells)
-        if region >= regions:
-            return
+    for region in take_programs(counter_of(cells), regions):
         address, stride, size, offset = table[region]
         first, step = (offset, record) if cells.block_major else (offset * cells.capacity, size)
         for index in range(count):
-            cell, staged = address + blocks[index] * stride, cells.staging + first + slots[index] * step
+            cell = address + blocks[index] * stride
+            staged = cells.staging + first + slots[index] * step
             if cells.gather:
                 copy_bytes(staged, cell, size)
             else:
@@ -62,7 +61,7 @@ def copy_regions(cells):
 
 @functools.cache
 def programs() -> Any:
-    """Compiled `copy_regions`; takes `BlockCopyCells`."""
+    """Compile `copy_regions`; it takes `BlockCopyCells`."""
     changed = sources_changed()
 
     def programs(address):

@@ -16,8 +16,9 @@ jit = njit(error_model="numpy", nogil=True)  # no fastmath: the integers must eq
 
 @jit
 def quantize_head(target, source):
-    """Quantize one head to integers from −127 to 127. Return the scale that dequantizes them: NaN if one of them was."""
-    largest, broken = np.float32(0.0), False
+    """Quantize one head to integers from −127 to 127. Return the scale that dequantizes them: NaN if any number was."""
+    largest = np.float32(0.0)
+    broken = False
     for dim in range(len(source)):
         number = source[dim]
         largest = max(largest, abs(number))

@@ -1,165 +1,61 @@
 """Arguments of each compiled loop: a row of int64 cells, named here once for both the caller and the loop.
 
 The first cell is always `next_program`, the counter from which threads take programs; a call leaves it out, so that it
-begins at 0. Addresses are of a tensor's first element, 0 if there is no tensor; strides count elements, not bytes.
+begins at 0. Then come numbers, of which strides count elements, not bytes, and then addresses: of a tensor's first
+element, 0 if there is no tensor.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import TypeVar
-
-Kind = TypeVar("Kind", bound=ctypes.Structure)
+from typing import Any
 
 
-def cells(kind: type[Kind]) -> type[Kind]:
-    """Class decorator: the annotated names become int64 fields, behind `next_program`."""
-    kind._fields_ = [(name, ctypes.c_int64) for name in ("next_program", *kind.__annotations__)]
-    return kind
+def _cells(numbers: str, addresses: str) -> Any:
+    names = ("next_program", *numbers.split(), *addresses.split())
+    return type("Cells", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_int64) for name in names]})
 
 
-@cells
-class AttentionCells(ctypes.Structure):
-    """Arguments of `attention_loops.attend`; shapes as in `unified_attention.py`, q and out in fp32."""
+# Arguments of `attention_loops.attend`; shapes as in `unified_attention.py`, q and out in fp32. `table_stride` is of a
+# sequence in the block table, `q_stride` of a token; the other strides are of the caches. `scale_and_cap` are two fp32
+# numbers: the scale in units of log2, and the soft cap or 0.
+AttentionCells = _cells(
+    "heads kv_heads head_dim slots_per_block num_seqs block_stride slot_stride head_stride table_stride q_stride "
+    "sliding_window",
+    "query_start_loc seq_lens block_table q out scale_and_cap k_cache v_cache k_scales v_scales",
+)
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    slots_per_block: int
-    num_seqs: int
-    block_stride: int  # in the caches, as the next two
-    slot_stride: int
-    head_stride: int
-    table_stride: int  # of a sequence in the block table
-    q_stride: int  # of a token
-    sliding_window: int
-    query_start_loc: int  # from here on addresses
-    seq_lens: int
-    block_table: int
-    q: int
-    out: int
-    scale_and_cap: int  # of two fp32 numbers: the scale in units of log2, and the soft cap or 0
-    k_cache: int
-    v_cache: int
-    k_scales: int
-    v_scales: int
+# Arguments of `panel_linear_loops.multiply_panels`. `width` is of a row of x; `parts` are panels per output, 2 for gate
+# and up; if `gated`, out is silu(gate) × up, else both side by side. `bias` is fp32, of all panels.
+PanelLinearCells = _cells("rows outputs width parts gated", "x out panels bias")
 
+# Arguments of `quantized_linear_loops.multiply_integers`. `group` numbers share a scale; x and out are fp32.
+QuantizedLinearCells = _cells("rows outputs width group", "x out packed scales")
 
-@cells
-class PanelLinearCells(ctypes.Structure):
-    """Arguments of `panel_linear_loops.multiply_panels`."""
+# Arguments of `lora_loops.add_adapters`; shapes as in `lora_linear.py`. The first six are of the step, the others of
+# the linear. `tile_table` is int64 [3, tiles]: slot, first place and rows of each; indices, ranks and bounds are int32.
+LoRALinearCells = _cells(
+    "tiles x_stride y x indices tile_table slices slots max_rank width outputs", "a b ranks bounds"
+)
 
-    rows: int
-    outputs: int
-    width: int  # of a row of x
-    parts: int  # panels per output: 2 for gate and up, else 1
-    gated: int  # 1: out is silu(gate) × up; 0: both side by side
-    x: int  # from here on addresses
-    out: int
-    panels: int
-    bias: int  # fp32, of all panels
+# Arguments of `elementwise_loops.py`'s `add_rms_norms`, `multiply_gates` and `rotate_tokens`. `eps` is one fp32 number;
+# a row of gate_up has 2 × `width` numbers; positions are int64.
+NormCells = _cells("tokens width", "out residual x weight eps")
+GateCells = _cells("tokens width", "out gate_up")
+RotationCells = _cells("tokens num_heads head_dim token_stride", "heads table positions")
 
+# Arguments of `gumbel_loops.draw_rows`: logits are fp32 [rows, vocab], keys uint32 [rows, 2]; token_ids, int64 [rows],
+# hold each row's most likely token on entry, and the drawn one on return.
+DrawCells = _cells("rows vocab", "logits keys token_ids")
 
-@cells
-class QuantizedLinearCells(ctypes.Structure):
-    """Arguments of `quantized_linear_loops.multiply_integers`."""
+# Arguments of `rejection_loops.walk_drafts`; shapes as in `rejection_sample.py`, logits contiguous. `width` is of the
+# output. `likeliest` is of each row of target_logits, `largest_of_draft` each draft row's largest logit, fp32. out,
+# draft ids, starts [requests + 1] and likeliest are int64, is_greedy uint8, keys uint32.
+RejectionCells = _cells(
+    "requests rows vocab width",
+    "out target_logits draft_logits draft_token_ids starts likeliest largest_of_draft is_greedy keys",
+)
 
-    rows: int
-    outputs: int
-    width: int  # of a row of the weight
-    group: int  # numbers that share a scale
-    x: int  # from here on addresses; x and out are fp32
-    out: int
-    packed: int
-    scales: int
-
-
-@cells
-class LoRALinearCells(ctypes.Structure):
-    """Arguments of `lora_loops.add_adapters`; shapes as in `lora_linear.py`."""
-
-    tiles: int  # as the next five, of the step; the others are of the linear
-    x_stride: int  # of a row
-    y: int  # an address, as the next three
-    x: int
-    indices: int  # int32
-    tile_table: int  # int64 [3, tiles]: slot, first place, rows
-    slices: int
-    slots: int
-    max_rank: int
-    width: int  # of a row of x
-    outputs: int
-    a: int  # from here on addresses
-    b: int
-    ranks: int  # int32, as bounds
-    bounds: int
-
-
-@cells
-class NormCells(ctypes.Structure):
-    """Arguments of `elementwise_loops.add_rms_norms`."""
-
-    tokens: int
-    width: int
-    out: int  # from here on addresses
-    residual: int
-    x: int
-    weight: int
-    eps: int  # of one fp32 number
-
-
-@cells
-class GateCells(ctypes.Structure):
-    """Arguments of `elementwise_loops.multiply_gates`."""
-
-    tokens: int
-    width: int  # of a row of out; one of gate_up has twice as many
-    out: int  # from here on addresses
-    gate_up: int
-
-
-@cells
-class RotationCells(ctypes.Structure):
-    """Arguments of `elementwise_loops.rotate_tokens`."""
-
-    tokens: int
-    num_heads: int
-    head_dim: int
-    token_stride: int
-    heads: int  # from here on addresses
-    table: int
-    positions: int  # int64
-
-
-@cells
-class RejectionCells(ctypes.Structure):
-    """Arguments of `rejection_loops.walk_drafts`; shapes as in `rejection_sample.py`, logits contiguous."""
-
-    requests: int
-    rows: int
-    vocab: int
-    width: int  # of the output
-    out: int  # from here on addresses: int64
-    target_logits: int
-    draft_logits: int  # 0: there are none
-    draft_token_ids: int  # int64, as the next two
-    starts: int  # each request's first row, [requests + 1]
-    likeliest: int  # of each row of target_logits
-    largest_of_draft: int  # fp32, each row's largest logit
-    is_greedy: int  # uint8
-    keys: int  # uint32
-
-
-@cells
-class BlockCopyCells(ctypes.Structure):
-    """Arguments of `block_copy_loops.copy_regions`."""
-
-    blocks: int
-    regions: int
-    capacity: int  # records that the staging buffer has room for
-    gather: int  # 1: to the staging buffer; 0: from it
-    block_major: int
-    table: int  # from here on addresses: int64, as the next two
-    block_ids: int
-    slots: int
-    staging: int
+# Arguments of `block_copy_loops.copy_regions`. `capacity` is in records; if `gather`, to the staging buffer, else from
+# it. table, block_ids and slots are int64.
+BlockCopyCells = _cells("blocks regions capacity gather block_major", "table block_ids slots staging")

@@ -4,68 +4,56 @@ from __future__ import annotations
 
 from array import array
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from minivllm.kernels.cpu import elementwise_loops
 from minivllm.kernels.cpu.cells import GateCells, NormCells, RotationCells
 from minivllm.kernels.cpu.elementwise_loops import TOKENS
 from minivllm.kernels.cpu.lanes import WIDTH
+from minivllm.kernels.cpu.loops import ELEMENTS
 from minivllm.platforms.threads import run_programs
 
-ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+DTYPES = {torch.float32, torch.bfloat16}
 
 
-def can_run(width: int, *tensors: torch.Tensor) -> bool:
-    """Whether the loops support these tensors: contiguous, of one dtype, row length a multiple of `width`."""
+def can_run(width: int, *tensors: Tensor) -> bool:
+    """Return whether the loops support these tensors: contiguous, of one dtype, with rows of `width` numbers."""
     dtypes = {tensor.dtype for tensor in tensors}
-    alike = len(dtypes) == 1 and dtypes <= ELEMENTS.keys()
-    return alike and width % WIDTH == 0 and all(map(torch.Tensor.is_contiguous, tensors))
+    alike = len(dtypes) == 1 and dtypes <= DTYPES
+    return alike and width % WIDTH == 0 and all(map(Tensor.is_contiguous, tensors))
 
 
-def can_rotate(heads: torch.Tensor, table: torch.Tensor) -> bool:
-    """Whether the loops support these heads and this table: as `can_run`, but with gaps between tokens."""
-    _, head_stride, stride = heads.stride()
+def can_rotate(heads: Tensor, table: Tensor) -> bool:
+    """Return whether the loops support these heads, which may have gaps between tokens, and this table."""
     head_dim = heads.shape[2]
-    side_by_side = stride == 1 and head_stride == head_dim
+    side_by_side = heads.stride()[1:] == (head_dim, 1)
     return side_by_side and heads.dtype is table.dtype and can_run(head_dim // 2, table)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `elementwise.add_rms_norm`."""
-    (tokens, width), out, number = x.shape, torch.empty_like(x), array("f", [eps])
-    cells = NormCells(
-        tokens=tokens,
-        width=width,
-        out=out.data_ptr(),
-        residual=residual.data_ptr(),
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        eps=number.buffer_info()[0],
-    )
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Implement `elementwise.add_rms_norm`."""
+    tokens, width = x.shape
+    out = torch.empty_like(x)
+    number = array("f", [eps])
+    addresses = (out.data_ptr(), residual.data_ptr(), x.data_ptr(), weight.data_ptr(), number.buffer_info()[0])
+    cells = NormCells(0, tokens, width, *addresses)
     run_programs(elementwise_loops.norms_of(ELEMENTS[x.dtype]), cells, most_threads=-(-tokens // TOKENS))
     return out
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `elementwise.silu_and_mul`."""
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Implement `elementwise.silu_and_mul`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype)
-    cells = GateCells(tokens=tokens, width=width, out=out.data_ptr(), gate_up=gate_up.data_ptr())
+    cells = GateCells(0, tokens, width, out.data_ptr(), gate_up.data_ptr())
     run_programs(elementwise_loops.gates_of(ELEMENTS[out.dtype]), cells, most_threads=-(-tokens // TOKENS))
     return out
 
 
-def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int) -> None:
-    """As `elementwise.rotate_heads`; positions int64."""
+def rotate_heads(heads: Tensor, positions: Tensor, table: Tensor, num_heads: int) -> None:
+    """Implement `elementwise.rotate_heads`; positions are int64."""
     tokens, _, head_dim = heads.shape
-    cells = RotationCells(
-        tokens=tokens,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        token_stride=heads.stride(0),
-        heads=heads.data_ptr(),
-        table=table.data_ptr(),
-        positions=positions.data_ptr(),
-    )
+    addresses = (heads.data_ptr(), table.data_ptr(), positions.data_ptr())
+    cells = RotationCells(0, tokens, num_heads, head_dim, heads.stride(0), *addresses)
     run_programs(elementwise_loops.rotations_of(ELEMENTS[heads.dtype]), cells, most_threads=-(-tokens // TOKENS))

@@ -31,9 +31,10 @@ from minivllm.kernels.cpu.programs import (
     array_at,
     cells_at,
     compile_programs,
+    counter_of,
     layout_of,
     sources_changed,
-    take_number,
+    take_programs,
 )
 
 TOKENS = 16  # per program
@@ -43,11 +44,11 @@ jit = njit(fastmath=True, error_model="numpy", nogil=True)
 
 @jit
 def add_rms_norm_token(out, residual, x, weight, at, width, eps):
-    """One token, starting at `at`. Normalizes the sum as stored (rounded), which is what the next layer reads."""
+    """Add and normalize one token, whose numbers start at `at`."""
     squares = zero()
     for i in range(at, at + width, WIDTH):
         store(residual, i, add(load(residual, i), load(x, i)))
-        total = load(residual, i)
+        total = load(residual, i)  # as stored, rounded: the next layer reads this
         squares = multiply_add(total, total, squares)
     scale = same(np.float32(1.0) / np.sqrt(sum_lanes(squares) / np.float32(width) + eps))
     for i in range(0, width, WIDTH):
@@ -56,7 +57,7 @@ def add_rms_norm_token(out, residual, x, weight, at, width, eps):
 
 @jit
 def silu_and_mul_token(out, at, gate_up, gate_at, width):
-    """One token; its gates start at `gate_at`, its result at `at`."""
+    """Multiply one token's up by silu(gate); its gates start at `gate_at`, its result at `at`."""
     for i in range(0, width, WIDTH):
         gate = load(gate_up, gate_at + i)
         store(out, at + i, multiply(multiply(gate, sigmoid(gate)), load(gate_up, gate_at + width + i)))
@@ -64,55 +65,48 @@ def silu_and_mul_token(out, at, gate_up, gate_at, width):
 
 @jit
 def rotate_token(heads, at, num_heads, half, table, turn_at):
-    """The heads of one token, one after another from `at` on; cosines and sines at `turn_at`."""
+    """Rotate the heads of one token, one after another from `at` on; cosines and sines start at `turn_at`."""
     for first in range(at, at + num_heads * 2 * half, 2 * half):
         for i in range(0, half, WIDTH):
-            a, b = load(heads, first + i), load(heads, first + half + i)
-            cos, sin = load(table, turn_at + i), load(table, turn_at + half + i)
+            a = load(heads, first + i)
+            b = load(heads, first + half + i)
+            cos = load(table, turn_at + i)
+            sin = load(table, turn_at + half + i)
             store(heads, first + i, subtract(multiply(a, cos), multiply(b, sin)))
             store(heads, first + half + i, multiply_add(b, cos, multiply(a, sin)))
 
 
 @jit
 def add_rms_norms(cells, out, residual, x, weight):
-    """Take programs until none is left."""
+    """Run programs until none are left."""
     tokens, width, eps = cells.tokens, cells.width, array_at(cells.eps, 1, np.float32)[0]
-    while True:
-        first = take_number(cells) * TOKENS
-        if first >= tokens:
-            return
-        for token in range(first, min(first + TOKENS, tokens)):
+    for program in take_programs(counter_of(cells), (tokens + TOKENS - 1) // TOKENS):
+        for token in range(program * TOKENS, min((program + 1) * TOKENS, tokens)):
             add_rms_norm_token(out, residual, x, weight, token * width, width, eps)
 
 
 @jit
 def multiply_gates(cells, out, gate_up):
-    """Take programs until none is left."""
+    """Run programs until none are left."""
     tokens, width = cells.tokens, cells.width
-    while True:
-        first = take_number(cells) * TOKENS
-        if first >= tokens:
-            return
-        for token in range(first, min(first + TOKENS, tokens)):
+    for program in take_programs(counter_of(cells), (tokens + TOKENS - 1) // TOKENS):
+        for token in range(program * TOKENS, min((program + 1) * TOKENS, tokens)):
             silu_and_mul_token(out, token * width, gate_up, 2 * token * width, width)
 
 
 @jit
 def rotate_tokens(cells, heads, table):
-    """Take programs until none is left."""
+    """Run programs until none are left."""
     tokens, num_heads, head_dim, stride = cells.tokens, cells.num_heads, cells.head_dim, cells.token_stride
     positions = array_at(cells.positions, tokens, np.int64)
-    while True:
-        first = take_number(cells) * TOKENS
-        if first >= tokens:
-            return
-        for token in range(first, min(first + TOKENS, tokens)):
+    for program in take_programs(counter_of(cells), (tokens + TOKENS - 1) // TOKENS):
+        for token in range(program * TOKENS, min((program + 1) * TOKENS, tokens)):
             rotate_token(heads, token * stride, num_heads, head_dim // 2, table, positions[token] * head_dim)
 
 
 @functools.cache
 def norms_of(element: Any) -> Any:
-    """`add_rms_norms` on arrays of `element` (np.float32, or np.uint16 for bfloat16), called with `NormCells`."""
+    """Compile `add_rms_norms` for arrays of `element`, np.float32 or np.uint16 (bfloat16); it takes `NormCells`."""
     changed = sources_changed()
 
     def norms(address):
@@ -126,7 +120,7 @@ def norms_of(element: Any) -> Any:
 
 @functools.cache
 def gates_of(element: Any) -> Any:
-    """`multiply_gates` on arrays of `element`, called with `GateCells`."""
+    """Compile `multiply_gates` for arrays of `element`, np.float32 or np.uint16 (bfloat16); it takes `GateCells`."""
     changed = sources_changed()
 
     def gates(address):
@@ -139,7 +133,7 @@ def gates_of(element: Any) -> Any:
 
 @functools.cache
 def rotations_of(element: Any) -> Any:
-    """`rotate_tokens` on arrays of `element`, called with `RotationCells`."""
+    """Compile `rotate_tokens` for arrays of `element`, np.float32 or np.uint16 (bfloat16); it takes `RotationCells`."""
     changed = sources_changed()
 
     def rotations(address):

@@ -9,34 +9,22 @@ vectorizes; only the tokens that pass, about ten of 4,096, need a logarithm and 
 
 from __future__ import annotations
 
-import ctypes
 import math
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from minivllm.kernels.cpu.cells import cells
+from minivllm.kernels.cpu.cells import DrawCells
 from minivllm.kernels.cpu.programs import (
     array_at,
     cells_at,
     compile_programs,
+    counter_of,
     layout_of,
     sources_changed,
-    take_number,
+    take_programs,
 )
-
-
-@cells
-class DrawCells(ctypes.Structure):
-    """Arguments of `draw_rows`."""
-
-    rows: int
-    vocab: int
-    logits: int  # this and the fields below are addresses: float32 [rows, vocab]
-    keys: int  # uint32 [rows, 2]
-    token_ids: int  # int64 [rows]: each row's most likely token on entry, the drawn token on return
-
 
 LAYOUT = layout_of(DrawCells)
 TOKENS = 256  # tested at a time
@@ -49,7 +37,7 @@ jit = njit(error_model="numpy", nogil=True)
 
 @jit
 def mixed(token, first, second):
-    """The hash of a token id with a row's key, uint32. Numba promotes every operation to uint64, hence the casts."""
+    """Hash a token id with a row's key to uint32. Numba promotes every operation to uint64, hence the casts."""
     x = np.uint32(np.uint32(token * np.uint32(0x9E3779B9)) ^ first)
     x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
     x = np.uint32(np.uint32(x * np.uint32(0x7FEB352D)) ^ second)
@@ -60,39 +48,41 @@ def mixed(token, first, second):
 
 @jit
 def bound(best):
-    """The limit below which a token's bits minus its logit, in the same units, must be for it to beat `best`."""
+    """Return the limit below which a token's bits minus its logit, in the same units, must be for it to beat `best`."""
     return np.float32((math.log2(best) - math.log2(SCALE)) * UNIT + BITS_OF_ONE + ROUNDING)
 
 
 @jit
 def uniform(hashed):
-    """2^32 times the number v of a token."""
+    """Return 2^32 times the number v of a token."""
     return np.float32(hashed) + np.float32(0.5)
 
 
 @jit
 def waiting_time(number):
-    """E, of 2^32 times v."""
+    """Return E from 2^32 times v."""
     return -math.log1p(-np.float64(number) * SCALE)
 
 
 @jit
 def fastest_token(logits, base, others, other_base, vocab, first, second, token, best, numbers, bits):
-    """The token of the smallest E / w, where w is exp(logit - base) - exp(other - other_base), if that is positive.
+    """Return the token of the smallest E / w, where w is exp(logit - base) - exp(other - other_base), if that is positive.
 
     `token` has the smallest known, `best`; an `other_base` of infinity leaves nothing of the others. `numbers` [TOKENS] is
     scratch space for hashes as float32; `bits` views it as int32.
     """
-    top, unit, limit = np.float32(base), np.float32(UNIT / math.log(2.0)), bound(best)
+    top = np.float32(base)
+    unit = np.float32(UNIT / math.log(2.0))
+    limit = bound(best)
     for start in range(0, vocab, TOKENS):
         count = min(TOKENS, vocab - start)
         for i in range(count):
             numbers[i] = uniform(mixed(np.uint32(np.uint32(start) + np.uint32(i)), first, second))
-        passed = 0
+        passed = 0  # counted in a loop without branches, which the compiler vectorizes
         for i in range(count):
             passed += np.float32(bits[i]) - unit * (logits[start + i] - top) < limit
         if not passed:
-            continue
+            continue  # most blocks of tokens end here
         for i in range(count):
             if np.float32(bits[i]) - unit * (logits[start + i] - top) < limit:
                 weight = math.exp(np.float64(logits[start + i]) - base)
@@ -105,7 +95,8 @@ def fastest_token(logits, base, others, other_base, vocab, first, second, token,
 
 @jit
 def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
-    """Draws one row's token; `numbers` and `bits` as above."""
+    """Draw one row's token; `numbers` and `bits` as above."""
+    # The likeliest token sets a first bound, which few others beat.
     best = waiting_time(uniform(mixed(np.uint32(likeliest), first, second)))
     base = logits[likeliest]
     return fastest_token(logits, base, logits, np.inf, vocab, first, second, likeliest, best, numbers, bits)
@@ -113,21 +104,18 @@ def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
 
 @jit
 def draw_rows(cells):
-    """Draws rows, one program each, until none are left."""
+    """Draw rows, one program each, until none are left."""
     rows, vocab = cells.rows, cells.vocab
     logits = array_at(cells.logits, (rows, vocab), np.float32)
     keys, token_ids = array_at(cells.keys, (rows, 2), np.uint32), array_at(cells.token_ids, rows, np.int64)
     numbers = np.empty(TOKENS, np.float32)
     bits = numbers.view(np.int32)
-    while True:
-        row = take_number(cells)
-        if row >= rows:
-            return
+    for row in take_programs(counter_of(cells), rows):
         token_ids[row] = draw_row(logits[row], vocab, keys[row, 0], keys[row, 1], token_ids[row], numbers, bits)
 
 
 def compiled_programs() -> Any:
-    """The compiled `draw_rows`, to be called with `DrawCells`."""
+    """Compile `draw_rows`; it takes `DrawCells`."""
     changed = sources_changed()
 
     def programs(address):

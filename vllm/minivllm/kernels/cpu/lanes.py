@@ -9,7 +9,9 @@ of 8, two per byte, low nibble first; an index counts numbers there too, not byt
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numba.extending
@@ -19,11 +21,14 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import models, register_model
 
-intrinsic: Any = numba.extending.intrinsic  # it returns numba functions, which a type checker cannot see through
+# It returns numba functions, which a type checker cannot see through.
+intrinsic: Any = numba.extending.intrinsic
 
 WIDTH = 16
 _FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
 _INTS = ir.VectorType(ir.IntType(32), WIDTH)
+_HALF, _BYTE = ir.HalfType(), ir.IntType(8)
+_STORED = {types.float32: ir.FloatType(), types.int8: _BYTE, types.int16: _HALF, types.uint16: ir.IntType(16)}
 
 
 class _LanesType(types.Type):
@@ -41,7 +46,7 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def _address(context, builder, array_type, array, index, kind):
-    """Pointer to `kind` at `index` of an array."""
+    """Return a pointer to `kind` at `index` of an array."""
     data = context.make_array(array_type)(context, builder, array).data
     element = context.get_data_type(array_type.dtype)
     start = builder.gep(builder.bitcast(data, element.as_pointer()), [index], source_etype=element)
@@ -49,33 +54,34 @@ def _address(context, builder, array_type, array, index, kind):
 
 
 def _load(context, builder, array_type, array, index, count):
-    """`count` numbers from `index` on, as floats."""
-    if array_type.dtype == types.float32:
-        kind = ir.VectorType(ir.FloatType(), count)
-        return builder.load(_address(context, builder, array_type, array, index, kind), align=4, typ=kind)
-    if array_type.dtype == types.int8:
-        kind = ir.VectorType(ir.IntType(8), count)
-        integers = builder.load(_address(context, builder, array_type, array, index, kind), align=1, typ=kind)
-        return builder.sitofp(integers, ir.VectorType(ir.FloatType(), count))
+    """Load `count` numbers from `index` on, as floats."""
     if array_type.dtype == types.uint8:
         return _load_nibbles(context, builder, array_type, array, index, count)
+    floats = ir.VectorType(ir.FloatType(), count)
+    kind = ir.VectorType(_STORED[array_type.dtype], count)
+    size = array_type.dtype.bitwidth // 8
+    numbers = builder.load(_address(context, builder, array_type, array, index, kind), align=size, typ=kind)
+    if array_type.dtype == types.float32:
+        return numbers
+    if array_type.dtype == types.int8:
+        return builder.sitofp(numbers, floats)
     if array_type.dtype == types.int16:
-        kind = ir.VectorType(ir.HalfType(), count)
-        halves = builder.load(_address(context, builder, array_type, array, index, kind), align=2, typ=kind)
-        return builder.fpext(halves, ir.VectorType(ir.FloatType(), count))
-    kind, wide = ir.VectorType(ir.IntType(16), count), ir.VectorType(ir.IntType(32), count)
-    halves = builder.load(_address(context, builder, array_type, array, index, kind), align=2, typ=kind)
-    bits = builder.shl(builder.zext(halves, wide), ir.Constant(wide, [16] * count))
-    return builder.bitcast(bits, ir.VectorType(ir.FloatType(), count))
+        return builder.fpext(numbers, floats)
+    # A bfloat16 is the upper half of a float32.
+    wide = ir.VectorType(ir.IntType(32), count)
+    bits = builder.shl(builder.zext(numbers, wide), ir.Constant(wide, [16] * count))
+    return builder.bitcast(bits, floats)
 
 
 def _load_nibbles(context, builder, array_type, array, index, count):
-    """`count` integers of 4 bits, from an even `index` on, as floats."""
-    kind, both = ir.VectorType(ir.IntType(8), count // 2), ir.VectorType(ir.IntType(8), count)
+    """Load `count` integers of 4 bits, from an even `index` on, as floats."""
+    kind = ir.VectorType(ir.IntType(8), count // 2)
+    both = ir.VectorType(ir.IntType(8), count)
     at = builder.lshr(index, index.type(1))
     pairs = builder.load(_address(context, builder, array_type, array, at, kind), align=1, typ=kind)
     low = builder.and_(pairs, ir.Constant(kind, [15] * (count // 2)))
     high = builder.lshr(pairs, ir.Constant(kind, [4] * (count // 2)))
+    # The low halves are the even numbers, the high ones the odd: take them in turns.
     order = [number // 2 + number % 2 * (count // 2) for number in range(count)]
     integers = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(ir.IntType(32), count), order))
     integers = builder.sub(integers, ir.Constant(both, [8] * count))
@@ -87,7 +93,7 @@ def _shuffle(builder, first, second, order):
 
 
 def _call(builder, name, *lanes):
-    """LLVM's own function `name` on Lanes."""
+    """Call LLVM's own function `name` on Lanes."""
     kind = ir.FunctionType(_FLOATS, [_FLOATS] * len(lanes))
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{WIDTH}f32")
     return builder.call(function, lanes)
@@ -98,53 +104,53 @@ def _constant(number: float):
 
 
 def has_wide_registers() -> bool:
-    """Whether a vector fits one register (of which there are then 32); otherwise it takes two or four."""
+    """Return whether a vector fits one register (of which there are then 32); otherwise it takes two or four."""
     return _compiles_for("avx512f")
 
 
 def has_products_of_pairs() -> bool:
-    """Whether there is a multiply-add of bfloat16 pairs."""
+    """Return whether the processor multiplies and adds pairs of bfloat16 numbers."""
     return _compiles_for("avx512bf16")
 
 
 def _compiles_for(feature: str) -> bool:
-    """Whether numba uses a feature: the processor's, unless `NUMBA_CPU_FEATURES` lists others."""
-    wanted = config.CPU_FEATURES  # pyright: ignore[reportAttributeAccessIssue]
-    if wanted is None:
+    """Return whether numba uses a feature: the processor's, unless `NUMBA_CPU_FEATURES` lists others."""
+    listed = config.CPU_FEATURES  # pyright: ignore[reportAttributeAccessIssue]
+    if listed is None:
         return get_host_cpu_features().get(feature, False)
-    return f"+{feature}" in wanted.split(",")
+    return f"+{feature}" in listed.split(",")
 
 
-@intrinsic
-def load(typing_context, array, index):
-    """Sixteen numbers of `array` from `index` on."""
+def _on_lanes(build: Callable[..., Any]) -> Any:
+    """Make a function for numba of `build(builder, *arguments)`, which emits code for Lanes and float32 numbers."""
 
-    def generate(context, builder, signature, arguments):
-        return _load(context, builder, array, *arguments, WIDTH)
+    @functools.wraps(build)
+    def typed(typing_context, *kinds):
+        def generate(context, builder, signature, arguments):
+            return build(builder, *arguments)
 
-    return Lanes(array, types.intp), generate
+        # Numba converts what is not Lanes to a float32.
+        return Lanes(*(kind if kind is Lanes else types.float32 for kind in kinds)), generate
 
-
-@intrinsic
-def load_four(typing_context, array, index):
-    """Four numbers of `array` from `index` on, four times over: abcd abcd abcd abcd."""
-
-    def generate(context, builder, signature, arguments):
-        four = _load(context, builder, array, *arguments, 4)
-        return _shuffle(builder, four, four, [lane % 4 for lane in range(WIDTH)])
-
-    return Lanes(array, types.intp), generate
+    return intrinsic(typed)
 
 
-@intrinsic
-def load_one(typing_context, array, index):
-    """One number of `array`, in all lanes."""
+def _loader(count: int) -> Any:
+    """Make a function for numba that loads `count` numbers of an array from an index on, repeated to fill all lanes."""
 
-    def generate(context, builder, signature, arguments):
-        one = _load(context, builder, array, *arguments, 1)
-        return _shuffle(builder, one, one, [0] * WIDTH)
+    def load(typing_context, array, index):
+        def generate(context, builder, signature, arguments):
+            numbers = _load(context, builder, array, *arguments, count)
+            return _shuffle(builder, numbers, numbers, [lane % count for lane in range(WIDTH)])
 
-    return Lanes(array, types.intp), generate
+        return Lanes(array, types.intp), generate
+
+    return intrinsic(load)
+
+
+load = _loader(WIDTH)
+load_four = _loader(4)  # abcd abcd abcd abcd
+load_one = _loader(1)
 
 
 @intrinsic
@@ -162,7 +168,7 @@ def store(typing_context, array, index, lanes):
 
 @intrinsic
 def store_some(typing_context, array, index, lanes, count):
-    """As `store`, but the first `count` of the sixteen only."""
+    """Write only the first `count` of sixteen numbers; otherwise like `store`."""
 
     def generate(context, builder, signature, arguments):
         values, start, lanes, count = arguments
@@ -181,13 +187,15 @@ def store_some(typing_context, array, index, lanes, count):
 
 
 def _as_element(builder, array, lanes):
-    """Floats converted to the array's type, float32 or bfloat16, and the bytes per element."""
+    """Convert floats to the array's type, float32 or bfloat16; return them and the bytes per element."""
     return (_to_bfloat16(builder, lanes), 2) if array.dtype == types.uint16 else (lanes, 4)
 
 
 def _to_bfloat16(builder, floats):
-    """The upper halves, rounded to nearest, ties to even; NaN stays NaN."""
-    bits, sixteen = builder.bitcast(floats, _INTS), ir.Constant(_INTS, [16] * WIDTH)
+    """Return the upper halves, rounded to nearest, ties to even; NaN stays NaN."""
+    bits = builder.bitcast(floats, _INTS)
+    sixteen = ir.Constant(_INTS, [16] * WIDTH)
+    # Adding half of the last place, less one where that place is even, rounds when the lower half is cut off.
     odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(_INTS, [1] * WIDTH))
     rounded = builder.add(builder.add(bits, ir.Constant(_INTS, [0x7FFF] * WIDTH)), odd)
     nan = builder.fcmp_unordered("uno", floats, floats)
@@ -223,79 +231,69 @@ def prefetch(typing_context, array, index):
         word = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [place, word(0), word(2), word(1)])  # for reading, keep in all levels, data cache
+        # For reading, into all levels, of the data cache.
+        builder.call(function, [place, word(0), word(2), word(1)])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
 
 
-@intrinsic
-def zero(typing_context):
-    """Zero in all lanes."""
-    return Lanes(), lambda context, builder, signature, arguments: _constant(0.0)
+@_on_lanes
+def zero(builder):
+    """Return zero in all lanes."""
+    return _constant(0.0)
 
 
-@intrinsic
-def add(typing_context, first, second):
-    """first + second."""
-    return Lanes(Lanes, Lanes), lambda context, builder, signature, arguments: builder.fadd(*arguments)
+@_on_lanes
+def add(builder, first, second):
+    """Return first + second."""
+    return builder.fadd(first, second)
 
 
-@intrinsic
-def subtract(typing_context, first, second):
-    """first − second."""
-    return Lanes(Lanes, Lanes), lambda context, builder, signature, arguments: builder.fsub(*arguments)
+@_on_lanes
+def subtract(builder, first, second):
+    """Return first − second."""
+    return builder.fsub(first, second)
 
 
-@intrinsic
-def multiply(typing_context, first, second):
-    """first × second."""
-    return Lanes(Lanes, Lanes), lambda context, builder, signature, arguments: builder.fmul(*arguments)
+@_on_lanes
+def multiply(builder, first, second):
+    """Return first × second."""
+    return builder.fmul(first, second)
 
 
-@intrinsic
-def multiply_add(typing_context, first, second, third):
-    """first × second + third, rounded once."""
-    return Lanes(Lanes, Lanes, Lanes), lambda context, builder, signature, arguments: _call(builder, "fma", *arguments)
+@_on_lanes
+def multiply_add(builder, first, second, third):
+    """Return first × second + third, rounded once."""
+    return _call(builder, "fma", first, second, third)
 
 
-@intrinsic
-def maximum(typing_context, first, second):
-    """The larger of each pair."""
-
-    def generate(context, builder, signature, arguments):
-        return _call(builder, "maxnum", *arguments)
-
-    return Lanes(Lanes, Lanes), generate
+@_on_lanes
+def maximum(builder, first, second):
+    """Return the larger of each pair."""
+    return _call(builder, "maxnum", first, second)
 
 
-@intrinsic
-def exp2_of_difference(typing_context, first, second):
-    """2 ** (first − second), within 2e-7 of it, for differences up to 0; below −126 it stays at 2 ** −126."""
-
-    def generate(context, builder, signature, arguments):
-        return _exp2(builder, _call(builder, "maxnum", builder.fsub(*arguments), _constant(-126.0)))
-
-    return Lanes(Lanes, Lanes), generate
+@_on_lanes
+def exp2_of_difference(builder, first, second):
+    """Return 2 ** (first − second), within 2e-7, for differences up to 0; below −126 it stays at 2 ** −126."""
+    return _exp2(builder, _call(builder, "maxnum", builder.fsub(first, second), _constant(-126.0)))
 
 
-@intrinsic
-def sigmoid(typing_context, lanes):
-    """1 / (1 + e ** −number), within 3e-7 of it."""
-
-    def generate(context, builder, signature, arguments):
-        power = builder.fmul(arguments[0], _constant(-1.0 / math.log(2)))
-        power = _call(builder, "minnum", _call(builder, "maxnum", power, _constant(-126.0)), _constant(126.0))
-        return builder.fdiv(_constant(1.0), builder.fadd(_constant(1.0), _exp2(builder, power)))
-
-    return Lanes(Lanes), generate
+@_on_lanes
+def sigmoid(builder, lanes):
+    """Return 1 / (1 + e ** −number), within 3e-7 of it."""
+    power = builder.fmul(lanes, _constant(-1.0 / math.log(2)))
+    # Beyond these powers of two the exponent would not fit a float32.
+    power = _call(builder, "minnum", _call(builder, "maxnum", power, _constant(-126.0)), _constant(126.0))
+    return builder.fdiv(_constant(1.0), builder.fadd(_constant(1.0), _exp2(builder, power)))
 
 
 _LN2_SERIES = [math.log(2) ** n / math.factorial(n) for n in range(7)]
 
 
 def _exp2(builder, power):
-    """2 ** power, for powers from −126 to 126."""
+    """Return 2 ** power, for powers from −126 to 126."""
     whole = _call(builder, "floor", builder.fadd(power, _constant(0.5)))
     rest = builder.fsub(power, whole)  # −0.5 to 0.5, where six terms of the series suffice
     result = _constant(_LN2_SERIES[-1])
@@ -305,29 +303,26 @@ def _exp2(builder, power):
     return builder.bitcast(builder.add(builder.bitcast(result, _INTS), exponent), _FLOATS)
 
 
-@intrinsic
-def sum_fours(typing_context, a, b, c, d):
-    """Lane 4 r + n of the result is the sum of lanes 4 r to 4 r + 3 of the n-th argument."""
+@_on_lanes
+def sum_fours(builder, a, b, c, d):
+    """Return in lane 4 r + n the sum of lanes 4 r to 4 r + 3 of the n-th argument."""
 
-    def generate(context, builder, signature, arguments):
-        def sum_pairs(first, second):  # per four lanes: (first's two sums of two, second's two)
-            even, odd = _by_fours([0, 2], [0, 2]), _by_fours([1, 3], [1, 3])
-            return builder.fadd(_shuffle(builder, first, second, even), _shuffle(builder, first, second, odd))
+    def sum_pairs(first, second):  # per four lanes: (first's two sums of two, second's two)
+        even = _by_fours([0, 2], [0, 2])
+        odd = _by_fours([1, 3], [1, 3])
+        return builder.fadd(_shuffle(builder, first, second, even), _shuffle(builder, first, second, odd))
 
-        a, b, c, d = arguments
-        return sum_pairs(sum_pairs(a, b), sum_pairs(c, d))
-
-    return Lanes(Lanes, Lanes, Lanes, Lanes), generate
+    return sum_pairs(sum_pairs(a, b), sum_pairs(c, d))
 
 
 def _by_fours(of_first: list[int], of_second: list[int]) -> list[int]:
-    """The shuffle that takes, in each group of four lanes, these of the first vector and these of the second."""
+    """Return the shuffle that takes, in each group of four lanes, these of the first vector and these of the second."""
     return [four + lane for four in range(0, WIDTH, 4) for lane in [*of_first, *(WIDTH + n for n in of_second)]]
 
 
 @intrinsic
 def sum_lanes(typing_context, lanes):
-    """The sum of all sixteen."""
+    """Return the sum of all sixteen."""
 
     def generate(context, builder, signature, arguments):
         (floats,) = arguments
@@ -338,18 +333,13 @@ def sum_lanes(typing_context, lanes):
     return types.float32(Lanes), generate
 
 
-@intrinsic
-def max_fours(typing_context, lanes):
-    """The maximum of each group of four lanes, in all four of them."""
-
-    def generate(context, builder, signature, arguments):
-        (largest,) = arguments
-        for distance in (1, 2):
-            order = [lane ^ distance for lane in range(WIDTH)]
-            largest = _call(builder, "maxnum", largest, _shuffle(builder, largest, largest, order))
-        return largest
-
-    return Lanes(Lanes), generate
+@_on_lanes
+def max_fours(builder, largest):
+    """Return in each lane the maximum of its group of four."""
+    for distance in (1, 2):
+        order = [lane ^ distance for lane in range(WIDTH)]
+        largest = _call(builder, "maxnum", largest, _shuffle(builder, largest, largest, order))
+    return largest
 
 
 def _same(builder, number, kind=_FLOATS):
@@ -357,38 +347,30 @@ def _same(builder, number, kind=_FLOATS):
     return _shuffle(builder, single, single, [0] * WIDTH)
 
 
-@intrinsic
-def same(typing_context, number):
-    """A float32 in all lanes."""
-    return Lanes(types.float32), lambda context, builder, signature, arguments: _same(builder, arguments[0])
+@_on_lanes
+def same(builder, number):
+    """Return a float32 in all lanes."""
+    return _same(builder, number)
 
 
-@intrinsic
-def four_numbers(typing_context, first):
-    """first, first + 1, first + 2, first + 3, four times over."""
-
-    def generate(context, builder, signature, arguments):
-        steps = ir.Constant(_FLOATS, [float(lane % 4) for lane in range(WIDTH)])
-        return builder.fadd(_same(builder, arguments[0]), steps)
-
-    return Lanes(types.float32), generate
+@_on_lanes
+def four_numbers(builder, first):
+    """Return first, first + 1, first + 2, first + 3, four times over."""
+    steps = ir.Constant(_FLOATS, [float(lane % 4) for lane in range(WIDTH)])
+    return builder.fadd(_same(builder, first), steps)
 
 
-@intrinsic
-def keep_between(typing_context, lanes, low, number, high, other):
-    """`lanes` where low < number <= high, elsewhere the float `other`."""
-
-    def generate(context, builder, signature, arguments):
-        lanes, low, number, high, other = arguments
-        inside = builder.and_(builder.fcmp_ordered("<", low, number), builder.fcmp_ordered("<=", number, high))
-        return builder.select(inside, lanes, _same(builder, other))
-
-    return Lanes(Lanes, Lanes, Lanes, Lanes, types.float32), generate
+@_on_lanes
+def keep_between(builder, lanes, low, number, high, other):
+    """Return `lanes` where low < number <= high, elsewhere the float `other`."""
+    above = builder.fcmp_ordered("<", low, number)
+    inside = builder.and_(above, builder.fcmp_ordered("<=", number, high))
+    return builder.select(inside, lanes, _same(builder, other))
 
 
 @numba.extending.intrinsic(prefer_literal=True)
 def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at, bias, bias_at, columns, rows):
-    """sums [rows, columns × 16] = bias + rows of x, `width` numbers each, × a panel [width, columns × 16].
+    """Write bias + rows of x, `width` numbers each, × a panel [width, columns × 16] to sums [rows, columns × 16].
 
     `columns` and `rows` must be constants: each sum of a tile is a variable of its own, to be kept in a register. x and
     the panel are both float32 or both bfloat16; bfloat16 needs an even `width` and a panel of pairs,
@@ -398,14 +380,13 @@ def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at
         return None
     num_columns, num_rows = columns.literal_value, rows.literal_value
     if panel.dtype == types.float32:
-        step, kind, one, add_products = 1, _FLOATS, ir.FloatType(), _add_products
-    else:
-        step, kind, one, add_products = 2, _INTS, ir.IntType(32), _add_products_of_pairs
+        step, kind, single, add_products = 1, _FLOATS, ir.FloatType(), _add_products
+    else:  # a pair of bfloat16 numbers is moved as one 32-bit integer
+        step, kind, single, add_products = 2, _INTS, ir.IntType(32), _add_products_of_pairs
 
     def generate(context, builder, signature, arguments):
-        sums_value, sums_start, x_value, x_start, depth, panel_value, panel_start, bias_value, bias_start, *_ = (
-            arguments
-        )
+        sums_value, sums_start, x_value, x_start, depth, panel_value, panel_start, *rest = arguments
+        bias_value, bias_start, _, _ = rest
         integer = depth.type
 
         def plus(start, offset):
@@ -422,7 +403,7 @@ def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at
             weights = [read(panel, panel_value, plus(line, step * c * WIDTH), kind) for c in range(num_columns)]
             place = builder.mul(loop.index, integer(step))
             for start, row in zip(starts, totals, strict=True):
-                number = _same(builder, read(x, x_value, plus(start, place), one), kind)
+                number = _same(builder, read(x, x_value, plus(start, place), single), kind)
                 for weight, total in zip(weights, row, strict=True):
                     builder.store(add_products(builder, number, weight, builder.load(total)), total)
         for index, total in enumerate(total for row in totals for total in row):
@@ -431,8 +412,8 @@ def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at
         return context.get_dummy_value()
 
     integers = types.intp
-    given = (sums, integers, x, integers, integers, panel, integers, bias, integers, columns, rows)
-    return types.void(*given), generate
+    signature = (sums, integers, x, integers, integers, panel, integers, bias, integers, columns, rows)
+    return types.void(*signature), generate
 
 
 def _add_products(builder, first, second, total):

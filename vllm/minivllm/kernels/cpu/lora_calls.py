@@ -6,87 +6,61 @@ products for each adapter and slice.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from minivllm.kernels.cpu.cells import LoRALinearCells
-from minivllm.kernels.lora_metadata import LoRAKernelMeta
+from minivllm.kernels.cpu.loops import ELEMENTS, loops
+from minivllm.kernels.lora_metadata import Adapters, LoRAKernelMeta
 from minivllm.platforms.threads import has_numba, run_programs
 
 LANES = 16
-ELEMENTS = {torch.float32: "float32", torch.bfloat16: "uint16"}
+DTYPES = (torch.float32, torch.bfloat16)
 
 
-def lora_linear_cpu(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    ranks: torch.Tensor,
-    bounds: torch.Tensor,
-    meta: LoRAKernelMeta,
-    edges: Sequence[int],
-) -> None:
-    """As `lora_linear`; `edges` are `bounds` on the host."""
+def lora_linear_cpu(y: Tensor, x: Tensor, adapters: Adapters, meta: LoRAKernelMeta) -> None:
+    """Implement `lora_linear`, which has checked the arguments."""
+    a, b, ranks, bounds, edges = adapters
     if x.dtype is y.dtype is a.dtype and has_loops(a, b, edges):
         CompiledLoRALinear(a, b, ranks, bounds)(y, x, meta)
     else:
-        looped_lora_linear(y, x, a, b, ranks, meta, edges)
+        looped_lora_linear(y, x, adapters, meta)
 
 
-def has_loops(a: torch.Tensor, b: torch.Tensor, edges: Sequence[int]) -> bool:
-    """Whether the compiled loops support these adapters: fp32 or bf16, and widths that are multiples of 16."""
+def has_loops(a: Tensor, b: Tensor, edges: Sequence[int]) -> bool:
+    """Return whether the compiled loops support these adapters: fp32 or bf16, and widths that are multiples of 16."""
     in_lanes = a.shape[2] % 4 == 0 and all(number % LANES == 0 for number in (a.shape[3], *edges))
-    return in_lanes and a.dtype in ELEMENTS and b.dtype is a.dtype and has_numba()
+    return in_lanes and a.dtype in DTYPES and b.dtype is a.dtype and has_numba()
 
 
 class CompiledLoRALinear:
     """The compiled loops for one linear, whose addresses are looked up once: a call takes microseconds."""
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor, bounds: torch.Tensor) -> None:
-        self._tensors = a, b, ranks, bounds  # which the addresses are of
-        slices, slots, max_rank, width = a.shape
+    def __init__(self, a: Tensor, b: Tensor, ranks: Tensor, bounds: Tensor) -> None:
+        self._tensors = (a, b, ranks, bounds)  # kept, so that their addresses stay valid
         self.dtype = a.dtype
-        self._of_linear = (slices, slots, max_rank, width, b.shape[2], *(one.data_ptr() for one in self._tensors))
-        self._programs = _programs(a.dtype)
+        self._of_linear = (*a.shape, b.shape[2], *(tensor.data_ptr() for tensor in self._tensors))
+        self._programs = loops("lora_loops").programs_for(ELEMENTS[a.dtype])
 
-    def __call__(self, y: torch.Tensor, x: torch.Tensor, meta: LoRAKernelMeta) -> None:
-        """As `lora_linear`; x and y of the adapters' dtype, a row of x contiguous."""
+    def __call__(self, y: Tensor, x: Tensor, meta: LoRAKernelMeta) -> None:
+        """Implement `lora_linear` for x and y of the adapters' dtype, a row of x contiguous."""
         num_tiles, indices, table = meta.cpu_tiles
         of_step = (num_tiles, x.stride(0), y.data_ptr(), x.data_ptr(), indices, table)
         run_programs(self._programs, LoRALinearCells(0, *of_step, *self._of_linear), most_threads=num_tiles)
 
 
-def looped_lora_linear(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    ranks: torch.Tensor,
-    meta: LoRAKernelMeta,
-    edges: Sequence[int],
-) -> None:
-    """For any shapes and dtypes: adapter by adapter, slice by slice."""
+def looped_lora_linear(y: Tensor, x: Tensor, adapters: Adapters, meta: LoRAKernelMeta) -> None:
+    """Implement `lora_linear` for any shapes and dtypes: adapter by adapter, slice by slice."""
+    a, b, ranks, _, edges = adapters
     for number in range(meta.num_active):
         slot, start = int(meta.active[number]), int(meta.starts[number])
         rows = meta.indices[start : start + int(meta.counts[number])].long()
-        inputs = x[rows].to(a.dtype)
+        inputs = x[rows].to(a.dtype)  # [rows, in]
         for piece, (first, last) in enumerate(pairwise(edges)):
             rank = int(ranks[piece, slot])
             if rank:
-                shrunk = inputs @ a[piece, slot, :rank].T
+                shrunk = inputs @ a[piece, slot, :rank].T  # [rows, rank]
                 y[rows, first:last] += (shrunk @ b[slot, :rank, first:last]).to(y.dtype)
-
-
-@functools.cache
-def _programs(dtype: torch.dtype) -> Any:
-    """Imports numba only when needed, since that takes a second."""
-    import numpy as np
-
-    from minivllm.kernels.cpu.lora_loops import programs_for
-
-    return programs_for(getattr(np, ELEMENTS[dtype]))

@@ -23,9 +23,10 @@ from minivllm.kernels.cpu.programs import (
     array_at,
     cells_at,
     compile_programs,
+    counter_of,
     layout_of,
     sources_changed,
-    take_number,
+    take_programs,
 )
 from minivllm.kernels.lora_metadata import CPU_TILE
 
@@ -35,7 +36,7 @@ jit = njit(fastmath=True, error_model="numpy", nogil=True)
 
 @jit
 def shrink_row(small, at, x, x_at, a, a_at, width, rank):
-    """small [rank] = A x of one row; up to three numbers beyond the rank are written too."""
+    """Write A x of one row to small [rank]; up to three numbers beyond the rank are written too."""
     for r in range(0, rank, 4):
         line = a_at + r * width
         p, q, s, t = zero(), zero(), zero(), zero()
@@ -50,7 +51,7 @@ def shrink_row(small, at, x, x_at, a, a_at, width, rank):
 
 @jit
 def shrink_two_rows(small, at, stride, x, x_at, other_x_at, a, a_at, width, rank):
-    """The same for two rows of x, whose results are `stride` apart."""
+    """Write A x of two rows, `stride` apart: each number of A is loaded once for both."""
     for r in range(0, rank, 4):
         line = a_at + r * width
         p, q, s, t = zero(), zero(), zero(), zero()
@@ -77,7 +78,8 @@ def expand_row(y, y_at, small, at, b, b_at, outputs, first, last, rank):
         p, q = load(y, y_at + column), load(y, y_at + column + 16)
         s, t = load(y, y_at + column + 32), load(y, y_at + column + 48)
         for r in range(rank):
-            number, line = load_one(small, at + r), b_at + r * outputs + column
+            number = load_one(small, at + r)
+            line = b_at + r * outputs + column
             p, q = multiply_add(number, load(b, line), p), multiply_add(number, load(b, line + 16), q)
             s, t = multiply_add(number, load(b, line + 32), s), multiply_add(number, load(b, line + 48), t)
         store(y, y_at + column, p)
@@ -102,21 +104,18 @@ def add_adapters(cells, y, x, a, b):
     bounds = array_at(cells.bounds, slices + 1, np.int32)
     indices = array_at(cells.indices, 1, np.int32)
     table = array_at(cells.tile_table, 3 * num_tiles, np.int64)
-    small = np.empty(CPU_TILE * max_rank, np.float32)
-    while True:
-        tile = take_number(cells)
-        if tile >= num_tiles:
-            return
+    small = np.empty(CPU_TILE * max_rank, np.float32)  # A x of each row, in the nearest cache
+    for tile in take_programs(counter_of(cells), num_tiles):
         slot, first, count = table[tile], table[num_tiles + tile], table[2 * num_tiles + tile]
         for piece in range(slices):
             rank = ranks[piece * slots + slot]
             a_at = (piece * slots + slot) * max_rank * width
             if rank == 0:
-                continue
+                continue  # this slot's adapter leaves the slice alone
             for row in range(0, count - 1, 2):
                 here, there = indices[first + row] * x_stride, indices[first + row + 1] * x_stride
                 shrink_two_rows(small, row * max_rank, max_rank, x, here, there, a, a_at, width, rank)
-            if count % 2:
+            if count % 2:  # a last row alone
                 here = indices[first + count - 1] * x_stride
                 shrink_row(small, (count - 1) * max_rank, x, here, a, a_at, width, rank)
             b_at = slot * max_rank * outputs
@@ -127,9 +126,7 @@ def add_adapters(cells, y, x, a, b):
 
 @functools.cache
 def programs_for(element: Any) -> Any:
-    """`add_adapters` on x, y, a and b of `element` (np.float32, or np.uint16 for bfloat16), called with
-    `LoRALinearCells`.
-    """
+    """Compile `add_adapters` for numbers of `element`, np.float32 or np.uint16 (bfloat16); it takes `LoRALinearCells`."""
     changed = sources_changed()
 
     def programs(address):

@@ -15,28 +15,28 @@ support (they take multiples of 16), and without numba, torch gathers each seque
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from minivllm.kernels.attention_arguments import AttentionArguments, MLAArguments
-from minivllm.kernels.cpu.attention_calls import ELEMENTS, numba_attention
+from minivllm.kernels.cpu.attention_calls import CACHES, numba_attention
 from minivllm.platforms.threads import has_numba
 
 
-def write_latents_cpu(
-    latent: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """As `concat_and_cache_mla`, with arguments that have passed its checks."""
-    slots, rows = slot_mapping.long(), torch.cat((latent, k_rope), dim=1)
+def write_latents_cpu(latent: Tensor, k_rope: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write latents as `concat_and_cache_mla` does, which has checked the arguments."""
+    slots = slot_mapping.long()
+    rows = torch.cat((latent, k_rope), dim=1)
     if slots.shape[0] and int(slots.min()) < 0:
         real = slots >= 0
         slots, rows = slots[real], rows[real]
     cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
 
 
-def mla_attention_cpu(out: torch.Tensor, arguments: MLAArguments) -> None:
+def mla_attention_cpu(out: Tensor, arguments: MLAArguments) -> None:
     """Write each sequence's attention output to its rows of `out`."""
     q, cache, *tables, scale, rank = arguments
-    if q.shape[2] % 16 == 0 and cache.dtype in ELEMENTS and has_numba():
-        one_head = cache.unsqueeze(2)
+    if q.shape[2] % 16 == 0 and cache.dtype in CACHES and has_numba():
+        one_head = cache.unsqueeze(2)  # [blocks, block_size, 1, width]
         sums = torch.empty(q.shape, dtype=torch.float32)
         numba_attention(sums, AttentionArguments(q, one_head, one_head, *tables, scale))
         tokens = int(arguments.query_start_loc[-1])
@@ -45,10 +45,11 @@ def mla_attention_cpu(out: torch.Tensor, arguments: MLAArguments) -> None:
         gather_latent_attention(out, arguments)
 
 
-def gather_latent_attention(out: torch.Tensor, arguments: MLAArguments) -> None:
-    """The same in torch, one sequence at a time."""
+def gather_latent_attention(out: Tensor, arguments: MLAArguments) -> None:
+    """Write each sequence's attention output with torch, one sequence at a time."""
     q, cache, query_start_loc, seq_lens, block_table, scale, rank = arguments
-    starts, block_size = query_start_loc.tolist(), cache.shape[1]
+    starts = query_start_loc.tolist()
+    block_size = cache.shape[1]
     for sequence, length in enumerate(seq_lens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
         if begin == end:

@@ -21,18 +21,19 @@ import functools
 import platform
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.kernels.cpu.cells import PanelLinearCells
+from minivllm.kernels.cpu.loops import ELEMENTS, loops
 from minivllm.platforms.threads import has_numba, run_programs
 
 
 class PanelLinear:
-    """`x @ weight.T + bias` for x `[rows, in]`, weight `[out, in]`, as `can_pack` wants it; or, gated, of the two halves
-    of that `silu(gate) * up`.
+    """Computes `x @ weight.T + bias` for x `[rows, in]` and a weight `[out, in]` that `can_pack` accepts.
+
+    A gated one computes `silu(gate) * up` of the product's two halves.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
@@ -44,33 +45,25 @@ class PanelLinear:
         self.nbytes = self.panels.nbytes + self.bias.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[rows, in]` to `[rows, out]`; `[rows, out / 2]` if gated."""
+        """Multiply: `[rows, in]` to `[rows, out]`, or `[rows, out / 2]` if gated."""
         return self._product(x, self.parts == 2)
 
     def without_gate(self, x: Tensor) -> Tensor:
-        """`[rows, in]` to `[rows, out]`, gated or not."""
+        """Multiply without the activation: `[rows, in]` to `[rows, out]`, gated or not."""
         return self._product(x, False)
 
     def _product(self, x: Tensor, gated: bool) -> Tensor:
-        x, (rows, width) = x.contiguous(), x.shape
+        rows, width = x.shape
+        x = x.contiguous()
         out = torch.empty(rows, self.outputs if gated else self.outputs * self.parts, dtype=x.dtype)
-        cells = PanelLinearCells(
-            rows=rows,
-            outputs=self.outputs,
-            width=width,
-            parts=self.parts,
-            gated=gated,
-            x=x.data_ptr(),
-            out=out.data_ptr(),
-            panels=self.panels.data_ptr(),
-            bias=self.bias.data_ptr(),
-        )
+        addresses = (x.data_ptr(), out.data_ptr(), self.panels.data_ptr(), self.bias.data_ptr())
+        cells = PanelLinearCells(0, rows, self.outputs, width, self.parts, gated, *addresses)
         run_programs(_programs(x.dtype), cells)
         return out
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether the loops support this weight and are faster than `F.linear`, which was measured on x86 only."""
+    """Return whether the loops support this weight and are faster than `F.linear`, as measured on x86."""
     if weight.device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64") or not has_numba():
         return False
     in_pairs = weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0 and _loops().TAKES_BFLOAT16
@@ -78,8 +71,10 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def _panels(weight: Tensor, parts: int) -> Tensor:
-    """`[out, in]` to `[panels, parts, in, PANEL]`, each part padded with zero outputs."""
-    size, width = _loops().PANEL, weight.shape[1]
+    """Lay out `[out, in]` as `[panels, parts, in, PANEL]`, each part padded with zero outputs."""
+    size = _loops().PANEL
+    width = weight.shape[1]
+    # [parts, outputs, in], padded to whole panels.
     filled = F.pad(weight.view(parts, -1, width), (0, 0, 0, -len(weight) // parts % size))
     return filled.view(parts, -1, size, width).permute(1, 0, 3, 2).contiguous()
 
@@ -93,12 +88,8 @@ def _pairs(panels: Tensor) -> Tensor:
 
 @functools.cache
 def _programs(dtype: torch.dtype) -> Any:
-    return _loops().programs_for(np.float32 if dtype is torch.float32 else np.uint16)
+    return _loops().programs_for(ELEMENTS[dtype])
 
 
-@functools.cache
 def _loops() -> Any:
-    """Imports numba only when needed, since that takes a second."""
-    from minivllm.kernels.cpu import panel_linear_loops
-
-    return panel_linear_loops
+    return loops("panel_linear_loops")

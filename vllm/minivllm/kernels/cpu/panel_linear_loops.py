@@ -36,9 +36,10 @@ from minivllm.kernels.cpu.programs import (
     array_at,
     cells_at,
     compile_programs,
+    counter_of,
     layout_of,
     sources_changed,
-    take_number,
+    take_programs,
 )
 
 COLUMNS = 4 if has_wide_registers() else 1
@@ -56,7 +57,8 @@ def multiply_rows(sums, at, x, x_at, rows, width, panel, panel_at, bias, bias_at
         here, x_here = at + row * PANEL, x_at + row * width
         multiply_tile(sums, here, x, x_here, width, panel, panel_at, bias, bias_at, COLUMNS, 6)
     left = rows % 6
-    at, x_at = at + (rows - left) * PANEL, x_at + (rows - left) * width
+    at += (rows - left) * PANEL
+    x_at += (rows - left) * width
     if left == 1:  # a separate loop is compiled for each number of rows
         multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 1)
     elif left == 2:
@@ -85,7 +87,7 @@ def put_rows(out, at, stride, sums, rows, left):
         whole = count // WIDTH * WIDTH
         for column in range(0, whole, WIDTH):
             store(out, at + row * stride + column, load(sums, row * PANEL + column))
-        if whole < count:
+        if whole < count:  # the last lanes of a panel that is padded
             store_some(out, at + row * stride + whole, load(sums, row * PANEL + whole), count - whole)
 
 
@@ -95,21 +97,21 @@ def multiply_panels(cells, x, out, panels):
     rows, outputs, width, parts = cells.rows, cells.outputs, cells.width, cells.parts
     panels_of_row = (outputs + PANEL - 1) // PANEL
     bias = array_at(cells.bias, panels_of_row * parts * PANEL, np.float32)
-    sums = np.empty(2 * ROWS * PANEL, np.float32)
-    while True:
-        program = take_number(cells)
-        first_row, panel = program // panels_of_row * ROWS, program % panels_of_row
-        if first_row >= rows:
-            return
+    sums = np.empty(2 * ROWS * PANEL, np.float32)  # of gate, then of up
+    for program in take_programs(counter_of(cells), (rows + ROWS - 1) // ROWS * panels_of_row):
+        first_row = program // panels_of_row * ROWS
+        panel = program % panels_of_row
         count = min(ROWS, rows - first_row)
         for part in range(parts):
-            index, at = panel * parts + part, part * ROWS * PANEL
-            weight_at, bias_at = index * width * PANEL, index * PANEL
-            multiply_rows(sums, at, x, first_row * width, count, width, panels, weight_at, bias, bias_at)
-        first, stride = panel * PANEL, outputs
+            index = panel * parts + part
+            at = part * ROWS * PANEL
+            weight_at = index * width * PANEL
+            multiply_rows(sums, at, x, first_row * width, count, width, panels, weight_at, bias, index * PANEL)
+        first = panel * PANEL
+        stride = outputs
         if cells.gated:
             gate_rows(sums, count)
-        elif parts == 2:
+        elif parts == 2:  # both halves side by side, for an adapter to be added to
             stride = 2 * outputs
             put_rows(out, first_row * stride + outputs + first, stride, sums[ROWS * PANEL :], count, outputs - first)
         put_rows(out, first_row * stride + first, stride, sums, count, outputs - first)
@@ -117,19 +119,13 @@ def multiply_panels(cells, x, out, panels):
 
 @functools.cache
 def programs_for(element: Any) -> Any:
-    """`multiply_panels` on x, panels and out of `element` (np.float32, or np.uint16 for bfloat16), called with
-    `PanelLinearCells`.
-    """
+    """Compile `multiply_panels` for numbers of `element`, np.float32 or np.uint16 (bfloat16)."""
     changed = sources_changed(), COLUMNS
 
     def programs(address):
         _ = changed
         cells = cells_at(address, CELLS)
-        x, out, panels = (
-            array_at(cells.x, 1, element),
-            array_at(cells.out, 1, element),
-            array_at(cells.panels, 1, element),
-        )
-        multiply_panels(cells, x, out, panels)
+        x, out = array_at(cells.x, 1, element), array_at(cells.out, 1, element)
+        multiply_panels(cells, x, out, array_at(cells.panels, 1, element))
 
     return compile_programs(programs)

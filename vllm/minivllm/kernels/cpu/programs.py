@@ -6,7 +6,6 @@ A function of programs is called with the address of its cells (`cells.py`), whi
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import pickle
@@ -23,15 +22,16 @@ from minivllm.kernels.cpu import cells, lanes
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
-intrinsic: Any = numba.extending.intrinsic  # it returns numba functions, which a type checker cannot see through
+# It returns numba functions, which a type checker cannot see through.
+intrinsic: Any = numba.extending.intrinsic
 
+# Errors that numba's cache raises: no writable folder; the disk is full; a truncated file.
 CACHE_ERRORS = (RuntimeError, OSError, EOFError, pickle.UnpicklingError)
-"""Errors that numba's cache raises: no writable folder; the disk is full; a truncated file."""
 
 
 @intrinsic
 def _pointer(typing_context, address):
-    """An address as a pointer."""
+    """Convert an address to a pointer."""
 
     def generate(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
@@ -41,52 +41,73 @@ def _pointer(typing_context, address):
 
 @njit
 def array_at(address, shape, dtype):
-    """The array at an address, row after row."""
+    """Return the array at an address, row after row."""
     return carray(_pointer(address), shape, dtype)
 
 
-def layout_of(kind: type[ctypes.Structure]) -> np.dtype:
-    """Memory layout of the cells of `kind`, a class of `cells.py`."""
+def layout_of(kind: Any) -> np.dtype:
+    """Return the memory layout of the cells of `kind`, a class of `cells.py`."""
     return np.dtype([(name, np.int64) for name, *_ in kind._fields_])
 
 
 @njit
 def cells_at(address, layout):
-    """The cells at an address, as a record: `cells_at(address, LAYOUT).rows`."""
+    """Return the cells at an address as a record: `cells_at(address, LAYOUT).rows`."""
     return array_at(address, 1, layout)[0]
 
 
 @intrinsic
-def take_number(typing_context, cells):
-    """Atomically take the number of the next program. `cells` is as returned by `cells_at`."""
+def counter_of(typing_context, cells):
+    """Return the address of the counter, the first cell. `cells` is as returned by `cells_at`."""
 
     def generate(context, builder, signature, arguments):
-        counter = builder.bitcast(arguments[0], ir.IntType(64).as_pointer())  # the first cell
-        return builder.atomic_rmw("add", counter, ir.IntType(64)(1), "monotonic")
+        return builder.ptrtoint(arguments[0], ir.IntType(64))
 
-    return types.int64(cells), generate
+    return types.intp(cells), generate
+
+
+@intrinsic
+def take_number(typing_context, counter):
+    """Take the number of the next program, atomically."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(types.intp), generate
+
+
+# What several loops call must not take cells: numba numbers record types anew in every process and names compiled
+# functions by these numbers, so two loops from its cache could bring different functions of one name.
+@njit(nogil=True)
+def take_programs(counter, count):
+    """Yield the numbers of the programs that this thread takes, until all `count` are taken."""
+    program = take_number(counter)
+    while program < count:
+        yield program
+        program = take_number(counter)
 
 
 def sources_changed(*others: ModuleType) -> int:
-    """The last modification time of this file, `cells.py`, `lanes.py` and `others` with compiled functions, in ns.
+    """Return when this file, `cells.py`, `lanes.py` or one of `others` was last modified, in ns.
 
-    A function to be compiled captures it as a closure variable. This makes it part of the key in numba's cache, which
-    otherwise tracks only the function's own file. So each file writes this wrapper itself: a shared one would capture
-    the compiled function too, which has another key in every process, and nothing would ever be found in the cache.
+    A function to be compiled captures this number as a closure variable, which makes it part of the key in numba's
+    cache: by itself numba looks at the function's own file only. So each file writes this wrapper itself. A shared one
+    would capture the compiled function too, which has another key in every process: no process would hit the cache.
     """
     files = (__file__, *(module.__file__ for module in (cells, lanes, *others)))
     return max(os.stat(path).st_mtime_ns for path in files if path)
 
 
 def compile_programs(function: Callable[[int], None]) -> Any:
-    """`function(address of its cells)` as a C function that may run on any thread, for `run_on_threads`.
+    """Compile `function(address of its cells)` to a C function that may run on any thread, for `run_on_threads`.
 
-    Compiled once and cached on disk: beside the function's file, in the user's cache if that is read-only, or in
+    It is compiled once and cached on disk: beside the function's file, in the user's cache if that is read-only, or in
     `NUMBA_CACHE_DIR`. If nothing can be cached, every process compiles it again.
     """
     signature = types.void(types.intp)
     try:
-        return cfunc(signature, cache=True)(function).ctypes
+        return cfunc(signature, cache=True)(function).ctypes  # compiles, or reads the cache, at once
     except CACHE_ERRORS as error:
         _warn_once()
         logger.debug("%s: %s", function.__module__, error)
@@ -94,19 +115,20 @@ def compile_programs(function: Callable[[int], None]) -> Any:
 
 
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` for calls from Python: compiled at its first call, and cached on disk as by `compile_programs`."""
-    kept: list[Any] = []
+    """Compile a function for calls from Python, at its first call; it is cached on disk as by `compile_programs`."""
+    compiled: Any = None
 
     def call(*arguments: Any) -> Any:
+        nonlocal compiled
         try:
-            if not kept:
-                kept.append(njit(nogil=True, cache=True)(function))
-            return kept[0](*arguments)
+            if compiled is None:
+                compiled = njit(nogil=True, cache=True)(function)
+            return compiled(*arguments)
         except CACHE_ERRORS as error:  # before anything has run
             _warn_once()
             logger.debug("%s: %s", function.__module__, error)
-            kept[:] = [njit(nogil=True)(function)]
-            return kept[0](*arguments)
+            compiled = njit(nogil=True)(function)
+            return compiled(*arguments)
 
     return call
 

@@ -26,58 +26,37 @@ the instructions here.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from minivllm.kernels.cpu.cells import QuantizedLinearCells
+from minivllm.kernels.cpu.loops import ELEMENTS, loops
 from minivllm.kernels.packed_weights import dequantize_weight
 from minivllm.platforms.threads import has_numba, run_programs
 
-INTEGERS = {torch.int8: "int8", torch.uint8: "uint8"}
-SCALES = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "int16"}
-"""NumPy type of the scales, for the dtypes that the compiled loops support."""
+# Dtypes of scales that the compiled loops read.
+SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantized_linear_cpu(
-    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """As `quantized_linear`; x contiguous."""
+def quantized_linear_cpu(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Implement `quantized_linear`; x is contiguous."""
     in_lanes = x.shape[1] % 16 == 0 and x.shape[1] // scales.shape[1] % 16 == 0
     if in_lanes and len(packed) >= 4 and scales.dtype in SCALES and has_numba():
         return numba_quantized_linear(x, packed, scales, bias)
     return F.linear(x, dequantize_weight(packed, scales).to(x.dtype), bias)
 
 
-def numba_quantized_linear(
-    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """The compiled loops of `quantized_linear_loops.py`, for at least four outputs and groups of a multiple of 16."""
-    (rows, width), (outputs, groups) = x.shape, scales.shape
-    numbers, out = x.float(), torch.empty(rows, outputs)
-    cells = QuantizedLinearCells(
-        rows=rows,
-        outputs=outputs,
-        width=width,
-        group=width // groups,
-        x=numbers.data_ptr(),
-        out=out.data_ptr(),
-        packed=packed.data_ptr(),
-        scales=scales.data_ptr(),
-    )
-    run_programs(_programs(packed.dtype, scales.dtype), cells)
+def numba_quantized_linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Run the loops of `quantized_linear_loops.py`, for at least four outputs and groups of a multiple of 16."""
+    rows, width = x.shape
+    outputs, groups = scales.shape
+    numbers = x.float()
+    out = torch.empty(rows, outputs)
+    addresses = (numbers.data_ptr(), out.data_ptr(), packed.data_ptr(), scales.data_ptr())
+    cells = QuantizedLinearCells(0, rows, outputs, width, width // groups, *addresses)
+    programs_for = loops("quantized_linear_loops").programs_for
+    run_programs(programs_for(ELEMENTS[packed.dtype], ELEMENTS[scales.dtype]), cells)
     if bias is not None:
         out += bias
     return out.to(x.dtype)
-
-
-@functools.cache
-def _programs(integers: torch.dtype, scales: torch.dtype) -> Any:
-    """Imports numba only when needed, since that takes a second."""
-    import numpy as np
-
-    from minivllm.kernels.cpu.quantized_linear_loops import programs_for
-
-    return programs_for(getattr(np, INTEGERS[integers]), getattr(np, SCALES[scales]))

@@ -18,23 +18,15 @@ import numpy as np
 from numba import njit
 
 from minivllm.kernels.cpu.cells import QuantizedLinearCells
-from minivllm.kernels.cpu.lanes import (
-    load,
-    load_one,
-    multiply,
-    multiply_add,
-    store,
-    store_sums,
-    sum_fours,
-    zero,
-)
+from minivllm.kernels.cpu.lanes import load, load_one, multiply, multiply_add, store, store_sums, sum_fours, zero
 from minivllm.kernels.cpu.programs import (
     array_at,
     cells_at,
     compile_programs,
+    counter_of,
     layout_of,
     sources_changed,
-    take_number,
+    take_programs,
 )
 
 OUTPUTS = 16  # per program
@@ -45,8 +37,9 @@ jit = njit(fastmath=True, error_model="numpy", nogil=True)
 
 @jit
 def multiply_packed(out, out_at, x, x_at, packed, scales, first, width, group):
-    """Four outputs from `first` on of one row of x, straight from the integers."""
-    groups, at = width // group, first * width
+    """Compute four outputs from `first` on of one row of x, straight from the integers."""
+    groups = width // group
+    at = first * width
     a, b, c, d = zero(), zero(), zero(), zero()
     for index in range(groups):
         p, q, r, s = zero(), zero(), zero(), zero()
@@ -75,7 +68,7 @@ def unpack_row(weights, at, packed, scales, row, width, group):
 
 @jit
 def multiply_rows(out, out_at, outputs, x, rows, weights, width):
-    """Four outputs of four rows at a time: sixteen sums, which fit the registers together with their operands."""
+    """Compute four outputs of four rows at a time: sixteen sums, which fit the registers with their operands."""
     for row in range(0, rows - 3, 4):
         a0, b0, c0, d0 = zero(), zero(), zero(), zero()
         a1, b1, c1, d1 = zero(), zero(), zero(), zero()
@@ -106,7 +99,7 @@ def multiply_rows(out, out_at, outputs, x, rows, weights, width):
 
 @jit
 def multiply_last_rows(out, out_at, outputs, x, rows, weights, width):
-    """Four outputs of the remaining rows, one row at a time."""
+    """Compute four outputs of the remaining rows, one row at a time."""
     for row in range(rows // 4 * 4, rows):
         a, b, c, d = zero(), zero(), zero(), zero()
         for k in range(0, width, 16):
@@ -123,11 +116,8 @@ def multiply_integers(cells, packed, scales):
     """Run programs, each for `OUTPUTS` outputs (at least four) and all rows, until none are left."""
     rows, outputs, width, group = cells.rows, cells.outputs, cells.width, cells.group
     x, out = array_at(cells.x, rows * width, np.float32), array_at(cells.out, rows * outputs, np.float32)
-    weights = np.empty(4 * width, np.float32)
-    while True:
-        program = take_number(cells)
-        if program * OUTPUTS >= outputs:
-            return
+    weights = np.empty(4 * width, np.float32)  # four rows of the weight, unpacked
+    for program in take_programs(counter_of(cells), (outputs + OUTPUTS - 1) // OUTPUTS):
         for start in range(program * OUTPUTS, min((program + 1) * OUTPUTS, outputs), 4):
             first = min(start, outputs - 4)  # if fewer than four are left, some are computed twice
             if rows <= FEW_ROWS:
@@ -142,9 +132,7 @@ def multiply_integers(cells, packed, scales):
 
 @functools.cache
 def programs_for(integers: Any, scale: Any) -> Any:
-    """`multiply_integers` on weights of `integers` with scales of `scale`, NumPy types as lanes load them, called with
-    `QuantizedLinearCells`.
-    """
+    """Compile `multiply_integers` for weights of `integers` with scales of `scale`, NumPy types as in `ELEMENTS`."""
     changed = sources_changed()
 
     def programs(address):

@@ -17,9 +17,10 @@ from minivllm.kernels.cpu.programs import (
     array_at,
     cells_at,
     compile_programs,
+    counter_of,
     layout_of,
     sources_changed,
-    take_number,
+    take_programs,
 )
 from minivllm.kernels.noise import DECISION
 
@@ -30,7 +31,7 @@ jit = njit(error_model="numpy", nogil=True)
 
 @jit
 def log_sum(logits, vocab, top):
-    """Logarithm of the sum of a row's exponentials; infinity if its largest logit is none, so that p is 0."""
+    """Return the logarithm of the sum of a row's exponentials, or infinity if no logit is finite, so that p is 0."""
     if not -np.inf < top < np.inf:
         return np.inf
     base, unit, sums = same(top), same(np.float32(1.0 / math.log(2.0))), zero()
@@ -45,10 +46,11 @@ def log_sum(logits, vocab, top):
 
 @jit
 def decide(target, theirs, vocab, draft, top, their_top, first, second, numbers, bits):
-    """A draft that was drawn: (whether it is accepted, it or the token that replaces it)."""
+    """Decide on a draft that was drawn: return whether it is accepted, and it or the token that replaces it."""
     sum_p, sum_q = log_sum(target, vocab, top), log_sum(theirs, vocab, their_top)
     log_q = np.float64(theirs[draft]) - sum_q
     if log_q > -np.inf:
+        # The row's `decision_number`.
         number = np.float64(mixed(NO_TOKEN, first, second) >> np.uint32(8)) * 2.0**-24
         if number < math.exp(np.float64(target[draft]) - sum_p - log_q):
             return True, draft
@@ -59,7 +61,7 @@ def decide(target, theirs, vocab, draft, top, their_top, first, second, numbers,
 
 @jit
 def walk_drafts(cells):
-    """Walks requests, one program each, until none are left."""
+    """Walk the drafts of requests, one program each, until none are left."""
     requests, rows, vocab, width = cells.requests, cells.rows, cells.vocab, cells.width
     out = array_at(cells.out, (requests, width), np.int64)
     num_drafts = rows - requests
@@ -70,15 +72,12 @@ def walk_drafts(cells):
     tops, keys = array_at(cells.largest_of_draft, num_drafts, np.float32), array_at(cells.keys, (rows, 2), np.uint32)
     numbers = np.empty(TOKENS, np.float32)
     bits = numbers.view(np.int32)
-    while True:
-        request = take_number(cells)
-        if request >= requests:
-            return
+    for request in take_programs(counter_of(cells), requests):
         out[request] = -1
         for row in range(starts[request], starts[request + 1]):
-            at, draft, token = row - request, -1, likeliest[row]
-            if row + 1 < starts[request + 1]:
-                draft = drafts[at]
+            at = row - request  # every request has one row more than drafts
+            token = likeliest[row]
+            draft = drafts[at] if row + 1 < starts[request + 1] else -1
             logits, first, second = target[row * vocab : (row + 1) * vocab], keys[row, 0], keys[row, 1]
             accepted = False
             if is_greedy[request]:
@@ -96,7 +95,7 @@ def walk_drafts(cells):
 
 @functools.cache
 def programs() -> Any:
-    """Compiled `walk_drafts`; takes `RejectionCells`."""
+    """Compile `walk_drafts`; it takes `RejectionCells`."""
     changed = sources_changed(gumbel_loops)
 
     def programs(address):

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from minivllm.kernels.cpu.cells import DrawCells
+from minivllm.kernels.cpu.loops import loops
 from minivllm.kernels.noise import waiting_times
 from minivllm.platforms.device import on_device
 from minivllm.platforms.threads import has_numba, run_programs
@@ -29,13 +31,14 @@ _DRAFTS = np.uint64(0xD1B54A32D192ED03)
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Keys, uint32 [n, 2], from uint64 `seeds` [n] and `positions` [n] of the tokens to be drawn."""
+    """Return keys, uint32 [n, 2], of uint64 `seeds` [n] and the `positions` [n] of the tokens to be drawn."""
+    # SplitMix64, jumped to this position: a key does not depend on the draws before.
     state = _mix(seeds.astype(np.uint64)) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
-    return _mix(state).view(np.uint32).reshape(-1, 2)
+    return _mix(state).view(np.uint32).reshape(-1, 2)  # two halves of 32 bits
 
 
 def draft_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """As `row_keys`, for a draft that a model draws for a position.
+    """Return keys like `row_keys`, for drafts that a model draws for these positions.
 
     Whether a draft is accepted, and what replaces it, must not depend on the noise that it was drawn with.
     """
@@ -43,7 +46,7 @@ def draft_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def gumbel_max(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-    """Draws one token per row of logits [rows, vocab], float32, using the row's key; returns int64 [rows].
+    """Draw one token per row of logits [rows, vocab], float32, using the row's key; return int64 [rows].
 
     A row whose logits are all -inf gets token 0, so a request that forbids every token does not affect the others.
     """
@@ -54,26 +57,16 @@ def gumbel_max(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
 
 
 def _compiled(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-    from minivllm.kernels.cpu.gumbel_loops import DrawCells
-
     rows, vocab = logits.shape
-    token_ids = torch.from_numpy(logits.numpy().argmax(-1))
-    cells = DrawCells(
-        rows=rows,
-        vocab=vocab,
-        logits=logits.data_ptr(),
-        keys=keys.ctypes.data,
-        token_ids=token_ids.data_ptr(),
-    )
+    token_ids = torch.from_numpy(logits.numpy().argmax(-1))  # the loops replace them by the drawn tokens
+    cells = DrawCells(0, rows, vocab, logits.data_ptr(), keys.ctypes.data, token_ids.data_ptr())
     run_programs(_programs(), cells, most_threads=rows)
     return token_ids
 
 
 @functools.cache
 def _programs() -> Any:
-    from minivllm.kernels.cpu.gumbel_loops import compiled_programs
-
-    return compiled_programs()
+    return loops("gumbel_loops").compiled_programs()
 
 
 def _mix(state: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from minivllm.sampling_params import SamplingParams
 def apply_logit_bias(
     logits: torch.Tensor, params: Sequence[SamplingParams], output_token_ids: Sequence[np.ndarray]
 ) -> None:
-    """Applies allowed token ids, logit bias, bad words and the minimum number of tokens to the rows that set them.
+    """Apply allowed token ids, logit bias, bad words and the minimum number of tokens to the rows that set them.
 
     logits [rows, vocab]; `output_token_ids` holds each row's tokens so far, without the prompt.
     """
@@ -34,14 +34,14 @@ def apply_logit_bias(
 
 def _allow_only(logits: torch.Tensor, token_ids: Iterable[int]) -> None:
     ids = _ids(token_ids, logits)
-    allowed = logits[ids]
+    allowed = logits[ids]  # kept, while all others become impossible
     logits.fill_(-torch.inf)
     logits[ids] = allowed
 
 
 def _completing_bad_words(bad_words: Sequence[Sequence[int]], output: np.ndarray) -> list[int]:
-    """The tokens that would complete a bad word: its last token, if the output ends with all the others."""
-    tail = output.tolist()
+    """Return the tokens that would complete a bad word: its last token, if the output ends with all the others."""
+    tail = output.tolist()  # a bad word may begin in the output, not in the prompt
     return [word[-1] for word in bad_words if len(word) == 1 or tail[-(len(word) - 1) :] == list(word[:-1])]
 
 

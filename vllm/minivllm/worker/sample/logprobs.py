@@ -13,12 +13,13 @@ from minivllm.core.engine_messages import TokenLogprobs
 def token_logprobs(
     logprobs: torch.Tensor, chosen: Sequence[int], num_most_likely: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """One entry per row of `logprobs` [rows, vocab]; -1 in `num_most_likely` [rows] asks for the whole vocabulary."""
+    """Return an entry for each row of `logprobs` [rows, vocab]; -1 in `num_most_likely` [rows] means all tokens."""
     vocab = logprobs.shape[-1]
     numbers = [vocab if number == -1 else min(number, vocab) for number in num_most_likely]
     ids = torch.tensor(chosen, dtype=torch.int64, device=logprobs.device).unsqueeze(-1)
     values = logprobs.gather(-1, ids)
-    ranks = (logprobs > values).sum(dim=-1) + 1
+    ranks = (logprobs > values).sum(dim=-1) + 1  # 1 for the most likely token
+    # Once for all rows; each takes its own number of them.
     likely = logprobs.topk(max(numbers, default=0), dim=-1)
     rows = zip(
         numbers, chosen, values.squeeze(-1).tolist(), ranks.tolist(), likely.indices.tolist(), likely.values.tolist(),

@@ -19,7 +19,7 @@ def apply_penalties(
     prompt_token_ids: Sequence[np.ndarray],
     output_token_ids: Sequence[np.ndarray],
 ) -> None:
-    """Applies repetition, frequency and presence penalties, in this order. In place; logits [rows, vocab].
+    """Apply repetition, frequency and presence penalties, in this order. In place; logits [rows, vocab].
 
     The repetition penalty counts prompt and output, the others the output only.
     """
@@ -31,17 +31,18 @@ def apply_penalties(
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether any of the three penalties is set."""
+    """Return whether any of the three penalties is set."""
     return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
 
 
 def _occurring(prompt: np.ndarray, output: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct token ids of a request, and how often each occurs in its output."""
+    """Return the distinct token ids of a request, and how often each occurs in its output."""
+    # Places: of each token, its index in ids.
     ids, places = np.unique(np.concatenate([prompt, output]), return_inverse=True)
     return ids.astype(np.int64), np.bincount(places[len(prompt) :], minlength=len(ids))
 
 
 def _penalized(logits: torch.Tensor, counts: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     factor = params.repetition_penalty
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)  # either way less likely
     return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)

@@ -14,7 +14,7 @@ from minivllm.worker.sample.logprobs import token_logprobs
 
 
 class PromptLogprobs:
-    """The requests that asked for prompt log probabilities, and those computed so far.
+    """The requests that want prompt log probabilities, with those computed so far.
 
     A prompt is complete in the step that samples its request's first token.
     """
@@ -23,13 +23,13 @@ class PromptLogprobs:
         self._so_far: dict[str, list[TokenLogprobs]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any prompt is in progress."""
+        """Return whether any prompt is in progress."""
         return bool(self._so_far)
 
     def update(self, output: SchedulerOutput) -> None:
-        """Drop requests that finished or were preempted, and register new ones that asked.
+        """Drop requests that finished or were preempted, and register new ones that want them.
 
-        One resumed with outputs was already answered before its preemption.
+        A request that is resumed with outputs got them before its preemption.
         """
         for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self._so_far.pop(req_id, None)
@@ -39,7 +39,7 @@ class PromptLogprobs:
                 self._so_far[request.req_id] = []
 
     def pass_over(self, inputs: StepInputs) -> None:
-        """Drops the prompts that this step completes, without computing anything: for ranks other than 0."""
+        """Drop the prompts that this step completes, without computing anything: for ranks other than 0."""
         for index in inputs.sampling:
             self._so_far.pop(inputs.req_ids[index], None)
 
@@ -50,14 +50,16 @@ class PromptLogprobs:
         hidden: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> dict[str, list[TokenLogprobs]]:
-        """Computes the log probabilities from a step's hidden states [tokens, hidden]; returns completed prompts."""
+        """Compute the log probabilities from a step's hidden states [tokens, hidden]; return completed prompts."""
         complete: dict[str, list[TokenLogprobs]] = {}
         for index, req_id in enumerate(inputs.req_ids):
             if req_id not in self._so_far:
                 continue
             row, start, end = inputs.rows[index], inputs.query_start_loc[index], inputs.query_start_loc[index + 1]
-            start += len(self._so_far[req_id]) - inputs.positions[start]  # without a cache, a step begins at 0 again
+            # Without a cache, a step begins at 0 again.
+            start += len(self._so_far[req_id]) - inputs.positions[start]
             first = inputs.positions[start] + 1  # the token that the first of these hidden states predicts
+            # What this chunk's hidden states predict, within the prompt.
             targets = batch.token_ids[row, first : min(first + end - start, batch.num_prompt_tokens[row])].tolist()
             params = batch.sampling.params[row]
             assert params is not None

@@ -36,7 +36,7 @@ class Needs(IntFlag):
 
     @classmethod
     def of(cls, params: SamplingParams) -> "Needs":
-        """The features that one request uses."""
+        """Return the features that one request uses."""
         needs = cls(0)
         if not params.is_greedy:
             needs |= cls.RANDOM
@@ -51,8 +51,8 @@ class Needs(IntFlag):
         return needs
 
 
+# The features that `choose` handles: the host needs neither earlier tokens nor the logits for them.
 ON_DEVICE = Needs.RANDOM | Needs.MIN_P | Needs.TOP_K_TOP_P
-"""What `choose` can do, for which the host needs neither earlier tokens nor the logits."""
 
 
 @dataclass(slots=True)
@@ -75,8 +75,8 @@ class SamplingMetadata:
 
 
 _NONE = np.empty(0)
+# Rows that only take the argmax read no parameter, so none is gathered.
 NOTHING_NEEDED = SamplingMetadata(Needs(0), _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
-"""For rows that only take the argmax: no parameter is read, so none is gathered."""
 
 
 @dataclass(slots=True)
@@ -93,51 +93,54 @@ class SamplerOutput:
 
 
 def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """Chooses a token for each row of logits [rows, vocab], float32. Overwrites the logits."""
+    """Choose a token for each row of logits [rows, vocab], float32. Overwrites the logits."""
     needs = metadata.needs
     token_ids, largest = argmax(logits)
-    if not needs:
+    if not needs:  # plain greedy requests: one argmax
         return SamplerOutput(token_ids.tolist(), largest)
     raw_logprobs = raw_logprobs_of(logits, metadata)
     if needs & (Needs.BIAS | Needs.PENALTIES):
         apply_constraints(logits, metadata)
-        token_ids, _ = argmax(logits)
+        token_ids, _ = argmax(logits)  # of what the constraints have left
     if needs & Needs.RANDOM:
-        random_rows = np.flatnonzero(metadata.temperature > 0.0)
-        logits = tempered(logits, random_rows, metadata)
-        keys = row_keys(metadata.seeds[random_rows], metadata.num_output_tokens[random_rows])
-        token_ids[random_rows] = gumbel_max(logits, keys).cpu().numpy()
+        random_rows, drawn = _draw(logits, metadata)
+        token_ids[random_rows] = drawn.cpu().numpy()
     output = SamplerOutput(token_ids.tolist(), largest)
     add_logprobs(output, raw_logprobs, metadata)
     return output
 
 
 def choose(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `sample`, for rows that need nothing but `ON_DEVICE`: tokens int64 [rows] and the largest logits [rows].
+    """Sample rows that need nothing but `ON_DEVICE`; return tokens int64 [rows] and the largest logits [rows].
 
-    Both are on the logits' device, for which nobody waits. Overwrites the logits.
+    Both stay on the logits' device, and the host does not wait for them. Overwrites the logits.
     """
-    token_ids = most_likely(logits)
-    largest = logits.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    token_ids, largest = _argmax(logits)
     if metadata.needs & Needs.RANDOM:
-        random_rows = np.flatnonzero(metadata.temperature > 0.0)
-        keys = row_keys(metadata.seeds[random_rows], metadata.num_output_tokens[random_rows])
-        drawn = gumbel_max(tempered(logits, random_rows, metadata), keys)
+        random_rows, drawn = _draw(logits, metadata)
         token_ids = token_ids.index_copy(0, on_device(random_rows, logits.device), drawn)
     return token_ids, largest
 
 
+def _draw(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray, torch.Tensor]:
+    """Return the rows that are not greedy, and a token drawn for each."""
+    random_rows = np.flatnonzero(metadata.temperature > 0.0)
+    keys = row_keys(metadata.seeds[random_rows], metadata.num_output_tokens[random_rows])
+    return random_rows, gumbel_max(tempered(logits, random_rows, metadata), keys)
+
+
 def raw_logprobs_of(logits: torch.Tensor, metadata: SamplingMetadata) -> dict[int, torch.Tensor]:
-    """The log probabilities [vocab] of the rows that want any, before the logits are changed."""
-    wanted = [row for row, params in enumerate(metadata.params) if params.logprobs is not None]
-    return dict(zip(wanted, logits[wanted].log_softmax(dim=-1), strict=True)) if wanted else {}
+    """Return the log probabilities [vocab] of the rows that want any, before the logits are changed."""
+    rows = [row for row, params in enumerate(metadata.params) if params.logprobs is not None]
+    return dict(zip(rows, logits[rows].log_softmax(dim=-1), strict=True)) if rows else {}
 
 
 def add_logprobs(output: SamplerOutput, raw: dict[int, torch.Tensor], metadata: SamplingMetadata) -> None:
-    """Adds those of the tokens that were chosen, and of as many others as each row wants."""
+    """Add the log probabilities of the chosen tokens, and of as many others as each row wants."""
     if not raw:
         return
     output.logprobs = [None] * len(output.token_ids)
+    # In a step with drafts, rows behind the last token have none.
     rows = [row for row in raw if output.token_ids[row] >= 0]
     numbers = [metadata.params[row].logprobs or 0 for row in rows]
     chosen = [output.token_ids[row] for row in rows]
@@ -147,7 +150,7 @@ def add_logprobs(output: SamplerOutput, raw: dict[int, torch.Tensor], metadata: 
 
 
 def apply_constraints(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
-    """Bias, forbidden tokens and penalties, in place, for the rows that have any."""
+    """Apply bias, forbidden tokens and penalties, in place, to the rows that have any."""
     if metadata.needs & Needs.BIAS:
         apply_logit_bias(logits, metadata.params, metadata.output_token_ids)
     if metadata.needs & Needs.PENALTIES:
@@ -155,32 +158,36 @@ def apply_constraints(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
 
 
 def argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The most likely token of each row, the first in a tie, and its logit, both on the host."""
-    if logits.device.type == "cpu":
-        here = logits.numpy()
-        best = here.argmax(-1)
-        return best, here[np.arange(len(best)), best]
+    """Return the most likely token of each row, the first in a tie, and its logit, both on the host."""
+    best, largest = _argmax(logits)
+    return best.cpu().numpy(), largest.cpu().numpy()
+
+
+def _argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best = most_likely(logits)
-    return best.cpu().numpy(), logits.gather(-1, best.unsqueeze(-1)).squeeze(-1).cpu().numpy()
+    return best, logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row [rows], int64, on the logits' device. On a CPU numpy is ten times as fast."""
-    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
+    """Return the most likely token of each row [rows], int64, on the logits' device."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(-1))  # ten times as fast as torch's
+    return logits.argmax(dim=-1)
 
 
 def largest_logits(logits: torch.Tensor) -> np.ndarray:
-    """The largest logit of each row [rows]; NaN if any is."""
+    """Return the largest logit of each row [rows]; NaN if any is."""
     return logits.numpy().max(-1) if logits.device.type == "cpu" else logits.amax(dim=-1).cpu().numpy()
 
 
 def tempered(logits: torch.Tensor, random_rows: np.ndarray, metadata: SamplingMetadata) -> torch.Tensor:
-    """The logits of these rows divided by their temperature; -inf where min-p, top-k or top-p exclude a token.
+    """Return these rows' logits, divided by their temperature; -inf where min-p, top-k or top-p exclude a token.
 
     In place if these are all rows, else a copy.
     """
-    if len(random_rows) < len(logits):
+    if len(random_rows) < len(logits):  # greedy rows keep their logits
         logits = logits[on_device(random_rows, logits.device)]
+    # Temperature comes first: min-p and top-p are about the tempered distribution.
     logits.div_(_column(metadata.temperature[random_rows], logits))
     if metadata.needs & Needs.MIN_P:
         mask_below_min_p(logits, _column(metadata.min_p[random_rows], logits).squeeze(-1))

@@ -26,23 +26,23 @@ class SamplingStates:
         self.seeds = np.zeros(max_num_reqs, np.uint64)
 
     def add_request(self, row: int, params: SamplingParams) -> None:
-        """Fills a row. A missing seed counts as 0; the engine gives every request a seed."""
+        """Fill a row. A missing seed counts as 0; the engine gives every request a seed."""
         self.params[row] = params
         self.needs[row] = Needs.of(params)
         self.temperature[row] = params.temperature
-        self.top_k[row] = min(params.top_k, MOST)
+        self.top_k[row] = min(params.top_k, MOST)  # Python's integers may be larger
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seeds[row] = (params.seed or 0) % 2**64
 
     def needs_of(self, rows: np.ndarray) -> Needs:
-        """The union of the features that these rows use."""
+        """Return the union of the features that these rows use."""
         return Needs(int(np.bitwise_or.reduce(self.needs[rows], initial=0)))
 
     def metadata(
         self, rows: np.ndarray, token_ids: np.ndarray, num_prompt_tokens: np.ndarray, num_tokens: np.ndarray
     ) -> SamplingMetadata:
-        """Gathers the sampler's inputs for `rows`, in order; a row with drafts is repeated for each sampled position.
+        """Gather the sampler's inputs for `rows`, in order; a row with drafts is repeated for each sampled position.
 
         token_ids [max_num_reqs, max_model_len]: prompts, outputs and drafts. `num_prompt_tokens`, `num_tokens` [rows]:
         the length of each row's prompt, and the number of tokens before the sampled position.

@@ -23,7 +23,7 @@ class DraftModelProposer(ModelProposer):
     """Drafts greedily, or draws from the draft model's distribution at the request's temperature."""
 
     def propose(self, batch: InputBatch, inputs: StepInputs, num_drafts: int) -> list[list[int]]:
-        """Implements `ModelProposer.propose`."""
+        """Implement `ModelProposer.propose`."""
         hidden = self._follow(batch, inputs)
         rows = inputs.rows[inputs.sampling]  # [n]
         if not len(rows):
@@ -33,34 +33,42 @@ class DraftModelProposer(ModelProposer):
         drafts = [self._choose(hidden, batch, rows, 0)]
         for index in range(1, num_drafts):
             spans = self._place_of_draft(batch, rows, index - 1)
-            positions = torch.from_numpy(spans.positions).to(self.device)
-            hidden = self.model(drafts[-1], positions, self.forward_context(spans))
+            hidden = self.model(drafts[-1], self._on_device(spans.positions), self.forward_context(spans))
             drafts.append(self._choose(hidden, batch, rows, index))
         return self._within_length(batch, rows, drafts)
 
     def _within_length(self, batch: InputBatch, rows: np.ndarray, drafts: list[torch.Tensor]) -> list[list[int]]:
-        """The drafts of each of `rows`, given as ids [n] for each draft, without those beyond the last position."""
+        """Return the drafts of each of `rows`, without those beyond the last position, from ids [n] for each draft."""
         room = np.maximum(self.max_model_len - batch.num_tokens[rows], 0)  # [n]
         table = torch.stack(drafts, dim=1).tolist()  # [n, num_drafts]
-        return [theirs[:most] for theirs, most in zip(table, room.tolist(), strict=True)]
+        return [token_ids[:most] for token_ids, most in zip(table, room.tolist(), strict=True)]
 
     def _follow(self, batch: InputBatch, inputs: StepInputs) -> torch.Tensor:
-        """Computes the step's tokens and those sampled after them; returns hidden states after the latter, [n, hidden].
+        """Compute the step's tokens and those sampled after them; return hidden states after the latter, [n, hidden].
 
-        If no request has sampled, there is one row of no use.
+        If no request has sampled, there is one row, which is not used.
+        """
+        spans, last = self._computed_spans(batch, inputs, 0)
+        token_ids, positions, rows = map(self._on_device, (spans.input_ids, spans.positions, last))
+        return self.model(token_ids, positions, self.forward_context(spans), rows)
+
+    def _computed_spans(self, batch: InputBatch, inputs: StepInputs, offset: int) -> tuple[TokenSpans, np.ndarray]:
+        """Return the step's tokens without rejected drafts, and the places [n] of the last ones of those that sampled.
+
+        A request that sampled ends at its last known token, plus `offset`.
         """
         starts = inputs.positions[inputs.query_start_loc[:-1]]  # [requests]
         ends = inputs.seq_lens.copy()  # [requests]
-        ends[inputs.sampling] = batch.num_tokens[inputs.rows[inputs.sampling]]
+        ends[inputs.sampling] = batch.num_tokens[inputs.rows[inputs.sampling]] + offset
         spans = batch.spans(inputs.rows, starts, ends - starts)
-        wanted = spans.query_start_loc[1:][inputs.sampling] - 1 if len(inputs.sampling) else np.zeros(1, np.int32)
-        token_ids, positions, rows = (
-            torch.from_numpy(array).to(self.device) for array in (spans.input_ids, spans.positions, wanted)
-        )
-        return self.model(token_ids, positions, self.forward_context(spans), rows)
+        last = spans.query_start_loc[1:][inputs.sampling] - 1
+        return spans, last if len(last) else np.zeros(1, np.int32)
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def _place_of_draft(self, batch: InputBatch, rows: np.ndarray, index: int) -> TokenSpans:
-        """Where draft `index` of each of `rows` is computed. One beyond the last position is not written anywhere."""
+        """Return where draft `index` of each of `rows` is computed. One beyond the last position is not written."""
         places = batch.num_tokens[rows] + index  # [n]
         beyond = places >= self.max_model_len
         spans = batch.spans(rows, np.where(beyond, self.max_model_len - 1, places), np.ones(len(rows), np.int32))
@@ -68,15 +76,17 @@ class DraftModelProposer(ModelProposer):
         return spans
 
     def _choose(self, hidden: torch.Tensor, batch: InputBatch, rows: np.ndarray, index: int) -> torch.Tensor:
-        """Chooses draft `index` of each of `rows` by its hidden states [n, hidden]; returns ids [n]."""
+        """Choose draft `index` of each of `rows` by its hidden states [n, hidden]; return ids [n]."""
         logits = self.model.compute_logits(hidden).float()  # [n, vocab]
         token_ids = most_likely(logits)
         states = batch.sampling
         if self.draft_logits is None or not states.needs_of(rows) & Needs.RANDOM:
             return token_ids
         temperature = states.temperature[rows]  # [n]
-        logits /= torch.from_numpy(np.where(temperature > 0, temperature, 1)).to(self.device).unsqueeze(-1)
-        self.draft_logits[torch.from_numpy(rows).to(self.device), index] = logits
+        # Greedy rows are divided by 1.
+        logits /= self._on_device(np.where(temperature > 0, temperature, 1)).unsqueeze(-1)
+        # Kept for verification, which accepts a draft by p / q.
+        self.draft_logits[self._on_device(rows), index] = logits
         places = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] + index  # [n]
         drawn = gumbel_max(logits, draft_keys(states.seeds[rows], places))
-        return torch.where(torch.from_numpy(temperature > 0).to(self.device), drawn, token_ids)
+        return torch.where(self._on_device(temperature > 0), drawn, token_ids)

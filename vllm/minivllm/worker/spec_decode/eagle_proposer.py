@@ -33,15 +33,15 @@ class EagleProposer(DraftModelProposer):
         return self._aux
 
     def propose(self, batch: InputBatch, inputs: StepInputs, num_drafts: int) -> list[list[int]]:
-        """Implements `ModelProposer.propose`."""
+        """Implement `ModelProposer.propose`."""
         normed, hidden = self._follow_target(batch, inputs, self._take_aux())
         rows = inputs.rows[inputs.sampling]  # [n]
         if not len(rows) or not num_drafts:
             return [[] for _ in rows]
         drafts = [self._choose(normed, batch, rows, 0)]
         for index in range(1, num_drafts):
-            spans = self._place_of_draft(batch, rows, index - 2)
-            positions = torch.from_numpy(spans.positions).to(self.device)
+            spans = self._place_of_draft(batch, rows, index - 2)  # one place behind a draft model's
+            positions = self._on_device(spans.positions)
             normed, hidden = self.model(drafts[-1], positions, hidden, self.forward_context(spans))
             drafts.append(self._choose(normed, batch, rows, index))
         return self._within_length(batch, rows, drafts)
@@ -55,21 +55,16 @@ class EagleProposer(DraftModelProposer):
     def _follow_target(
         self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the step's places but those of rejected drafts; returns what `Eagle3Head` does after the last ones.
+        """Compute the step's places but those of rejected drafts; return what `Eagle3Head` does after the last ones.
 
-        [n, hidden] each, for the requests that have sampled; one row of no use if there is none.
+        [n, hidden] each, for the requests that have sampled; if there is none, one row, which is not used.
         """
-        starts = inputs.positions[inputs.query_start_loc[:-1]]  # [requests]
-        ends = inputs.seq_lens.copy()  # [requests]
-        ends[inputs.sampling] = batch.num_tokens[inputs.rows[inputs.sampling]] - 1
-        spans = batch.spans(inputs.rows, starts, ends - starts)
-        following = batch.token_ids[np.repeat(inputs.rows, ends - starts), spans.positions + 1]  # [places]
-        computed = consecutive(inputs.query_start_loc[:-1], ends - starts)  # [places]
-        wanted = spans.query_start_loc[1:][inputs.sampling] - 1 if len(inputs.sampling) else np.zeros(1, np.int32)
-        token_ids, positions, rows, of_step = (
-            torch.from_numpy(array).to(self.device) for array in (following, spans.positions, wanted, computed)
-        )
-        hidden = self.model.combine_hidden_states(aux_hidden_states[of_step])
+        spans, last = self._computed_spans(batch, inputs, -1)
+        counts = np.diff(spans.query_start_loc)  # [requests]
+        following = batch.token_ids[np.repeat(inputs.rows, counts), spans.positions + 1]  # [places]
+        computed = consecutive(inputs.query_start_loc[:-1], counts)  # [places], in the target's step
+        hidden = self.model.combine_hidden_states(aux_hidden_states[self._on_device(computed)])
+        token_ids, positions, rows = map(self._on_device, (following, spans.positions, last))
         return self.model(token_ids, positions, hidden, self.forward_context(spans), rows)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What proposers share that run a model: its weights, and a KV cache of its own beside the target's.
+"""What all proposers share that run a model: its weights, and a KV cache beside the target's.
 
 In vLLM v0.33.0: `vllm/v1/spec_decode/llm_base_proposer.py`; `vllm/v1/worker/gpu/spec_decode/speculator.py`.
 """
@@ -41,7 +41,9 @@ class ModelProposer(Speculator, ABC):
         model: Decoder | Eagle3Head,
         make_attention: Callable[..., PagedAttention | PagedLatentAttention],
     ) -> None:
-        self.settings, self.model, self.make_attention = settings, model, make_attention
+        self.settings = settings
+        self.model = model
+        self.make_attention = make_attention
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.max_num_seqs, self.max_model_len = settings.max_num_seqs, settings.max_model_len
@@ -51,11 +53,12 @@ class ModelProposer(Speculator, ABC):
         config = settings.speculative_config
         if config is not None and config.draft_sample_method == "probabilistic":
             shape = (self.max_num_seqs, config.num_speculative_tokens, model.config.vocab_size)
+            # Rejection sampling needs q of every draft.
             self.draft_logits = torch.empty(shape, dtype=torch.float32, device=self.device)
 
     @abstractmethod
     def propose(self, batch: InputBatch, inputs: StepInputs, num_drafts: int) -> list[list[int]]:
-        """Drafts for the requests that have just sampled, `inputs.sampling`: up to `num_drafts` for each.
+        """Draft for the requests that have just sampled, `inputs.sampling`: up to `num_drafts` for each.
 
         Called after every step, whether or not any request has sampled.
 
@@ -74,12 +77,12 @@ class ModelProposer(Speculator, ABC):
 
     @property
     def model_config(self) -> ModelConfig:
-        """The drafting model's config."""
+        """Return the drafting model's config."""
         return self.model.config
 
     @property
     def kv_caches(self) -> Sequence[Any]:
-        """The caches of the drafting model's layers."""
+        """Return the caches of the drafting model's layers."""
         return self.attention.kv_caches if self.attention else ()
 
     def num_bytes(self) -> int:
@@ -88,25 +91,27 @@ class ModelProposer(Speculator, ABC):
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the drafter's cache."""
-        config, where = self.model.config, (self.device, self.dtype, self.settings.kv_cache_dtype)
+        config = self.model.config
+        where = (self.device, self.dtype, self.settings.kv_cache_dtype)
         caches = allocate_kv_caches(config, num_blocks, self.settings.block_size, *where)
         self.attention = self.make_attention(config, caches)
 
     @torch.inference_mode()
     def dummy_step(self, num_tokens: int) -> None:
         """Run the largest pass, without attention: a whole step's tokens, and one more for each request."""
+        # The target's tokens, and the sampled ones.
         ids = torch.zeros(num_tokens + self.max_num_seqs, dtype=torch.int64, device=self.device)
         hidden = self.model(ids, ids, without_attention(self.model.config, self.max_model_len))
         self.model.compute_logits(hidden[: self.max_num_seqs]).float()
 
     def forward_context(self, spans: TokenSpans) -> ForwardContext:
-        """The context of a forward pass of the drafter over these tokens."""
+        """Return the context of a forward pass of the drafter over these tokens."""
         assert self.attention is not None
         return ForwardContext(self.attention.of_step(AttentionMetadata.of(spans, self.device)))
 
 
 def check_drafter(drafter: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
-    """Rejects a drafting model whose tokens are not the target's, or that cannot read as long a text.
+    """Reject a drafting model whose tokens are not the target's, or that cannot read as long a text.
 
     Raises:
         MinivllmError: its vocabulary is of another size, or `max_model_len` exceeds what it was made for.

@@ -21,26 +21,27 @@ class NgramProposer:
         self.max_model_len = max_model_len
 
     def propose(self, batch: InputBatch, rows: np.ndarray) -> list[list[int]]:
-        """Implements `minivllm.worker.spec_decode.proposer.Proposer`."""
+        """Implement `minivllm.worker.spec_decode.proposer.Proposer`."""
         return [self.drafts_after(batch.token_ids[row, : batch.num_tokens[row]]) for row in rows]
 
     def drafts_after(self, token_ids: np.ndarray) -> list[int]:
-        """Drafts to follow `token_ids` [tokens], int32: at most `num_speculative_tokens`, possibly none."""
+        """Return drafts to follow `token_ids` [tokens], int32: at most `num_speculative_tokens`, possibly none."""
         room = self.max_model_len - len(token_ids)
-        wanted = min(self.config.num_speculative_tokens, room)
-        if wanted <= 0:
+        most = min(self.config.num_speculative_tokens, room)
+        if most <= 0:
             return []
         text = token_ids.tobytes()
+        # The longest suffix first.
         for length in range(min(self.config.lookup_max, len(token_ids) - 1), self.config.lookup_min - 1, -1):
             place = _first_place(text, length * token_ids.itemsize, token_ids.itemsize)
             if place is not None:
-                start = place // token_ids.itemsize + length
-                return token_ids[start : start + wanted].tolist()
+                start = place // token_ids.itemsize + length  # behind the earlier occurrence
+                return token_ids[start : start + most].tolist()
         return []
 
 
 def _first_place(text: bytes, length: int, item: int) -> int | None:
-    """Byte offset of the first earlier occurrence of the last `length` bytes, aligned to items of `item` bytes.
+    """Return the offset of the first earlier occurrence of the last `length` bytes, a multiple of `item` bytes.
 
     Byte search is the fastest search available (C code); matches that start inside an item are skipped.
     """

@@ -27,25 +27,25 @@ class Proposer(Protocol):
     """Proposes drafts after a step. They need not be right: the next step verifies all of them."""
 
     def propose(self, batch: InputBatch, rows: np.ndarray) -> list[list[int]]:
-        """Up to `num_speculative_tokens` drafts for each request that has just sampled; the list may be empty.
+        """Propose up to `num_speculative_tokens` drafts for each request that has just sampled, possibly none.
 
         Args:
-            batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled. Who
-                remembers anything of a request finds its name in `req_ids[row]`; it has ended, or was preempted, when
-                it is no longer in `row_of`.
+            batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled. A
+                proposer with state of its own finds the request's id in `req_ids[row]`; the request has ended, or was
+                preempted, when it is no longer in `row_of`.
             rows: the rows of these requests [n], int64.
         """
         ...
 
 
+# Makes a proposer from the settings and `max_model_len`, the length that drafts must not exceed.
 MakeProposer = Callable[[SpeculativeConfig, int], Proposer]
-"""Takes the settings and `max_model_len`, the length that drafts must not exceed."""
 
 
+# Factories of proposers that read tokens, by method.
 PROPOSERS: dict[str, MakeProposer] = {"ngram": NgramProposer}
-"""Factories of proposers that read tokens, by method."""
+# Proposers that run a model, by method.
 MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {"draft_model": DraftModelProposer, "eagle3": EagleProposer}
-"""Proposers that run a model, by method."""
 
 
 def make_proposer(config: SpeculativeConfig, max_model_len: int, part: MakeProposer | None = None) -> Proposer:
@@ -54,7 +54,7 @@ def make_proposer(config: SpeculativeConfig, max_model_len: int, part: MakePropo
 
 
 class TokenSpeculator(Speculator):
-    """Drafts by a `Proposer`, which is not asked where nothing is to be drafted."""
+    """Drafts by a `Proposer`, which is called only where something is to be drafted."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer

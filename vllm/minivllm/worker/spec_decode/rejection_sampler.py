@@ -48,16 +48,18 @@ class StepDrafts:
     @classmethod
     def of(cls, batch: InputBatch, inputs: StepInputs, draft_logits: torch.Tensor | None) -> "StepDrafts":
         """Return the drafts of a step as they lie in the batch; `draft_logits` as `Speculator` has them."""
-        rows, num_drafts = inputs.rows[inputs.sampling], inputs.num_sampled - 1  # [n] each
-        row_of, places = np.repeat(rows, num_drafts), consecutive(np.zeros(len(rows), np.int64), num_drafts)
+        rows = inputs.rows[inputs.sampling]  # [n]
+        num_drafts = inputs.num_sampled - 1  # [n]
+        row_of = np.repeat(rows, num_drafts)
+        places = consecutive(np.zeros(len(rows), np.int64), num_drafts)
         token_ids = batch.token_ids[row_of, np.repeat(batch.num_tokens[rows], num_drafts) + places]
         if draft_logits is not None:
             draft_logits = draft_logits[tuple(on_device(index, draft_logits.device) for index in (row_of, places))]
         return cls(token_ids, num_drafts.astype(np.int32), draft_logits)
 
 
+# The signature of `minivllm.kernels.rejection_sample.rejection_sample`.
 RejectionSample = Callable[[RejectionArguments], torch.Tensor]
-"""As `minivllm.kernels.rejection_sample.rejection_sample`."""
 
 
 def sample_with_drafts(
@@ -66,15 +68,18 @@ def sample_with_drafts(
     drafts: StepDrafts,
     rejection_sample: RejectionSample = rejection_sample,
 ) -> SamplerOutput:
-    """A token for each row of logits up to the one that ends its request's draft, -1 for the rows behind it.
+    """Sample a token for each row of logits up to the one that ends its request's draft, -1 for the rows behind it.
 
     logits [sum of (num_drafts + 1), vocab], float32, is overwritten; `metadata` has as many rows.
     """
-    largest, raw_logprobs = largest_logits(logits), raw_logprobs_of(logits, metadata)
+    largest = largest_logits(logits)
+    raw_logprobs = raw_logprobs_of(logits, metadata)
     apply_constraints(logits, metadata)
     widths = drafts.num_drafts + 1  # [requests]
-    is_greedy, keys = np.ones(len(widths), bool), np.zeros((len(logits), 2), np.uint32)
-    if metadata.needs & Needs.RANDOM:
+    is_greedy = np.ones(len(widths), bool)
+    keys = np.zeros((len(logits), 2), np.uint32)
+    if metadata.needs & Needs.RANDOM:  # else no key is used
+        # All rows of a request are alike; its last one tells.
         is_greedy = metadata.temperature[np.cumsum(widths) - 1] <= 0.0
         keys = row_keys(metadata.seeds, metadata.num_output_tokens)
         random_rows = np.flatnonzero(metadata.temperature > 0.0)
@@ -98,8 +103,9 @@ def sample_with_drafts(
 
 
 def kept_slices(token_ids: list[int], widths: np.ndarray) -> list[slice]:
-    """The tokens to keep of each request, whose first `widths` [requests] rows they are: those before the first -1."""
-    kept, start = [], 0
+    """Return the rows to keep of each request, out of its `widths` [requests]: those before the first -1."""
+    kept = []
+    start = 0
     for width in widths.tolist():
         rows = token_ids[start : start + width]
         kept.append(slice(start, start + (rows.index(-1) if -1 in rows else width)))

@@ -16,20 +16,20 @@ from minivllm.worker.input_batch import InputBatch, StepInputs
 
 
 class Speculator:
-    """What the runner asks of whoever drafts. This one drafts nothing: without speculation, or on another rank."""
+    """The interface of whatever drafts. This one drafts nothing: without speculation, or on another rank."""
 
+    # The logits that drafts were drawn from, [max_num_seqs, num_speculative_tokens, vocab], float32, divided by their
+    # request's temperature, by row of the batch; None if drafts are not drawn.
     draft_logits: torch.Tensor | None = None
-    """The logits that drafts were drawn from, [max_num_seqs, num_speculative_tokens, vocab], float32, divided by their
-    request's temperature, by row of the batch; None if drafts are not drawn."""
 
     @property
     def model_config(self) -> ModelConfig | None:
-        """The drafting model's; None if no model drafts."""
+        """Return the drafting model's config, or None if no model drafts."""
         return None
 
     @property
     def kv_caches(self) -> Sequence[Any]:
-        """The caches of the drafting model's layers."""
+        """Return the caches of the drafting model's layers."""
         return ()
 
     def num_bytes(self) -> int:
@@ -43,7 +43,7 @@ class Speculator:
         """Run the largest pass of a drafting model, without attention, to measure its memory."""
 
     def aux_hidden_states(self) -> AuxHiddenStates | None:
-        """Return where the target is to leave the hidden states of its next pass; None: they are not read."""
+        """Return where the target is to leave the hidden states of its next pass, or None if they are not read."""
         return None
 
     def propose_draft_token_ids(
@@ -51,7 +51,7 @@ class Speculator:
     ) -> dict[str, list[int]]:
         """Draft for the requests that sampled in this step, by request id.
 
-        `most` drafts each; None: as many as it is set to make.
+        At most `most` drafts each; None means as many as the settings say.
         """
         return {}
 
@@ -66,8 +66,8 @@ class DraftTokensHandler:
     """The drafts that follow the last step's tokens, by request id.
 
     The engine takes them, and sends them back with the next step. With `keeps_drafts` it is a step ahead and sends
-    placeholders, which this rank's own drafts replace. `num_invalid_spec_tokens`: how many placeholders of each request
-    in the present step had no draft.
+    placeholders, which this rank's own drafts replace. `num_invalid_spec_tokens`: how many of each request's
+    placeholders in the present step had no draft.
     """
 
     def __init__(self, keeps_drafts: bool) -> None:
@@ -86,7 +86,7 @@ class DraftTokensHandler:
 
     @property
     def kept(self) -> dict[str, list[int]]:
-        """The drafts of the last step, if they are kept for the next one."""
+        """Return the last step's drafts, if they are kept for the next one."""
         return self._draft_token_ids if self.keeps_drafts else {}
 
     def scheduled(self, scheduler_output: SchedulerOutput) -> tuple[dict[str, int], dict[str, list[int]]]:
@@ -98,9 +98,11 @@ class DraftTokensHandler:
         self.num_invalid_spec_tokens = {}
         if not (self.keeps_drafts and drafts):
             return counts, drafts
-        kept, placeholders = self.take(), drafts
+        kept = self.take()
+        placeholders = drafts
         drafts = {req_id: kept.get(req_id, [])[: len(unknown)] for req_id, unknown in placeholders.items()}
         missing = {req_id: len(placeholders[req_id]) - len(token_ids) for req_id, token_ids in drafts.items()}
         self.num_invalid_spec_tokens = missing
+        # A placeholder without a draft is no token of this step.
         counts = {req_id: count - missing.get(req_id, 0) for req_id, count in counts.items()}
         return counts, {req_id: token_ids for req_id, token_ids in drafts.items() if token_ids}
