@@ -119,6 +119,7 @@ lint: setup ## check style, types, spelling, links, vLLM's names, and that built
 	@$(UV_RUN) ruff format --check .
 	@$(UV_RUN) pyright
 	@$(UV_RUN) codespell
+	@$(UV_RUN) python tools/english.py
 	@$(UV_RUN) python tools/links.py
 	@$(UV_RUN) python tools/vllm_names.py
 	@$(UV_RUN) python tools/address.py --check

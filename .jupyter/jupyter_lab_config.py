@@ -1,4 +1,6 @@
-"""JupyterLab as `make lab` starts it: it opens on the list of notebooks, and messages of a kernel leave at once."""
+"""JupyterLab as `make lab` starts it: it opens on the list of notebooks, and messages of a
+kernel leave at once.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebso
 class AtOnce(ZMQChannelsWebsocketConnection):
     """A kernel's websocket without Nagle's algorithm.
 
-    A turned knob is answered by two messages: the kernel is busy, and the picture. The second waited until the browser
-    had acknowledged the first, which Linux puts off by up to 40 ms.
+    A turned knob is answered by two messages: the kernel is busy, and the picture. The second
+    waited until the browser had acknowledged the first, which Linux puts off by up to 40 ms.
     """
 
     def connect(self) -> asyncio.Future[None] | None:

@@ -1,17 +1,20 @@
-"""The gain of each lever: every technique switched on and off on one engine, on the same work, in one run.
+"""The gain of each lever: every technique switched on and off on one engine, on the same work, in
+one run.
 
     make ablation
     uv run python benchmarks/ablation.py --quick
 
-A fixed number of bytes for weights and KV cache, two kinds of work (`benchmarks/levers.py`), all requests there at
-once, greedy. Three answers to one question:
+A fixed number of bytes for weights and KV cache, two kinds of work (`benchmarks/levers.py`), all
+requests there at once, greedy. Three answers to one question:
 
 - the ladder: techniques switched on one after another, in the order of the list that ranks them;
 - leave one out: everything on but one;
-- Shapley: what a lever adds, averaged over all orders of switching on, for the levers that interact most.
+- Shapley: what a lever adds, averaged over all orders of switching on, for the levers that interact
+  most.
 
-Configurations take turns, a few rounds; a median of rounds is shown, and the least and the greatest beside it. Outputs
-are compared with those of the plain engine. The table is followed by one line of JSON.
+Configurations take turns, a few rounds; a median of rounds is shown, and the least and the greatest
+beside it. Outputs are compared with those of the plain engine. The table is followed by one line of
+JSON.
 """
 
 import argparse
@@ -46,7 +49,9 @@ from minivllm_simulate.lever_checks import checks_of, known_error
 ROOT = Path(__file__).resolve().parents[1]
 README, LESSON = ROOT / "README.md", ROOT / "lessons" / "05_optimization_catalog.md"
 ALONE = ("tensor parallel", "CUDA graphs")
-"""Levers that help only on some machines: switched on at the end of the ladder, and left out of the rest."""
+"""Levers that help only on some machines: switched on at the end of the ladder, and left out of
+the rest.
+"""
 NOT_IN_BASE = frozenset({"weights int8", "speculation"})
 """Off under Shapley's subsets, since neither pays on every machine."""
 SLOW, VERY_SLOW = 4.0, 20.0  # seconds: slower configurations run in only two rounds, or one
@@ -124,7 +129,8 @@ def turns_of(sets: list[On], rounds: int, seed: int) -> list[tuple[int, On]]:
     """Return (round, configuration) of all runs. Each round has its own order and runs the common
     baselines three times.
 
-    Order matters: for some seconds after an engine that gathers keys, the next has been up to a fifth slower.
+    Order matters: for some seconds after an engine that gathers keys, the next has been up to a
+    fifth slower.
     """
     everything = max((on for on in sets if on.isdisjoint(ALONE)), key=len)
     order, turns = random.Random(seed), []

@@ -1,13 +1,15 @@
-"""The engine on a machine that is not idle: its rate alone, and beside one, two and four busy processes.
+"""The engine on a machine that is not idle: its rate alone, and beside one, two and four busy
+processes.
 
     uv run python benchmarks/busy.py              # 5 minutes, on a machine that is otherwise idle
     uv run python benchmarks/busy.py --quick
 
-The embedded model in fp32; 128 requests at once, prompts and outputs of 16 to 128 tokens; greedy. Each way to wait has
-a process of its own, and all take turns; the median counts. The busy processes are loops in Python that this script
-starts, and ends. The first way is the engine's own: its threads spin, and sleep while others want the cores. In
-the others the environment sets how long they spin: always (the library's own default), for a number of turns, never.
-The table is followed by one line of JSON.
+The embedded model in fp32; 128 requests at once, prompts and outputs of 16 to 128 tokens; greedy.
+Each way to wait has a process of its own, and all take turns; the median counts. The busy processes
+are loops in Python that this script starts, and ends. The first way is the engine's own: its
+threads spin, and sleep while others want the cores. In the others the environment sets how long
+they spin: always (the library's own default), for a number of turns, never. The table is followed
+by one line of JSON.
 """
 
 import argparse

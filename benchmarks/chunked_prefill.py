@@ -1,19 +1,22 @@
-"""Chats beside long prompts on a live server, by the token budget of a step: gaps, first tokens, tokens a second.
+"""Chats beside long prompts on a live server, by the token budget of a step: gaps, first tokens,
+tokens a second.
 
     uv run python benchmarks/chunked_prefill.py --json benchmarks/results/chunked_prefill.cpu.json       # 3 minutes
     uv run python benchmarks/chunked_prefill.py --peer --budgets 64 512 2048 16384 --json ...            # 8 minutes
     uv run python benchmarks/chunked_prefill.py --quick
 
-The embedded model, fp32, greedy, no prefix cache; a server for each budget, real sockets, the client in a process of
-its own. Eight chats run all the time. Then eight prompts of 1,900 tokens come at once, 15,200 tokens, so that a budget
-of 16,384 has all of them in one step although the model ends at 2,048; when all are answered and the chats have gone on
-alone for a while, they come again.
+The embedded model, fp32, greedy, no prefix cache; a server for each budget, real sockets, the
+client in a process of its own. Eight chats run all the time. Then eight prompts of 1,900 tokens
+come at once, 15,200 tokens, so that a budget of 16,384 has all of them in one step although the
+model ends at 2,048; when all are answered and the chats have gone on alone for a while, they come
+again.
 
 - Budgets: `minivllm serve` with each `--max-num-batched-tokens`.
-- Prefill first: the scheduler of vLLM V0 as a part of the same server, whole prompts, 2,048 tokens a step at most; and
-  beside it the engine's own scheduler as a part, since the core is a thread of the server then.
-- With `--peer` vLLM's CPU server alone, in its own environment (`make .peers`), on `--budgets`. Its figures join those
-  that the file has already.
+- Prefill first: the scheduler of vLLM V0 as a part of the same server, whole prompts, 2,048 tokens
+  a step at most; and beside it the engine's own scheduler as a part, since the core is a thread of
+  the server then.
+- With `--peer` vLLM's CPU server alone, in its own environment (`make .peers`), on `--budgets`. Its
+  figures join those that the file has already.
 
 The table is followed by one line of JSON.
 """
@@ -47,7 +50,9 @@ NAME, MAX_MODEL_LEN = "tiny-python", 2048
 BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHATS, CHAT_PROMPT, FIRST_EVENTS = 8, 32, 8
 LONG, LONG_PROMPT, ANSWER = 8, 1900, 8
-"""Long prompts at once, the tokens of each, and of its answer. A chat's first events do not count."""
+"""Long prompts at once, the tokens of each, and of its answer. A chat's first events do not
+count.
+"""
 SIZES = ("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--served-model-name", NAME)
 BLOCKS = ("--num-gpu-blocks-override", "2200")
 MORE = ("--host", "127.0.0.1", "--dtype", "float32", "--no-enable-prefix-caching")

@@ -1,15 +1,18 @@
-"""Random requests over a prefill and a decode engine: does any token differ from one plain engine's, is any block lost?
+"""Random requests over a prefill and a decode engine: does any token differ from one plain
+engine's, is any block lost?
 
     uv run --group nixl python benchmarks/disaggregation_equality.py --json RESULT.json     # six minutes of one core
     uv run python benchmarks/disaggregation_equality.py --requests 60 --only TCPConnector
 
-For each connector pairs of engines are set up at random: each side has its own pool (too small for the batch or not),
-budget of a step, prefix cache and steps ahead; both have the same block size (over NIXL at times another) and cache
-dtype; now and then both have two ranks. Requests, as in `same_tokens.py`, come at random moments and go through both
-engines as a proxy would send them. Some are the prefill engine's own from beginning to end, some are aborted: on the
-prefill engine, between the engines, while they load, while they decode. Both engines step in random order. All that
-are not aborted must have the tokens of a plain engine; when all is over, every block of both sides must be free. The
-table is followed by one line of JSON; the exit code is 1 if anything differs, is lost or never ends.
+For each connector pairs of engines are set up at random: each side has its own pool (too small for
+the batch or not), budget of a step, prefix cache and steps ahead; both have the same block size
+(over NIXL at times another) and cache dtype; now and then both have two ranks. Requests, as in
+`same_tokens.py`, come at random moments and go through both engines as a proxy would send them.
+Some are the prefill engine's own from beginning to end, some are aborted: on the prefill engine,
+between the engines, while they load, while they decode. Both engines step in random order. All that
+are not aborted must have the tokens of a plain engine; when all is over, every block of both sides
+must be free. The table is followed by one line of JSON; the exit code is 1 if anything differs, is
+lost or never ends.
 """
 
 import argparse
@@ -265,7 +268,9 @@ def random_journeys(draw: random.Random, batch: Batch, first: int) -> Iterator[J
 
 
 def compare(connector: str, draw: random.Random, texts: list[list[int]], most: int, tally: Tally) -> None:
-    """Serve up to `most` requests by one pair of engines and by a plain one, and count differences."""
+    """Serve up to `most` requests by one pair of engines and by a plain one, and count
+    differences.
+    """
     sides, policy, began = random_sides(draw, connector), draw.choice(["fail", "recompute"]), time.process_time()
     same_cache = {name: sides[0][name] for name in ("kv_cache_dtype", "block_size") if name in sides[0]}
     plain = LLM(EMBEDDED_MODEL, **SETTINGS | same_cache | ENOUGH_BLOCKS)
@@ -301,7 +306,9 @@ def compare(connector: str, draw: random.Random, texts: list[list[int]], most: i
 
 
 def count(journey: Journey, expected: list[int], tally: Tally) -> None:
-    """Compare a request with the plain engine's tokens; of an aborted one, only what it got before."""
+    """Compare a request with the plain engine's tokens; of an aborted one, only what it got
+    before.
+    """
     if journey.error == "aborted":
         assert journey.abort
         tally.aborted[journey.abort[0]] += 1

@@ -1,14 +1,18 @@
-"""What becomes of a request when one of the two servers, the proxy, the wire between them or its client goes away?
+"""What becomes of a request when one of the two servers, the proxy, the wire between them or its
+client goes away?
 
-    uv run python benchmarks/disaggregation_faults.py --json benchmarks/results/disaggregation_faults.cpu.json
-    uv run python benchmarks/disaggregation_faults.py --only "in the transfer" --policies recompute
+    uv run python benchmarks/disaggregation_faults.py --json
+    benchmarks/results/disaggregation_faults.cpu.json uv run python
+    benchmarks/disaggregation_faults.py --only "in the transfer" --policies recompute
 
-Two `minivllm serve` processes with TCPConnector and a lease of two seconds, `minivllm proxy` before them, and between
-the servers a wire that can be made to fail. In each row of `FAULTS` one thing goes wrong while one streamed request is
-at a known moment. Then: what the client got, and how long after the fault; one second after the lease's end, which
-share of each survivor's blocks is held, and how many requests are unfinished there; whether the survivors, asked one
-by one, answer as before. The table is followed by one line of JSON; the exit code is 1 unless every row is as `FAULTS`
-says, with text that begins as the one server's does, nothing held, and survivors that answer.
+Two `minivllm serve` processes with TCPConnector and a lease of two seconds, `minivllm proxy` before
+them, and between the servers a wire that can be made to fail. In each row of `FAULTS` one thing
+goes wrong while one streamed request is at a known moment. Then: what the client got, and how long
+after the fault; one second after the lease's end, which share of each survivor's blocks is held,
+and how many requests are unfinished there; whether the survivors, asked one by one, answer as
+before. The table is followed by one line of JSON; the exit code is 1 unless every row is as
+`FAULTS` says, with text that begins as the one server's does, nothing held, and survivors that
+answer.
 """
 
 import argparse
@@ -50,7 +54,9 @@ WAITS, LOADS, DECODES = "while the decoder has it waiting", "in the transfer", "
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: what fails, when and how, and what the client should get under each of `POLICIES`."""
+    """A fault: what fails, when and how, and what the client should get under each of
+    `POLICIES`.
+    """
 
     what: str
     when: str

@@ -1,15 +1,17 @@
-r"""Two pools of GPUs against one, on the virtual clock: a map of goodput, what links hide, and the model's errors.
+r"""Two pools of GPUs against one, on the virtual clock: a map of goodput, what links hide, and the
+model's errors.
 
-    uv run python benchmarks/disaggregation_model.py --json benchmarks/results/disaggregation_model.cpu.json \
-        --plot lessons/figures/08_edge.svg
+    uv run python benchmarks/disaggregation_model.py --json
+        benchmarks/results/disaggregation_model.cpu.json \ --plot lessons/figures/08_edge.svg
     uv run python benchmarks/disaggregation_model.py --quick         # fewer requests and cells
 
-Four H100 serve Llama-3.1-8B. For each kind of request and service level: requests a second and GPU that four sustain
-which do both, with the best budget of `disaggregation_tuning.BUDGETS` and with vLLM's default, and that two pools
-sustain in their best split over a link of 400 Gb/s. Then the edge: how much longer a step that mixes prompts and
-answers may take than arithmetic and bytes say, until two pools win. A figure is found by runs of the real schedulers;
-nothing is measured here, all is *modelled*. The errors are against published figures, with those marked that two
-factors were fitted to. The tables are followed by one line of JSON.
+Four H100 serve Llama-3.1-8B. For each kind of request and service level: requests a second and GPU
+that four sustain which do both, with the best budget of `disaggregation_tuning.BUDGETS` and with
+vLLM's default, and that two pools sustain in their best split over a link of 400 Gb/s. Then the
+edge: how much longer a step that mixes prompts and answers may take than arithmetic and bytes say,
+until two pools win. A figure is found by runs of the real schedulers; nothing is measured here, all
+is *modelled*. The errors are against published figures, with those marked that two factors were
+fitted to. The tables are followed by one line of JSON.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""A relay on this machine, whose bytes can be held up, lost, changed or cut off; for `disaggregation_faults`."""
+"""A relay on this machine, whose bytes can be held up, lost, changed or cut off; for
+`disaggregation_faults`.
+"""
 
 import contextlib
 import re
@@ -7,7 +9,9 @@ import threading
 from collections.abc import Callable
 
 Passage = Callable[[bytes, int], bytes]
-"""(data, bytes passed so far) -> the data to pass on. Raise `ConnectionError` to end the connection."""
+"""(data, bytes passed so far) -> the data to pass on. Raise `ConnectionError` to end the
+connection.
+"""
 LOST_BYTES = 100
 
 
@@ -41,7 +45,8 @@ class Wire:
         """Fail after `after` downstream bytes of a connection, on the next `times` connections, or
         on each if None.
 
-        `kind`: "hold" (nothing more passes until `opened` is set), "cut", "lose" (some bytes), "flip" (a bit).
+        `kind`: "hold" (nothing more passes until `opened` is set), "cut", "lose" (some bytes),
+            "flip" (a bit).
         """
         left = [None] * times if times is not None else None
 
@@ -91,7 +96,8 @@ class Front(Wire):
     """A stand-in for a prefill server that tells the proxy to fetch keys and values from another
     wire.
 
-    `asked` and `answered`: whether a request has gone to the server, and whether it has said where they are.
+    `asked` and `answered`: whether a request has gone to the server, and whether it has said where
+    they are.
     """
 
     def __init__(self, target: int, wire: Wire) -> None:

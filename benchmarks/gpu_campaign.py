@@ -1,17 +1,20 @@
-"""Measure everything that needs a GPU within a few minutes, in order of worth, so that a cut loses the least.
+"""Measure everything that needs a GPU within a few minutes, in order of worth, so that a cut loses
+the least.
 
     python3 -P benchmarks/gpu_campaign.py                        # 12 minutes, results into out/gpu_campaign
     python3 -P benchmarks/gpu_campaign.py --only kernels engine-8b --minutes 4
     python3 -P benchmarks/gpu_campaign.py --device cpu --quick   # the same commands where there is no GPU
 
-Each stage is one command with a time limit of its own. Stages run one at a time, since a GPU that two processes share
-measures neither. A stage writes its figures to `<name>.<the GPU's name>.json`, the name it has in `benchmarks/results`,
-and its output to `logs/<stage>.txt`. After every stage `campaign.json` says what ran, how long it took and how it
-ended. Copy the results that should stay into `benchmarks/results`; `make claims` then quotes them.
+Each stage is one command with a time limit of its own. Stages run one at a time, since a GPU that
+two processes share measures neither. A stage writes its figures to `<name>.<the GPU's name>.json`,
+the name it has in `benchmarks/results`, and its output to `logs/<stage>.txt`. After every stage
+`campaign.json` says what ran, how long it took and how it ended. Copy the results that should stay
+into `benchmarks/results`; `make claims` then quotes them.
 
-The tests come first, since figures of a wrong kernel are worth nothing; then the kernels and the engine, whose figures
-PERFORMANCE.md has; then the lessons' scripts; then other engines on the same work. Needs what `make gpu` needs; lesson
-06 and the peers also need the server's packages. Exits with 1 if a stage failed.
+The tests come first, since figures of a wrong kernel are worth nothing; then the kernels and the
+engine, whose figures PERFORMANCE.md has; then the lessons' scripts; then other engines on the same
+work. Needs what `make gpu` needs; lesson 06 and the peers also need the server's packages. Exits
+with 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -75,7 +78,9 @@ def stages_of(device: str, gpu: str, quick: bool, into: Path) -> list[Stage]:
 
 
 def run_stage(stage: Stage, seconds: float, log: Path) -> dict[str, object]:
-    """Run one stage for at most `seconds`, its output into `log`; return its row of `campaign.json`."""
+    """Run one stage for at most `seconds`, its output into `log`; return its row of
+    `campaign.json`.
+    """
     paths = filter(None, (str(ROOT / "vllm"), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     start = time.monotonic()

@@ -1,18 +1,20 @@
-"""The engine on a GPU: decode steps beside what they must read, prefills beside what they must compute, and the start.
+"""The engine on a GPU: decode steps beside what they must read, prefills beside what they must
+compute, and the start.
 
     uv run python benchmarks/gpu_engine.py                  # the shape of Llama-3.1-8B, random weights, bf16
     uv run python benchmarks/gpu_engine.py --shape qwen3-0.6b
     uv run python benchmarks/gpu_engine.py --page           # also into PERFORMANCE.md
     uv run python benchmarks/gpu_engine.py --model FOLDER --device cpu --quick
 
-Two engines stand in one process and take turns: one launches a step before the tokens of the one before are on the
-host, the other waits for them (`async_scheduling`). A decode step's time is the difference between answers of 96 and of
-32 tokens to the same prompts, over 64; medians of the turns. The floor of a step is what it must read, weights and keys
-and values, at the bandwidth of a copy, which is measured. A prefill is an answer of one token; its operations are those
-of the matrix products and of attention. Then random requests are served, and kernels counted that are compiled
-meanwhile: each would hold its request up for a second. Tables, then one line of JSON, which also goes to
-benchmarks/results/gpu_engine.<the GPU's name>.json (not with --quick, unless --json names a file). Needs torch, triton,
-transformers, numpy and rich, and 50 GB on the GPU.
+Two engines stand in one process and take turns: one launches a step before the tokens of the one
+before are on the host, the other waits for them (`async_scheduling`). A decode step's time is the
+difference between answers of 96 and of 32 tokens to the same prompts, over 64; medians of the
+turns. The floor of a step is what it must read, weights and keys and values, at the bandwidth of a
+copy, which is measured. A prefill is an answer of one token; its operations are those of the matrix
+products and of attention. Then random requests are served, and kernels counted that are compiled
+meanwhile: each would hold its request up for a second. Tables, then one line of JSON, which also
+goes to benchmarks/results/gpu_engine.<the GPU's name>.json (not with --quick, unless --json names a
+file). Needs torch, triton, transformers, numpy and rich, and 50 GB on the GPU.
 """
 
 import argparse

@@ -1,18 +1,21 @@
-"""The engine's kernels against this device's limits, and their resource use on GPUs that are not here.
+"""The engine's kernels against this device's limits, and their resource use on GPUs that are not
+here.
 
     uv run python benchmarks/kernels.py                  # what there is: the GPU, else the CPU
     uv run python benchmarks/kernels.py --device cpu
 
-On a CPU: attention over the paged cache against its own traffic floor (torch summing up as many bytes as K and V have)
-and against gathering each sequence and calling torch's attention; writing the cache; verifying drafts against summing
-up the logits; and the attention kernel compiled ahead of time for four GPUs. On a GPU: decode and verifying drafts as
-shares of the bandwidth of a copy, prefill as a share of the best of torch's own attentions, and what splitting the keys
-of one long sequence gains; our launches, one for each of several layers' caches, are replayed from a CUDA graph, as the
-engine's decode steps are.
+On a CPU: attention over the paged cache against its own traffic floor (torch summing up as many
+bytes as K and V have) and against gathering each sequence and calling torch's attention; writing
+the cache; verifying drafts against summing up the logits; and the attention kernel compiled ahead
+of time for four GPUs. On a GPU: decode and verifying drafts as shares of the bandwidth of a copy,
+prefill as a share of the best of torch's own attentions, and what splitting the keys of one long
+sequence gains; our launches, one for each of several layers' caches, are replayed from a CUDA
+graph, as the engine's decode steps are.
 
-The figures are medians; on a CPU all that a row compares is measured in turn. The tables are followed by one line of
-JSON, which also goes to benchmarks/results/kernels.<cpu or the GPU's name>.json (not with --quick, unless --json names
-a file). Needs torch, triton, numpy and rich; on a CPU also numba.
+The figures are medians; on a CPU all that a row compares is measured in turn. The tables are
+followed by one line of JSON, which also goes to benchmarks/results/kernels.<cpu or the GPU's
+name>.json (not with --quick, unless --json names a file). Needs torch, triton, numpy and rich; on a
+CPU also numba.
 """
 
 from __future__ import annotations
@@ -165,7 +168,7 @@ def medians_in_turn(functions: dict[str, Callable[[], object]], repeats: int) ->
     return {name: statistics.median(seconds) for name, seconds in in_turns(functions, repeats).items()}
 
 
-# ---- on a CPU --------------------------------------------------------------------------------------------------------
+# ---- on a CPU ------------------------------------------------------------------------------------
 
 
 def cpu_cases(quick: bool) -> list[Case]:
@@ -233,7 +236,9 @@ def cpu_writes(tokens: int, repeats: int) -> dict:
 
 
 def cpu_verification(case: Verification, repeats: int) -> dict:
-    """Measure one row: microseconds of summing up all logits, of the compiled loops and of torch."""
+    """Measure one row: microseconds of summing up all logits, of the compiled loops and of
+    torch.
+    """
     step, as_many_bytes = case.step(torch.device("cpu")), torch.ones(case.logit_bytes // 4)
     seconds = medians_in_turn(
         {
@@ -320,7 +325,7 @@ def _short(value: object) -> object:
     return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else value
 
 
-# ---- on a GPU --------------------------------------------------------------------------------------------------------
+# ---- on a GPU ------------------------------------------------------------------------------------
 
 REPEATS = 30
 
@@ -338,9 +343,11 @@ def replayed(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
 
 
 def layers_of(tensors: tuple[torch.Tensor, ...], device: torch.device) -> list[tuple[torch.Tensor, ...]]:
-    """Copy a step's caches, as for several layers, so often that none is still in the L2 cache at its turn.
+    """Copy a step's caches, as for several layers, so often that none is still in the L2 cache at
+    its turn.
 
-    A graph with one launch would be charged for the graph's start as well, 5 µs or more, which 32 layers share.
+    A graph with one launch would be charged for the graph's start as well, 5 µs or more, which 32
+    layers share.
     """
     if device.type != "cuda":
         return [tensors]

@@ -1,17 +1,20 @@
-"""What moving keys and values costs: gather and scatter beside a plain copy, TCP beside what loopback itself gives.
+"""What moving keys and values costs: gather and scatter beside a plain copy, TCP beside what
+loopback itself gives.
 
     uv run python benchmarks/kv_transfer.py
     uv run python benchmarks/kv_transfer.py --device cuda     # the kernel alone, as shares of a copy's bandwidth
 
-The first table: blocks of all layers between a paged cache and a staging buffer, and a plain copy of as many bytes. The
-second: a prefill engine's rank in a process of its own, and how long a load from it takes, from the order until the
-last block is in the cache, with its connection, proofs and checksums; beside it a socket that sends as many bytes from
-one buffer into another. All that a row compares is measured in turns, and the share is the median of the turns' ratios:
-what else the machine does falls on both. Where it does much, processor time is what can be told: milliseconds for each
-GB of the side that takes longer, system calls included, which bounds the rate on a machine that does nothing else.
+The first table: blocks of all layers between a paged cache and a staging buffer, and a plain copy
+of as many bytes. The second: a prefill engine's rank in a process of its own, and how long a load
+from it takes, from the order until the last block is in the cache, with its connection, proofs and
+checksums; beside it a socket that sends as many bytes from one buffer into another. All that a row
+compares is measured in turns, and the share is the median of the turns' ratios: what else the
+machine does falls on both. Where it does much, processor time is what can be told: milliseconds for
+each GB of the side that takes longer, system calls included, which bounds the rate on a machine
+that does nothing else.
 
-The tables are followed by one line of JSON, which also goes to benchmarks/results/kv_transfer.<cpu or the GPU's
-name>.json (not with --quick, unless --json names a file).
+The tables are followed by one line of JSON, which also goes to benchmarks/results/kv_transfer.<cpu
+or the GPU's name>.json (not with --quick, unless --json names a file).
 """
 
 from __future__ import annotations
@@ -80,7 +83,9 @@ def copies(block_kib: int, blocks: int, rounds: int, device: torch.device) -> di
 
 
 def worker(role: str, secret: str, blocks: int) -> TCPConnectorWorker:
-    """Return one rank's side of the connector over a cache of `blocks` blocks, without an engine."""
+    """Return one rank's side of the connector over a cache of `blocks` blocks, without an
+    engine.
+    """
     extra = {"secret": secret, "kv_lease_duration": 600.0}
     transfer = KVTransferConfig(kv_connector="TCPConnector", kv_role=role, kv_connector_extra_config=extra)
     config = KVConnectorConfig(

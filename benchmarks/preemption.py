@@ -1,15 +1,16 @@
-"""A pool that is too small: what is computed twice by pool and victim, and where a live server's p99 leaves its floor.
+"""A pool that is too small: what is computed twice by pool and victim, and where a live server's
+p99 leaves its floor.
 
     uv run python benchmarks/preemption.py --json benchmarks/results/preemption.cpu.json      # 4 minutes
     uv run python benchmarks/preemption.py --quick
 
-- waste: the engine's scheduler alone, no model: 300 requests at once, the pools and shares that vllm#54644 has
-  published, its lengths guessed (`minivllm_lab/preemption/published_waste.py`); who is the victim, and what must fit
-  for a request to be admitted.
+- waste: the engine's scheduler alone, no model: 300 requests at once, the pools and shares that
+  vllm#54644 has published, its lengths guessed (`minivllm_lab/preemption/published_waste.py`); who
+  is the victim, and what must fit for a request to be admitted.
 - cliff: `minivllm serve` with the embedded model, fp32, and an open load of real clients at a share
-  of what the server can do; a server for each `--num-gpu-blocks-override`, the same requests at the same
-  moments. Preemptions and tokens computed again are the server's `/metrics`; so is how full the pool is, asked a few
-  times a second.
+  of what the server can do; a server for each `--num-gpu-blocks-override`, the same requests at the
+  same moments. Preemptions and tokens computed again are the server's `/metrics`; so is how full
+  the pool is, asked a few times a second.
 
 The tables are followed by one line of JSON.
 """

@@ -1,16 +1,18 @@
-"""A storm of preemptions: pools so small that most requests lose their blocks; does any token differ, is any lost?
+"""A storm of preemptions: pools so small that most requests lose their blocks; does any token
+differ, is any lost?
 
     uv run python benchmarks/preemption_storm.py --json benchmarks/results/preemption_storm.cpu.json
     uv run python benchmarks/preemption_storm.py --workloads 40        # the same, shorter
 
-A workload is two to ten requests that arrive at random moments, many with a common beginning, greedy or drawn with a
-seed, read token by token as they come; some are aborted. Engines are set up at random, eight workloads each: a pool
-that holds the longest request and at most two blocks more, first come first served or by priority, chunks, drafts,
-steps ahead, an int8 cache, two ranks, two stages, and below the pool nothing or host memory: eager or lazy, of a few
-blocks or many. Each must give the tokens of a plain engine with blocks for everybody; each position must come exactly
-once and in order; when a workload is over, no block is held anywhere and no copy is under way; and while anybody is
-unfinished, tokens come. The table is followed by one line of JSON; the exit code is 1 if anything differs, is lost or
-stands still.
+A workload is two to ten requests that arrive at random moments, many with a common beginning,
+greedy or drawn with a seed, read token by token as they come; some are aborted. Engines are set up
+at random, eight workloads each: a pool that holds the longest request and at most two blocks more,
+first come first served or by priority, chunks, drafts, steps ahead, an int8 cache, two ranks, two
+stages, and below the pool nothing or host memory: eager or lazy, of a few blocks or many. Each must
+give the tokens of a plain engine with blocks for everybody; each position must come exactly once
+and in order; when a workload is over, no block is held anywhere and no copy is under way; and while
+anybody is unfinished, tokens come. The table is followed by one line of JSON; the exit code is 1 if
+anything differs, is lost or stands still.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""Results of several kinds of processor in one file: a benchmark replaces its own kind's and keeps the others'."""
+"""Results of several kinds of processor in one file: a benchmark replaces its own kind's and
+keeps the others'.
+"""
 
 from __future__ import annotations
 

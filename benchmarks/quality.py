@@ -1,12 +1,14 @@
-"""The cost of fewer bits in prediction quality: loss on held-out text, and the bytes of each format.
+"""The cost of fewer bits in prediction quality: loss on held-out text, and the bytes of each
+format.
 
     uv run python benchmarks/quality.py
 
-The same texts are read by one engine for each way to store the KV cache and the weights, on this machine. The table is
-followed by one line of JSON. Loss is in nats per token; agreement is the share of positions at which the likeliest
-token is the one of the first row. Bytes of weights are those of the projections in the layers, which is what
-`quantization` stores otherwise, and, in the JSON, all that the engine counts: embedding and rotary table too, and in
-fp32 the head, whose weights are the embedding's, once more, in panels.
+The same texts are read by one engine for each way to store the KV cache and the weights, on this
+machine. The table is followed by one line of JSON. Loss is in nats per token; agreement is the
+share of positions at which the likeliest token is the one of the first row. Bytes of weights are
+those of the projections in the layers, which is what `quantization` stores otherwise, and, in the
+JSON, all that the engine counts: embedding and rotary table too, and in fp32 the head, whose
+weights are the embedding's, once more, in panels.
 """
 
 import argparse

@@ -3,11 +3,12 @@
     uv run python benchmarks/same_tokens.py --json benchmarks/results/same_tokens.cpu.json      # half an hour
     uv run python benchmarks/same_tokens.py --batches 20
 
-For each method engines are set up at random (block size, budget of a step, a pool that is too small for the batch or
-not, prefix cache, steps ahead, an int8 cache, two ranks), and each serves some batches of one to six requests: windows
-of held-out Python, many with a common beginning, greedy or drawn with a seed. The engine without drafts that they are
-held against has the same cache and as many ranks, whose sums round differently, and else nothing: steps one after
-another, blocks for everybody. After each batch every block must be free again. The table is followed by one line of
+For each method engines are set up at random (block size, budget of a step, a pool that is too small
+for the batch or not, prefix cache, steps ahead, an int8 cache, two ranks), and each serves some
+batches of one to six requests: windows of held-out Python, many with a common beginning, greedy or
+drawn with a seed. The engine without drafts that they are held against has the same cache and as
+many ranks, whose sums round differently, and else nothing: steps one after another, blocks for
+everybody. After each batch every block must be free again. The table is followed by one line of
 JSON; the exit code is 1 if anything differs.
 """
 
@@ -36,7 +37,9 @@ from minivllm_lab.tables import table
 BATCHES_OF_AN_ENGINE = 10
 SETTINGS = {"device": "cpu", "dtype": "float32", "max_model_len": 96}
 SAME_NUMBERS = ("kv_cache_dtype", "block_size", "tensor_parallel_size")
-"""Settings on which the last digits of logits depend: an int8 cache makes a digit into a step of its scale."""
+"""Settings on which the last digits of logits depend: an int8 cache makes a digit into a step of
+its scale.
+"""
 ENOUGH_BLOCKS = {"num_gpu_blocks_override": 400, "async_scheduling": False}
 
 Batch = tuple[list[list[int]], list[SamplingParams]]

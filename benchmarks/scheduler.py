@@ -2,9 +2,9 @@
 
     uv run python benchmarks/scheduler.py     # beside vLLM's own scheduler where `make peers` has installed it
 
-No model runs. Prompt lengths are staggered, so that every step some requests fill a block, take a new one and hash the
-old. Processor time, not the wall clock, and the fastest of several runs: what else the machine does only adds to it.
-The table is followed by one line of JSON.
+No model runs. Prompt lengths are staggered, so that every step some requests fill a block, take a
+new one and hash the old. Processor time, not the wall clock, and the fastest of several runs: what
+else the machine does only adds to it. The table is followed by one line of JSON.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""How `benchmarks/scheduler.py` times a scheduler, ours or vLLM's: both have the same two methods. No packages."""
+"""How `benchmarks/scheduler.py` times a scheduler, ours or vLLM's: both have the same two
+methods. No packages.
+"""
 
 import statistics
 import time

@@ -6,9 +6,11 @@
 
 The embedded model, fp32, greedy, random prompts; everything in turns, and medians count.
 
-- servers: the same requests from the same client; first a closed load of 64 clients (capacity), then an open load at
-  70 % of vLLM's capacity. Both servers run all the time; the one whose turn it is not is idle.
-- share: output tokens per second of the closed load, of what `LLM.generate` makes with all these requests at once.
+- servers: the same requests from the same client; first a closed load of 64 clients (capacity),
+  then an open load at 70 % of vLLM's capacity. Both servers run all the time; the one whose turn it
+  is not is idle.
+- share: output tokens per second of the closed load, of what `LLM.generate` makes with all these
+  requests at once.
 
 Without vLLM's environment only the share is measured. The table is followed by one line of JSON.
 """
@@ -100,15 +102,17 @@ class Serving:
             self.process.wait()
 
     def loaded(self, asks: Sequence[Ask], clients: int | None = None) -> dict[str, float]:
-        """Return the figures of a closed load of this many clients, or of an open one with given arrivals."""
+        """Return the figures of a closed load of this many clients, or of an open one with given
+        arrivals.
+        """
         return figures_of(load(self.port, asks, clients, "/v1/completions"), asks)
 
 
 def random_asks(number: int, input_len: int, output_len: int, range_ratio: float, seed: int = 0) -> list[Ask]:
     """Return streamed requests that arrive all at once, with texts of random tokens as prompts.
 
-    Both lengths are uniform within `range_ratio` of these. A text is not always tokenized as it was made, so what is
-    tokenized once is cut to its length.
+    Both lengths are uniform within `range_ratio` of these. A text is not always tokenized as it was
+    made, so what is tokenized once is cut to its length.
     """
     tokenizer, draw = load_tokenizer(EMBEDDED_MODEL), random.Random(seed)
 

@@ -1,8 +1,8 @@
 """Shapley values: the worth of each of several levers when its gain depends on which others are on.
 
-A lever's value is what switching it on adds, averaged over all orders in which the levers could be switched on
-(L. Shapley, "A Value for n-Person Games", 1953). The values of all levers add up to the gain of switching all of them
-on, so nothing is counted twice and nothing is left over.
+A lever's value is what switching it on adds, averaged over all orders in which the levers could be
+switched on (L. Shapley, "A Value for n-Person Games", 1953). The values of all levers add up to the
+gain of switching all of them on, so nothing is counted twice and nothing is left over.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,16 +1,19 @@
-"""Speculative decoding side by side: every method that the engine has, by batch and by kind of text, in one run.
+"""Speculative decoding side by side: every method that the engine has, by batch and by kind of
+text, in one run.
 
     uv run python benchmarks/speculation.py --json benchmarks/results/speculation.cpu.json --page
     uv run python benchmarks/speculation.py --quick                  # seconds, to see that it works
     uv run python benchmarks/speculation.py --drafts 5 --batches 1 4
 
-Acceptance length is the tokens that a verification yields, 1 + accepted / drafts. The speed-up is of output tokens a
-second over the same engine without drafts: the median of rounds in which all take turns. Time counts while the batch is
-whole, from when each request has its first token until the first one ends. Greedy, float32, so that all write the same
-text, which is counted too. Below 1 × a method costs more than it buys. Memory is what the engine's ledger has beside
-the target: the weights of whatever drafts, and its cache for each token. Methods that look tokens up draft five, since
-that costs nearly nothing; those that run a model draft three. Texts: held-out Python, its docstrings, random tokens.
-The table is followed by one line of JSON; `--page` also puts it into lesson 07.
+Acceptance length is the tokens that a verification yields, 1 + accepted / drafts. The speed-up is
+of output tokens a second over the same engine without drafts: the median of rounds in which all
+take turns. Time counts while the batch is whole, from when each request has its first token until
+the first one ends. Greedy, float32, so that all write the same text, which is counted too. Below 1
+× a method costs more than it buys. Memory is what the engine's ledger has beside the target: the
+weights of whatever drafts, and its cache for each token. Methods that look tokens up draft five,
+since that costs nearly nothing; those that run a model draft three. Texts: held-out Python, its
+docstrings, random tokens. The table is followed by one line of JSON; `--page` also puts it into
+lesson 07.
 """
 
 import argparse
@@ -142,8 +145,8 @@ def costs(model: str, ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, fl
     """Map each method to its bytes by the engine's ledger, bytes of a token in its cache, and
     minutes of training; OFF is the target.
 
-    The minutes are those of `training.json` beside the weights, 0 where there is none. What lies on the host is not in
-    the ledger.
+    The minutes are those of `training.json` beside the weights, 0 where there is none. What lies on
+    the host is not in the ledger.
     """
     found = {}
     for name, way in {OFF: None, **ways}.items():
@@ -170,7 +173,9 @@ def ledger_of(model: str, way: dict[str, Any] | None) -> MemoryLedger:
 
 
 def serve(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int) -> Served:
-    """Serve these prompts, all at once; timed from when each has its first token until the first one ends."""
+    """Serve these prompts, all at once; timed from when each has its first token until the first
+    one ends.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     outputs: dict[str, list[int]] = {str(next(NAMES)): [] for _ in prompts}
     before, clock, seconds, counted = core.scheduler.spec_decoding_stats.copy(), own_clock(core), 0.0, 0
@@ -241,7 +246,9 @@ def cells(outcome: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
 
 
 def shown_costs(cost: dict[str, float]) -> tuple[str, ...]:
-    """Format megabytes, bytes of a token, and minutes of training, with a dash where there is none."""
+    """Format megabytes, bytes of a token, and minutes of training, with a dash where there is
+    none.
+    """
     shown = f"{cost['bytes'] / 1e6:.1f}", f"{cost['bytes_per_token']:,}", f"{cost['minutes']:.0f}"
     return tuple(one if float(one.replace(",", "")) else "–" for one in shown)
 

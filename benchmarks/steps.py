@@ -1,17 +1,19 @@
-"""Where the time of an engine's step goes: schedule, prepare, forward (of it attention), head, sample, update, text.
+"""Where the time of an engine's step goes: schedule, prepare, forward (of it attention), head,
+sample, update, text.
 
     uv run python benchmarks/steps.py
     uv run python benchmarks/steps.py --dtype bfloat16 --requests 16
     uv run python benchmarks/steps.py --ledger    # what each optimisation bought, into PERFORMANCE.md
     uv run python benchmarks/steps.py --switch    # the small ones, switched off and on from step to step
 
-The work of `benchmarks/peers.py`: prompts and outputs of 16 to 256 tokens, greedy, all requests at once. Every part is
-timed by the wall clock in every step; what is shown is the mean step of the fastest of several runs.
-The table is followed by one line of JSON. The ledger runs the engine as it is beside variants of it, each in a process
-of its own, in turns: without one optimisation, or with one that was tried and rejected. `--switch` compares what can be
-switched while the engine runs: each decode step of one engine is another variant's, so that a few per cent can be told
-on a machine that is not quiet. There a variant's figure is the median of its step's time over that of the engine as it
-is, a few steps before or after; processor time counts what the machine's other work does not.
+The work of `benchmarks/peers.py`: prompts and outputs of 16 to 256 tokens, greedy, all requests at
+once. Every part is timed by the wall clock in every step; what is shown is the mean step of the
+fastest of several runs. The table is followed by one line of JSON. The ledger runs the engine as it
+is beside variants of it, each in a process of its own, in turns: without one optimisation, or with
+one that was tried and rejected. `--switch` compares what can be switched while the engine runs:
+each decode step of one engine is another variant's, so that a few per cent can be told on a machine
+that is not quiet. There a variant's figure is the median of its step's time over that of the engine
+as it is, a few steps before or after; processor time counts what the machine's other work does not.
 """
 
 import argparse
@@ -64,7 +66,9 @@ class Variant:
 
 
 class OneDNNLinearMethod(UnquantizedLinearMethod):
-    """The method of a linear whose weight oneDNN laid out once, as `F.linear` with a packed weight."""
+    """The method of a linear whose weight oneDNN laid out once, as `F.linear` with a packed
+    weight.
+    """
 
     def __init__(self, linear: Linear) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
@@ -172,7 +176,9 @@ def run_once(engine: LLMEngine, requests: list[dict]) -> tuple[dict[str, float],
 
 
 def figures_of(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run a few times, keep the fastest: milliseconds by part of its mean step, and tokens per second."""
+    """Run a few times, keep the fastest: milliseconds by part of its mean step, and tokens per
+    second.
+    """
     with ExitStack() as patches:
         if variant.patch:
             module, name, value = variant.patch

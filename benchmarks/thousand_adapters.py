@@ -4,19 +4,23 @@
     uv run python benchmarks/thousand_adapters.py --peer --json ...                                      # and vLLM
     uv run python benchmarks/thousand_adapters.py --quick
 
-The embedded model, fp32, greedy; random adapters of rank 8 on all seven linears, all in host memory before the clock
-starts; 20 requests at once, 16 slots. Each number of adapters gets the same 4,000 requests of 16 tokens in and 8 out:
+The embedded model, fp32, greedy; random adapters of rank 8 on all seven linears, all in host memory
+before the clock starts; 20 requests at once, 16 slots. Each number of adapters gets the same 4,000
+requests of 16 tokens in and 8 out:
 
-- "five in a batch": four requests in a row ask for the same adapter, so a batch of 20 has five, however many there are.
-  With 1,000 adapters each group of four has to copy its adapter into a slot first.
-- "Zipf": each request asks by Zipf's law (exponent 1), so a batch has more adapters the more there are.
+- "five in a batch": four requests in a row ask for the same adapter, so a batch of 20 has five,
+  however many there are. With 1,000 adapters each group of four has to copy its adapter into a slot
+  first.
+- "Zipf": each request asks by Zipf's law (exponent 1), so a batch has more adapters the more there
+  are.
 - "none": no request names an adapter, in the same engine.
 
-The kinds take turns, in another order each round; the median of the rounds counts. How many adapters a batch had is
-counted in the scheduler, copies into slots in the slot table.
+The kinds take turns, in another order each round; the median of the rounds counts. How many
+adapters a batch had is counted in the scheduler, copies into slots in the slot table.
 
-With `--peer` the same requests go through vLLM's CPU build too, in its own environment (`make .peers`): both engines in
-processes of their own, in turns, no adapter, 5 and 1,000. Its figures join those that the file has.
+With `--peer` the same requests go through vLLM's CPU build too, in its own environment (`make
+.peers`): both engines in processes of their own, in turns, no adapter, 5 and 1,000. Its figures
+join those that the file has.
 
 The table is followed by one line of JSON.
 """

@@ -1,6 +1,7 @@
 """vLLM's command line, from the environment that `make peers` makes.
 
-Its CPU package has another name than the command line looks for: a folder of metadata stands for it.
+Its CPU package has another name than the command line looks for: a folder of metadata stands for
+it.
 """
 
 import os

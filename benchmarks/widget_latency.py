@@ -1,13 +1,14 @@
-"""The widgets' latency as a reader sees it: from a key press to the next picture, and redraws a second while dragging.
+"""The widgets' latency as a reader sees it: from a key press to the next picture, and redraws a
+second while dragging.
 
     uv run python benchmarks/widget_latency.py                    # every widget, in JupyterLab in a headless Chromium
     uv run python benchmarks/widget_latency.py --only kv_cache
 
-Each widget is shown in a notebook of its own by its `show()`. Every slider and list is turned by arrow keys; a press
-counts from the browser's time stamp of the key to the frame after the first new picture. Then the pointer drags the
-handle through the plot and back within 0.8 s, so that the number of its values sets no bound. A control page, whose
-picture needs no sweep, tells what the machine and the browser cost by themselves. The table is followed by one line of
-JSON.
+Each widget is shown in a notebook of its own by its `show()`. Every slider and list is turned by
+arrow keys; a press counts from the browser's time stamp of the key to the frame after the first new
+picture. Then the pointer drags the handle through the plot and back within 0.8 s, so that the
+number of its values sets no bound. A control page, whose picture needs no sweep, tells what the
+machine and the browser cost by themselves. The table is followed by one line of JSON.
 """
 
 import argparse

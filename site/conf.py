@@ -1,4 +1,6 @@
-"""How Sphinx makes the site. `tools/build_site.py` gives it the pages, and what it can read from the repository."""
+"""How Sphinx makes the site. `tools/build_site.py` gives it the pages, and what it can read from
+the repository.
+"""
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml
@@ -11,7 +13,8 @@ source_suffix = {".md": "markdown"}
 highlight_language = "text"
 root_doc = "index"
 
-# GitHub's Markdown, and nothing more: MyST's own syntax would read meaning into a line that begins with a percentage.
+# GitHub's Markdown, and nothing more: MyST's own syntax would read meaning into a line that begins
+# with a percentage.
 myst_enable_extensions = ["dollarmath", "strikethrough"]
 myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_target", "myst_role"]
 myst_heading_anchors = 6
@@ -46,7 +49,9 @@ REPLACED = {r"\ln ": r"\ln\, ", r"\dots": r"\ldots ", "½": r"{\tfrac{1}{2}}", "
 
 
 def mathml(source: str, display: bool) -> str:
-    """A formula for the browser's own typesetting; raises docutils' MathError where it is not understood."""
+    """A formula for the browser's own typesetting; raises docutils' MathError where it is not
+    understood.
+    """
     for unknown, known in REPLACED.items():
         source = source.replace(unknown, known)
     return latex2mathml.tex2mathml(source, as_block=display).replace("\n", "")

@@ -1,4 +1,6 @@
-"""Pearson's test: whether tokens were drawn from the probabilities that they should be drawn from."""
+"""Pearson's test: whether tokens were drawn from the probabilities that they should be drawn
+from.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch
 
 @dataclass(frozen=True)
 class Fit:
-    """Of counts to probabilities: the statistic, its degrees of freedom, and the distance in total variation."""
+    """Of counts to probabilities: the statistic, its degrees of freedom, and the distance in
+    total variation.
+    """
 
     statistic: float
     freedom: int
@@ -26,7 +30,7 @@ class Fit:
 
 
 def fit(counts: np.ndarray, probabilities: np.ndarray) -> Fit:
-    """Counts `[n]` or `[groups, n]` against probabilities of the same shape, each group's sum 1.
+    """Count `[n]` or `[groups, n]` against probabilities of the same shape, each group's sum 1.
 
     Of each group, the rarest tokens are put together until at least five are expected.
     """

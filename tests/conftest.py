@@ -1,6 +1,8 @@
-"""Leave out the tests that this machine cannot run, and say so in one line for each kind at the end.
+"""Leave out the tests that this machine cannot run, and say so in one line for each kind at the
+end.
 
-Import what needs torch where it is used: the head process of xdist runs no test, and starts sooner without torch.
+Import what needs torch where it is used: the head process of xdist runs no test, and starts sooner
+without torch.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def template() -> Iterator[Template | None]:
-    """Start the process that is forked for ranks, cores and servers; None where no process can be forked."""
+    """Start the process that is forked for ranks, cores and servers; None where no process can
+    be forked.
+    """
     from warm_processes import CAN_FORK, Template
 
     template = Template() if CAN_FORK else None
@@ -109,7 +113,9 @@ def template() -> Iterator[Template | None]:
 
 @pytest.fixture(scope="module")
 def warm_processes(template: Template | None) -> Iterator[None]:
-    """Fork the ranks, cores and servers of a file instead of starting fresh interpreters (`warm_processes.py`)."""
+    """Fork the ranks, cores and servers of a file instead of starting fresh interpreters
+    (`warm_processes.py`).
+    """
     from warm_processes import forked
 
     with forked(template):
@@ -117,7 +123,8 @@ def warm_processes(template: Template | None) -> Iterator[None]:
 
 
 def compute_on_one_thread() -> None:
-    """Let this process and those that tests start use one thread, since the workers share few cores.
+    """Let this process and those that tests start use one thread, since the workers share few
+    cores.
 
     Torch reads the variable when it is loaded, which is later.
     """
@@ -133,7 +140,8 @@ def set_up_logging() -> None:
 
 
 def keep_bytecode() -> None:
-    """Keep bytecode here and in the processes that tests start, even where the environment says otherwise.
+    """Keep bytecode here and in the processes that tests start, even where the environment says
+    otherwise.
 
     Without it each process compiles torch's sources again, which is most of its start: 3.5 of 5 s.
     """
@@ -142,13 +150,17 @@ def keep_bytecode() -> None:
 
 
 def hear_interrupts() -> None:
-    """Handle SIGINT: a background job of a script starts with it ignored, and tests of Ctrl-C would hang."""
+    """Handle SIGINT: a background job of a script starts with it ignored, and tests of Ctrl-C
+    would hang.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def set_up_hypothesis() -> None:
-    """Give a property 50 examples, each of which may take any time; a test that hangs fails all the same."""
+    """Give a property 50 examples, each of which may take any time; a test that hangs fails all
+    the same.
+    """
     try:
         from hypothesis import settings
     except ImportError:  # not on every machine that runs `make gpu`
@@ -169,7 +181,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_collection_finish() -> None:
     """Freeze what is loaded by now, so that the garbage collector never looks through it.
 
-    Looking through torch, hypothesis and all tests again and again took a tenth of the time of plain tests.
+    Looking through torch, hypothesis and all tests again and again took a tenth of the time of
+    plain tests.
     """
     gc.freeze()
     gc.enable()
@@ -177,7 +190,9 @@ def pytest_collection_finish() -> None:
 
 
 def let_torch_log_through_the_root() -> None:
-    """Let torch's loggers propagate: otherwise pytest adds its handlers to all 45, six times for each test."""
+    """Let torch's loggers propagate: otherwise pytest adds its handlers to all 45, six times for
+    each test.
+    """
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
             logger.propagate = True
@@ -214,7 +229,9 @@ def missing_here() -> dict[str, str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that need what is not here, and those that do again what a browser test of this run does."""
+    """Deselect the tests that need what is not here, and those that do again what a browser test
+    of this run does.
+    """
     refuse_names_that_change(items)
     refuse_what_make_gpu_forgets(items)
     for mark, reason in missing_here().items():
@@ -235,7 +252,9 @@ def put_in_order(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def refuse_names_that_change(items: list[pytest.Item]) -> None:
-    """Refuse a test whose name holds an object's address: the workers of xdist know a test by its name."""
+    """Refuse a test whose name holds an object's address: the workers of xdist know a test by
+    its name.
+    """
     changing = next((item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)), None)
     if changing:
         raise pytest.UsageError(f"this test has another name in every process; give it `ids`: {changing}")
@@ -257,7 +276,9 @@ def leave_out(mark: str, reason: str, config: pytest.Config, items: list[pytest.
 
 
 def browser_is_wanting(config: pytest.Config) -> bool:
-    """Tell whether a browser test is required and none has ended; a run that only collects owes none."""
+    """Tell whether a browser test is required and none has ended; a run that only collects owes
+    none.
+    """
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if not BROWSER_REQUIRED or config.option.collectonly or reporter is None:
         return False
@@ -266,7 +287,9 @@ def browser_is_wanting(config: pytest.Config) -> bool:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Report what a worker of xdist left out; fail the head process where a browser test is missing."""
+    """Report what a worker of xdist left out; fail the head process where a browser test is
+    missing.
+    """
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
     elif browser_is_wanting(session.config):
@@ -302,7 +325,9 @@ def mutation_scores(reporter: pytest.TerminalReporter) -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Hide the event loop that a browser's fixture leaves in the thread: other tests may run their own."""
+    """Hide the event loop that a browser's fixture leaves in the thread: other tests may run
+    their own.
+    """
     loop = asyncio._get_running_loop()
     if item.get_closest_marker("browser") is None:
         asyncio._set_running_loop(None)

@@ -1,4 +1,6 @@
-"""How the workers of xdist share the tests: file by file, so that what tests share is made once; the longest first."""
+"""How the workers of xdist share the tests: file by file, so that what tests share is made once;
+the longest first.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ LONGEST = (
     "tests/e2e/test_notebooks.py", "tests/site", "tests/e2e", "tests/server", "tests/lessons", "tests/lesson_widgets",
     "tests/lab/test_museum.py", "tests/proxy", "tests/engine", "tests/notebooks", "tests/kernels", "tests/executor",
 )  # fmt: skip
-"""Files and folders that come first, since who began one of them last would keep all others waiting."""
+"""Files and folders that come first, since who began one of them last would keep all others
+waiting.
+"""
 
 
 class ByFile(LoadScopeScheduling):
-    """Hands out files in the order of the tests. (Its own order, by number of tests, has the longest last.)"""
+    """Hands out files in the order of the tests. (Its own order, by number of tests, has the
+    longest last.)
+    """
 
     def __init__(self, config: pytest.Config, log: object) -> None:
         config.option.loadscopereorder = False
@@ -42,24 +48,28 @@ class ByFile(LoadScopeScheduling):
 
 
 def unit(nodeid: str) -> str:
-    """What one worker runs as a whole: a file, or some that share something costly."""
+    """Return what one worker runs as a whole: a file, or some that share something costly."""
     file = nodeid.partition("::")[0]
     return TOGETHER.get(file, file)
 
 
 def place(nodeid: str) -> int:
-    """Where a test's file stands in the order."""
+    """Return where a test's file stands in the order."""
     path = PurePosixPath(unit(nodeid))
     return next((index for index, first in enumerate(LONGEST) if path.is_relative_to(first)), len(LONGEST))
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Order the tests: the parts of a unit side by side, and what takes longest at the beginning."""
+    """Order the tests: the parts of a unit side by side, and what takes longest at the
+    beginning.
+    """
     items.sort(key=lambda item: (place(item.nodeid), unit(item.nodeid)))
 
 
 def shuffle(items: list[pytest.Item], seed: int) -> None:
-    """Another order of files, and of the tests in each: none of them may rest on what ran before it."""
+    """Another order of files, and of the tests in each: none of them may rest on what ran before
+    it.
+    """
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)

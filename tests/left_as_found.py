@@ -1,4 +1,6 @@
-"""What a test must leave as it found it: the state of a process that the next test in the same worker would inherit."""
+"""What a test must leave as it found it: the state of a process that the next test in the same
+worker would inherit.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SIGNALS = (
 OURS = ("minivllm", "minivllm_lab", "minivllm_simulate", "widgets")
 """What the names of the project's own modules begin with."""
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "NIXL_LOG_LEVEL"}
-"""Variables that pytest sets for each test, torch when its compiler is first asked for, and we when nixl is loaded."""
+"""Variables that pytest sets for each test, torch when its compiler is first asked for, and we
+when nixl is loaded.
+"""
 ABSENT = "nothing"
 
 
@@ -161,7 +165,7 @@ def _restore_logging(was: dict[str, Any]) -> None:
 
 
 def _modules() -> dict[str, Any]:
-    """Only the project's own: what a test loads under a name of its own is nobody else's."""
+    """Return only the project's own: what a test loads under a name of its own is nobody else's."""
     if len(sys.modules) != _own["looked at"]:  # 4,000 names, twice for each test: looked at only when there are others
         _own["names"] = [name for name in sys.modules if name.startswith(OURS)]
         _own["looked at"] = len(sys.modules)

@@ -1,4 +1,6 @@
-"""What `make gpu` runs: the files of `gpu.txt`, on machines that need not have all of the project's packages."""
+"""What `make gpu` runs: the files of `gpu.txt`, on machines that need not have all of the
+project's packages.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS_WITH_SERVERS = ("tests/lessons/06_serving/test_06_serving.py",)
-"""Files whose script imports the server, and so cannot be imported without the server's packages."""
+"""Files whose script imports the server, and so cannot be imported without the server's
+packages.
+"""
 
 
 class NothingOf(pytest.Module):
@@ -20,19 +24,21 @@ class NothingOf(pytest.Module):
 
 
 def files_of_make_gpu() -> list[Path]:
-    """The files and folders that `make gpu` hands to pytest."""
+    """Return the files and folders that `make gpu` hands to pytest."""
     return [path for pattern in (ROOT / "tests" / "gpu.txt").read_text().split() for path in ROOT.glob(pattern)]
 
 
 def forgotten(items: Iterable[pytest.Item]) -> pytest.Item | None:
-    """A test that needs a GPU, in a file that `make gpu` does not run."""
+    """Return a test that needs a GPU, in a file that `make gpu` does not run."""
     listed = {*files_of_make_gpu()}
     marked = (item for item in items if item.get_closest_marker("gpu"))
     return next((item for item in marked if listed.isdisjoint((item.path, *item.path.parents))), None)
 
 
 def package_missing_for(path: Path) -> str:
-    """A package that the script of this file of tests needs and that is not installed; empty if there is none."""
+    """Return a package that the script of this file of tests needs and that is not installed; empty
+    if there is none.
+    """
     from minivllm_lab.disaggregation.server_pair import missing_package
 
     return missing_package() if path in [ROOT / name for name in SCRIPTS_WITH_SERVERS] else ""

@@ -1,4 +1,6 @@
-"""CPU time that means the same on any processor, whatever runs beside: in seconds of one machine, on a quiet core."""
+"""CPU time that means the same on any processor, whatever runs beside: in seconds of one
+machine, on a quiet core.
+"""
 
 import time
 from collections.abc import Callable
@@ -8,7 +10,8 @@ REFERENCE_SECONDS = 0.0017
 
 
 def quiet_seconds(action: Callable[[], object]) -> float:
-    """CPU seconds that the action takes there: here's, divided by how much slower `_draw` is before it and after.
+    """CPU seconds that the action takes there: here's, divided by how much slower `_draw` is before
+    it and after.
 
     Where `_draw` is faster than there, what the action takes here.
     """

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 PATIENCE = 60.0
-"""Seconds for anything that takes a moment on a quiet machine. What a test calls wrong must take longer than this."""
+"""Seconds for anything that takes a moment on a quiet machine. What a test calls wrong must take
+longer than this.
+"""
 Found = TypeVar("Found")
 
 
@@ -18,7 +20,9 @@ def eventually(holds: Callable[[], Found], seconds: float = PATIENCE, pause: flo
 
 
 def reaches(value: Callable[[], float], wanted: float, pause: float = 0.1) -> bool:
-    """Whether a number that grows gets there or beyond. It may take any time, but must not rest for `PATIENCE`."""
+    """Return whether a number that grows gets there or beyond. It may take any time, but must not
+    rest for `PATIENCE`.
+    """
     last = value()
     while last < wanted and eventually(lambda before=last: value() > before, pause=pause):
         last = value()

@@ -18,10 +18,11 @@ WORDS = ("aria-label", "fill", "font-family", "stroke")
 
 
 def differences(drawn: str, shown: str) -> list[str]:
-    """How two drawings of our own SVG differ, a line each; none where a reader could not tell them apart.
+    """Return how two drawings of our own SVG differ, a line each; none where a reader could not
+    tell them apart.
 
-    Elements, their order, words and whole numbers must be equal. Coordinates may be half a pixel apart, and decimals in
-    words one unit of their last digit: other machines round sums otherwise.
+    Elements, their order, words and whole numbers must be equal. Coordinates may be half a pixel
+    apart, and decimals in words one unit of their last digit: other machines round sums otherwise.
     """
     return list(_element_differences(ET.fromstring(drawn), ET.fromstring(shown), "svg"))
 
@@ -72,14 +73,18 @@ def _same_coordinates(one: str, other: str) -> bool:
 
 
 def contents(path: Path) -> list[dict[str, Any]]:
-    """Read what each panel of a figure shows, from the data that `minivllm_lab.figures.panels` stores in it."""
+    """Read what each panel of a figure shows, from the data that `minivllm_lab.figures.panels`
+    stores in it.
+    """
     description = ET.parse(path).find(DESCRIPTION)
     assert description is not None, f"{path.name} does not say what it shows: draw it again"
     return json.loads(description.text or "")
 
 
 def contents_differ(drawn: Any, shown: Any, place: str = "panels") -> list[str]:
-    """How the contents of two figures differ: words must be equal, numbers within a thousandth."""
+    """Return how the contents of two figures differ: words must be equal, numbers within a
+    thousandth.
+    """
     if isinstance(drawn, dict) and isinstance(shown, dict) and drawn.keys() == shown.keys():
         return [line for key in drawn for line in contents_differ(drawn[key], shown[key], f"{place}.{key}")]
     if isinstance(drawn, list) and isinstance(shown, list):

@@ -1,4 +1,6 @@
-"""ARCHITECTURE.md names files and functions: each of them exists, and the spine is a weekend, not a month."""
+"""ARCHITECTURE.md names files and functions: each of them exists, and the spine is a weekend,
+not a month.
+"""
 
 import ast
 import re
@@ -29,7 +31,9 @@ WAY = hops("way")
 
 
 def definitions(path: Path) -> set[str]:
-    """Functions, classes and methods of a file; those of classes after the class's name and a dot."""
+    """Functions, classes and methods of a file; those of classes after the class's name and a
+    dot.
+    """
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, FUNCTIONS | ast.ClassDef):
@@ -45,7 +49,9 @@ def test_every_hop_exists(file, function):
 
 
 def test_the_way_is_told_whole():
-    """Each package of the engine that a request goes through has a hop, and the front end is first and last."""
+    """Each package of the engine that a request goes through has a hop, and the front end is
+    first and last.
+    """
     assert WAY[0][1] == "LLM.generate"
     assert WAY[-1][1] == "OutputProcessor.process_outputs"
     packages = {file.split("/")[0] for file, _ in WAY}

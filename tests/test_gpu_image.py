@@ -1,4 +1,6 @@
-"""`make gpu` runs on an image with torch, triton, transformers, numpy, pytest and rich, without our other packages."""
+"""`make gpu` runs on an image with torch, triton, transformers, numpy, pytest and rich, without
+our other packages.
+"""
 
 import os
 import subprocess
@@ -34,7 +36,9 @@ def brought_by(names: tuple[str, ...]) -> set[str]:
 
 
 def missing_there() -> list[str]:
-    """Every module that is installed here, and this repository's `widgets`, but for what an image has."""
+    """Return every module that is installed here, and this repository's `widgets`, but for what an
+    image has.
+    """
     there = brought_by(ON_THE_IMAGE)
     modules = metadata.packages_distributions().items()
     missing = {name for name, owners in modules if there.isdisjoint(map(canonicalize_name, owners))}

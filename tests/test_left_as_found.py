@@ -1,4 +1,6 @@
-"""What a test leaves behind is named and taken back; and files are handed out whole, the longest first."""
+"""What a test leaves behind is named and taken back; and files are handed out whole, the longest
+first.
+"""
 
 import gc
 import itertools

@@ -1,4 +1,6 @@
-"""MINIVLLM_REQUIRE_BROWSER: a run of tests in which no browser test came to an end fails, and says why."""
+"""MINIVLLM_REQUIRE_BROWSER: a run of tests in which no browser test came to an end fails, and
+says why.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""A name of vLLM in our texts is one that v0.33.0 has: a misspelt one is found wherever it stands."""
+"""A name of vLLM in our texts is one that v0.33.0 has: a misspelt one is found wherever it
+stands.
+"""
 
 import io
 import tarfile
@@ -29,7 +31,7 @@ def hash_block(): ...
 
 
 def problems(name: str, text: str) -> list[str]:
-    """What the committed list says of a text."""
+    """Return what the committed list says of a text."""
     return tool.read_list(tool.LIST.read_text()).problems(tool.mentions({name: text}))
 
 

@@ -87,7 +87,9 @@ HEAVY = {"torch", "triton", "transformers", "numba"}
 
 @functools.cache
 def imported_modules(path: Path) -> frozenset[str]:
-    """Every module named by an import statement, inside functions too, `if TYPE_CHECKING:` blocks left out."""
+    """Return every module named by an import statement, inside functions too, `if TYPE_CHECKING:`
+    blocks left out.
+    """
     names = set()
     pending: list[ast.AST] = [ast.parse(path.read_text())]
     while pending:
@@ -105,7 +107,7 @@ def imported_modules(path: Path) -> frozenset[str]:
 
 
 def floor_of(module: str) -> str:
-    """The floor of a module of ours, and "" of any other."""
+    """Return the floor of a module of ours, and "" of any other."""
     package, _, rest = module.partition(".")
     floor = rest.partition(".")[0] if package == "minivllm" else package
     return floor if floor in FLOORS else ""
@@ -223,7 +225,7 @@ def methods_of(node: ast.ClassDef) -> set[str]:
 
 @functools.cache
 def core_methods() -> dict[str, set[str]]:
-    """The methods of each class in `minivllm.core`, inherited ones too."""
+    """Return the methods of each class in `minivllm.core`, inherited ones too."""
     classes = {node.name: node for path in sorted((ENGINE / "core").rglob("*.py")) for node in classes_in(path)}
 
     def with_inherited(name: str) -> set[str]:
@@ -233,7 +235,7 @@ def core_methods() -> dict[str, set[str]]:
 
 
 def private_overrides(path: Path) -> set[str]:
-    """The private methods of classes in `minivllm.core` that classes in this file override."""
+    """Return the private methods of classes in `minivllm.core` that classes in this file override."""
     derived = ((node, base) for node in classes_in(path) for base in base_names(node) & core_methods().keys())
     return {
         f"{base}.{name}"
@@ -256,7 +258,7 @@ def test_private_overrides_are_found(tmp_path):
 
 
 def test_only_the_core_overrides_its_private_methods():
-    """Whoever wants another decision gives the scheduler a policy (`core/policy.py`)."""
+    """To change a decision, give the scheduler a policy (`core/policy.py`)."""
     folders = [ROOT / name for name in ("vllm", "widgets", "benchmarks", "lessons", "tests", "tools")]
     paths = [path for folder in folders for path in folder.rglob("*.py") if ENGINE / "core" not in path.parents]
     assert len(paths) > 500

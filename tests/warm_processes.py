@@ -1,11 +1,13 @@
-"""Processes forked from one that has loaded torch, for tests of what they do and not of how they start.
+"""Processes forked from one that has loaded torch, for tests of what they do and not of how they
+start.
 
-A fresh interpreter spends 3 s on loading torch and the engine. A template (`warm_template.py`) does so once, and is
-forked for each worker of xdist, which comes with a template of its own: that is forked for ranks, cores and servers.
-These fork themselves for what they start.
+A fresh interpreter spends 3 s on loading torch and the engine. A template (`warm_template.py`) does
+so once, and is forked for each worker of xdist, which comes with a template of its own: that is
+forked for ranks, cores and servers. These fork themselves for what they start.
 
-Elsewhere, and where a test has changed an environment variable, a fresh interpreter is started as ever. Forks share the
-seed of Python's hashes, which ranks must not rest on: `engine/test_tensor_parallel.py` has fresh ones.
+Elsewhere, and where a test has changed an environment variable, a fresh interpreter is started as
+ever. Forks share the seed of Python's hashes, which ranks must not rest on:
+`engine/test_tensor_parallel.py` has fresh ones.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ MAY_CHANGE = {
     "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_SERVER_DEV_MODE", "JPY_PARENT_PID", "JPY_SESSION_NAME",
     "MINIVLLM_LOGGING_LEVEL", "MINIVLLM_KV_TRANSFER_SECRET",
 }  # fmt: skip
-"""Variables that nothing reads while the template loads its modules, or of which `become` takes account."""
+"""Variables that nothing reads while the template loads its modules, or of which `become` takes
+account.
+"""
 CAN_FORK = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 """Only Linux gives orphans to who asks for them, and CUDA does not survive a fork."""
 
@@ -63,12 +67,14 @@ class Template:
             )
 
     def is_loaded(self) -> bool:
-        """Whether a child would come at once. Before that `fork` waits, some 10 s where no bytecode is kept yet."""
+        """Return whether a child would come at once. Before that `fork` waits, some 10 s where no
+        bytecode is kept yet.
+        """
         has_ended = self.process is not None and self.process.poll() is not None
         return not has_ended and (self._greeted or bool(select.select([self.socket], [], [], 0)[0]))
 
     def fork(self, request: Request, fds: Sequence[int]) -> int:
-        """A child of this process with these file descriptors; returns its id.
+        """Return a child of this process with these file descriptors; returns its id.
 
         Raises:
             RuntimeError: the template, or the child, has ended; why, its traceback says.
@@ -100,7 +106,9 @@ class Template:
 
 
 class Itself:
-    """In place of a template, in a process that was forked: it has loaded all that its children need."""
+    """In place of a template, in a process that was forked: it has loaded all that its children
+    need.
+    """
 
     def __init__(self) -> None:
         self.environment = fixed(os.environ)
@@ -116,7 +124,9 @@ class Itself:
 
 
 class WarmSubprocess:
-    """In place of the module `subprocess`: what ranks, cores, servers, kernels and xdist's workers need of it."""
+    """In place of the module `subprocess`: what ranks, cores, servers, kernels and xdist's
+    workers need of it.
+    """
 
     DEVNULL, PIPE, TimeoutExpired = subprocess.DEVNULL, subprocess.PIPE, subprocess.TimeoutExpired
 
@@ -229,7 +239,9 @@ class WarmProcess:
 
 @contextlib.contextmanager
 def forked(template: Template | None) -> Iterator[None]:
-    """Ranks, cores and servers that are started meanwhile are forked, unless there is no template."""
+    """Ranks, cores and servers that are started meanwhile are forked, unless there is no
+    template.
+    """
     with contextlib.ExitStack() as patches:
         for name in STARTERS if template else ():
             module = importlib.import_module(name)
@@ -242,5 +254,7 @@ def fixed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def adopt_orphans(adopts: bool) -> None:
-    """While this holds, orphans below this process become its children, in place of the first process's."""
+    """While this holds, orphans below this process become its children, in place of the first
+    process's.
+    """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)

@@ -1,7 +1,9 @@
-"""The process that is forked: it loads torch, the engine and the server, then becomes whatever it is asked for.
+"""The process that is forked: it loads torch, the engine and the server, then becomes the requested
+process.
 
-It forks twice, so that what is left is an orphan, which Linux gives to the nearest ancestor that asks for orphans
-(`PR_SET_CHILD_SUBREAPER`). That is the process that asked, which then is the parent, as of a process that it started.
+It forks twice, so that what is left is an orphan, which Linux gives to the nearest ancestor that
+asks for orphans (`PR_SET_CHILD_SUBREAPER`). That is the process that asked, which then is the
+parent, as of a process that it started.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from pathlib import Path
 from typing import NoReturn
 
 ABOVE_ALL = 200
-"""File descriptors are first moved above this number, so that none is overwritten while each goes to its place."""
+"""File descriptors are first moved above this number, so that none is overwritten while each
+goes to its place.
+"""
 LENGTH = struct.Struct("I")
 ROOM = "/" * 4096
 """An argument of the template's that makes place for the command of what it becomes (`show`)."""
@@ -70,7 +74,7 @@ class Request:
 
 
 def main() -> None:
-    """`-c "..." FD PATH MODULES ROOM`: load everything, then fork whenever one is asked for."""
+    """`-c "..." FD PATH MODULES ROOM`: load everything, then fork at each request."""
     import warm_processes  # noqa: F401  # while it is found: a kernel does not see the tests' modules
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the others are told, who leave; then this one ends
@@ -112,7 +116,7 @@ def load_loops() -> None:
 
 
 def serve(asking: socket.socket) -> NoReturn:
-    """Fork whenever one is asked for, until the process that asks is gone."""
+    """Fork at each request, until the requesting process is gone."""
     while True:
         length, fds, *_ = socket.recv_fds(asking, LENGTH.size, 16)
         if not length:
@@ -124,7 +128,8 @@ def serve(asking: socket.socket) -> NoReturn:
 
 
 def fork_twice(asking: socket.socket, request: Request, fds: Sequence[int]) -> int:
-    """The process id of the child's child, once the child is gone, and it leads the session that it was to lead.
+    """Return the process id of the child's child, once the child is gone, and it leads the session
+    that it was to lead.
 
     0 if it has ended before it could say its own.
     """
@@ -217,14 +222,18 @@ def put(fds: Sequence[int], places: Sequence[int]) -> None:
 
 
 def hear_signals() -> None:
-    """As an interpreter does that has just started, whatever the process did of which this is a fork."""
+    """As an interpreter does that has just started, whatever the process did of which this is a
+    fork.
+    """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def show(command: Sequence[str]) -> None:
-    """Let `ps` and psutil see this command: it is written where the template's lies, after as many slashes as fit."""
+    """Let `ps` and psutil see this command: it is written where the template's lies, after as
+    many slashes as fit.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = map(int, fields[45:47])  # arg_start, arg_end: man 5 proc_pid_stat
     room = end - start - 1

@@ -1,4 +1,5 @@
-"""The repository's public address. It stands in pyproject.toml; whatever else quotes it is held equal to that.
+"""The repository's public address. It stands in pyproject.toml; whatever else quotes it is held
+equal to that.
 
 uv run python tools/address.py                          # print it
 uv run python tools/address.py --set https://github.com/someone/a-name
@@ -19,7 +20,9 @@ from minivllm_lab.cli import Parser, run
 ROOT = Path(__file__).resolve().parents[1]
 GITHUB = "https://github.com/"
 OPENERS = ("colab.research.google.com/github/", "mybinder.org/v2/gh/", "codespaces.new/", "nbviewer.org/github/")
-"""Services that open a notebook of a repository: after these words, only this repository can stand."""
+"""Services that open a notebook of a repository: after these words, only this repository can
+stand.
+"""
 NO_NAMES = re.compile(r"ADDRESS-OF-THE|YOUR-(?:NAME|FORK)|<(?:owner|repo|user)>", re.IGNORECASE)
 SLUG = r"([\w.-]+/[\w.-]*\w)"
 

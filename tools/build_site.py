@@ -1,10 +1,12 @@
-"""Build the site: the repository's lessons as pages for a browser, with search, formulas, diagrams and live widgets.
+"""Build the site: the repository's lessons as pages for a browser, with search, formulas, diagrams
+and live widgets.
 
     uv run python tools/build_site.py                  # into out/site; open out/site/index.html, no server is needed
     uv run python tools/build_site.py --out FOLDER
 
-Neither the build nor a page asks the network. Sphinx makes the pages (its settings, style and scripts: `site/`) from
-what `site_pages` makes of the Markdown; `site_widgets` draws each widget's views in advance.
+Neither the build nor a page asks the network. Sphinx makes the pages (its settings, style and
+scripts: `site/`) from what `site_pages` makes of the Markdown; `site_widgets` draws each widget's
+views in advance.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = si
     """Build the site of a repository; returns the page to open.
 
     Raises:
-        MinivllmError: a page has a broken link, a formula that is not understood or the like; Sphinx has said which.
+        MinivllmError: a page has a broken link, a formula that is not understood or the like;
+            Sphinx has said which.
     """
     if out.exists() and any(out.iterdir()) and not (out / "searchindex.js").is_file():
         raise MinivllmError(f"{out} holds something that is no site: name another folder, or empty this one")

@@ -3,15 +3,16 @@
     uv run python tools/claims.py --write     # make claims
     uv run python tools/claims.py --check     # fails when a table is stale
 
-`lessons/claims.toml` holds a row for every claim that a lesson quotes. Its `measured` is a template:
-`{dotted.path:.1%}` is looked up in the figures of `benchmarks/results/<stem of the script>.<machine>.json`, once for
-each machine that has results; a row's `results` names another stem. `also` adds what one other results file has.
-The table goes between `<!-- claims:NN -->` and `<!-- /claims -->`, in the lesson or on its page in `lessons/notes`.
-Between `<!-- published-checks -->` and its end goes the cost model beside published measurements, row by row.
+`lessons/claims.toml` holds a row for every claim that a lesson quotes. Its `measured` is a
+template: `{dotted.path:.1%}` is looked up in the figures of `benchmarks/results/<stem of the
+script>.<machine>.json`, once for each machine that has results; a row's `results` names another
+stem. `also` adds what one other results file has. The table goes between `<!-- claims:NN -->` and
+`<!-- /claims -->`, in the lesson or on its page in `lessons/notes`. Between `<!-- published-checks
+-->` and its end goes the cost model beside published measurements, row by row.
 
-A `[[sentence]]` is a piece of a lesson's prose that quotes one results file. Both commands fail where the lesson's
-pages do not have it word for word, line breaks aside. In a list of rows, `{decode.64 decodes of 4,096 + fp8.gb_per_s}`
-picks the row that has both values.
+A `[[sentence]]` is a piece of a lesson's prose that quotes one results file. Both commands fail
+where the lesson's pages do not have it word for word, line breaks aside. In a list of rows,
+`{decode.64 decodes of 4,096 + fp8.gb_per_s}` picks the row that has both values.
 """
 
 from __future__ import annotations

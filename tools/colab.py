@@ -1,6 +1,7 @@
 """Install the course in Colab's running session; the first cell of each notebook runs this there.
 
-What Colab has stays as it is: only what is missing or too old is installed. It needs nothing but Python and pip.
+What Colab has stays as it is: only what is missing or too old is installed. It needs nothing but
+Python and pip.
 """
 
 from __future__ import annotations

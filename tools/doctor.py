@@ -24,7 +24,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: `ok` is None if a missing item only slows things down or disables an extra."""
+    """One line of the report: `ok` is None if a missing item only slows things down or disables
+    an extra.
+    """
 
     subject: str
     ok: bool | None

@@ -3,8 +3,9 @@
     uv run python tools/engine_tree.py --write
     uv run python tools/engine_tree.py --check     # fails when the page is stale
 
-A gloss is the first paragraph of the file's own docstring, so it is written once, where the code is. Packages stand in
-the order in which a request meets them, the spine that ARCHITECTURE.md lists in bold.
+A gloss is the first paragraph of the file's own docstring, so it is written once, where the code
+is. Packages stand in the order in which a request meets them, the spine that ARCHITECTURE.md lists
+in bold.
 """
 
 from __future__ import annotations

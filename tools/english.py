@@ -3,10 +3,11 @@
     uv run python tools/english.py               # every Python file that git knows
     uv run python tools/english.py vllm widgets  # some folders
 
-The rules are few and have no false alarms, so `make lint` runs them. A docstring is a sentence in the imperative; a
-property's may be a noun phrase. Words that begin a clause without a verb of its own ("Whose block it is.", "Of one
-layer.") are refused at its beginning, and so are a few turns of phrase that no native speaker would use, wherever they
-stand. Ruff's D401 holds the mood of the verb.
+The rules are few and have no false alarms, so `make lint` runs them. A docstring is a sentence in
+the imperative; a property's may be a noun phrase. Words that begin a clause without a verb of its
+own ("Whose block it is.", "Of one layer.") are refused at its beginning, and so are a few turns of
+phrase that no native speaker would use, wherever they stand. Ruff's D401 holds the mood of the
+verb.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = ("tools/english.py", "lessons/exercises/", "tests/")
+"""This file quotes what it forbids; an exercise's statements are questions, and a test's are rules."""
 
 HEADLESS = re.compile(
     r"(Of|By|As|Whose|What|Who|Whom|Which|Where|When|Why|With|Without|From|For|At|In|On|Than|So|Those|That"
@@ -27,14 +30,11 @@ HEADLESS = re.compile(
 )
 """Words that a docstring does not begin with: what follows is a clause, a phrase or a riddle."""
 
-OF_A_PROPERTY = ("Whether", "How")
+OF_A_PROPERTY = ("Whether", "How", "When", "From")
 """Words that the docstring of a property may begin with."""
 
-RULES = ("test_", "check_")
-"""Functions with such names have a rule as docstring, in any words."""
-
 FEWEST_WORDS = 3
-"""A docstring of fewer words repeats its function's name."""
+"""A docstring of fewer words repeats its function's name, unless it names a kernel's grid or an interface."""
 
 PHRASES = {
     re.compile(pattern, re.IGNORECASE): instead
@@ -67,13 +67,13 @@ def problems(path: Path) -> Iterator[tuple[int, str]]:
 
 def _docstring_problems(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[tuple[int, str]]:
     words = (ast.get_docstring(node) or "").split()
-    if not words or node.name.startswith(RULES):
+    if not words:
         return
     line = node.body[0].lineno
     head = HEADLESS.match(words[0])
-    if head and not (is_property(node) and words[0] in OF_A_PROPERTY):
+    if head and not (is_property(node) and head.group() in OF_A_PROPERTY):
         yield line, f"the docstring of {node.name} begins with '{words[0]}': write a sentence with a verb"
-    elif len(words) < FEWEST_WORDS or (words[0] == "See" and len(words) == 2):
+    elif words[0] == "See" or (len(words) < FEWEST_WORDS and words[0] not in ("Implement", "Implements", "Grid")):
         yield line, f"the docstring of {node.name} says nothing: delete it, or say what the name does not"
 
 
@@ -94,8 +94,7 @@ def python_files(folders: list[str]) -> list[Path]:
         ["git", "ls-files", "-z", "--", *(f"{folder.rstrip('/')}" for folder in folders)],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.split("\0")  # fmt: skip
-    own = "tools/english.py"  # quotes what it forbids
-    names = [name for name in listed if name.endswith(".py") and name != own]
+    names = [name for name in listed if name.endswith(".py") and not name.startswith(LEFT_OUT)]
     return [ROOT / name for name in names if (ROOT / name).is_file()]
 
 

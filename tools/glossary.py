@@ -1,13 +1,14 @@
-"""Check that the lessons explain their terms where they first stand, or link them to `lessons/GLOSSARY.md`.
+"""Check that the lessons explain their terms where they first stand, or link them to
+`lessons/GLOSSARY.md`.
 
     uv run python tools/glossary.py --check     # lessons that have a notes page, and the glossary itself
     uv run python tools/glossary.py 02          # one lesson, whether it has a notes page or not
 
-An entry is a third-level heading. A term counts in the forms that a comment below the heading lists, else in its own
-and with an s: `<!-- forms: decode, decodes, decoding -->`. It first stands in the first paragraph below the first
-section heading that has a form of it, outside code, headings, pictures and summaries, where Markdown has no links.
-There, or above, it must be linked (`GLOSSARY.md#block-table`) or stand in bold: that is how a lesson marks a word
-that it explains.
+An entry is a third-level heading. A term counts in the forms that a comment below the heading
+lists, else in its own and with an s: `<!-- forms: decode, decodes, decoding -->`. It first stands
+in the first paragraph below the first section heading that has a form of it, outside code,
+headings, pictures and summaries, where Markdown has no links. There, or above, it must be linked
+(`GLOSSARY.md#block-table`) or stand in bold: that is how a lesson marks a word that it explains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Check that every relative link and picture in the repository's Markdown leads somewhere. No network is used.
+"""Check that every relative link and picture in the repository's Markdown leads somewhere. No
+network is used.
 
 uv run python tools/links.py
 """

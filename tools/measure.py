@@ -1,15 +1,17 @@
-"""Run a lesson once and put what it measured everywhere it is quoted: results, figures, text, claims, notebook.
+"""Run a lesson once and put what it measured everywhere it is quoted: results, figures, text,
+claims, notebook.
 
     uv run python tools/measure.py 01                  # make measure N=01
     uv run python tools/measure.py 01 --machine h100   # on another machine: only its results file
 
-A lesson, or its page in `lessons/notes`, quotes output in a fence under a comment that names the command and, after
-bars, the parts to show:
+A lesson, or its page in `lessons/notes`, quotes output in a fence under a comment that names the
+command and, after bars, the parts to show:
 
     <!-- output: vllm/01_kv_cache.py | 1 and 2. | What you saw -->
 
-A part is a heading's section, or the lines from one that starts so to the next blank line; no part means everything.
-The command with no flags is the run that also writes results and figure: all of a lesson's figures are from one run.
+A part is a heading's section, or the lines from one that starts so to the next blank line; no part
+means everything. The command with no flags is the run that also writes results and figure: all of a
+lesson's figures are from one run.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ In a lesson's Markdown, the words after a fence's language say what becomes of i
     ```python script=vllm/01_kv_cache.py region=N  text that must equal that region of the script
     ```python                                      text, like every other fence
 
-`script=` goes with the first three as well; without `region=` it quotes the whole file. A region lies between the
-lines `# region: NAME` and `# endregion`. A picture that stands beside a widget's cell shows what the widget draws: the
-notebook has the widget alone. `notebooks/README.md`, the page on which `make lab` opens, is built too.
+`script=` goes with the first three as well; without `region=` it quotes the whole file. A region
+lies between the lines `# region: NAME` and `# endregion`. A picture that stands beside a widget's
+cell shows what the widget draws: the notebook has the widget alone. `notebooks/README.md`, the page
+on which `make lab` opens, is built too.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ def read_lesson(path: Path) -> Lesson:
     """Split a lesson at its fenced blocks.
 
     Raises:
-        MinivllmError: a fence is not closed, has an unknown word, or is a cell where none can be; names file and line.
+        MinivllmError: a fence is not closed, has an unknown word, or is a cell where none can be;
+            names file and line.
     """
     lesson = Lesson(path, ())
     parts: list[str | Fence] = []
@@ -277,7 +279,9 @@ def notebook_text(lesson: Lesson) -> str:
 
 
 def _jupytext_lines(lesson: Lesson) -> Iterator[str]:
-    """Yield the lesson as jupytext reads it: code fences are cells, but for those that say NO_CELL."""
+    """Yield the lesson as jupytext reads it: code fences are cells, but for those that say
+    NO_CELL.
+    """
     headings, stem, drawn_live = _heading_ids(lesson), lesson.path.stem, _pictures_of_widgets(lesson.parts)
     yield HOW_TO_GET_HERE.format(stem=stem, mend=MEND, colab=ADDRESS.colab(stem))
     yield f'```python tags=["setup"]\n{SETUP.format(address=ADDRESS.address())}```\n'
@@ -360,7 +364,9 @@ def lessons_in(root: Path, numbers: list[str]) -> list[Path]:
 
 
 def outputs(path: Path) -> dict[Path, str]:
-    """Return what `--write` writes for one lesson: the lesson with fresh quotes, and its notebook."""
+    """Return what `--write` writes for one lesson: the lesson with fresh quotes, and its
+    notebook.
+    """
     lesson = with_fresh_quotes(read_lesson(path))
     return {path: lesson_text(lesson), lesson.notebook: notebook_text(lesson)}
 
@@ -440,7 +446,9 @@ def execute(path: Path, again: bool = False) -> float:
 
 
 def run_cells(notebook: nbformat.NotebookNode, path: Path) -> float:
-    """Run a notebook's cells in memory, in the folder of `path`, and store their outputs in them."""
+    """Run a notebook's cells in memory, in the folder of `path`, and store their outputs in
+    them.
+    """
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
@@ -454,7 +462,9 @@ def run_cells(notebook: nbformat.NotebookNode, path: Path) -> float:
 
 
 def demos(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Return the code cells that only show something: not the set-up, the exercise and its checks."""
+    """Return the code cells that only show something: not the set-up, the exercise and its
+    checks.
+    """
     return [cell for cell in notebook.cells if cell.cell_type == "code" and "tags" not in cell.metadata]
 
 

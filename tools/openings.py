@@ -1,10 +1,12 @@
-"""Draw the lessons' opening figures: `frames()` in `NAME/opening.py`, below `vllm/minivllm_lab`, makes each.
+"""Draw the lessons' opening figures: `frames()` in `NAME/opening.py`, below `vllm/minivllm_lab`,
+makes each.
 
     uv run python tools/openings.py --write        # all of them, or those named: --write paged_attention
     uv run python tools/openings.py --check        # fails when a drawing is stale
 
-`NAME/opening.py` belongs to `lessons/NN_NAME.md` and is drawn into `lessons/figures/NN_opening.svg`; one without a
-lesson, such as README's `request`, into `lessons/figures/NAME.svg`.
+`NAME/opening.py` belongs to `lessons/NN_NAME.md` and is drawn into
+`lessons/figures/NN_opening.svg`; one without a lesson, such as README's `request`, into
+`lessons/figures/NAME.svg`.
 """
 
 from __future__ import annotations

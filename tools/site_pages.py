@@ -1,8 +1,9 @@
-"""The site's pages: the repository's Markdown with links, diagrams and widgets as a page in a browser needs them.
+"""The site's pages: the repository's Markdown with links, diagrams and widgets as a page in a
+browser needs them.
 
-Nothing of the repository is changed. Each page is written again below a folder that the generator reads: links to files
-that are no pages of the site lead to the repository, Mermaid becomes SVG, and below the cells that show a widget or the
-steps of a picture stands what they show.
+Nothing of the repository is changed. Each page is written again below a folder that the generator
+reads: links to files that are no pages of the site lead to the repository, Mermaid becomes SVG, and
+below the cells that show a widget or the steps of a picture stands what they show.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ DIAGRAM = {
     "themeVariables": {"fontSize": "12px"},
     "flowchart": {"nodeSpacing": 22, "rankSpacing": 22, "padding": 8, "wrappingWidth": 180},
 }
-"""Mermaid's settings. Colours are the style sheet's, so that they follow the page's theme, and so is the font: one no
-wider than DejaVu Sans, with which texts are measured."""
+"""Mermaid's settings. Colours are the style sheet's, so that they follow the page's theme, and so
+is the font: one no wider than DejaVu Sans, with which texts are measured.
+"""
 
 Embed = Callable[[str, str, Mapping[str, Any]], str]
-"""`embed("widgets.kv_cache", "show", {})` -> the HTML of what this call shows, "" where that is nothing."""
+"""`embed("widgets.kv_cache", "show", {})` -> the HTML of what this call shows, "" where that is
+nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,9 @@ def page_lines(pages: Pages, name: str, embed: Embed) -> list[str]:
 
 
 def remove_still(lines: list[str], opening: bool) -> bool:
-    """Remove the picture right above, or of an opening the one in the same section; tells whether there was one."""
+    """Remove the picture right above, or of an opening the one in the same section; tells
+    whether there was one.
+    """
     for index in range(len(lines) - 1, -1, -1):
         is_picture = lines[index].startswith("![") and (not opening or "_opening.svg" in lines[index])
         if is_picture:

@@ -1,7 +1,8 @@
-"""The site's widgets: each with views drawn in advance, so that no kernel is needed to turn its knobs.
+"""The site's widgets: each with views drawn in advance, so that no kernel is needed to turn its
+knobs.
 
-A view is drawn for every value of the swept axis, for those of further knobs as far as `MOST_VIEWS` go, and for the
-presets. What a knob then cannot reach is greyed on the page.
+A view is drawn for every value of the swept axis, for those of further knobs as far as `MOST_VIEWS`
+go, and for the presets. What a knob then cannot reach is greyed on the page.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEW
     reads it.
 
     Returns:
-        described: the texts and knobs; a knob that can be turned has only the values for which there are views; a
-            challenge that no view meets is `elsewhere`.
+        described: the texts and knobs; a knob that can be turned has only the values for which
+            there are views; a challenge that no view meets is `elsewhere`.
         turns: the knobs that can be turned.
         axes: the knobs that differ between views.
         values: all knobs at the start.
@@ -149,7 +150,9 @@ def script(name: str, table: Mapping[str, Any]) -> str:
 
 
 def front_end(source: str) -> str:
-    """Return the shell's module as a plain script: a page opened from disk may not import modules."""
+    """Return the shell's module as a plain script: a page opened from disk may not import
+    modules.
+    """
     body = re.sub(r"^export default ", "const anywidget = ", source, count=1, flags=re.MULTILINE)
     body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
     return f"(() => {{\n{body}\nwindow.lessonWidgets = {{ mount, tableHost }};\n}})();\n"

@@ -1,4 +1,5 @@
-"""Measure the repository's structure: code lines of each part, imports between packages, circular imports.
+"""Measure the repository's structure: code lines of each part, imports between packages, circular
+imports.
 
     uv run python tools/structure.py                     # tables
     uv run python tools/structure.py --map out/map.dot   # for Graphviz: an arrow is an import
@@ -74,7 +75,7 @@ def sizes() -> dict[str, int]:
     return found | {"the spine": sum(code_lines(path) for path in spine())}
 
 
-# ---- imports ---------------------------------------------------------------------------------------------------------
+# ---- imports -------------------------------------------------------------------------------------
 
 
 def module_of(path: Path) -> str:
@@ -85,7 +86,9 @@ def module_of(path: Path) -> str:
 
 
 def imports() -> dict[str, set[str]]:
-    """Map each module to those of ours that it imports when it is loaded; imports inside functions do not count."""
+    """Map each module to those of ours that it imports when it is loaded; imports inside
+    functions do not count.
+    """
     folders = [PARTS[name] for name in ("the engine", "minivllm_lab", "minivllm_simulate", "widgets")]
     files = {module_of(path): path for folder in folders for path in sorted(folder.rglob("*.py"))}
     return {name: _imported(path, files.keys()) - {name} for name, path in files.items()}
@@ -169,11 +172,12 @@ def _box_of(module: str) -> str:
     return rest.split(".")[0] if first == "minivllm" and package.is_dir() and rest else first
 
 
-# ---- a lesson --------------------------------------------------------------------------------------------------------
+# ---- a lesson ------------------------------------------------------------------------------------
 
 
 def files_of_lesson(number: str) -> list[Path]:
-    """List the files whose path has a lesson's number or name; caches and environments are left out.
+    """List the files whose path has a lesson's number or name; caches and environments are left
+    out.
 
     Raises:
         MinivllmError: there is no such lesson.

@@ -1,12 +1,14 @@
-"""Check every name of vLLM in our texts against vLLM's own source, of which a list of names is committed.
+"""Check every name of vLLM in our texts against vLLM's own source, of which a list of names is
+committed.
 
 uv run python tools/vllm_names.py                                # check; `--list` prints each name and where it stands
 uv run python tools/vllm_names.py --make vllm-0.33.0.tar.gz      # write the list again, when a new file is cited
 
-Checked are the paths in Markdown, docstrings and comments (`vllm/v1/request.py`, or a link to it), and the identifiers
-in the same sentence or table cell, which one of its files must define or hold. Also vLLM's environment variables, and
-whatever is called "vLLM's `name`". The list has the path of every Python file, and the names of those that we cite. The
-archive that it is made from is on vLLM's page on PyPI, under "Download files". No network is used.
+Checked are the paths in Markdown, docstrings and comments (`vllm/v1/request.py`, or a link to it),
+and the identifiers in the same sentence or table cell, which one of its files must define or hold.
+Also vLLM's environment variables, and whatever is called "vLLM's `name`". The list has the path of
+every Python file, and the names of those that we cite. The archive that it is made from is on
+vLLM's page on PyPI, under "Download files". No network is used.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def our_texts() -> dict[str, str]:
 
 
 def passages(name: str, text: str) -> Iterator[Passage]:
-    """Yield a file's sentences and table cells: of Markdown all, of Python those of docstrings and comments."""
+    """Yield a file's sentences and table cells: of Markdown all, of Python those of docstrings
+    and comments.
+    """
     if not OF_ANY_VLLM.search(text):
         return
     above: list[str] = []
@@ -105,7 +109,9 @@ def markdown_blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def python_blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the paragraphs of docstrings, and comments on adjoining lines, with the line of each."""
+    """Yield the paragraphs of docstrings, and comments on adjoining lines, with the line of
+    each.
+    """
     nodes: list[ast.AST] = [ast.parse(text)]
     for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -148,7 +154,9 @@ def is_ours(path: str) -> bool:
 
 
 def located(each: Mention, known: set[str]) -> Mention:
-    """Return a mention in which a file named without its folder has that of another path beside it."""
+    """Return a mention in which a file named without its folder has that of another path beside
+    it.
+    """
     folders = [folder for path in each.paths for folder in (path, str(PurePosixPath(path).parent))]
 
     def place(path: str) -> str:
@@ -167,7 +175,9 @@ def mentions(texts: dict[str, str]) -> list[Mention]:
 
 
 def definitions(source: str) -> Names:
-    """Return the names that a module defines: its own under "", and each class's members, fields and attributes."""
+    """Return the names that a module defines: its own under "", and each class's members, fields
+    and attributes.
+    """
     names: Names = {"": set()}
 
     def visit(node: ast.AST, owner: str) -> None:
@@ -210,7 +220,9 @@ class Source:
         return path in self.paths or path in self.folders
 
     def has_identifier(self, identifier: str, paths: tuple[str, ...]) -> bool:
-        """Say whether one of the files and folders has a name: `function`, `Class`, `member` or `Class.member`."""
+        """Say whether one of the files and folders has a name: `function`, `Class`, `member` or
+        `Class.member`.
+        """
         owner, _, member = identifier.rpartition(".")
         for path, names in self.names.items():
             if not paths or path == ENVIRONMENT or any(is_in(path, place) for place in paths):
@@ -251,7 +263,9 @@ def read_list(text: str) -> Source:
 
 
 def make_list(sources: dict[str, str], mentioned: list[Mention]) -> str:
-    """Return the list: paths of Python files and of what we cite, names of the files that we cite."""
+    """Return the list: paths of Python files and of what we cite, names of the files that we
+    cite.
+    """
     mentioned = [located(each, set(sources)) for each in mentioned]
     cited = {path for each in mentioned for path in each.paths}
     named = {place for each in mentioned if each.identifiers for place in each.paths}

@@ -1,4 +1,5 @@
-"""Count a lesson's words, in the whole and by section: what a reader reads, without code, output and pictures.
+"""Count a lesson's words, in the whole and by section: what a reader reads, without code, output
+and pictures.
 
 uv run python tools/words.py 02            # a lesson with a notes page has at most 3,000
 """

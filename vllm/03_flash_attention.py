@@ -41,7 +41,7 @@ def stable_softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def masked(scores: np.ndarray, rows: np.ndarray, first_key: int = 0) -> np.ndarray:
-    """Mask the scores of query positions `rows` with the keys from `first_key` on: -inf where the key is ahead."""
+    """Mask the scores of query positions `rows` with the keys after `first_key`: -inf where the key is ahead."""
     ahead = first_key + np.arange(scores.shape[1]) > rows[:, None]
     return np.where(ahead, scores.dtype.type(-np.inf), scores)
 

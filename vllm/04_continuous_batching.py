@@ -1,4 +1,4 @@
-"""Lesson 04. Continuous batching: decide anew, before every step, which request gets how many tokens.
+"""Lesson 04. Continuous batching: decide before every step which request gets how many tokens.
 
 Builds static batching and the scheduler that replaced it, which shares a budget of tokens and a pool of blocks, and
 the kernel that makes one launch of requests of any length. You learn to say in advance what vLLM's scheduler will do,

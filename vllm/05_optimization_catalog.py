@@ -50,7 +50,7 @@ def block_hashes(token_ids: Sequence[int], block_size: int, extra_keys: bytes = 
 
 
 def find_longest_cache_hit(names: Sequence[bytes], num_tokens: int, block_size: int, cached: set[bytes]) -> int:
-    """Count the tokens that need no prefill: cached blocks from the start on, but never the last token."""
+    """Count the tokens that need no prefill: cached blocks at the start, but never the last token."""
     hit = 0
     while hit < (num_tokens - 1) // block_size and names[hit] in cached:
         hit += 1

@@ -206,7 +206,7 @@ def attend_tile(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute up to BLOCK_M // GROUP tokens of a request from token `first` on, with all heads of one group.
+    """Compute up to BLOCK_M // GROUP tokens of a request, starting at token `first`, with all heads of one group.
 
     Row i of the matmul is head i % GROUP of token i // GROUP: heads of a group read the same keys.
     """

@@ -1,4 +1,6 @@
-"""Show one widget per lesson: `from widgets import kv_cache; kv_cache.show()`. No widget imports torch."""
+"""Show one widget per lesson: `from widgets import kv_cache; kv_cache.show()`. No widget imports
+torch.
+"""
 
 from pathlib import Path
 

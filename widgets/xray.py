@@ -6,7 +6,8 @@
         llm.generate(prompts)
     xray.show("run.jsonl")
 
-The view is the page's own (`minivllm/entrypoints/xray/view.js`) and needs no kernel once it is drawn.
+The view is the page's own (`minivllm/entrypoints/xray/view.js`) and needs no kernel once it is
+drawn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""How the benchmark talks to an engine in a process of its own: lines of JSON, both ways. Standard library only.
+"""How the benchmark talks to an engine in a process of its own: lines of JSON, both ways. Standard
+library only.
 
-The engine's process says {"ready": …} once it has warmed up; then, for each line on its standard input ("all", "one"
-or a name in `adapters`), it serves those requests and answers with seconds and tokens.
+The engine's process says {"ready": …} once it has warmed up; then, for each line on its standard
+input ("all", "one" or a name in `adapters`), it serves those requests and answers with seconds and
+tokens.
 """
 
 import json
@@ -21,7 +23,8 @@ def workload() -> dict:
     """Read the work: model, dtype, device, the requests as {"prompt": token ids, "output": tokens},
     and settings of drafts, if any.
 
-    With `lora`, settings of adapters, `adapters` has under each name the folder of each request's adapter, or None.
+    With `lora`, settings of adapters, `adapters` has under each name the folder of each request's
+    adapter, or None.
     """
     return json.loads(Path(sys.argv[1]).read_text())
 

@@ -1,4 +1,6 @@
-"""`transformers` `generate`: one request at a time, or static batches with the prompts padded on the left."""
+"""`transformers` `generate`: one request at a time, or static batches with the prompts padded on
+the left.
+"""
 
 import torch
 import transformers

@@ -1,4 +1,6 @@
-"""vLLM itself on a CPU, at its best settings here: engine core in this process, every core, no prefixes kept."""
+"""vLLM itself on a CPU, at its best settings here: engine core in this process, every core, no
+prefixes kept.
+"""
 
 import os
 

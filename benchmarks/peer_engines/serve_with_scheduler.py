@@ -1,8 +1,9 @@
-"""`minivllm serve` with another scheduler: `python -P serve_with_scheduler.py first|own serve MODEL --port N ...`.
+"""`minivllm serve` with another scheduler: `python -P serve_with_scheduler.py first|own serve MODEL
+--port N ...`.
 
-`first` is `minivllm_lab.chunked_prefill.prefill_first.PREFILL_FIRST`, the policy of vLLM V0; `own` the engine's.
-Either way it is a part, so the core is a thread of the server and not a process: compare these two with each other
-only.
+`first` is `minivllm_lab.chunked_prefill.prefill_first.PREFILL_FIRST`, the policy of vLLM V0; `own`
+the engine's. Either way it is a part, so the core is a thread of the server and not a process:
+compare these two with each other only.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""vLLM's own scheduler, as `benchmarks/scheduler.py` times it: works on standard input, figures on standard output."""
+"""vLLM's own scheduler, as `benchmarks/scheduler.py` times it: works on standard input, figures
+on standard output.
+"""
 
 import json
 import os
@@ -11,7 +13,8 @@ ANSWER = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
 ROOT = Path(__file__).resolve().parents[2]
-# For `record`, which sets vLLM's scheduler up as our traces need it, and `minivllm.core`, which needs no package.
+# For `record`, which sets vLLM's scheduler up as our traces need it, and `minivllm.core`, which
+# needs no package.
 sys.path += [str(ROOT / "tests" / "conformance"), str(ROOT / "vllm"), str(ROOT / "benchmarks")]
 
 from record import make_request, make_scheduler  # noqa: E402

@@ -1,4 +1,6 @@
-"""Test the benchmark beside busy processes: they end, and the table compares the engine with both limits."""
+"""Test the benchmark beside busy processes: they end, and the table compares the engine with
+both limits.
+"""
 
 import contextlib
 import subprocess

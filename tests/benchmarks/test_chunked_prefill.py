@@ -8,7 +8,9 @@ from minivllm_lab.http_load import Answer
 
 
 def test_the_figures_of_a_load(bench):
-    """Measure a chat with a token every 10 ms and one gap of 500, beside eight prompts from 1 s to 3 s."""
+    """Measure a chat with a token every 10 ms and one gap of 500, beside eight prompts from 1 s
+    to 3 s.
+    """
     begin = [0.01 * number for number in range(101)]
     chat = Answer(0.0, 0.0, events=[*begin, *(1.5 + 0.01 * number for number in range(201))])
     longs = [

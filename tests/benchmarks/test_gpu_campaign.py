@@ -1,4 +1,6 @@
-"""Test the programme for a GPU: stages in order of worth, each with a limit, and a record kept up to date."""
+"""Test the programme for a GPU: stages in order of worth, each with a limit, and a record kept
+up to date.
+"""
 
 import argparse
 import json

@@ -1,4 +1,6 @@
-"""Test the benchmark of the engine on a GPU as far as a CPU can: what it counts, and that engines take turns."""
+"""Test the benchmark of the engine on a GPU as far as a CPU can: what it counts, and that
+engines take turns.
+"""
 
 import random
 

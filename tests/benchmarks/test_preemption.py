@@ -34,7 +34,9 @@ class Server:
 
 
 def test_what_is_wasted_is_a_share_of_all_that_was_computed(bench, monkeypatch):
-    """Two requests with 50 and 52 tokens take at least 100, since a last token is never computed."""
+    """Two requests with 50 and 52 tokens take at least 100, since a last token is never
+    computed.
+    """
     counts = iter(
         [
             {"preemptions": 1, "recomputed_tokens": 10, "usage": 0},

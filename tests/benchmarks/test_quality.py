@@ -1,4 +1,6 @@
-"""Test the quality benchmark: it reports the bytes of the matrices, however the engine stores them."""
+"""Test the quality benchmark: it reports the bytes of the matrices, however the engine stores
+them.
+"""
 
 from pathlib import Path
 

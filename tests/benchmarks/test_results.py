@@ -19,7 +19,7 @@ SCRIPTS = {
 
 
 def rows_of(name: str, load_benchmark) -> Collection[str]:
-    """The keys of a table whose rows are named elsewhere than in the script's text."""
+    """Return the keys of a table whose rows are named elsewhere than in the script's text."""
     rows = {
         "ablation": lambda: [work.name for work in load_benchmark("levers").works(quick=True, seed=0)],
         "same_tokens": lambda: load_benchmark("speculation").WAYS,

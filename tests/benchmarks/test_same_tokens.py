@@ -1,4 +1,6 @@
-"""Random batches with and without drafts: a token that differs, and a block that is not given back, are counted."""
+"""Random batches with and without drafts: a token that differs, and a block that is not given
+back, are counted.
+"""
 
 import random
 

@@ -1,4 +1,6 @@
-"""Test the benchmark of speculation: the engine takes its settings, and the lesson shows what was measured."""
+"""Test the benchmark of speculation: the engine takes its settings, and the lesson shows what
+was measured.
+"""
 
 from pathlib import Path
 

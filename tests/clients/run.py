@@ -1,7 +1,8 @@
 """Runs real clients against one server: `make clients`, `make clients FULL=1`.
 
-Each client has an interpreter of its own environment (`README.md`). A client that fails is shown with its last lines,
-and the exit code is 1; with `--full`, the figures go into `benchmarks/results/clients.cpu.json`.
+Each client has an interpreter of its own environment (`README.md`). A client that fails is shown
+with its last lines, and the exit code is 1; with `--full`, the figures go into
+`benchmarks/results/clients.cpu.json`.
 """
 
 import argparse
@@ -81,8 +82,9 @@ def lm_eval(url: str, folder: Path) -> Client:
 def scores_of(out: Path) -> dict[str, Any]:
     """Return the scores; expect them, the log likelihoods and the greedy flags to be vLLM's.
 
-    A log likelihood is a sum over up to 512 tokens in fp32, and the perplexity of words an exponential of one: they are
-    compared to 2 · 10⁻⁶ of their size, all other scores to four decimals.
+    A log likelihood is a sum over up to 512 tokens in fp32, and the perplexity of words an
+    exponential of one: they are compared to 2 · 10⁻⁶ of their size, all other scores to four
+    decimals.
     """
     expected = json.loads((HERE / "lm_eval" / "expected.json").read_text())
     results = json.loads(only(out, "results_*.json").read_text())["results"]
@@ -162,7 +164,9 @@ def bench_figures(path: Path) -> dict[str, Any]:
 
 
 def aiperf(url: str, out: Path) -> Client:
-    """Run AIPerf, which reads /metrics by itself. If told to be offline, it takes no tokenizer from a folder."""
+    """Run AIPerf, which reads /metrics by itself. If told to be offline, it takes no tokenizer
+    from a folder.
+    """
     flags = {
         "model": NAME, "url": url, "endpoint-type": "completions", "tokenizer": MODEL, "request-count": NUM_REQUESTS,
         "concurrency": 3, "isl": INPUT_LEN, "osl": OUTPUT_LEN, "extra-inputs": "ignore_eos:true", "random-seed": 1,

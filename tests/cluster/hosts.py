@@ -1,4 +1,6 @@
-"""Two hosts: network namespaces of this machine with a cable between them, and a Ray cluster over both."""
+"""Two hosts: network namespaces of this machine with a cable between them, and a Ray cluster
+over both.
+"""
 
 import contextlib
 import importlib.util

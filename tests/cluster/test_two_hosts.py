@@ -1,4 +1,6 @@
-"""Ranks, and cores, on two hosts, which Ray has placed: the tokens of one host, and an error when one vanishes."""
+"""Ranks, and cores, on two hosts, which Ray has placed: the tokens of one host, and an error
+when one vanishes.
+"""
 
 import json
 import time

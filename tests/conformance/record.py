@@ -2,8 +2,8 @@
 
     python tests/conformance/record.py WORKLOAD.json MODEL_DIR > TRACE.json
 
-Needs vLLM 0.33.0, which no test does: README.md says how to install enough of it. No model runs; MODEL_DIR is any
-directory with a `config.json`, since vLLM asks for one.
+Needs vLLM 0.33.0, which no test does: README.md says how to install enough of it. No model runs;
+MODEL_DIR is any directory with a `config.json`, since vLLM asks for one.
 """
 
 import argparse
@@ -39,7 +39,9 @@ VERSION = "0.33.0"
 
 
 def make_scheduler(config: dict[str, Any], model: Path) -> Scheduler:
-    """vLLM's scheduler: one KV-cache group of full attention, no asynchronous scheduling, all else by default."""
+    """vLLM's scheduler: one KV-cache group of full attention, no asynchronous scheduling, all
+    else by default.
+    """
     cache_config = CacheConfig(block_size=config["block_size"], enable_prefix_caching=config["enable_prefix_caching"])
     cache_config.num_gpu_blocks = config["num_blocks"]
     vllm_config = VllmConfig(
@@ -72,7 +74,7 @@ def make_scheduler(config: dict[str, Any], model: Path) -> Scheduler:
 
 
 def make_request(entry: dict[str, Any], block_size: int) -> Request:
-    """The request of a workload's `requests` entry."""
+    """Return the request of a workload's `requests` entry."""
     return Request(
         request_id=entry["id"],
         prompt_token_ids=entry["prompt"],
@@ -107,7 +109,7 @@ def run_step(scheduler: Scheduler, step: int, arrivals: list[Request], aborts: l
 
 
 def record(workload: dict[str, Any], model: Path) -> list[dict[str, Any]]:
-    """The trace of a whole workload."""
+    """Return the trace of a whole workload."""
     config, entries = workload["config"], workload["requests"]
     init_none_hash(sha256)
     scheduler = make_scheduler(config, model)
@@ -145,7 +147,7 @@ def _in_queue_order(scheduler: Scheduler) -> list[Request]:
 
 
 def main() -> int:
-    """Prints the trace of the workload that the command line names."""
+    """Print the trace of the workload that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", type=Path)
     parser.add_argument("model", type=Path)

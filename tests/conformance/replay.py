@@ -30,13 +30,13 @@ SCHEDULER_KEYS = (
 
 
 def next_token(request_id: str, position: int) -> int:
-    """The token "sampled" at a position: 1 to 4000, the same on every machine."""
+    """Return the token "sampled" at a position: 1 to 4000, the same on every machine."""
     digest = hashlib.sha256(f"{request_id}/{position}".encode()).digest()
     return int.from_bytes(digest[:2], "big") % 4000 + 1
 
 
 def make_scheduler(config: dict[str, Any], kind: Callable[..., Scheduler] = Scheduler) -> Scheduler:
-    """The scheduler of a workload's `config`."""
+    """Return the scheduler of a workload's `config`."""
     return kind(
         SchedulerConfig(**{key: config[key] for key in SCHEDULER_KEYS}),
         CacheConfig(
@@ -48,7 +48,7 @@ def make_scheduler(config: dict[str, Any], kind: Callable[..., Scheduler] = Sche
 
 
 def make_request(entry: dict[str, Any]) -> Request:
-    """The request of a workload's `requests` entry."""
+    """Return the request of a workload's `requests` entry."""
     return Request(
         entry["id"],
         entry["prompt"],
@@ -82,7 +82,9 @@ def run_step(scheduler: Scheduler, step: int, arrivals: list[Request], aborts: l
 
 
 def replay(workload: dict[str, Any], kind: Callable[..., Scheduler] = Scheduler) -> list[dict[str, Any]]:
-    """The trace of a whole workload, from step 0 until nothing is unfinished and nobody is still to come."""
+    """Return the trace of a whole workload, from step 0 until nothing is unfinished and nobody is
+    still to come.
+    """
     scheduler = make_scheduler(workload["config"], kind)
     entries = workload["requests"]
     last_arrival = max((entry["arrival_step"] for entry in entries), default=-1)
@@ -106,7 +108,7 @@ def _sample(scheduler: Scheduler, scheduled: dict[str, int]) -> ModelRunnerOutpu
 
 
 def main() -> int:
-    """Prints the trace of the workload that the command line names."""
+    """Print the trace of the workload that the command line names."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", type=Path)
     path = parser.parse_args().workload

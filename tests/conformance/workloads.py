@@ -1,11 +1,15 @@
-"""Random workloads, extremes included: blocks of one token, pools that one request just fills, tiny budgets."""
+"""Random workloads, extremes included: blocks of one token, pools that one request just fills,
+tiny budgets.
+"""
 
 from random import Random
 from typing import Any
 
 
 def random_workload(rng: Random) -> dict[str, Any]:
-    """A workload in the form that README.md describes. Every request can finish, so every workload ends."""
+    """Return a workload in the form that README.md describes. Every request can finish, so every
+    workload ends.
+    """
     config = _random_config(rng)
     requests = _random_requests(rng, config)
     longest = max(min(len(r["prompt"]) + r["max_tokens"], config["max_model_len"]) - 1 for r in requests)

@@ -1,4 +1,6 @@
-"""A KV connector without a network, for tests: both of its sides, and a worker that knows what invalid blocks spoil."""
+"""A KV connector without a network, for tests: both of its sides, and a worker that knows what
+invalid blocks spoil.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,9 +43,10 @@ def config_double(block_size: int = 4, **settings: Any) -> KVConnectorConfig:
 class Plan:
     """What the connector does for one request. `num_tokens` of its prompt are elsewhere.
 
-    `num_unknown`: how often it does not know yet. `load_steps`: how long an asynchronous load takes; 0: within the
-    step. `fails`: which places of the blocks to load are invalid; None stands for all, as a failed receive.
-    `send_steps`: how long its blocks are kept after its end; 0: not at all.
+    `num_unknown`: how often it does not know yet. `load_steps`: how long an asynchronous load
+    takes; 0: within the step. `fails`: which places of the blocks to load are invalid; None stands
+    for all, as a failed receive. `send_steps`: how long its blocks are kept after its end; 0: not
+    at all.
     """
 
     num_tokens: int = 0
@@ -73,7 +76,9 @@ class Metadata(KVConnectorMetadata):
 
 
 class ConnectorDouble(KVConnectorBase_V1):
-    """The scheduler's side, which does what `plans` say by request id, and nothing for other requests."""
+    """The scheduler's side, which does what `plans` say by request id, and nothing for other
+    requests.
+    """
 
     def __init__(self, plans: dict[str, Plan], block_size: int = 4) -> None:
         super().__init__(config_double(block_size), KVConnectorRole.SCHEDULER)
@@ -130,7 +135,9 @@ class ConnectorDouble(KVConnectorBase_V1):
 
 
 class RemoteWorkerDouble(WorkerDouble):
-    """A worker with the connector's other side. What is computed from invalid slots is invalid, its tokens nonsense."""
+    """A worker with the connector's other side. What is computed from invalid slots is invalid,
+    its tokens nonsense.
+    """
 
     def __init__(self, block_size: int, next_token: NextToken) -> None:
         super().__init__(block_size, next_token)

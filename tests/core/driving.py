@@ -15,14 +15,18 @@ CACHE_FIELDS = {"num_gpu_blocks", "block_size", "enable_prefix_caching"}
 
 
 def make_scheduler(**settings: Any) -> Scheduler:
-    """A scheduler with 10 usable blocks of 4 tokens and requests of at most 40 tokens, if not said otherwise."""
+    """Return a scheduler with 10 usable blocks of 4 tokens and requests of at most 40 tokens, if
+    not said otherwise.
+    """
     cache = {"num_gpu_blocks": 11, "block_size": 4} | {k: v for k, v in settings.items() if k in CACHE_FIELDS}
     rest = {"max_model_len": 40} | {k: v for k, v in settings.items() if k not in CACHE_FIELDS}
     return Scheduler(SchedulerConfig(**rest), CacheConfig(**cache))
 
 
 class Drive:
-    """A scheduler with a worker double; checks all invariants after every call. No token is sampled twice."""
+    """A scheduler with a worker double; checks all invariants after every call. No token is
+    sampled twice.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -31,7 +35,9 @@ class Drive:
         self.engine_outputs: list[EngineCoreOutput] = []
 
     def add(self, request_id: str, prompt: int | list[int], max_tokens: int = 5, **arguments: Any) -> Request:
-        """Adds a request; a number stands for a prompt of that many tokens that no other request has."""
+        """Add a request; a number stands for a prompt of that many tokens that no other request
+        has.
+        """
         if isinstance(prompt, int):
             base = 1000 * (1 + len(self.scheduler.requests) + self.num_sampled)
             prompt = [base + position for position in range(prompt)]
@@ -40,13 +46,13 @@ class Drive:
         return request
 
     def schedule(self) -> SchedulerOutput:
-        """Only the first half of a step."""
+        """Run only the first half of a step."""
         output = self.scheduler.schedule()
         check_scheduler(self.scheduler, under_way=True)
         return output
 
     def step(self, drafts: dict[str, list[int]] | None = None) -> dict[str, int]:
-        """A whole step; `drafts` are for the next one. Returns what was scheduled."""
+        """Run a whole step; `drafts` are for the next one. Return what was scheduled."""
         output = self.schedule()
         self.engine_outputs = self.scheduler.update_from_output(output, self.worker.execute(output))
         self.scheduler.update_draft_token_ids(drafts or {})
@@ -54,7 +60,7 @@ class Drive:
         return dict(output.num_scheduled_tokens)
 
     def blocks(self, request_id: str) -> list[int]:
-        """A request's block table."""
+        """Return a request's block table."""
         return self.scheduler.kv_cache_manager.get_block_ids(request_id)
 
     def running(self) -> list[str]:
@@ -66,7 +72,7 @@ class Drive:
         return [request.request_id for request in self.scheduler.waiting]
 
     def free(self) -> list[int]:
-        """Ids of the free blocks, next to be reused first."""
+        """Return ids of the free blocks, next to be reused first."""
         queue = self.scheduler.kv_cache_manager.block_pool.free_block_queue
         return [block.block_id for block in queue.get_all_free_blocks()]
 

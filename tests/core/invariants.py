@@ -32,7 +32,9 @@ def check_hashes(pool: BlockPool) -> None:
 
 
 def _remote(scheduler: Scheduler) -> tuple[list[Request], list[Request]]:
-    """The requests that wait for keys and values, and those that have ended and keep their blocks."""
+    """Return the requests that wait for keys and values, and those that have ended and keep their
+    blocks.
+    """
     if scheduler.remote is None:
         return [], []
     holding = [*scheduler.remote.kv_holding_waiting.values(), *scheduler.remote.received]
@@ -40,7 +42,7 @@ def _remote(scheduler: Scheduler) -> tuple[list[Request], list[Request]]:
 
 
 def _held_for_copies(scheduler: Scheduler) -> list[int]:
-    """Blocks that are being copied to another tier, once for each copy."""
+    """Return blocks that are being copied to another tier, once for each copy."""
     side = scheduler.remote and scheduler.remote.connector
     stores = side._stores.values() if isinstance(side, OffloadScheduler) else ()
     return [block.block_id for store in stores for block in store.blocks]

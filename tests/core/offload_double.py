@@ -1,4 +1,6 @@
-"""A worker with a tier below its cache and no model, for tests: it copies what slots hold, at the worst moment."""
+"""A worker with a tier below its cache and no model, for tests: it copies what slots hold, at
+the worst moment.
+"""
 
 from dataclasses import dataclass
 from random import Random
@@ -15,7 +17,8 @@ Block = list[int | None]
 
 @dataclass
 class UnderWay:
-    """A load of a request's `name`, or a store of a `number`, that ends after `num_steps` more steps.
+    """A load of a request's `name`, or a store of a `number`, that ends after `num_steps` more
+    steps.
 
     `is_late`: it moves its bytes then, not at once.
     """

@@ -1,4 +1,6 @@
-"""Compare the slots of adapters with a plain list; vLLM's own sequence is in `lora/test_model_manager.py`."""
+"""Compare the slots of adapters with a plain list; vLLM's own sequence is in
+`lora/test_model_manager.py`.
+"""
 
 import random
 

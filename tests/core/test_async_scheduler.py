@@ -1,7 +1,9 @@
-"""Schedule steps while others are in flight: what is sent ahead or held back, and what a late output may do.
+"""Schedule steps while others are in flight: what is sent ahead or held back, and what a late
+output may do.
 
-The behaviours are those of vLLM's `tests/v1/core/test_async_scheduler.py`: stop by max_tokens, abort, preempt, prefix
-caching between prompts that arrive together, and between the turns of a conversation.
+The behaviours are those of vLLM's `tests/v1/core/test_async_scheduler.py`: stop by max_tokens,
+abort, preempt, prefix caching between prompts that arrive together, and between the turns of a
+conversation.
 """
 
 from collections import deque
@@ -25,7 +27,9 @@ from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 @dataclass
 class WorkerAhead(WorkerDouble):
-    """Know what the scheduler does not know yet: how many drafts were rejected, and its own drafts."""
+    """Know what the scheduler does not know yet: how many drafts were rejected, and its own
+    drafts.
+    """
 
     drafts: dict[str, list[int]] = field(default_factory=dict)
 
@@ -48,7 +52,9 @@ class WorkerAhead(WorkerDouble):
 
 
 class Ahead:
-    """A scheduler, a worker, and the outputs that the scheduler has not seen yet. Token i of a request is 100 + i."""
+    """A scheduler, a worker, and the outputs that the scheduler has not seen yet. Token i of a
+    request is 100 + i.
+    """
 
     def __init__(self, **options) -> None:
         cache = {"num_gpu_blocks": 11, "block_size": 4} | {k: v for k, v in options.items() if k in CACHE_FIELDS}
@@ -214,7 +220,9 @@ class RunAhead(Run):
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS)
 def test_any_workload_ends_with_the_right_tokens(seed):
-    """Keep two steps in flight, with drafts, or three through stages; in pools that are too small."""
+    """Keep two steps in flight, with drafts, or three through stages; in pools that are too
+    small.
+    """
     rng = Random(seed)
     workload = random_workload(rng)
     through_stages = rng.random() < 0.3

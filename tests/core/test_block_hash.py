@@ -1,4 +1,6 @@
-"""A block's name stands for its tokens, everything before them, and the extra keys; nothing else."""
+"""A block's name stands for its tokens, everything before them, and the extra keys; nothing
+else.
+"""
 
 import subprocess
 import sys

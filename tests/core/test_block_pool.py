@@ -79,7 +79,9 @@ class QueueAgainstList(RuleBasedStateMachine):
 
 
 class PoolAgainstAccount(RuleBasedStateMachine):
-    """Holders are tables, as requests have them; hashes are small numbers, so that several blocks share one."""
+    """Holders are tables, as requests have them; hashes are small numbers, so that several
+    blocks share one.
+    """
 
     @initialize(num_gpu_blocks=st.integers(2, 9))
     def make(self, num_gpu_blocks: int) -> None:

@@ -1,4 +1,6 @@
-"""Requests that wait for a grammar, and are sampled by it: the scheduler's part, with grammars that are doubles."""
+"""Requests that wait for a grammar, and are sampled by it: the scheduler's part, with grammars
+that are doubles.
+"""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +15,9 @@ WAITING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 @dataclass
 class Grammar:
-    """Allows `length` tokens, whichever they are, except `forbidden`; then only the end-of-sequence token 7."""
+    """Allows `length` tokens, whichever they are, except `forbidden`; then only the
+    end-of-sequence token 7.
+    """
 
     length: int = 100
     forbidden: tuple[int, ...] = ()

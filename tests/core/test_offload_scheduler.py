@@ -39,7 +39,9 @@ def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: 
 
 
 class OffloadRun(ConnectorRun):
-    """A scheduler with a pool of 10 usable blocks of 4 tokens, a tier of 30, and a worker that copies."""
+    """A scheduler with a pool of 10 usable blocks of 4 tokens, a tier of 30, and a worker that
+    copies.
+    """
 
     def __init__(
         self, tier: OffloadScheduler, *, rng: Random | None = None, most_steps: int = 1, **settings: Any
@@ -68,7 +70,9 @@ class OffloadRun(ConnectorRun):
 
 
 def run_with_evicted_blocks(**settings: Any) -> tuple[OffloadRun, Request]:
-    """Serve `first`, and then another request which takes its blocks; the tier keeps a copy of them."""
+    """Serve `first`, and then another request which takes its blocks; the tier keeps a copy of
+    them.
+    """
     run = OffloadRun(connector_of(), **settings)
     first = run.serve("first", prompt_of(0, 12))
     run.serve("other", prompt_of(1, 37))
@@ -87,7 +91,9 @@ def hits(run: OffloadRun) -> int:
 
 
 def test_eager_store_and_load_roundtrip() -> None:
-    """A second request with the prompt of the first gets its blocks back, which the pool has lost."""
+    """A second request with the prompt of the first gets its blocks back, which the pool has
+    lost.
+    """
     run, first = run_with_evicted_blocks()
     assert run.has(first) == [True] * 3
     assert run.scheduler.kv_cache_manager.get_computed_blocks(first)[1] == 0
@@ -100,7 +106,9 @@ def test_eager_store_and_load_roundtrip() -> None:
 
 
 def test_an_id_is_in_use_until_its_blocks_are_loaded() -> None:
-    """A request that is aborted meanwhile keeps them; another with its id would get the same ones."""
+    """A request that is aborted meanwhile keeps them; another with its id would get the same
+    ones.
+    """
     run, _ = run_with_evicted_blocks(most_steps=20, rng=Random(1))
     run.add("again", [*prompt_of(0, 12), 9], 2)
     run.step()
@@ -112,7 +120,9 @@ def test_an_id_is_in_use_until_its_blocks_are_loaded() -> None:
 
 
 def test_max_hit_len_cap_drops_last_full_block() -> None:
-    """The last token of a prompt must be computed, so the last block of a prompt of whole blocks is not loaded."""
+    """The last token of a prompt must be computed, so the last block of a prompt of whole blocks
+    is not loaded.
+    """
     run, _ = run_with_evicted_blocks()
     again = run.serve("again", prompt_of(0, 12), 2)
     assert again.num_external_computed_tokens == 8
@@ -129,7 +139,9 @@ def test_a_drafter_that_looks_ahead_leaves_out_the_last_block_that_matches() -> 
 
 
 def test_lazy_store_and_load_roundtrip() -> None:
-    """Nothing is stored before it stands near the head of the free queue; then it is, and goes no later for it."""
+    """Nothing is stored before it stands near the head of the free queue; then it is, and goes
+    no later for it.
+    """
     run = OffloadRun(connector_of(lazy_offload=True))
     first = run.serve("first", prompt_of(0, 12))
     assert run.has(first) == [False] * 3, "6 free blocks stand before them, and 4 are looked at"
@@ -154,7 +166,9 @@ def test_lazy_stores_come_to_an_end_where_the_tier_is_smaller_than_what_stands_n
 
 
 def test_what_is_stored_lazily_stays_next_to_be_evicted() -> None:
-    """At the tail of the free queue it would make room near the head for others, until all had been stored."""
+    """At the tail of the free queue it would make room near the head for others, until all had
+    been stored.
+    """
     run = OffloadRun(connector_of(lazy_offload=True), num_gpu_blocks=21)
     run.serve("first", prompt_of(0, 37))
     run.serve("second", prompt_of(1, 37))
@@ -174,7 +188,9 @@ def test_eager_duplicate_store_skipped() -> None:
 
 
 def test_touched_blocks_survive_eviction() -> None:
-    """A request that comes again makes its blocks young, though it finds them in the pool and loads nothing."""
+    """A request that comes again makes its blocks young, though it finds them in the pool and
+    loads nothing.
+    """
     run = OffloadRun(connector_of(num_usable=6), num_gpu_blocks=30)
     first, second = run.serve("first", prompt_of(0, 12)), run.serve("second", prompt_of(1, 12))
     run.add("first again", prompt_of(0, 12), 9)

@@ -1,7 +1,9 @@
-"""Serve random workloads: the books agree, each step advances a request, all end, and no token is wrong.
+"""Serve random workloads: the books agree, each step advances a request, all end, and no token is
+wrong.
 
-The model here is a function of the tokens before, and its keys and values are the prefixes themselves. So a request is
-answered as it would be alone, however its prompt was cut, shared, preempted or guessed ahead.
+The model here is a function of the tokens before, and its keys and values are the prefixes
+themselves. So a request is answered as it would be alone, however its prompt was cut, shared,
+preempted or guessed ahead.
 """
 
 import hashlib
@@ -129,7 +131,7 @@ def serve(run: Run, workload: dict[str, Any]) -> None:
 
 
 def configs_of(workload: dict[str, Any], num_drafts: int = 0, **settings: Any) -> tuple[SchedulerConfig, CacheConfig]:
-    """Return a workload's configurations, with other settings and room for so many drafts."""
+    """Return a workload's configurations, with other settings and room for this many drafts."""
     config = workload["config"]
     shared = {key: config[key] for key in SCHEDULER_KEYS}
     cache_config = CacheConfig(

@@ -1,4 +1,6 @@
-"""Test requests with a KV connector: its three answers, the blocks that stay held, and loads that fail."""
+"""Test requests with a KV connector: its three answers, the blocks that stay held, and loads
+that fail.
+"""
 
 import json
 from collections.abc import Collection
@@ -26,7 +28,9 @@ from minivllm.engine.step_recorder import StepRecorder
 
 
 class ConnectorRun:
-    """A scheduler with a connector and a worker; check all books at every call. `ahead`: steps in flight."""
+    """A scheduler with a connector and a worker; check all books at every call. `ahead`: steps
+    in flight.
+    """
 
     def __init__(
         self,
@@ -121,7 +125,9 @@ class Run(ConnectorRun):
 
 
 def test_nobody_waits_for_one_that_a_pinned_adapter_keeps_out() -> None:
-    """The adapter was pinned while the keys and values of `r` were loaded; others go on until it is unpinned."""
+    """The adapter was pinned while the keys and values of `r` were loaded; others go on until it
+    is unpinned.
+    """
     run = Run({"r": Plan(num_tokens=10, load_steps=2)}, max_loras=1)
     adapter = LoRARequest("one", 1, "/one")
     request = run.add("r", 10, lora_request=adapter)
@@ -141,7 +147,9 @@ def test_nobody_waits_for_one_that_a_pinned_adapter_keeps_out() -> None:
 
 
 def test_basic_lifecycle() -> None:
-    """Load two and a half blocks: they are held at once, and no request finds them before they are loaded."""
+    """Load two and a half blocks: they are held at once, and no request finds them before they
+    are loaded.
+    """
     run = Run({"r": Plan(num_tokens=10, load_steps=2)})
     request = run.add("r", 10)
     assert run.step() == {}
@@ -160,7 +168,9 @@ def test_basic_lifecycle() -> None:
 
 
 def test_a_request_that_loads_is_shown_before_those_that_wait() -> None:
-    """One of two is loaded, and then waits for a seat in a batch of two; the other has not begun."""
+    """One of two is loaded, and then waits for a seat in a batch of two; the other has not
+    begun.
+    """
     run = Run({"first": Plan(num_tokens=8, load_steps=2), "second": Plan(num_tokens=8)}, max_num_seqs=2)
     recorder, queues = StepRecorder(run.scheduler), []
     for name in ("a", "first", "b", "second"):
@@ -275,7 +285,9 @@ def test_aborted_after_it_has_received(steps: int) -> None:
 
 
 def test_whoever_arrives_first_does_not_stand_in_the_way_of_one_admitted_before() -> None:
-    """The second request needs blocks that the first holds, and its load ends before the first one's."""
+    """The second request needs blocks that the first holds, and its load ends before the first
+    one's.
+    """
     plans = {"first": Plan(num_tokens=16, load_steps=4), "second": Plan(num_tokens=16, load_steps=1)}
     run = Run(plans, num_gpu_blocks=12, scheduler_reserve_full_isl=False)
     run.add("first", 18)
@@ -311,7 +323,9 @@ def test_a_failed_load_is_recomputed(
 
 
 def test_requests_that_share_an_invalid_block_wait_for_the_first_to_compute_it() -> None:
-    """The second request goes on behind their common prefix once the first has computed it, as in vLLM."""
+    """The second request goes on behind their common prefix once the first has computed it, as
+    in vLLM.
+    """
     run = Run({"a": Plan(num_tokens=12, fails=(1,))}, recompute=True, num_gpu_blocks=30, max_num_batched_tokens=64)
     prompt = [1, 2, 3, 0] * 4
     a, b = run.add("a", [*prompt, 1], max_tokens=4), run.add("b", [*prompt, 2, 2, 2], max_tokens=4)

@@ -64,7 +64,8 @@ def test_a_request_that_can_get_nothing_is_passed_over() -> None:
     d.add("a", 4)
     d.add("b", 8)
     assert d.schedule().num_scheduled_tokens == {"a": 4, "b": 1}
-    # Scheduled again before its token came back, as a scheduler that runs ahead of the model would do.
+    # Scheduled again before its token came back, as a scheduler that runs ahead of the model would
+    # do.
     assert d.schedule().num_scheduled_tokens == {"b": 5}
 
 
@@ -196,7 +197,9 @@ def test_a_waiting_request_ends_being_alone() -> None:
 
 
 def test_an_adaptive_threshold_is_at_least_a_fair_share_of_the_budget() -> None:
-    """Share twelve tokens: two requests get six each; for four the share of three is below the threshold."""
+    """Share twelve tokens: two requests get six each; for four the share of three is below the
+    threshold.
+    """
     d = drive(long_prefill_token_threshold=4, long_prefill_token_threshold_adaptive=True, max_num_batched_tokens=12)
     for name in "ab":
         d.add(name, 9)
@@ -380,8 +383,8 @@ def test_priority_preempts_the_worst_wherever_it_stands() -> None:
     d.add("third", 2, max_tokens=8, priority=2)
     d.step()
     assert d.running() == ["worst", "best", "third"]
-    # `worst` needs no block and is scheduled first. `best` takes its blocks, and with them its place in the step;
-    # `third` has moved up in the list, and must not be passed over.
+    # `worst` needs no block and is scheduled first. `best` takes its blocks, and with them its
+    # place in the step; `third` has moved up in the list, and must not be passed over.
     assert d.step() == {"best": 1, "third": 1}
     assert d.waiting() == ["worst"]
 
@@ -396,7 +399,9 @@ def test_priority_ties_go_by_arrival() -> None:
 
 
 def num_steps_of_equals(rules: SchedulingPolicy, must_fit: bool) -> int:
-    """Count the steps until two equal requests, which fill the pool in chunks of 2 tokens, have ended; at most 500."""
+    """Count the steps until two equal requests, which fill the pool in chunks of 2 tokens, have
+    ended; at most 500.
+    """
     config = SchedulerConfig(
         max_model_len=10,
         max_num_batched_tokens=4,
@@ -416,7 +421,9 @@ def num_steps_of_equals(rules: SchedulingPolicy, must_fit: bool) -> int:
 
 
 def test_equal_requests_do_not_preempt_each_other_forever() -> None:
-    """vLLM's rule takes the first of equals: they do, unless all known tokens must fit, which is the default."""
+    """vLLM's rule takes the first of equals: they do, unless all known tokens must fit, which is
+    the default.
+    """
 
     def first_of_equals(running, policy, blocks) -> Request:
         return max(running, key=lambda request: (request.priority, request.arrival_time))
@@ -561,7 +568,9 @@ def test_blocks_that_accepted_drafts_filled_are_published_with_the_output() -> N
 
 
 def test_the_last_token_of_a_step_is_not_computed_and_does_not_fill_a_block_yet() -> None:
-    """A request that ends here would leave a block that others find, with nothing in its last slot."""
+    """A request that ends here would leave a block that others find, with nothing in its last
+    slot.
+    """
     d = drive(drafting=DraftingConfig(num_speculative_tokens=3))
     request = d.add("a", [1], max_tokens=20)
     d.step({"a": [10**6 + 2]})

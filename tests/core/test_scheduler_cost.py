@@ -1,6 +1,7 @@
 """The scheduler's work grows with the batch, and with nothing else.
 
-Counted in function calls, which are the same on every machine. benchmarks/scheduler.py has the time.
+Counted in function calls, which are the same on every machine. benchmarks/scheduler.py has the
+time.
 """
 
 import sys
@@ -16,7 +17,7 @@ from minivllm.core.scheduler_output import ModelRunnerOutput
 
 
 def decoding(num_requests: int, num_blocks: int = 2000, num_waiting: int = 0) -> Scheduler:
-    """A scheduler whose next steps are decodes of `num_requests` requests."""
+    """Return a scheduler whose next steps are decodes of `num_requests` requests."""
     scheduler = make_scheduler(
         num_gpu_blocks=num_blocks, max_model_len=40, max_num_seqs=num_requests, max_num_batched_tokens=9 * num_requests
     )

@@ -1,8 +1,9 @@
 """The one decision that differs from vLLM v0.33.0: a block that was never computed cannot be found.
 
-Blocks are published when they are scheduled. Under the priority policy a request that was scheduled early in a step may
-become the victim of one behind it; then it does not run, and what was published for it is not computed. vLLM leaves the
-hashes. When the request comes back, vLLM "finds" those blocks, and attends to whatever is in them.
+Blocks are published when they are scheduled. Under the priority policy a request that was scheduled
+early in a step may become the victim of one behind it; then it does not run, and what was published
+for it is not computed. vLLM leaves the hashes. When the request comes back, vLLM "finds" those
+blocks, and attends to whatever is in them.
 """
 
 from core.driving import Drive, make_scheduler
@@ -48,7 +49,8 @@ def test_the_blocks_lie_in_the_free_queue_where_vllm_puts_them() -> None:
     d.step()
     table = d.blocks("B")
     d.step()
-    # Were they freed as blocks without a hash, at the front, the choice of blocks would leave vLLM's from here on.
+    # Were they freed as blocks without a hash, at the front, the choice of blocks would leave
+    # vLLM's from here on.
     assert d.free()[-len(table) :] == table[::-1]
 
 
@@ -62,7 +64,8 @@ def test_a_preempted_decode_that_would_have_filled_its_block_leaves_nothing_to_f
     d.step()
     d.add("best", 8, max_tokens=8, priority=1)
     d.step()
-    # The eighth token of `worst` would fill its second block. `best` takes its third, empty one, not that one.
+    # The eighth token of `worst` would fill its second block. `best` takes its third, empty one,
+    # not that one.
     assert d.step() == {"best": 1}
     assert (worst.num_preemptions, worst.num_tokens) == (1, 8)
     pool = d.scheduler.kv_cache_manager.block_pool

@@ -1,8 +1,10 @@
-"""A worker without a model, for tests: it knows only what the scheduler tells it, and remembers what each slot holds.
+"""A worker without a model, for tests: it knows only what the scheduler tells it, and remembers
+what each slot holds.
 
-In place of keys and values a slot holds the whole prefix that ends there (as a running hash). A forward pass writes the
-scheduled tokens of all requests, then reads back every position that each of them attends to. So a block that was never
-computed, was given to two requests, or was overwritten too early is a failed assertion, as it would be a wrong token.
+In place of keys and values a slot holds the whole prefix that ends there (as a running hash). A
+forward pass writes the scheduled tokens of all requests, then reads back every position that each
+of them attends to. So a block that was never computed, was given to two requests, or was
+overwritten too early is a failed assertion, as it would be a wrong token.
 """
 
 from collections.abc import Callable
@@ -24,7 +26,8 @@ class WorkerRequest:
 class WorkerDouble:
     """`next_token(token_ids)` is what the model would sample after these tokens.
 
-    A request's `sampling_params` stand for what else its keys and values depend on: an adapter, say.
+    A request's `sampling_params` stand for what else its keys and values depend on: an adapter,
+    say.
     """
 
     block_size: int
@@ -33,7 +36,9 @@ class WorkerDouble:
     requests: dict[str, WorkerRequest] = field(default_factory=dict)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """One forward pass. Raises `AssertionError` if a request would attend to what is not its own prefix."""
+        """One forward pass. Raises `AssertionError` if a request would attend to what is not its
+        own prefix.
+        """
         starts = self._update_states(output)
         for request_id, count in output.num_scheduled_tokens.items():
             self._write(request_id, starts[request_id], count, output.scheduled_spec_decode_tokens.get(request_id, []))

@@ -1,4 +1,6 @@
-"""One notebook in JupyterLab in a headless Chromium: open it, run it, move its sliders by keyboard."""
+"""One notebook in JupyterLab in a headless Chromium: open it, run it, move its sliders by
+keyboard.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +27,8 @@ LIMITED = """async ([work, argument, seconds]) => {
     setTimeout(() => fail(new Error(`not done after ${seconds} s`)), seconds * 1000));
   return await Promise.race([eval(work)(argument), late]);
 }"""
-# A panel is ready when its view has as many cells as its model: before that, Run All runs the first ones only.
+# A panel is ready when its view has as many cells as its model: before that, Run All runs the first
+# ones only.
 UNTIL_READY = """async path => {
   const pause = () => new Promise(done => setTimeout(done, 50));
   const app = window.jupyterapp;
@@ -72,7 +75,9 @@ class Seen:
     elsewhere: list[str] = field(default_factory=list)
 
     def watch(self, page: Page) -> Callable[[], None]:
-        """Note console errors, exceptions and requests that leave the machine, until what this returns is called."""
+        """Note console errors, exceptions and requests that leave the machine, until what this
+        returns is called.
+        """
         heard: dict[Any, Callable[[Any], None]] = {
             "console": self._console,
             "pageerror": lambda error: self.errors.append(str(error)),
@@ -109,7 +114,9 @@ class Notebook:
     seen: Seen
 
     def run_all(self) -> None:
-        """Run every cell and wait for the last. A cell that raises is not noticed here: see `problems`."""
+        """Run every cell and wait for the last. A cell that raises is not noticed here: see
+        `problems`.
+        """
         self.page.evaluate(LIMITED, [RUN_ALL, None, RUN_SECONDS])
 
     def execute(self, sources: Sequence[str]) -> list[list[dict[str, Any]]]:
@@ -120,7 +127,9 @@ class Notebook:
         return self.page.evaluate(LIMITED, [EXECUTE, sources, RUN_SECONDS])
 
     def code_cells(self) -> list[dict[str, Any]]:
-        """Return each code cell's `source`, `count` (None if it did not run) and `outputs` (as nbformat has them)."""
+        """Return each code cell's `source`, `count` (None if it did not run) and `outputs` (as
+        nbformat has them).
+        """
         return self.page.evaluate(CELLS)
 
     def problems(self) -> list[str]:
@@ -136,7 +145,8 @@ class Notebook:
         return found
 
     def press_arrow(self, slider: int = 0, seconds: float = SETTLE_SECONDS) -> tuple[str | None, str | None]:
-        """Move a slider by one key and wait until it says another value and its picture is another one.
+        """Move a slider by one key and wait until it says another value and its picture is another
+        one.
 
         Returns:
             What the slider said before and after.
@@ -179,7 +189,9 @@ _pages: WeakKeyDictionary[Browser, Page] = WeakKeyDictionary()
 
 
 def emptied_page(browser: Browser, width: int, height: int, color_scheme: ColorScheme = "light") -> Page:
-    """Empty the page that tests of this browser share: to open another takes longer than most of them."""
+    """Empty the page that tests of this browser share: to open another takes longer than most of
+    them.
+    """
     page = _pages.get(browser)
     if page is None or page.is_closed():
         _pages[browser] = page = browser.new_context().new_page()
@@ -193,7 +205,9 @@ def emptied_page(browser: Browser, width: int, height: int, color_scheme: ColorS
 
 
 def serious_violations(page: Page) -> list[tuple[str, str]]:
-    """Return what axe finds that keeps people out: each rule, and the first element that breaks it."""
+    """Return what axe finds that keeps people out: each rule, and the first element that breaks
+    it.
+    """
     from axe_playwright_python.sync_playwright import Axe  # benchmarks use this file without it
 
     found = Axe().run(page).response["violations"]
@@ -201,7 +215,9 @@ def serious_violations(page: Page) -> list[tuple[str, str]]:
 
 
 class Lab:
-    """A JupyterLab in one page, which shows one notebook after another: to load it costs as much as to run one."""
+    """A JupyterLab in one page, which shows one notebook after another: to load it costs as much
+    as to run one.
+    """
 
     def __init__(self, browser: Browser, server: str) -> None:
         self.context, self.server = browser.new_context(viewport=WINDOW), server
@@ -209,7 +225,8 @@ class Lab:
 
     @contextmanager
     def opened(self, path: str) -> Iterator[Notebook]:
-        """Open the notebook at `path` (from the server's root) and wait until its kernel and all its cells are there.
+        """Open the notebook at `path` (from the server's root) and wait until its kernel and all
+        its cells are there.
 
         Afterwards its kernel is shut down, and the page with it where the test failed.
         """

@@ -14,8 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lay out the repository as a notebook sees it. Notebooks are copied, since JupyterLab saves what it runs; lessons,
-    since it serves no figure that lies behind a link."""
+    """Lay out the repository as a notebook sees it. Notebooks are copied, since JupyterLab saves
+    what it runs; lessons, since it serves no figure that lies behind a link.
+    """
     folder = tmp_path_factory.mktemp("repository")
     for name in ("notebooks", "lessons"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))

@@ -17,13 +17,17 @@ from minivllm_lab.disaggregation.server_pair import free_ports
 START_SECONDS = 120
 STOP_SECONDS = 30
 CONFIG = Path(__file__).resolve().parents[2] / ".jupyter"
-"""The repository's settings for JupyterLab, which `make lab` takes too: no news, no popups, all cells drawn."""
+"""The repository's settings for JupyterLab, which `make lab` takes too: no news, no popups, all
+cells drawn.
+"""
 PROGRAM = Path(__file__).with_name("warm_jupyterlab.py")
 
 
 @contextmanager
 def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
-    """Serve `folder` and give the address; everything else that Jupyter writes goes to `private`."""
+    """Serve `folder` and give the address; everything else that Jupyter writes goes to
+    `private`.
+    """
     private.mkdir(parents=True, exist_ok=True)
     [port] = free_ports(1)
     log = private / "jupyterlab.log"
@@ -88,8 +92,8 @@ def _wait_until_it_answers(server: subprocess.Popen, address: str, log: Path) ->
 def _stop(server: subprocess.Popen, log: Path) -> None:
     """End the server and its kernels: the whole process group.
 
-    A server that has done all that SIGTERM asks of it may go on for ever: its interpreter waits for worker threads,
-    whose loop is gone.
+    A server that has done all that SIGTERM asks of it may go on for ever: its interpreter waits for
+    worker threads, whose loop is gone.
     """
     try:
         os.killpg(server.pid, signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""A notebook's kernel, once all cells have run, runs the demos a second time and takes a solution of the exercise."""
+"""A notebook's kernel, once all cells have run, runs the demos a second time and takes a
+solution of the exercise.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -17,7 +19,9 @@ Outputs = Sequence[dict[str, Any]]
 
 
 def sources_again(notebook: nbformat.NotebookNode, name: str) -> list[str]:
-    """Return the demos, the exercise with the lesson's script in it, its check, and the widget with that part."""
+    """Return the demos, the exercise with the lesson's script in it, its check, and the widget
+    with that part.
+    """
     solution = f"{builder.IN_ITS_MODULE}\n{(ROOT / 'vllm' / f'{name}.py').read_text()}"
     check, own = _check_and_own(notebook)
     cells = _code_cells(notebook)
@@ -27,7 +31,9 @@ def sources_again(notebook: nbformat.NotebookNode, name: str) -> list[str]:
 def assert_it_takes_a_solution(
     path: Path, ran: Sequence[Outputs], execute: Callable[[list[str]], Sequence[Outputs]]
 ) -> None:
-    """`ran`: what each code cell gave; `execute` runs more of them in the same kernel. None of these raises."""
+    """`ran`: what each code cell gave; `execute` runs more of them in the same kernel. None of
+    these raises.
+    """
     notebook = nbformat.read(path, as_version=4)
     check, own = _check_and_own(notebook)
     assert len(ran) == len(_code_cells(notebook))
@@ -59,7 +65,9 @@ def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def _check_and_own(notebook: nbformat.NotebookNode) -> tuple[int, int]:
-    """Find the code cell that checks the exercise, and the next one, which gives the reader's part to the widget."""
+    """Find the code cell that checks the exercise, and the next one, which gives the reader's
+    part to the widget.
+    """
     tags = [cell.metadata.get("tags", []) for cell in _code_cells(notebook)]
     check = tags.index(["check"])
     return check, check + 1

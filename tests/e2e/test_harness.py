@@ -1,4 +1,6 @@
-"""The browser test notices a slider that does nothing, a callback or a cell that raises, a cell that never runs."""
+"""The browser test notices a slider that does nothing, a callback or a cell that raises, a cell
+that never runs.
+"""
 
 from pathlib import Path
 

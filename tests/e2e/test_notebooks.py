@@ -1,8 +1,9 @@
 """Every notebook in a real browser, once: what is proven of its cells is proven here.
 
-All cells run in order, and the page shows what they gave. Widgets follow the keyboard, and no key is taken for a
-shortcut. Then the same kernel runs every demo a second time, and the exercise with the lesson's script in it. Without a
-browser, notebooks/test_notebooks.py runs the same cells with nbclient and reads the same outputs.
+All cells run in order, and the page shows what they gave. Widgets follow the keyboard, and no key
+is taken for a shortcut. Then the same kernel runs every demo a second time, and the exercise with
+the lesson's script in it. Without a browser, notebooks/test_notebooks.py runs the same cells with
+nbclient and reads the same outputs.
 """
 
 from pathlib import Path
@@ -14,7 +15,9 @@ from e2e.notebook_again import assert_it_takes_a_solution
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 NOTHING_AHEAD = "from widgets.shell import lesson_widget; lesson_widget.REST = 3600"
-"""In all notebooks but the first, whose kernel draws ahead while nobody turns anything; nobody looks at that here."""
+"""In all notebooks but the first, whose kernel draws ahead while nobody turns anything; nobody
+looks at that here.
+"""
 pytestmark = pytest.mark.browser
 
 

@@ -1,4 +1,6 @@
-"""The front end of the widgets in a real browser: every control by keyboard, tooltips, player, dragging, themes."""
+"""The front end of the widgets in a real browser: every control by keyboard, tooltips, player,
+dragging, themes.
+"""
 
 import pytest
 from e2e.browser import serious_violations
@@ -86,7 +88,9 @@ def load(widget: WidgetPage, text: str) -> None:
 
 
 def test_a_kernel_that_has_ended_is_told(sizes: WidgetPage):
-    """Its picture stays, and knobs go on turning: without a word it would be the picture of another setting."""
+    """Its picture stays, and knobs go on turning: without a word it would be the picture of
+    another setting.
+    """
     sizes.page.evaluate(
         """async (parts) => {
           const { default: shell } = await import("./shell.js");

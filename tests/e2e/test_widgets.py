@@ -1,4 +1,6 @@
-"""Every widget on a page: it fits any screen, every control answers to keys, and nothing stands in anyone's way."""
+"""Every widget on a page: it fits any screen, every control answers to keys, and nothing stands
+in anyone's way.
+"""
 
 import importlib
 import time

@@ -1,4 +1,6 @@
-"""The page `/xray` in a real browser: live, paused, stepped back, clicked, saved, loaded; light and dark."""
+"""The page `/xray` in a real browser: live, paused, stepped back, clicked, saved, loaded; light
+and dark.
+"""
 
 from __future__ import annotations
 
@@ -246,7 +248,8 @@ def test_the_page_keeps_the_last_thousand_steps_and_draws_each_in_time(
         server.put([busy.line() for _ in range(100)])
         at_step(page, done)
     assert page.evaluate("window.xray.live.frames.length") == 1000
-    # What the machine does besides is no part of this: a frame's own time is what ten a second leave room for.
+    # What the machine does besides is no part of this: a frame's own time is what ten a second
+    # leave room for.
     page.evaluate(
         """() => { const view = window.xray, spent = [], draw = view.draw.bind(view);
              view.draw = () => { const start = performance.now(); draw(); spent.push(performance.now() - start); };

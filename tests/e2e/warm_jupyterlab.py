@@ -1,7 +1,9 @@
-"""JupyterLab, whose kernels are forked from a process that has loaded torch, numba and IPython: `warm_processes.py`.
+"""JupyterLab, whose kernels are forked from a process that has loaded torch, numba and IPython:
+`warm_processes.py`.
 
-To load them is most of what a notebook takes. The first kernel is a fresh interpreter, as all are outside of tests, and
-so is any that comes before all is loaded: while Jupyter waited for it, it would answer nobody.
+To load them is most of what a notebook takes. The first kernel is a fresh interpreter, as all are
+outside of tests, and so is any that comes before all is loaded: while Jupyter waited for it, it
+would answer nobody.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One widget on a page of its own, without JupyterLab: the real front end, and the real session behind it."""
+"""One widget on a page of its own, without JupyterLab: the real front end, and the real session
+behind it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A busy scheduler without a model, its steps as lines; and a server with nothing but the page that shows them."""
+"""A busy scheduler without a model, its steps as lines; and a server with nothing but the page
+that shows them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ DRAFTS = 3
 
 
 class BusyScheduler:
-    """A scheduler whose requests come faster than they end: chunks, shared prefixes, drafts, preemptions."""
+    """A scheduler whose requests come faster than they end: chunks, shared prefixes, drafts,
+    preemptions.
+    """
 
     def __init__(self, num_gpu_blocks: int = 1001, seed: int = 0) -> None:
         self.rng = Random(seed)

@@ -1,4 +1,6 @@
-"""Adapters of the embedded model in `tests/lora_adapters`, and what PEFT and vLLM both generate with them."""
+"""Adapters of the embedded model in `tests/lora_adapters`, and what PEFT and vLLM both generate
+with them.
+"""
 
 from pathlib import Path
 

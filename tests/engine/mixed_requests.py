@@ -1,4 +1,6 @@
-"""Requests of many kinds: shared beginnings, greedy and seeded, penalties, several answers, stop tokens."""
+"""Requests of many kinds: shared beginnings, greedy and seeded, penalties, several answers, stop
+tokens.
+"""
 
 from dataclasses import replace
 from random import Random
@@ -22,7 +24,9 @@ WISHES = [
 
 
 def random_prompts(seed: int, count: int, heads: tuple[int, int], tails: tuple[int, int]) -> list[dict[str, list[int]]]:
-    """Draw prompts of a head, one of three, and a tail; `heads` and `tails` are their least and most tokens."""
+    """Draw prompts of a head, one of three, and a tail; `heads` and `tails` are their least and
+    most tokens.
+    """
     draw = Random(seed)
     beginnings = [[draw.randrange(500) for _ in range(draw.randint(*heads))] for _ in range(3)]
     endings = [[draw.randrange(500) for _ in range(draw.randint(*tails))] for _ in range(count)]

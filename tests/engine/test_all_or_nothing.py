@@ -1,4 +1,6 @@
-"""A step is all or nothing: whatever is raised in one, and wherever, the engine gives right answers afterwards."""
+"""A step is all or nothing: whatever is raised in one, and wherever, the engine gives right
+answers afterwards.
+"""
 
 import os
 import random
@@ -129,7 +131,9 @@ def test_raised_at_many_places(llm, expected):
 
 
 class LeaningOnCtrlC:
-    """Send SIGINT again and again after `delay` seconds, until the block ends. It interrupts `LLM.generate` only."""
+    """Send SIGINT again and again after `delay` seconds, until the block ends. It interrupts
+    `LLM.generate` only.
+    """
 
     def __init__(self, delay: float) -> None:
         self.delay, self.sent, self._ended = delay, 0, threading.Event()
@@ -170,7 +174,9 @@ def test_leaning_on_ctrl_c_does_not_cut_the_clean_up(llm, expected):
 
 
 def test_interrupts_all_through_the_clean_up_wait_for_its_end(llm, expected, monkeypatch):
-    """Two cut a step; then there are two more before and after each part of what sets the engine right."""
+    """Two cut a step; then there are two more before and after each part of what sets the engine
+    right.
+    """
     core, engine = core_of(llm), llm.llm_engine
     cleaned = []
 
@@ -276,7 +282,9 @@ def test_a_refusal_that_only_the_core_makes_comes_back_as_an_output(llm, expecte
 
 
 def test_one_call_at_a_time(llm, expected, monkeypatch):
-    """From a signal handler, and from another thread, in the middle of a call: before its first steps."""
+    """From a signal handler, and from another thread, in the middle of a call: before its first
+    steps.
+    """
     said, step = [], llm.llm_engine.step
 
     def intrude(*_):

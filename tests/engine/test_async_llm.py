@@ -1,4 +1,6 @@
-"""The engine for an event loop, its core in a process or in a thread: the same answers, readers that leave, ends."""
+"""The engine for an event loop, its core in a process or in a thread: the same answers, readers
+that leave, ends.
+"""
 
 import asyncio
 import json
@@ -41,7 +43,9 @@ def in_a_loop(work: Coroutine):
 
 @contextmanager
 def engine_in_a_loop(in_thread: bool = False, **settings):
-    """Give a function that runs `work(engine)` in a loop. At the end the engine's processes must be gone."""
+    """Give a function that runs `work(engine)` in a loop. At the end the engine's processes must
+    be gone.
+    """
     with ThreadPoolExecutor(1) as thread:
         runner = thread.submit(asyncio.Runner).result()
 
@@ -64,7 +68,9 @@ def engine_in_a_loop(in_thread: bool = False, **settings):
 
 @pytest.fixture(scope="module")
 def on_thread():
-    """`on_thread(work)` returns what `work(engine)` does, on an engine whose core is in a thread."""
+    """`on_thread(work)` returns what `work(engine)` does, on an engine whose core is in a
+    thread.
+    """
     with engine_in_a_loop(in_thread=True) as run:
         yield run
 

@@ -1,4 +1,6 @@
-"""`async_scheduling`: the same tokens, whatever is combined with it, and a failed step ends no more than it must."""
+"""`async_scheduling`: the same tokens, whatever is combined with it, and a failed step ends no
+more than it must.
+"""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""The seam between front end and core: the same answers from a core in a process of its own, and clear ends."""
+"""The seam between front end and core: the same answers from a core in a process of its own, and
+clear ends.
+"""
 
 import os
 import signal
@@ -89,7 +91,9 @@ def test_leaning_on_ctrl_c_leaves_no_message_half_sent_or_half_read(apart):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_outputs_of_an_aborted_request_never_reach_the_next_of_that_id(apart, n):
-    """Some of the first's outputs still wait on the socket, its last one among them if it has finished meanwhile."""
+    """Some of the first's outputs still wait on the socket, its last one among them if it has
+    finished meanwhile.
+    """
     engine = apart.llm_engine
     first = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, n=n, seed=0)
     second = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True, n=n, seed=0)

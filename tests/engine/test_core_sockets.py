@@ -1,4 +1,6 @@
-"""The sockets of cores on other machines: open to the cores that were given the keys, and to nobody else."""
+"""The sockets of cores on other machines: open to the cores that were given the keys, and to
+nobody else.
+"""
 
 import gc
 import threading
@@ -60,7 +62,9 @@ def test_keys_are_not_shown(server):
 
 
 def test_the_garbage_collector_can_end_them():
-    """As when nobody holds an engine any more, whose parts hold each other: its finalizer must not wait for ever."""
+    """As when nobody holds an engine any more, whose parts hold each other: its finalizer must
+    not wait for ever.
+    """
 
     class Client:
         pass

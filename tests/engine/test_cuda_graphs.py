@@ -1,6 +1,7 @@
 """CUDA graphs: which batch goes to which, and that padding changes nothing.
 
-Without a GPU a "graph" is the same step computed again on the same buffers: all but the capture itself is real.
+Without a GPU a "graph" is the same step computed again on the same buffers: all but the capture
+itself is real.
 """
 
 from dataclasses import replace

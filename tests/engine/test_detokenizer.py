@@ -1,4 +1,6 @@
-"""Text from tokens: never half a character, never half a stop string, and in the end the text of all tokens."""
+"""Text from tokens: never half a character, never half a stop string, and in the end the text of
+all tokens.
+"""
 
 import gc
 import weakref
@@ -157,7 +159,9 @@ def test_stop_strings_are_found_in_any_family(tokenizer, text, stops, sizes):
 
 
 def test_each_token_costs_the_same_however_long_the_text_is(monkeypatch):
-    """The tokenizer is asked about each token once; no step decodes again what an earlier one has decoded."""
+    """The tokenizer is asked about each token once; no step decodes again what an earlier one
+    has decoded.
+    """
     tokenizer = byte_level_tokenizer()
     ids = tokenizer.encode("日本語😀 ok " * 50).ids
     decoded = []
@@ -202,7 +206,9 @@ STOPS = st.lists(st.text(alphabet="ab€", min_size=1, max_size=4), min_size=1, 
 @given(st.text(alphabet="ab€", max_size=30), STOPS, st.lists(st.integers(0, 6), max_size=30), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_stop_strings_do_not_depend_on_how_the_text_comes(text, stops, sizes, include):
-    """The first stop string that is complete ends the text, as if it came character by character."""
+    """The first stop string that is complete ends the text, as if it came character by
+    character.
+    """
     expected_text, expected_stop = text, None
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
@@ -219,7 +225,9 @@ def test_stop_strings_do_not_depend_on_how_the_text_comes(text, stops, sizes, in
 @given(st.text(alphabet="ab€", max_size=30), STOPS, st.lists(st.integers(0, 6), max_size=30), st.integers(0, 9))
 @settings(max_examples=100, deadline=None)
 def test_the_token_that_completes_a_stop_string_is_the_last_one_taken_in(text, stops, sizes, min_tokens):
-    """However many tokens a step brings: those behind it are as if they had never been generated."""
+    """However many tokens a step brings: those behind it are as if they had never been
+    generated.
+    """
     ids = [BYTE_IDS[byte] for byte in text.encode()]
     taken_in = []
     for chunks in ([[token] for token in ids], chunked(ids, sizes)):
@@ -254,7 +262,9 @@ def test_the_first_stop_string_to_be_complete():
 
 @families
 def test_a_token_of_a_logprob_has_the_space_that_it_has_in_a_text(tokenizer):
-    """So that the tokens' texts, one behind another, are the text; its offsets are counted on them."""
+    """So that the tokens' texts, one behind another, are the text; its offsets are counted on
+    them.
+    """
     processor = OutputProcessor(tokenizer)
     ids = tokenizer.encode("ok ok  o ok", add_special_tokens=False).ids
     shown = [processor._decoded(token_id) for token_id in ids]

@@ -1,8 +1,9 @@
 """The engine's tokens are those of transformers, and the same whatever the engine is set to.
 
-Sums in another order give logits that differ in the last digits, which matters only where two tokens are as good as
-equally likely. So the comparison with transformers asks that each token's logit be the greatest but for 1e-3, and the
-engine's comparison with itself is made on prompts whose greedy tokens win by more than that.
+Sums in another order give logits that differ in the last digits, which matters only where two
+tokens are as good as equally likely. So the comparison with transformers asks that each token's
+logit be the greatest but for 1e-3, and the engine's comparison with itself is made on prompts whose
+greedy tokens win by more than that.
 """
 
 import itertools
@@ -112,7 +113,9 @@ def mixed_params() -> list[SamplingParams]:
 
 
 def tokens_of(folder, order=None, **changes) -> list[list[list[int]]]:
-    """Return the tokens of each request's completions in the order of PROMPTS, whatever the order of sending."""
+    """Return the tokens of each request's completions in the order of PROMPTS, whatever the
+    order of sending.
+    """
     order = order or range(len(PROMPTS))
     if drafter := changes.pop("drafter", None):
         model = {"itself": folder, "another": folder.with_name("mistral0")}[drafter]

@@ -1,4 +1,6 @@
-"""What an engine runs before the first request leaves nothing behind, and leaves nothing to compile."""
+"""What an engine runs before the first request leaves nothing behind, and leaves nothing to
+compile.
+"""
 
 import random
 

@@ -1,4 +1,6 @@
-"""A tier below the pool changes no token, whatever the settings, though most requests are preempted."""
+"""A tier below the pool changes no token, whatever the settings, though most requests are
+preempted.
+"""
 
 import functools
 import re

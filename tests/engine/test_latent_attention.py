@@ -1,4 +1,6 @@
-"""Latent attention (MLA) in the engine: the tokens of transformers, whatever the step, and the bytes counted."""
+"""Latent attention (MLA) in the engine: the tokens of transformers, whatever the step, and the
+bytes counted.
+"""
 
 import dataclasses
 
@@ -72,7 +74,7 @@ def expected(folder):
     return tokens_of(LLM(folder, **SETTINGS))
 
 
-# ---- the same tokens -------------------------------------------------------------------------------------------------
+# ---- the same tokens -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -126,7 +128,9 @@ def test_the_same_tokens_on_two_ranks(folder, expected, changes):
 
 
 def test_the_same_tokens_with_graphs(folder, expected):
-    """Without a GPU a "graph" is the same step again on the same buffers; its decodes are all absorbed."""
+    """Without a GPU a "graph" is the same step again on the same buffers; its decodes are all
+    absorbed.
+    """
     llm = LLM(folder, **SETTINGS)
     runner_of(llm).capture_model(lambda function: function)
     assert tokens_of(llm) == expected
@@ -193,7 +197,7 @@ def test_the_triton_kernel_in_the_engine(monkeypatch, folder, expected):
     assert [output.outputs[0].token_ids for output in outputs] == [tokens[:4] for tokens in expected[:2]]
 
 
-# ---- the two forms ---------------------------------------------------------------------------------------------------
+# ---- the two forms -------------------------------------------------------------------------------
 
 
 def multiplications(new: int, keys: int, config: ModelConfig) -> tuple[int, int]:
@@ -212,7 +216,7 @@ def test_the_rule_counts_operations():
         assert plain_form_is_cheaper(new, keys, DEEPSEEK_V2_LITE) == (plain < absorbed), (new, keys)
 
 
-# ---- bytes, and what is refused --------------------------------------------------------------------------------------
+# ---- bytes, and what is refused ------------------------------------------------------------------
 
 
 def test_the_cache_takes_the_bytes_that_the_calculator_gives(folder):

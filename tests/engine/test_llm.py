@@ -1,4 +1,6 @@
-"""`LLM` as vLLM's offline users know it: forms of prompts, results, stops, and what happens when input is bad."""
+"""`LLM` as vLLM's offline users know it: forms of prompts, results, stops, and what happens when
+input is bad.
+"""
 
 import itertools
 import json

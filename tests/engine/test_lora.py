@@ -1,7 +1,9 @@
-"""Every request has the tokens of a model into which its adapter was merged, whatever runs beside it.
+"""Every request has the tokens of a model into which its adapter was merged, whatever runs beside
+it.
 
-The merged models are computed here, W + scale B A in fp32, and asked through `transformers`. As in `test_equivalence`,
-a token may be any whose logit is the greatest but for 1e-3: sums in another order differ in their last digits.
+The merged models are computed here, W + scale B A in fp32, and asked through `transformers`. As in
+`test_equivalence`, a token may be any whose logit is the greatest but for 1e-3: sums in another
+order differ in their last digits.
 """
 
 import copy
@@ -105,7 +107,9 @@ def put(source: str, folder: Path) -> None:
 
 
 def test_a_folder_that_was_written_anew_is_not_read_as_the_old_one(llm, tmp_path):
-    """Host memory has forgotten the adapter, the prefix cache has not. Both ways out that the refusal names work."""
+    """Host memory has forgotten the adapter, the prefix cache has not. Both ways out that the
+    refusal names work.
+    """
     changed = LoRARequest("changed", 22, str(tmp_path / "changed"))
     put("b", tmp_path / "changed")
     tokens = functools.partial(tokens_of, llm, prompt=[7, *PROMPT * 6])
@@ -124,7 +128,9 @@ def test_a_folder_that_was_written_anew_is_not_read_as_the_old_one(llm, tmp_path
 
 
 def test_nothing_takes_the_place_of_an_adapter_in_use(llm, tmp_path):
-    """As long as a request runs, its weights stay; the same ones may be read again, and both ways out work."""
+    """As long as a request runs, its weights stay; the same ones may be read again, and both
+    ways out work.
+    """
     engine = llm.llm_engine
     put("b", tmp_path / "used")
     used = LoRARequest("used", 23, str(tmp_path / "used"), load_inplace=True)
@@ -208,7 +214,7 @@ def test_adapters_are_managed_across_processes(two_ranks):
     check(two_ranks, "a", "c")
 
 
-# ---- other models, other adapters ------------------------------------------------------------------------------------
+# ---- other models, other adapters ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +271,9 @@ def test_the_tokens_of_a_merged_model_from_two_ranks(two_ranks, transformers, tm
 
 
 def check_merged(llm: LLM, model, folder: Path) -> None:
-    """Expect the merged models' tokens for mixed prompts, with adapters of all ranks and without."""
+    """Expect the merged models' tokens for mixed prompts, with adapters of all ranks and
+    without.
+    """
     prompts = [[(7 * place + 5 * start) % 150 for place in range(3 + 5 * start)] for start in range(5)] * 2
     names = [None, *RANKS] * 2
     adapters = [name and LoRARequest(name, 51 + list(RANKS).index(name), str(folder / name)) for name in names]
@@ -297,7 +305,7 @@ def test_the_tokens_of_a_model_merged_into_the_numbers_that_integers_stand_for(t
     check_merged(llm, model, tmp_path)
 
 
-# ---- requests that come and go ---------------------------------------------------------------------------------------
+# ---- requests that come and go -------------------------------------------------------------------
 
 
 def test_a_folder_that_vanishes_ends_its_own_requests_only(llm, tmp_path):

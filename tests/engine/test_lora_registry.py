@@ -1,4 +1,6 @@
-"""What the core tells the ranks and the scheduler of adapters, when a pinned one is removed while a request uses it."""
+"""What the core tells the ranks and the scheduler of adapters, when a pinned one is removed
+while a request uses it.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +15,9 @@ PINNED = LoRARequest("pinned", 1, "adapters/pinned")
 
 @pytest.fixture
 def core():
-    """Make a registry, its scheduler and a list of calls to the ranks; a waiting request uses the pinned adapter."""
+    """Make a registry, its scheduler and a list of calls to the ranks; a waiting request uses
+    the pinned adapter.
+    """
     told = []
 
     def collective_rpc(method, *arguments):

@@ -1,4 +1,6 @@
-"""The runner's step by itself: what it hands through the model, what it refuses, and how it recovers from anything."""
+"""The runner's step by itself: what it hands through the model, what it refuses, and how it
+recovers from anything.
+"""
 
 import math
 from pathlib import Path

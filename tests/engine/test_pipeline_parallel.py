@@ -1,6 +1,8 @@
-"""`pipeline_parallel_size`: the tokens of one rank, layers and cache divided, an exception anywhere.
+"""`pipeline_parallel_size`: the tokens of one rank, layers and cache divided, an exception
+anywhere.
 
-One engine of two stages serves most of these; what the scheduler decides is changed by giving it another scheduler.
+One engine of two stages serves most of these; what the scheduler decides is changed by giving it
+another scheduler.
 """
 
 import pytest

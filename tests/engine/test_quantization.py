@@ -1,4 +1,6 @@
-"""`quantization` and `kv_cache_dtype`: bytes are counted exactly, and tokens do not depend on scheduling."""
+"""`quantization` and `kv_cache_dtype`: bytes are counted exactly, and tokens do not depend on
+scheduling.
+"""
 
 import dataclasses
 import math
@@ -179,7 +181,9 @@ def test_groups_that_ranks_would_cut_are_refused():
 
 @pytest.mark.parametrize(("quantization", "width", "sizes"), [("int8", 688, (2, 4)), ("int4", 704, (2, 4))])
 def test_ranks_have_the_scales_of_whole_rows(quantization, width, sizes):
-    """Of 704 weights in groups of 32, a rank of four has 176: the pieces of a group that is cut keep its scale."""
+    """Of 704 weights in groups of 32, a rank of four has 176: the pieces of a group that is cut
+    keep its scale.
+    """
     config = dataclasses.replace(CONFIG, intermediate_size=width, num_hidden_layers=1, dtype="float32")
     whole = random_model(config, seed=1, quantization=quantization).layers[0]
 

@@ -1,4 +1,6 @@
-"""`data_parallel_backend="ray"`: what is refused, in one line each. `tests/cluster` runs it on two hosts."""
+"""`data_parallel_backend="ray"`: what is refused, in one line each. `tests/cluster` runs it on
+two hosts.
+"""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,8 @@
-"""Speculation keeps the model's distribution: position by position, and a test that sees rules which do not.
+"""Speculation keeps the model's distribution: position by position, and a test that sees rules
+which do not.
 
-The model here is a table: what comes depends on the token before. A request has two drafts and so up to three tokens.
+The model here is a table: what comes depends on the token before. A request has two drafts and so
+up to three tokens.
 """
 
 import math
@@ -46,7 +48,9 @@ class Outcome:
     drawn: bool
 
     def fits(self) -> list[Fit]:
-        """Fit the first token, the second, and the one after both drafts, each by the token before it."""
+        """Fit the first token, the second, and the one after both drafts, each by the token
+        before it.
+        """
         before, fits = np.zeros(len(self.tokens), int), []
         for place in range(3):
             there = self.tokens[:, place] >= 0
@@ -70,7 +74,8 @@ class Outcome:
 def speculate(
     drawn, temperature=1.0, top_k=0, top_p=1.0, reject=rejection_sample, keys=draft_keys, bonus=None
 ) -> Outcome:
-    """Draft and verify once for each request. Drafts are drawn from DRAFT, which `reject` gets if `drawn`.
+    """Draft and verify once for each request. Drafts are drawn from DRAFT, which `reject` gets if
+    `drawn`.
 
     `bonus`: the table for the token after both drafts, by default the target's.
     """

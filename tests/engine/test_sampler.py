@@ -1,4 +1,6 @@
-"""The sampler: the right distribution, the right tokens, and the same token whatever else is in the batch."""
+"""The sampler: the right distribution, the right tokens, and the same token whatever else is in
+the batch.
+"""
 
 import numpy as np
 import pytest
@@ -127,7 +129,9 @@ def scores_of(tokens: torch.Tensor, logits: torch.Tensor, keys: np.ndarray) -> t
 @pytest.mark.parametrize("vocab", [1, 5, 256, 257, 4096])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 100.0])
 def test_the_compiled_draw_is_the_definition(vocab, spread):
-    """Its test leaves out no token that could win, whatever the logits; some of them are impossible."""
+    """Its test leaves out no token that could win, whatever the logits; some of them are
+    impossible.
+    """
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(500, vocab, generator=generator) * spread
     logits[::2].masked_fill_(torch.rand(250, vocab, generator=generator) < 0.5, -torch.inf)
@@ -141,7 +145,9 @@ def test_the_compiled_draw_is_the_definition(vocab, spread):
 
 
 def test_a_gpu_draws_by_the_same_definition(monkeypatch):
-    """The form in torch, run here on the CPU, and the compiled one give the same tokens, or two as good as equal."""
+    """The form in torch, run here on the CPU, and the compiled one give the same tokens, or two
+    as good as equal.
+    """
     logits = torch.randn(400, 3000, generator=torch.Generator().manual_seed(0))
     keys = row_keys(np.arange(400, dtype=np.uint64), np.zeros(400, int))
     compiled = gumbel_max(logits, keys)
@@ -152,8 +158,9 @@ def test_a_gpu_draws_by_the_same_definition(monkeypatch):
 
 
 def test_a_rounding_of_the_logits_changes_a_token_only_where_two_are_as_good_as_equal():
-    """Quantized weights and other batch shapes round differently; walking along cumulated probabilities, every
-    border shifts, and one draw in some thousands falls on its other side."""
+    """Quantized weights and other batch shapes round differently; walking along cumulated
+    probabilities, every border shifts, and one draw in some thousands falls on its other side.
+    """
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(10_000, 512, generator=generator)
     rounded = logits * (1 + 1e-6 * torch.randn(logits.shape, generator=generator))

@@ -1,4 +1,6 @@
-"""Sampling parameters: vLLM's names and defaults, and a clear error for each value that makes no sense."""
+"""Sampling parameters: vLLM's names and defaults, and a clear error for each value that makes no
+sense.
+"""
 
 import re
 

@@ -33,8 +33,10 @@ pytestmark = pytest.mark.usefixtures("warm_processes")
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 200}
 RECORDED = json.loads((Path(__file__).parent / "data" / "spec_decode.json").read_text())
-"""What vLLM 0.32 has generated greedily for the embedded model in float32, and its counters over all of these requests
-for three tokens a draft: n-grams of 1 to 3 tokens, the embedded draft model, and the embedded EAGLE-3 head."""
+"""What vLLM 0.32 has generated greedily for the embedded model in float32, and its counters over
+all of these requests for three tokens a draft: n-grams of 1 to 3 tokens, the embedded draft model,
+and the embedded EAGLE-3 head.
+"""
 DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 3}
 EAGLE3 = {"method": "eagle3", "model": str(EMBEDDED_EAGLE3), "num_speculative_tokens": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -189,10 +191,12 @@ def keys_without_cache(drafter, target, token_ids):
 
 @pytest.mark.parametrize("config", [DRAFT_MODEL, EAGLE3], ids=["draft_model", "eagle3"])
 def test_the_drafters_cache_holds_every_token_that_the_targets_does(config):
-    """Whatever was drafted, rejected, hit in the prefix cache, preempted or computed in chunks on the way.
+    """Whatever was drafted, rejected, hit in the prefix cache, preempted or computed in chunks on
+    the way.
 
-    A head is one token behind where the last one has just been sampled. Else it needs the one after, and so a block
-    that a shorter prompt has left ends with a key that is not a longer prompt's.
+    A head is one token behind where the last one has just been sampled. Else it needs the one
+    after, and so a block that a shorter prompt has left ends with a key that is not a longer
+    prompt's.
     """
     llm = LLM(EMBEDDED_MODEL, **SETTINGS | FEW_BLOCKS, speculative_config=config)
     runner, steps = runner_of(llm), []
@@ -251,7 +255,9 @@ def test_the_ledger_counts_weights_and_cache_of_the_draft_model():
 
 
 def test_random_requests_keep_their_tokens_and_log_probabilities():
-    """Every draw depends on its request's seed and its place, so drafts cannot be seen in what comes out."""
+    """Every draw depends on its request's seed and its place, so drafts cannot be seen in what
+    comes out.
+    """
     params = [
         SamplingParams(temperature=0.7, seed=3, max_tokens=60, logprobs=2, ignore_eos=True),
         SamplingParams(temperature=1.0, seed=4, max_tokens=40, top_p=0.8, presence_penalty=0.4, n=2),
@@ -330,7 +336,9 @@ def test_a_seeded_request_draws_the_same_drafts_and_tokens_in_any_company():
 
 
 def small_model(folder, layers):
-    """Make a random model of eight tokens, and a function from token ids to the probabilities of the next one."""
+    """Make a random model of eight tokens, and a function from token ids to the probabilities of
+    the next one.
+    """
     config = json.loads((EMBEDDED_DRAFT / "config.json").read_text())
     config |= {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers}
     config |= {"num_attention_heads": 1, "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None}
@@ -406,7 +414,9 @@ def test_fewer_drafts_or_none_at_times_change_no_token_of_a_greedy_request(plain
 
 
 def streamed(llm, params):
-    """Join the pieces of a DELTA stream: tokens, text, log probabilities, and the last sum of these."""
+    """Join the pieces of a DELTA stream: tokens, text, log probabilities, and the last sum of
+    these.
+    """
     llm.llm_engine.add_request("streamed", REPETITIVE, replace(params, output_kind=RequestOutputKind.DELTA))
     token_ids, text, logprobs, total = [], "", [], None
     while llm.llm_engine.has_unfinished_requests():
@@ -418,7 +428,9 @@ def streamed(llm, params):
 
 
 def test_nothing_stays_of_the_drafts_behind_a_stop_string():
-    """Neither of their tokens nor of their log probabilities, in the whole output as in a stream's pieces."""
+    """Neither of their tokens nor of their log probabilities, in the whole output as in a
+    stream's pieces.
+    """
     plain = LLM(EMBEDDED_MODEL, **SETTINGS)
     drafting = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config={"num_speculative_tokens": 5, "prompt_lookup_min": 1})
     base = SamplingParams(temperature=0.0, max_tokens=60, logprobs=0, ignore_eos=True)

@@ -1,4 +1,6 @@
-"""The buffers that CUDA graphs read: a step in place, harmless padding behind it, and nothing of the step before."""
+"""The buffers that CUDA graphs read: a step in place, harmless padding behind it, and nothing of
+the step before.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ SIZE, COLUMNS = 8, 5
 
 @st.composite
 def steps(draw, tokens_each: int) -> StepInputs:
-    """Draw a step of at most `tokens_each` tokens a request, with any ids, positions, slots and tables."""
+    """Draw a step of at most `tokens_each` tokens a request, with any ids, positions, slots and
+    tables.
+    """
     counts = draw(st.lists(st.integers(1, tokens_each), min_size=1, max_size=SIZE))
     columns, tokens, requests = draw(st.integers(1, COLUMNS)), sum(counts), len(counts)
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

@@ -1,4 +1,6 @@
-"""A snapshot is the scheduler's state, whatever has happened before; and the scheduler does the same unwatched."""
+"""A snapshot is the scheduler's state, whatever has happened before; and the scheduler does the
+same unwatched.
+"""
 
 import json
 from random import Random
@@ -15,7 +17,9 @@ from minivllm.engine.step_recorder import WAITING_SHOWN, StepRecorder
 
 
 class WatchedRun(Run):
-    """A random workload whose snapshots are compared with the scheduler, or the same without a recorder."""
+    """A random workload whose snapshots are compared with the scheduler, or the same without a
+    recorder.
+    """
 
     def __init__(self, scheduler: Scheduler, rng: Random, watch: bool) -> None:
         super().__init__(scheduler, rng)

@@ -1,4 +1,6 @@
-"""What is generated under a constraint conforms to it, however the engine gets there, and nothing else changes."""
+"""What is generated under a constraint conforms to it, however the engine gets there, and
+nothing else changes.
+"""
 
 import json
 import re
@@ -260,7 +262,9 @@ def test_a_constraint_that_is_none_is_refused(fields, message):
 
 @pytest.mark.parametrize("link", ["rule", "definition"])
 def test_a_long_chain_of_references_ends_no_process(link):
-    """Each reference takes some kB of stack in native code: thousands of them would overflow a usual one."""
+    """Each reference takes some kB of stack in native code: thousands of them would overflow a
+    usual one.
+    """
     if link == "rule":
         text = {"grammar": "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(9000)) + 'a9000: "x"'}
     else:

@@ -1,4 +1,6 @@
-"""Two engines that exchange keys and values over TCP answer as one: same tokens, and every block free again."""
+"""Two engines that exchange keys and values over TCP answer as one: same tokens, and every block
+free again.
+"""
 
 from dataclasses import replace
 

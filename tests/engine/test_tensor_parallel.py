@@ -1,7 +1,8 @@
-"""`tensor_parallel_size=2`: the tokens of one process, the bytes that the formula says, and an end that is told of.
+"""`tensor_parallel_size=2`: the tokens of one process, the bytes that the formula says, and an end
+that is told of.
 
-One engine of two ranks serves all of these: what the scheduler decides is changed by giving it another scheduler. Its
-ranks fail where they are told to, and only there.
+One engine of two ranks serves all of these: what the scheduler decides is changed by giving it
+another scheduler. Its ranks fail where they are told to, and only there.
 """
 
 import os
@@ -38,7 +39,9 @@ WISHES = [
 
 
 class OneWarm(WarmSubprocess):
-    """Fork the first rank and start the second as a fresh interpreter, whose sets of strings have another order."""
+    """Fork the first rank and start the second as a fresh interpreter, whose sets of strings
+    have another order.
+    """
 
     num_started = 0
 
@@ -138,7 +141,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 
 
 def few_tokens_of(llm: LLM) -> list[list[list[int]]]:
-    """Return the tokens of a greedy request, of one with two answers, and of one that fits a grammar."""
+    """Return the tokens of a greedy request, of one with two answers, and of one that fits a
+    grammar.
+    """
     few = [0, 2, len(PROMPTS) - 1]
     params = [replace(WISHES[index], max_tokens=6) for index in few]
     return completions_of(llm, [PROMPTS[index] for index in few], params)
@@ -172,7 +177,9 @@ def test_an_exception_on_any_rank_ends_the_step_and_not_the_engine(breakable, pl
 
 
 def test_steps_in_flight_give_the_same_tokens(breakable, expected):
-    """Rank 0's drafts reach the others with its tokens; and a rank fails while another step is under way."""
+    """Rank 0's drafts reach the others with its tokens; and a rank fails while another step is
+    under way.
+    """
     llm, _ = breakable
     core, single = core_of(llm), core_of(llm).scheduler
     core.executor.collective_rpc("keep_drafts", True)

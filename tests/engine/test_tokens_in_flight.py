@@ -42,7 +42,9 @@ SEEN_BY_THE_HOST = ({"repetition_penalty": 1.3}, {"logprobs": 2}, {"min_tokens":
 
 
 def random_params(draw: random.Random, seed: int) -> SamplingParams:
-    """Draw parameters that the device can sample, mostly; the others are short, so that such steps are few."""
+    """Draw parameters that the device can sample, mostly; the others are short, so that such
+    steps are few.
+    """
     chosen = {"seed": seed, "temperature": draw.choice([0.0, 0.0, 0.8, 1.2])}
     if draw.random() < 0.25:
         return SamplingParams(**chosen, **draw.choice(SEEN_BY_THE_HOST), max_tokens=draw.randint(1, 3))
@@ -62,7 +64,9 @@ def answers(llm: LLM, prompts, params) -> list[tuple]:
 
 
 def test_random_requests_get_the_same_tokens(deferred):
-    """Chunks, preemptions, draws, stops; steps that can be deferred, and between them steps that cannot."""
+    """Chunks, preemptions, draws, stops; steps that can be deferred, and between them steps that
+    cannot.
+    """
     plain, ahead = engine(async_scheduling=False), engine()
     runner_of(ahead).defers_tokens = True
     for seed in range(6):

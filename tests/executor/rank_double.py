@@ -1,4 +1,6 @@
-"""Objects for the rank processes of `test_rank_processes.py` and `test_executors.py`: no model, every way to end."""
+"""Objects for the rank processes of `test_rank_processes.py` and `test_executors.py`: no model,
+every way to end.
+"""
 
 import os
 import signal

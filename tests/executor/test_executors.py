@@ -1,4 +1,6 @@
-"""The executors by name, and what the core may rely on: steps in flight, a reset, and an exception anywhere."""
+"""The executors by name, and what the core may rely on: steps in flight, a reset, and an
+exception anywhere.
+"""
 
 import os
 import time
@@ -67,7 +69,9 @@ def expected() -> list[dict[str, list[int]]]:
 
 
 def steps() -> Iterator[SchedulerOutput]:
-    """Make a step of prompts, then decodes, without a look at any token, as a scheduler does that is a step ahead."""
+    """Make a step of prompts, then decodes, without a look at any token, as a scheduler does
+    that is a step ahead.
+    """
     new, blocks = [], count(1)
     for req_id, prompt in PROMPTS.items():
         table = [next(blocks) for _ in range(0, len(prompt) + NUM_STEPS, BLOCK_SIZE)]
@@ -107,7 +111,9 @@ def test_one_rank_in_a_process_of_its_own(expected):
 
 
 def test_steps_in_flight_give_the_same_tokens(pair, expected):
-    """No step waits for the engine to read the one before: rank 0 tells the others what it sampled."""
+    """No step waits for the engine to read the one before: rank 0 tells the others what it
+    sampled.
+    """
     assert tokens_of(pair) == expected
     assert tokens_of(pair, in_flight=True) == expected
     assert tokens_of(started(1), in_flight=True) == expected

@@ -1,4 +1,6 @@
-"""Ranks in processes: whichever way one of them or their parent ends, it is said, and nobody is left behind."""
+"""Ranks in processes: whichever way one of them or their parent ends, it is said, and nobody is
+left behind.
+"""
 
 import gc
 import os
@@ -234,7 +236,9 @@ def pids_from(parent: subprocess.Popen[str]) -> list[int]:
 
 @BOTH
 def test_they_end_with_a_parent_that_is_killed(tmp_path, module, script):
-    """Also while they import what takes long. The script has no `if __name__ == "__main__"`: it is not imported."""
+    """Also while they import what takes long. The script has no `if __name__ == "__main__"`: it
+    is not imported.
+    """
     with run_script(tmp_path, module, script) as parent:
         pids = pids_from(parent)
         assert not have_ended(pids, 0.0)
@@ -296,7 +300,9 @@ def test_a_call_in_flight_is_waited_for_as_long_as_one_says(ranks):
 
 
 def test_large_calls_in_flight_do_not_block_one_another(ranks):
-    """Beyond what sockets hold, both ways: a rank that cannot send its reply does not read the next call."""
+    """Beyond what sockets hold, both ways: a rank that cannot send its reply does not read the
+    next call.
+    """
     size = 3_000_000
     futures = [ranks.send_for_one("zeros", size) for _ in range(3)]
     futures += [ranks.send_for_one("size_of", bytes(size)) for _ in range(3)]
@@ -323,7 +329,7 @@ def test_what_cannot_be_sent_is_not_sent(ranks):
     assert ranks.call("who") == [(0, 1), (1, 1)]
 
 
-# ---- interrupts ------------------------------------------------------------------------------------------------------
+# ---- interrupts ----------------------------------------------------------------------------------
 
 
 class Interrupt(BaseException):
@@ -374,7 +380,9 @@ def interrupted_at_line(number: int, function: Callable[[], object], where: str 
 
 
 def interrupted_after(seconds: float, function: Callable[[], object]) -> bool:
-    """Call the function and send Ctrl-C after this many seconds; return whether that interrupted it."""
+    """Call the function and send Ctrl-C after this many seconds; return whether that interrupted
+    it.
+    """
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         with catching_interrupts() as interrupted:
@@ -389,7 +397,9 @@ def interrupted_after(seconds: float, function: Callable[[], object]) -> bool:
 
 
 def quickest(function: Callable[[], object]) -> float:
-    """Return the seconds of the quickest of three calls. At parts of a slow one, signals would come too late."""
+    """Return the seconds of the quickest of three calls. At parts of a slow one, signals would
+    come too late.
+    """
     seconds = []
     for _ in range(3):
         start = time.monotonic()
@@ -458,7 +468,9 @@ def test_an_interrupt_that_another_thread_took_is_noticed(ranks, tmp_path):
 
 
 def ranks_here() -> set[Any]:
-    """Return the rank processes below this one, but no children of a browser that other tests use."""
+    """Return the rank processes below this one, but no children of a browser that other tests
+    use.
+    """
     import psutil
 
     found = set()

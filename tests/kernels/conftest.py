@@ -1,4 +1,6 @@
-"""Where a kernel test runs: `device` gives every numerics test an interpreted and a compiled variant."""
+"""Where a kernel test runs: `device` gives every numerics test an interpreted and a compiled
+variant.
+"""
 
 import pytest
 import torch

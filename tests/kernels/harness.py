@@ -1,10 +1,11 @@
 """The four proofs of a kernel, each in a few lines of a test.
 
-(a) numerics: take the `device` fixture (conftest.py), run the kernel on that device, `assert_close(actual, reference)`
-    against a float64 reference on `awkward_lengths(block)`, `HEAD_DIMS`, `GROUPS`;
-(b) ahead-of-time compilation on four targets: `assert_compiles(kernel, arguments, options)`;
-(c) the same numerics compiled on a GPU: the `device` fixture's "cuda" variant, which carries the mark `gpu`;
-(d) the CPU twin: `assert_twin(kernel_result, twin_result)`.
+(a) numerics: take the `device` fixture (conftest.py), run the kernel on that device,
+    `assert_close(actual, reference)` against a float64 reference on `awkward_lengths(block)`,
+    `HEAD_DIMS`, `GROUPS`;
+(b) ahead-of-time compilation on four targets: `assert_compiles(kernel, arguments, options)`; (c)
+the same numerics compiled on a GPU: the `device` fixture's "cuda" variant, which carries the mark
+`gpu`; (d) the CPU twin: `assert_twin(kernel_result, twin_result)`.
 
 Kernels of lesson scripts: `script("01_kv_cache").some_kernel`.
 Needs torch, triton and pytest only, so that it runs on a common CUDA image.
@@ -41,7 +42,9 @@ def script(name: str) -> Any:
 
 
 def awkward_lengths(block: int) -> list[int]:
-    """Return lengths at which kernels go wrong: none, one, around one block, and ragged over several."""
+    """Return lengths at which kernels go wrong: none, one, around one block, and ragged over
+    several.
+    """
     return sorted({0, 1, block - 1, block, block + 1, 2 * block + 3, 5 * block - 2} - {-1})
 
 
@@ -69,7 +72,9 @@ def assert_close(
 
 
 def assert_twin(kernel: torch.Tensor, twin: torch.Tensor, scale: float = 1.0) -> None:
-    """Kernel and CPU twin agree: bit for bit where nothing is rounded (integers, or `scale` 0), else closely."""
+    """Kernel and CPU twin agree: bit for bit where nothing is rounded (integers, or `scale` 0),
+    else closely.
+    """
     assert kernel.dtype == twin.dtype, f"kernel gives {kernel.dtype}, twin {twin.dtype}"
     if scale == 0 or not kernel.dtype.is_floating_point:
         assert torch.equal(kernel.cpu(), twin.cpu()), "kernel and twin differ"
@@ -88,9 +93,10 @@ def assert_compiles(
 ) -> dict[str, Compiled]:
     """Compile for each target; shared memory must fit and nothing may spill.
 
-    `arguments`: an example for every parameter by name (tensor, "*bf16", number, None, constexpr value); `options`:
-    num_warps, num_stages. With `tensor_core` the code must hold matrix instructions (`Compiled.tensor_core` says
-    which); with `load_bytes` the widest load from device memory must be at least so wide.
+    `arguments`: an example for every parameter by name (tensor, "*bf16", number, None, constexpr
+    value); `options`: num_warps, num_stages. With `tensor_core` the code must hold matrix
+    instructions (`Compiled.tensor_core` says which); with `load_bytes` the widest load from device
+    memory must be at least so wide.
     """
     built = {target: compile_for(target, kernel, arguments, options) for target in targets}
     for target, code in built.items():
@@ -115,7 +121,9 @@ def on_threads(count: int) -> Iterator[None]:
 
 
 def each_twin(module: Any, *others: str) -> Any:
-    """Make a fixture that lets `module` run each of its forms for CPUs, numba's and torch's; returns their names."""
+    """Make a fixture that lets `module` run each of its forms for CPUs, numba's and torch's;
+    returns their names.
+    """
 
     @pytest.fixture(params=["numba", "torch", *others])
     def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -151,7 +159,7 @@ def trace_launches(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) ->
     return traces
 
 
-# ---- attention over paged caches: data and reference -----------------------------------------------------------------
+# ---- attention over paged caches: data and reference ---------------------------------------------
 
 
 def start_locations(query_lengths: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
@@ -163,7 +171,8 @@ def start_locations(query_lengths: Sequence[int], device: torch.device | str = "
 def random_block_table(
     lengths: Sequence[int], block_size: int, spare_blocks: int = 3, seed: int = 0
 ) -> tuple[torch.Tensor, int]:
-    """(int32 `[sequences, most blocks]`, blocks in the pool): every sequence's blocks scattered over the pool.
+    """(int32 `[sequences, most blocks]`, blocks in the pool): every sequence's blocks scattered
+    over the pool.
 
     Block 0, the null block, is nobody's; unused entries are 0.
     """
@@ -177,7 +186,9 @@ def random_block_table(
 
 
 def gather_paged(cache: torch.Tensor, block_table: torch.Tensor, sequence: int, length: int) -> torch.Tensor:
-    """A sequence's `[length, kv_heads, head_dim]` out of a paged cache `[blocks, block_size, kv_heads, head_dim]`."""
+    """Return a sequence's `[length, kv_heads, head_dim]` out of a paged cache `[blocks, block_size,
+    kv_heads, head_dim]`.
+    """
     positions = torch.arange(length, device=cache.device)
     blocks = block_table[sequence].to(cache.device).long()[positions // cache.shape[1]]
     return cache[blocks, positions % cache.shape[1]]
@@ -191,7 +202,8 @@ def reference_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of one sequence in float64: the last `len(q)` of its `len(keys)` positions ask.
+    """Causal attention of one sequence in float64: the last `len(q)` of its `len(keys)` positions
+    ask.
 
     q `[queries, heads, d]`, keys and values `[length, kv_heads, d]` -> `[queries, heads, d]`.
     """

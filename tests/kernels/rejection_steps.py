@@ -1,4 +1,6 @@
-"""Steps to verify drafts in: `rejection_sample` is tested on them by itself, and by what it does to distributions."""
+"""Steps to verify drafts in: `rejection_sample` is tested on them by itself, and by what it does
+to distributions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ def key_tensor(keys: np.ndarray) -> torch.Tensor:
 
 
 def random_step(vocab: int, drawn: bool, num_drafts: Sequence[int], seed: int = 0) -> RejectionArguments:
-    """Greedy and random requests. Drafts are good: q is close to p, or they are the likeliest; some are -1.
+    """Return greedy and random requests. Drafts are good: q is close to p, or they are the
+    likeliest; some are -1.
 
     Some rows exclude half of the tokens, one all but one.
     """

@@ -1,4 +1,6 @@
-"""`benchmarks/kernels.py`: what it counts is right, and what it measures on a GPU runs, here on small steps."""
+"""`benchmarks/kernels.py`: what it counts is right, and what it measures on a GPU runs, here on
+small steps.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Blocks of all regions to a staging buffer and back: against torch's own indexing, byte for byte, in both layouts."""
+"""Blocks of all regions to a staging buffer and back: against torch's own indexing, byte for
+byte, in both layouts.
+"""
 
 import pytest
 import torch
@@ -98,7 +100,7 @@ def test_there_and_back_on_the_cpu(block_size, dtype, dim, blocks, block_major):
 
 
 def test_without_slots_blocks_lie_in_their_order(device):
-    """Also a block that is asked for twice, ids of either type, and a layer that occurs twice."""
+    """Also a block that occurs twice, ids of either type, and a layer that occurs twice."""
     one = random_bytes((BLOCKS, 4, 6), torch.float16, device)
     regions = BlockRegions.of([one, one])
     for dtype in (torch.int32, torch.int64):
@@ -108,7 +110,9 @@ def test_without_slots_blocks_lie_in_their_order(device):
 
 
 def test_keys_and_values_interleaved_in_one_tensor(device):
-    """From block to block is then further than a block is long; what lies between keeps its bytes."""
+    """From block to block is then further than a block is long; what lies between keeps its
+    bytes.
+    """
     both = random_bytes((BLOCKS, 2, 4, 8), torch.bfloat16, device)
     keys, values = both[:, 0], both[:, 1]
     staging = torch.zeros(2 * 64, dtype=torch.uint8, device=device)

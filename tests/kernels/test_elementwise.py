@@ -1,4 +1,6 @@
-"""Norm with residual, gated product and rotation: against float64, kernel against twin, compiled for every target."""
+"""Norm with residual, gated product and rotation: against float64, kernel against twin, compiled
+for every target.
+"""
 
 import pytest
 import torch
@@ -59,7 +61,9 @@ def test_norm_of_the_sum(form, width):
 
 
 def test_rows_apart_and_positions_of_any_kind():
-    """The compiled loops read memory by address: what does not lie as they expect it must not reach them as it is."""
+    """The compiled loops read memory by address: what does not lie as they expect it must not
+    reach them as it is.
+    """
     table, heads = random(50, 16), random(40, 3, 16)
     positions = torch.arange(40) * 7 % 50
     expected = heads.clone()
@@ -137,7 +141,9 @@ def test_rotation(form, positions_of, head_dim):
 
 @pytest.mark.parametrize(("width", "head_dim"), [(48, 32), (256, 64), (688, 128)])
 def test_passes_over_bf16_round_once(width, head_dim):
-    """What comes out is the float64 outcome, rounded: off by no more than a unit in the last place of bf16."""
+    """What comes out is the float64 outcome, rounded: off by no more than a unit in the last
+    place of bf16.
+    """
     pytest.importorskip("numba")
     numbers = {"dtype": torch.bfloat16}
     x, weight = random(33, width, **numbers), random(width, **numbers)

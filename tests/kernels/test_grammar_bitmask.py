@@ -1,4 +1,6 @@
-"""The mask of grammars: against bits read one by one, kernel against twin, compiled for every target."""
+"""The mask of grammars: against bits read one by one, kernel against twin, compiled for every
+target.
+"""
 
 import math
 
@@ -13,7 +15,9 @@ SIGN = -(2**31)
 
 
 def random_case(vocab, num_rows=5, rows=(3, 0), dtype=torch.float32):
-    """Logits, a bitmask for some rows with random bits behind the vocabulary too, and those rows."""
+    """Logits, a bitmask for some rows with random bits behind the vocabulary too, and those
+    rows.
+    """
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn((num_rows, vocab), generator=generator).to(dtype)
     words = torch.randint(SIGN, -SIGN, (len(rows), math.ceil(vocab / 32)), generator=generator).to(torch.int32)
@@ -39,7 +43,9 @@ def test_tokens_that_are_not_allowed_are_impossible(device, vocab):
 
 
 def test_rows_without_a_grammar_keep_every_bit(device):
-    """Those beside a masked row, too, where rows are part of a wider table; NaN shows that nothing was computed."""
+    """Those beside a masked row, too, where rows are part of a wider table; NaN shows that
+    nothing was computed.
+    """
     wide = torch.full((4, 200), torch.nan)
     found = wide.to(device)[:, :100]
     nothing = torch.zeros(1, 4, dtype=torch.int32)

@@ -1,4 +1,6 @@
-"""The harness itself: what it reads off compiled code is what is there, and its asserts can fail."""
+"""The harness itself: what it reads off compiled code is what is there, and its asserts can
+fail.
+"""
 
 import pytest
 import torch
@@ -88,7 +90,9 @@ def test_close_is_not_blind():
 
 
 def test_the_record_says_what_the_compiler_says(monkeypatch):
-    """Compare what `compiled.json` has with a compilation by a worker that does not know the file."""
+    """Compare what `compiled.json` has with a compilation by a worker that does not know the
+    file.
+    """
 
     def compiled() -> list[aot.Compiled]:
         options = {"num_warps": 8, "num_stages": 2}

@@ -1,4 +1,6 @@
-"""Blocks between a cache and host memory: the bytes are right, whatever their order and the pieces they come in."""
+"""Blocks between a cache and host memory: the bytes are right, whatever their order and the
+pieces they come in.
+"""
 
 from contextlib import nullcontext
 from typing import Any
@@ -28,7 +30,9 @@ class StreamDouble:
 
 @pytest.fixture(params=["cpu", "staged", pytest.param("cuda", marks=pytest.mark.gpu)])
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HostCopies:
-    """On a CPU; on a GPU; and as on a GPU, with memory of the CPU. The staging buffer has room for four blocks."""
+    """On a CPU; on a GPU; and as on a GPU, with memory of the CPU. The staging buffer has room
+    for four blocks.
+    """
     device = torch.device("cuda" if request.param == "cuda" else "cpu")
     cache = [torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8, device=device) for size in (64, 64, 12)]
     regions = BlockRegions.of(cache)

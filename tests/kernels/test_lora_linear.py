@@ -1,4 +1,6 @@
-"""Adapters' products: kernels and CPU forms give what each row's own adapter gives, whatever lies beside it."""
+"""Adapters' products: kernels and CPU forms give what each row's own adapter gives, whatever
+lies beside it.
+"""
 
 import itertools
 
@@ -45,7 +47,9 @@ CASES = {
 
 
 def make(case, dtype=torch.float32, device=CPU, slots=3):
-    """(y, x, a, b, ranks, bounds, meta), and the float64 answer. Numbers beyond a slot's rank are NaN."""
+    """(y, x, a, b, ranks, bounds, meta), and the float64 answer. Numbers beyond a slot's rank
+    are NaN.
+    """
     rows_slots, max_rank, width, slices = CASES[case]
     torch.manual_seed(len(rows_slots) + max_rank + width)
     rows, outputs = len(rows_slots), sum(slices)
@@ -137,7 +141,7 @@ def test_several_threads_share_the_tiles():
     assert_close(given[0], expected)
 
 
-# ---- traced, compiled, refused ---------------------------------------------------------------------------------------
+# ---- traced, compiled, refused -------------------------------------------------------------------
 
 
 @pytest.mark.interpreted

@@ -1,4 +1,6 @@
-"""Attention over paged latents: every form against float64, on ragged batches over a cache full of poison."""
+"""Attention over paged latents: every form against float64, on ragged batches over a cache full
+of poison.
+"""
 
 from dataclasses import dataclass
 
@@ -40,7 +42,8 @@ BLOCK = 16
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, on rows that no query has
 UNTOUCHED = -7.0
 
-# (queries, keys) of each sequence. A decode has one query, a prefill as many as keys, a chunk or a verification fewer.
+# (queries, keys) of each sequence. A decode has one query, a prefill as many as keys, a chunk or a
+# verification fewer.
 MIXED = [(0, 7), (1, 33), (20, 20), (5, 64), (0, 0), (1, 1), (17, 50), (1, 32), (0, 1), (1, BLOCK + 1)]
 
 
@@ -64,7 +67,9 @@ class Step:
         )
 
     def expected(self):
-        """One head for all: its keys are whole rows of the cache, its values their first `rank` numbers."""
+        """One head for all: its keys are whole rows of the cache, its values their first `rank`
+        numbers.
+        """
         q, cache, starts, _, table = self.arguments
         result = self.out.double().fill_(UNTOUCHED)
         for row, (queries, keys) in enumerate(self.lengths):
@@ -77,7 +82,9 @@ class Step:
 
 
 def make(lengths, rank=48, rope=16, heads=8, block_size=BLOCK, dtype=torch.float32, padding=3, seed=0):
-    """A step with `padding` tokens of no sequence. Slots that hold no key of any sequence are NaN."""
+    """A step with `padding` tokens of no sequence. Slots that hold no key of any sequence are
+    NaN.
+    """
     torch.manual_seed(seed)
     queries, keys = [one for one, _ in lengths], [one for _, one in lengths]
     table, blocks = random_block_table(keys, block_size, seed=seed)
@@ -91,7 +98,7 @@ def make(lengths, rank=48, rope=16, heads=8, block_size=BLOCK, dtype=torch.float
     return Step(tensors, (rank + rope) ** -0.5, rank, out, lengths)
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,7 @@ def test_kernel_and_twin_are_alike(device, dtype):
     assert_close(twin, step.expected())
 
 
-# ---- the forms of the twin -------------------------------------------------------------------------------------------
+# ---- the forms of the twin -----------------------------------------------------------------------
 
 
 twin = each_twin(mla_calls)
@@ -142,7 +149,7 @@ def test_the_twin_is_right(rank, rope):
         assert_close(step.attend("cpu"), step.expected())
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
@@ -164,7 +171,7 @@ def test_every_token_lands_in_its_slot_and_padding_nowhere(device, backend, slot
     assert_twin(cache, expected, scale=0)
 
 
-# ---- traced, compiled, refused ---------------------------------------------------------------------------------------
+# ---- traced, compiled, refused -------------------------------------------------------------------
 
 
 @pytest.mark.interpreted

@@ -27,7 +27,8 @@ def tiles(request):
     if request.param == lanes.has_wide_registers():
         loops = numba_linear
     else:
-        # A module of its own: compiled parts are named after it, and a process uses one of a name for both.
+        # A module of its own: compiled parts are named after it, and a process uses one of a name
+        # for both.
         spec = importlib.util.spec_from_file_location("loops_of_other_registers", numba_linear.__file__)
         assert spec
         assert spec.loader

@@ -1,4 +1,6 @@
-"""What numba compiles is compiled once: another process finds it on disk. Where nothing can be kept, it still runs."""
+"""What numba compiles is compiled once: another process finds it on disk. Where nothing can be
+kept, it still runs.
+"""
 
 import math
 import os
@@ -68,7 +70,8 @@ def run(code, **options):
 def test_a_second_process_compiles_nothing():
     """The first one only has to compile what no run of the tests has needed so far.
 
-    Of two processes that write one index at the same time, as workers do, one is lost: then there is a third.
+    Of two processes that write one index at the same time, as workers do, one is lost: then there
+    is a third.
     """
     for _ in range(4):
         hits = run(FIND).stdout.split()

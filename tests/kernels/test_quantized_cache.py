@@ -1,4 +1,6 @@
-"""Caches of int8 and fp8: what is written is the nearest that can be, and attention reads it as those numbers."""
+"""Caches of int8 and fp8: what is written is the nearest that can be, and attention reads it as
+those numbers.
+"""
 
 import random
 
@@ -134,11 +136,13 @@ def test_fp8_is_written_and_what_is_too_large_becomes_the_largest(device):
             assert not stored[:7].any()
 
 
-# ---- attention over them ---------------------------------------------------------------------------------------------
+# ---- attention over them -------------------------------------------------------------------------
 
 
 def quantized(step):
-    """The step with int8 caches, poison in unowned slots, and the float64 answer for the numbers they stand for."""
+    """The step with int8 caches, poison in unowned slots, and the float64 answer for the numbers
+    they stand for.
+    """
     q, k_cache, v_cache, *tables = step.arguments
     stored, scales, stand_for = [], [], []
     for cache in (k_cache, v_cache):
@@ -209,12 +213,14 @@ def test_the_twin_reads_int8(twin, seed):
     check(step, "cpu", **options)
 
 
-# ---- compiled --------------------------------------------------------------------------------------------------------
+# ---- compiled ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_int8_compiles_everywhere_and_spills_next_to_nothing(target):
-    """On sm_90 the fastest tiles put some numbers of a thread aside, and take 199 µs where one that fits takes 301."""
+    """On sm_90 the fastest tiles put some numbers of a thread aside, and take 199 µs where one
+    that fits takes 301.
+    """
     for query_rows, splits in ((4, 8), (4096, 1)):
         first = configurations(target, query_rows, 4, 128, 2, 1)[0]
         built = compile_attention(target, first, kv_dtype="int8", splits=splits)

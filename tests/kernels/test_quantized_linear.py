@@ -1,4 +1,6 @@
-"""Products with packed weights: the kernel and its twins give what the unpacked numbers give; packing loses nothing."""
+"""Products with packed weights: the kernel and its twins give what the unpacked numbers give;
+packing loses nothing.
+"""
 
 import numpy as np
 import pytest
@@ -29,7 +31,9 @@ SHAPES = [(1, 40, 96), (3, 33, 64), (17, 70, 160), (16, 1, 32)]  # rows, out, in
 
 
 def make(kind, rows, out, width, dtype=torch.float32, scale_dtype=None):
-    """x, packed, scales, bias, and the float64 answer for the numbers that the integers stand for."""
+    """x, packed, scales, bias, and the float64 answer for the numbers that the integers stand
+    for.
+    """
     torch.manual_seed(rows + out + width)
     quantization, group = KINDS[kind]
     packed, scales = quantize_weight(torch.randn(out, width), quantization, width if group == 0 else group)
@@ -41,7 +45,7 @@ def make(kind, rows, out, width, dtype=torch.float32, scale_dtype=None):
     return x, packed, scales, bias, x.double() @ weight.T + bias.double()
 
 
-# ---- packing ---------------------------------------------------------------------------------------------------------
+# ---- packing -------------------------------------------------------------------------------------
 
 
 def test_packing_keeps_every_integer_and_puts_the_first_into_the_lower_half():
@@ -82,7 +86,7 @@ def test_default_groups_are_long_in_wide_rows_and_always_fit():
     assert_refused("odd", quantize_weight, torch.zeros(2, 33), "int4", 33)
 
 
-# ---- numerics --------------------------------------------------------------------------------------------------------
+# ---- numerics ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,7 +147,7 @@ def test_several_threads_share_the_outputs():
     assert_close(found, expected)
 
 
-# ---- compiled --------------------------------------------------------------------------------------------------------
+# ---- compiled ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("int4", [True, False], ids=["int4", "int8"])
@@ -164,7 +168,7 @@ def test_the_kernel_compiles_everywhere(int4, configuration):
     assert_compiles(quantized_linear_kernel, arguments, options, tensor_core=True, load_bytes=16)
 
 
-# ---- refused ---------------------------------------------------------------------------------------------------------
+# ---- refused -------------------------------------------------------------------------------------
 
 
 def test_input_that_cannot_work_is_refused():

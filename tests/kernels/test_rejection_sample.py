@@ -72,7 +72,9 @@ def test_kernels_twin_and_torch_follow_the_rule(device, vocab, drawn):
 
 
 def test_probabilities_are_of_all_chunks_and_an_accepted_draft_stays(device):
-    """One draft each. Most of the target's mass is in the first chunk, the draft's is spread: their sums differ."""
+    """One draft each. Most of the target's mass is in the first chunk, the draft's is spread:
+    their sums differ.
+    """
     vocab, requests = 2 * CHUNK + 3, 20
     step = random_step(vocab, True, num_drafts=(1,) * requests)
     step.is_greedy[:] = False
@@ -123,7 +125,9 @@ def test_a_draft_that_was_not_drawn_costs_no_exactness(form):
 
 
 def test_broken_logits_are_nobody_elses(form):
-    """NaN and infinities, in the target's rows or the draft's: a token of the vocabulary, and all others as before."""
+    """NaN and infinities, in the target's rows or the draft's: a token of the vocabulary, and
+    all others as before.
+    """
     step = random_step(70, True, RAGGED)
     step.target_logits[1] = step.target_logits[4]
     before = form(step)
@@ -163,7 +167,7 @@ def test_greedy_requests_keep_drafts_up_to_the_first_that_is_not_the_likeliest(f
     assert form(tied).tolist() == [[0, 0, 0], [0, -1, -1], [0, 0, -1], [0, 0, 0]]
 
 
-# ---- noise -----------------------------------------------------------------------------------------------------------
+# ---- noise ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -206,7 +210,7 @@ def test_the_twins_noise_is_the_same_bit_for_bit():
         assert loops.uniform(bits) * np.float32(2.0**-32) == numbers[row, token]
 
 
-# ---- compiled, traced, refused ---------------------------------------------------------------------------------------
+# ---- compiled, traced, refused -------------------------------------------------------------------
 
 VOCAB, WIDTH = 128256, 6
 POINTERS = {

@@ -12,7 +12,9 @@ BLOCK_SIZES = (1, 5, 16)
 
 
 def make(tokens, block_size, kv_heads=2, head_dim=80, dtype=torch.float32, blocks=9, device="cpu"):
-    """Keys and values as slices of one fused output, caches full of −7, and a slot of its own for every token."""
+    """Keys and values as slices of one fused output, caches full of −7, and a slot of its own
+    for every token.
+    """
     torch.manual_seed(tokens)
     width = kv_heads * head_dim
     fused = torch.randn(tokens, 3 * width).to(dtype).to(device)

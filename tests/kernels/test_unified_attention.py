@@ -1,4 +1,6 @@
-"""The one attention: every form against float64, on ragged batches over a cache full of poison where nobody reads."""
+"""The one attention: every form against float64, on ragged batches over a cache full of poison
+where nobody reads.
+"""
 
 import math
 import random
@@ -31,7 +33,8 @@ BLOCK = 16
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, on rows that no query has
 UNTOUCHED = -7.0
 
-# (queries, keys) of each sequence. A decode has one query, a prefill as many as keys, a chunk or a verification fewer.
+# (queries, keys) of each sequence. A decode has one query, a prefill as many as keys, a chunk or a
+# verification fewer.
 BATCHES = {
     "decodes": [(1, 1), (1, BLOCK - 1), (1, BLOCK), (1, BLOCK + 1), (1, 70)],
     "prefills": [(1, 1), (BLOCK - 1, BLOCK - 1), (BLOCK + 1, BLOCK + 1), (35, 35)],
@@ -41,7 +44,9 @@ BATCHES = {
 
 @dataclass
 class Step:
-    """What `unified_attention` takes, where it is to write, and what must stand there afterwards."""
+    """What `unified_attention` takes, where it is to write, and what must stand there
+    afterwards.
+    """
 
     arguments: tuple
     scale: float
@@ -69,7 +74,9 @@ class Step:
 
 
 def make(lengths, head_dim=32, group=4, kv_heads=2, block_size=BLOCK, dtype=torch.float32, padding=3, seed=0):
-    """A step with `padding` tokens of no sequence. Slots that hold no key of any sequence are NaN."""
+    """A step with `padding` tokens of no sequence. Slots that hold no key of any sequence are
+    NaN.
+    """
     torch.manual_seed(seed)
     queries, keys = [one for one, _ in lengths], [one for _, one in lengths]
     table, blocks = random_block_table(keys, block_size, seed=seed)
@@ -90,7 +97,7 @@ def check_kernel(step, device, dtype=None, splits=1, **options):
     assert_close(found, step.expected(**options), dtype)
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("head_dim", [32, *HEAD_DIMS])
@@ -180,7 +187,7 @@ def test_kernel_and_twin_are_alike(device, dtype):
     assert_twin(kernel, twin)
 
 
-# ---- the forms of the twin -------------------------------------------------------------------------------------------
+# ---- the forms of the twin -----------------------------------------------------------------------
 
 
 twin = each_twin(attention_calls)
@@ -223,10 +230,11 @@ def test_what_there_was_before_is_right_too(options):
         assert_close(step.attend("naive", **options), step.expected(**options))
 
 
-# ---- which configuration ---------------------------------------------------------------------------------------------
+# ---- which configuration -------------------------------------------------------------------------
 
 
-# What benchmarks/kernels.py compiles of all configurations stands in its results, which test_benchmark.py looks at.
+# What benchmarks/kernels.py compiles of all configurations stands in its results, which
+# test_benchmark.py looks at.
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -307,7 +315,7 @@ def test_caches_beyond_two_thousand_million_elements():
     assert_close(found[:1], step.expected()[:1])
 
 
-# ---- input -----------------------------------------------------------------------------------------------------------
+# ---- input ---------------------------------------------------------------------------------------
 
 
 def test_nothing_to_attend():

@@ -1,4 +1,6 @@
-"""Agents that move bytes within this process, and engines over them that are only the two sides of a connector."""
+"""Agents that move bytes within this process, and engines over them that are only the two sides
+of a connector.
+"""
 
 import ctypes
 from collections.abc import Iterator, Sequence

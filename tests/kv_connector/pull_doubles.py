@@ -1,4 +1,6 @@
-"""Engines that are only the two sides of a connector whose decoder pulls, and steps without tokens."""
+"""Engines that are only the two sides of a connector whose decoder pulls, and steps without
+tokens.
+"""
 
 import time
 from collections.abc import Sequence
@@ -34,7 +36,9 @@ def blocks_of(*block_ids: int) -> list[Block]:
 
 
 class PullEngine:
-    """An engine whose cache, if it is called "P", has a different number in every place; else zeros."""
+    """An engine whose cache, if it is called "P", has a different number in every place; else
+    zeros.
+    """
 
     config: KVConnectorConfig
     caches: dict[str, Any]

@@ -1,4 +1,6 @@
-"""The real NIXL refuses in words; what it moves between two processes is in test_nixl_engines.py."""
+"""The real NIXL refuses in words; what it moves between two processes is in
+test_nixl_engines.py.
+"""
 
 import pytest
 

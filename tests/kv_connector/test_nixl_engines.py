@@ -88,7 +88,9 @@ def tokens(outputs) -> list[list[int]]:
 
 
 def all_are_free(llm: LLM) -> bool:
-    """Return whether no request holds a block, here or in another process; if so, forget what is cached."""
+    """Return whether no request holds a block, here or in another process; if so, forget what is
+    cached.
+    """
     return llm.reset_prefix_cache()
 
 

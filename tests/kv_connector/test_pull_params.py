@@ -1,4 +1,6 @@
-"""What a client may write into `kv_transfer_params`: all of it is checked, and vLLM's own answers pass."""
+"""What a client may write into `kv_transfer_params`: all of it is checked, and vLLM's own
+answers pass.
+"""
 
 import pytest
 from hypothesis import given
@@ -43,7 +45,9 @@ def test_what_may_be_missing_may():
 
 
 def test_a_clients_longest_id_passes():
-    """The API server's id of a request: a prefix, what the client calls it, the prompt's and the request's number."""
+    """The API server's id of a request: a prefix, what the client calls it, the prompt's and the
+    request's number.
+    """
     longest = f"chatcmpl-{'é' * 1024}-2047-{1 << 62}"
     assert RemotePrefill.of(ANSWER | {"remote_request_id": longest}, 1).request_id == longest
 

@@ -1,4 +1,6 @@
-"""What holds of both connectors whose decode engine pulls, step by step: what is read, kept and given back."""
+"""What holds of both connectors whose decode engine pulls, step by step: what is read, kept and
+given back.
+"""
 
 import pytest
 from kv_connector.nixl_doubles import Network, nixl_engines

@@ -1,4 +1,6 @@
-"""Frames between two sockets: hostile ones, wrong secrets, and how much a peer can make this side do."""
+"""Frames between two sockets: hostile ones, wrong secrets, and how much a peer can make this
+side do.
+"""
 
 import hmac
 import socket

@@ -1,4 +1,5 @@
-"""Both sides of two TCP connectors, step by step, over real sockets: pieces, damage, and engines that do not fit.
+"""Both sides of two TCP connectors, step by step, over real sockets: pieces, damage, and engines
+that do not fit.
 
 What holds of NIXL's connector too is in `test_pull_transfer.py`.
 """
@@ -66,7 +67,9 @@ def int8_caches(config, fill):
 
 @pytest.mark.parametrize("piece_bytes", [1, 2048, 5000])
 def test_many_pieces_of_many_requests_at_once(engine, monkeypatch, piece_bytes):
-    """Pieces of one, two or four blocks, so that a transfer has many frames, and its last piece fewer blocks."""
+    """Pieces of one, two or four blocks, so that a transfer has many frames, and its last piece
+    fewer blocks.
+    """
     monkeypatch.setattr(tcp_worker, "PIECE_BYTES", piece_bytes)
     p, d = engine("P"), engine("D", num_gpu_blocks=24)
     orders = {f"r{index}": (list(range(1, 1 + index)), list(range(22, 22 - index, -1))) for index in range(1, 6)}
@@ -77,7 +80,9 @@ def test_many_pieces_of_many_requests_at_once(engine, monkeypatch, piece_bytes):
 
 @pytest.mark.parametrize("asked", [[5, 2, 10], [2, 5, 9], [5, 9, 2], [2, 9, 1], [0, 5, 2], [2, 9], [9]])
 def test_blocks_that_are_not_kept_cannot_be_read(pair, asked):
-    """Neither another request's, nor its own in another place or order; the decode engine is told why."""
+    """Neither another request's, nor its own in another place or order; the decode engine is
+    told why.
+    """
     p, d = pair
     params = p.prefill("r", 10, [5, 2, 9])
     own, num_tokens = [1, 3, 4][: len(asked)], min(10, len(asked) * p.config.block_size)
@@ -137,7 +142,9 @@ def test_what_cannot_be_sent_fails_its_own_load_only(pair):
 
 
 def test_engines_that_do_not_answer_do_not_hold_up_heartbeats(pair, monkeypatch):
-    """Nor do they make threads without end: there are as many loads at once as there are readers."""
+    """Nor do they make threads without end: there are as many loads at once as there are
+    readers.
+    """
     p, d = pair
     held, connect = threading.Event(), tcp_worker.protocol.connect
 
@@ -186,7 +193,9 @@ def begin_load(d, params):
 
 
 def before_piece(monkeypatch, at, act):
-    """Call `act(connection)` before the prefill engine sends the piece with this number, counted from 0."""
+    """Call `act(connection)` before the prefill engine sends the piece with this number, counted
+    from 0.
+    """
     sent, counted = Connection.send, []
 
     def send(self, body, refused=False):

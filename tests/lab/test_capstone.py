@@ -1,4 +1,6 @@
-"""The capstone: the parts of all solved exercises serve together, and what differs from ours is told."""
+"""The capstone: the parts of all solved exercises serve together, and what differs from ours is
+told.
+"""
 
 import pytest
 from lessons.harness import script_path

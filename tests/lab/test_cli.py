@@ -1,4 +1,6 @@
-"""What scripts share: argument types that refuse in words, and tables without log lines in between."""
+"""What scripts share: argument types that refuse in words, and tables without log lines in
+between.
+"""
 
 import argparse
 import logging
@@ -35,7 +37,9 @@ def test_anything_else_is_refused(parse, text, words):
 
 
 def test_text_that_is_not_utf_8_is_refused(monkeypatch, capsys):
-    """A shell passes such bytes on, and Python makes half characters of them, which no tokenizer takes."""
+    """A shell passes such bytes on, and Python makes half characters of them, which no tokenizer
+    takes.
+    """
     parser = Parser(prog="script")
     parser.add_argument("--prompt")
     monkeypatch.setattr(sys, "argv", ["script", "--prompt", "soup\udce7on"])

@@ -1,4 +1,6 @@
-"""The followed request: what is recorded is what the engine did, and what the lessons say about it."""
+"""The followed request: what is recorded is what the engine did, and what the lessons say about
+it.
+"""
 
 import logging
 

@@ -1,4 +1,6 @@
-"""Pictures in steps: one file that moves without a script, and says everything where nothing moves."""
+"""Pictures in steps: one file that moves without a script, and says everything where nothing
+moves.
+"""
 
 import re
 import xml.etree.ElementTree as ET

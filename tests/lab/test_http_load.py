@@ -1,4 +1,6 @@
-"""Requests one after another while chats are under way: the order, the tokens, and chats that do not last."""
+"""Requests one after another while chats are under way: the order, the tokens, and chats that do
+not last.
+"""
 
 import asyncio
 import json
@@ -17,7 +19,9 @@ LAST = 10_000
 
 
 class Streamer:
-    """Streams `max_tokens` events, the tokens 0, 1, 2 …, one a millisecond; notes who left before the end."""
+    """Streams `max_tokens` events, the tokens 0, 1, 2 …, one a millisecond; notes who left
+    before the end.
+    """
 
     def __init__(self) -> None:
         self.left: list[str] = []

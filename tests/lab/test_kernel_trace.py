@@ -1,4 +1,6 @@
-"""The bytes of a kernel are counted exactly, its races are found, and nothing outside its arguments is touched."""
+"""The bytes of a kernel are counted exactly, its races are found, and nothing outside its
+arguments is touched.
+"""
 
 import runpy
 import sys
@@ -111,7 +113,7 @@ def numbers(*shape, dtype=torch.float32):
     return torch.arange(int(np.prod(shape)), dtype=dtype).view(shape)
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float16, 2), (torch.int8, 1), (torch.int64, 8)])
@@ -174,7 +176,7 @@ def test_programs_of_a_grid_of_two_dimensions():
     assert trace.races == []
 
 
-# ---- races -----------------------------------------------------------------------------------------------------------
+# ---- races ---------------------------------------------------------------------------------------
 
 
 def test_two_programs_that_write_one_element():
@@ -222,7 +224,7 @@ def test_one_store_with_two_values_for_one_element():
     assert trace.races == [], "the same value twice does no harm"
 
 
-# ---- bounds ----------------------------------------------------------------------------------------------------------
+# ---- bounds --------------------------------------------------------------------------------------
 
 
 def test_what_lies_outside_is_said_and_not_touched():
@@ -272,7 +274,7 @@ def test_many_accesses_outside_are_one_sentence():
     ]
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_errors_come_out_as_they_were_raised_and_leave_the_interpreter_as_it_was():
@@ -296,7 +298,9 @@ def sum_kernel(out, x, n, BLOCK: tl.constexpr, GUARDED: tl.constexpr):
 
 
 def test_what_a_mask_leaves_out_is_undefined_unless_other_says_what_it_is():
-    """The interpreter puts 0 there, and a GPU whatever it likes: a kernel that counts on the 0 must not pass here."""
+    """The interpreter puts 0 there, and a GPU whatever it likes: a kernel that counts on the 0
+    must not pass here.
+    """
     for dtype in (torch.float16, torch.float32):
         out = torch.zeros(1, dtype=dtype)
         trace_kernel(sum_kernel, (1,), out, numbers(4).to(dtype), 3, BLOCK=4, GUARDED=True)

@@ -1,4 +1,6 @@
-"""The bug museum: each defect shows, hides well, and can be found; misused commands get one line."""
+"""The bug museum: each defect shows, hides well, and can be found; misused commands get one
+line.
+"""
 
 import contextlib
 import difflib
@@ -65,7 +67,7 @@ def compiled_function(exhibit: Exhibit) -> types.CodeType:
     return code
 
 
-# ---- the exhibits ----------------------------------------------------------------------------------------------------
+# ---- the exhibits --------------------------------------------------------------------------------
 
 
 @each_exhibit
@@ -133,7 +135,7 @@ def test_the_page_lists_the_symptoms():
     assert page.count("\n| ") == len(ALL) + 2
 
 
-# ---- the commands ----------------------------------------------------------------------------------------------------
+# ---- the commands --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -153,7 +155,9 @@ def in_one_line(text: str) -> str:
 
 
 def test_an_exhibit_from_its_symptom_to_its_end(rooms, monkeypatch):
-    """Exhibit 10: its copy in a process of its own shows what this process sees with the defect built in."""
+    """Exhibit 10: its copy in a process of its own shows what this process sees with the defect
+    built in.
+    """
     few = {number: exhibits()[number] for number in (10, 17)}
     names = sorted(one.workload for one in few.values())
     sound = {name: on_the_sound_engine(name) for name in names}

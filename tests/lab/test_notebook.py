@@ -1,4 +1,6 @@
-"""`%%exercise` in IPython: one name is bound, errors and sources are the reader's own lines, and stubs are named."""
+"""`%%exercise` in IPython: one name is bound, errors and sources are the reader's own lines, and
+stubs are named.
+"""
 
 import inspect
 import io

@@ -1,4 +1,6 @@
-"""A load whose clients leave: it is served anew where the machine was too busy for them to leave in time."""
+"""A load whose clients leave: it is served again where the machine was too busy for them to leave
+in time.
+"""
 
 import pytest
 

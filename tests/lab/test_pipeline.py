@@ -1,4 +1,6 @@
-"""What a pipeline's record says of it. That an engine's is recorded: `tests/engine/test_pipeline_parallel.py`."""
+"""What a pipeline's record says of it. That an engine's is recorded:
+`tests/engine/test_pipeline_parallel.py`.
+"""
 
 import pytest
 from refusals import assert_refused

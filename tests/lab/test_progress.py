@@ -1,4 +1,6 @@
-"""Long work shows a sign of life on a terminal and in a notebook, leaves nothing behind, and is silent in a file."""
+"""Long work shows a sign of life on a terminal and in a notebook, leaves nothing behind, and is
+silent in a file.
+"""
 
 import io
 

@@ -1,4 +1,6 @@
-"""Reading held-out text: the loss is the model's own, agreement counts equal favourites, damage shows in both."""
+"""Reading held-out text: the loss is the model's own, agreement counts equal favourites, damage
+shows in both.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""A recorded run has the steps of the engine, on whatever device, and a stopwatch counts nested parts once."""
+"""A recorded run has the steps of the engine, on whatever device, and a stopwatch counts nested
+parts once.
+"""
 
 import pytest
 import torch

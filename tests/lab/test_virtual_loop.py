@@ -1,4 +1,6 @@
-"""Coroutines of others in a loop without a clock: time costs nothing, and what never ends is told."""
+"""Coroutines of others in a loop without a clock: time costs nothing, and what never ends is
+told.
+"""
 
 import asyncio
 import time

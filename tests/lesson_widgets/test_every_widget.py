@@ -1,4 +1,5 @@
-"""Test every widget: it shows where it breaks, all can be read, no knob is dead, and it is drawn at once.
+"""Test every widget: it shows where it breaks, all can be read, no knob is dead, and it is drawn at
+once.
 
 Times are CPU times, so that they hold on a busy machine.
 """
@@ -32,7 +33,9 @@ NAMES = widgets.names()
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 WIDTHS = (360, 640, 760)
 MOST_HEIGHT = 470
-"""Of a picture that stands beside its controls, so that both are seen at once on a screen of 1366 × 768."""
+"""Of a picture that stands beside its controls, so that both are seen at once on a screen of
+1366 × 768.
+"""
 LEAST_TEXT = 11.9
 MOST_BYTES = 100_000
 NONSENSE = (None, math.nan, "nonsense", 10**9, -(10**9))
@@ -46,7 +49,9 @@ def spec_of(name: str) -> Spec:
 
 @cache
 def settled_sessions(name: str) -> list[Session]:
-    """Sweep to the end from the start of a widget and from each of its presets, once for all tests."""
+    """Sweep to the end from the start of a widget and from each of its presets, once for all
+    tests.
+    """
     sessions = []
     for values in [{}, *spec_of(name).presets.values()]:
         sessions.append(Session(spec_of(name)))
@@ -208,7 +213,9 @@ for name in {NAMES}:
 
 
 def imported() -> dict[str, tuple[float, list[str]]]:
-    """Import the widgets one after the other; return the seconds of each, and which heavy packages are loaded."""
+    """Import the widgets one after the other; return the seconds of each, and which heavy
+    packages are loaded.
+    """
     run = subprocess.run([sys.executable, "-P", "-c", IMPORTS], capture_output=True, text=True)
     assert run.stderr == ""
     return {name: (seconds, heavy) for name, seconds, heavy in map(json.loads, run.stdout.splitlines())}

@@ -1,4 +1,6 @@
-"""What every widget does with its knobs: draw again, refuse, show errors, compare, save, take the reader's own code."""
+"""What every widget does with its knobs: draw again, refuse, show errors, compare, save, take
+the reader's own code.
+"""
 
 import json
 

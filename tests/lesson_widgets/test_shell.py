@@ -1,4 +1,6 @@
-"""The live widget: what the page asks for is done, in order, and a still picture stands where no kernel runs."""
+"""The live widget: what the page asks for is done, in order, and a still picture stands where no
+kernel runs.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,7 +18,9 @@ from widgets.shell.theme import DARK
 
 
 def heard(*messages: dict) -> LessonWidget:
-    """A widget that has heard `messages`, one after the other without a pause, and has come to rest."""
+    """Return a widget that has heard `messages`, one after the other without a pause, and has come
+    to rest.
+    """
 
     async def live() -> LessonWidget:
         widget = LessonWidget(SPEC)
@@ -31,7 +35,9 @@ def heard(*messages: dict) -> LessonWidget:
 
 @pytest.fixture
 def notebook() -> Iterator[None]:
-    """What is displayed is displayed in IPython; no test after this one thinks that it runs in a notebook."""
+    """What is displayed is displayed in IPython; no test after this one thinks that it runs in a
+    notebook.
+    """
     InteractiveShell.instance()
     yield
     InteractiveShell.clear_instance()

@@ -32,7 +32,9 @@ def plot(box: Box, x: Scale, y: Scale) -> tuple[Drawing, Axes]:
 
 
 def contrast(colour: str, ground: str) -> float:
-    """Return the contrast ratio of WCAG 2, of which level AA asks for 4.5, and for 3 where a mark is large."""
+    """Return the contrast ratio of WCAG 2, of which level AA asks for 4.5, and for 3 where a
+    mark is large.
+    """
     darker, lighter = sorted(luminance(each) + 0.05 for each in (colour, ground))
     return lighter / darker
 
@@ -238,7 +240,9 @@ def words_of(drawing: Drawing, first: str) -> list[float]:
 
 @pytest.mark.parametrize("level", [10.0, 95.0, 125.0])
 def test_words_about_what_breaks_keep_clear_of_curves_and_of_other_words(level: float):
-    """They are as high as they can be: also where the curve, or the handle's words, are drawn after them."""
+    """They are as high as they can be: also where the curve, or the handle's words, are drawn
+    after them.
+    """
     drawing, axes = plot(Box(40, 20, 300, 160), Scale(0, 10), Scale(0, 160))
     axes.broken(2, None, "steps are too slow for what is asked, and clients wait")
     axes.broken(6, None, "memory ends")

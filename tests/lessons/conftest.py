@@ -1,4 +1,6 @@
-"""Kernels of lesson scripts run where all kernels do (`device`); mutants are counted for the score at the end."""
+"""Kernels of lesson scripts run where all kernels do (`device`); mutants are counted for the
+score at the end.
+"""
 
 import pytest
 from kernels.conftest import device

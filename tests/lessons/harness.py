@@ -1,4 +1,6 @@
-"""What every lesson's tests ask of its script, its exercise and its rows of claims, in a few lines each."""
+"""What every lesson's tests ask of its script, its exercise and its rows of claims, in a few
+lines each.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from minivllm_lab.reach import joined, names_in, reached
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 noted: list[tuple[str, object]] = []
-"""User properties of the test that is running: they travel with its report, also from a worker of xdist."""
+"""User properties of the test that is running: they travel with its report, also from a worker
+of xdist.
+"""
 
 
 def script_path(number: str) -> Path:
@@ -47,8 +51,9 @@ def checks_path(number: str) -> Path:
 def run_script(number: str, *arguments: str) -> str:
     """Run a lesson's script as a program and return what it printed. It must end well.
 
-    Without a GPU that is in this process, where torch is imported already. Beside one, or where this process compiles
-    its kernels, the script gets a process of its own that does not see the GPU.
+    Without a GPU that is in this process, where torch is imported already. Beside one, or where
+    this process compiles its kernels, the script gets a process of its own that does not see the
+    GPU.
     """
     if torch.cuda.is_available() or (HAS_TRITON and not INTERPRETED):
         return _run_without_gpu(number, *arguments)
@@ -91,7 +96,8 @@ def assert_refuses(lesson: ModuleType, *arguments: str, about: str) -> None:
 
 
 def figures_of_quick_run(number: str, folder: Path, *arguments: str) -> dict:
-    """What `--quick --json --plot` measured. It must end well, with three lines, and leave both files.
+    """Return what `--quick --json --plot` measured. It must end well, with three lines, and leave
+    both files.
 
     On a busy machine one line stands for those that rest on timings.
     """
@@ -106,33 +112,38 @@ def figures_of_quick_run(number: str, folder: Path, *arguments: str) -> dict:
 
 
 def solution_results(number: str) -> list[CheckResult]:
-    """The exercise's checks on the lesson's script."""
+    """Return the exercise's checks on the lesson's script."""
     return run_checks(load(script_path(number)), _checks(number))
 
 
 def stub_results(number: str) -> list[CheckResult]:
-    """The exercise's checks on the stub."""
+    """Return the exercise's checks on the stub."""
     return run_checks(load(exercise_path(number)), _checks(number))
 
 
 def checks_that_catch(number: str, mutant: Mutant) -> list[str]:
-    """The check that fails first on the script with the mutant's change, or none. One is enough."""
+    """Return the check that fails first on the script with the mutant's change, or none. One is
+    enough.
+    """
     caught = [result.name for result in itertools.islice(_failures(number, mutant), 1)]
     noted.append(("mutant", [number, repr(mutant), bool(caught)]))
     return caught
 
 
 def problems_of(number: str, mutant: Mutant) -> Iterator[str]:
-    """What each check that fails on the mutant says. Checks run as far as one asks, and once in a process."""
+    """Return what each check that fails on the mutant says. Checks run as far as one asks, and once
+    in a process.
+    """
     return (result.problem or "" for result in _failures(number, mutant))
 
 
 def exercise_tests(
     number: str, mutants: Mapping[str, Mutant], messages: Mapping[str, str | re.Pattern[str]]
 ) -> tuple[Callable, Callable]:
-    """Two tests for the file of a lesson, with a case for each mistake:
+    """Return two tests for the file of a lesson, with a case for each mistake:
 
-        test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("13", MUTANTS, MESSAGES)
+        test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("13",
+        MUTANTS, MESSAGES)
 
     Args:
         mutants: the wrong variants of the script, each of which a check must catch.
@@ -162,7 +173,8 @@ _checks = cache(checks_of)
 
 
 def nearest_first(number: str, function: str) -> list[Check]:
-    """The lesson's checks, those first that lead to this function of the script in the fewest calls.
+    """Return the lesson's checks, those first that lead to this function of the script in the
+    fewest calls.
 
     They are the likeliest to catch a mistake in it; what leads elsewhere only takes time.
     """
@@ -171,7 +183,9 @@ def nearest_first(number: str, function: str) -> list[Check]:
 
 @cache
 def _calls_from(number: str, check: str) -> dict[str, int]:
-    """How many functions lie nearer to a check than each that it leads to, in its own file and in the script."""
+    """Return how many functions lie nearer to a check than each that it leads to, in its own file
+    and in the script.
+    """
     return reached(check, joined(*(names_in(path(number).read_text()) for path in (checks_path, script_path))))
 
 
@@ -187,7 +201,9 @@ def _failures(number: str, mutant: Mutant) -> Iterator[CheckResult]:
 
 @cache
 def _tried(number: str, mutant: Mutant) -> tuple[list[CheckResult], Iterator[CheckResult]]:
-    """The checks that have failed on the mutant so far, and an iterator over those that still will."""
+    """Return the checks that have failed on the mutant so far, and an iterator over those that
+    still will.
+    """
     module = load_mutant(script_path(number), mutant)
     checks = nearest_first(number, mutant[0].partition(".")[0])
     results = (result for check in checks for result in run_checks(module, [check]))

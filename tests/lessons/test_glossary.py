@@ -1,4 +1,6 @@
-"""The check of the terms: a word that is used before it is explained is found, and one that is explained is not."""
+"""The check of the terms: a word that is used before it is explained is found, and one that is
+explained is not.
+"""
 
 from pathlib import Path
 

@@ -10,7 +10,7 @@ STEMS = sorted(path.stem for path in LESSONS.glob("[0-9][0-9]_*.md"))
 
 
 def row_of(stem: str) -> str:
-    """The index's row of one lesson."""
+    """Return the index's row of one lesson."""
     rows = [line for line in (LESSONS / "README.md").read_text().splitlines() if f"]({stem}.md)" in line]
     assert len(rows) == 1, f"{stem} stands in {len(rows)} rows of the index"
     return rows[0]

@@ -1,4 +1,6 @@
-"""Mutants: found by their syntax in one function, changed there and nowhere else, refused where that is not clear."""
+"""Mutants: found by their syntax in one function, changed there and nowhere else, refused where
+that is not clear.
+"""
 
 import ast
 import inspect

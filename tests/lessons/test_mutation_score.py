@@ -1,7 +1,8 @@
-"""Each lesson's checks catch every wrong solution; the score of all stands at the end of the run (tests/conftest.py).
+"""Each lesson's checks catch every wrong solution; the score of all stands at the end of the run
+(tests/conftest.py).
 
-The lessons' own mutants are tried in `NN_*/test_NN_*.py`. Here come those of the bug museum that also exist in a
-lesson's script (`solution` of an exhibit).
+The lessons' own mutants are tried in `NN_*/test_NN_*.py`. Here come those of the bug museum that
+also exist in a lesson's script (`solution` of an exhibit).
 """
 
 import ast

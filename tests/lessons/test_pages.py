@@ -1,4 +1,6 @@
-"""A lesson's text and its notes: what is generated is put on the page that has the mark, and the text stays short."""
+"""A lesson's text and its notes: what is generated is put on the page that has the mark, and the
+text stays short.
+"""
 
 import json
 from pathlib import Path
@@ -46,7 +48,9 @@ def test_claims_have_one_place(folder, pages):
 
 
 def test_output_is_filled_on_both_pages_from_one_run(folder, monkeypatch):
-    """The text and the notes of a lesson quote the same run: a command is never run once for each."""
+    """The text and the notes of a lesson quote the same run: a command is never run once for
+    each.
+    """
     ran = []
     monkeypatch.setattr(measure, "output_of", lambda command, more: ran.append((command, more)) or "1. One\nnew")
     monkeypatch.setattr(measure, "stem_of", lambda _number: "01_a")
@@ -135,7 +139,9 @@ words = "reads at {rows.long + bf16.share:.0%} of a copy's rate"
 
 @pytest.fixture
 def quoted(folder, monkeypatch):
-    """A lesson, one results file and one sentence that quotes it; tells what is missing from this text."""
+    """A lesson, one results file and one sentence that quotes it; tells what is missing from
+    this text.
+    """
     monkeypatch.setattr(claims, "RESULTS", folder)
     (folder / "kernels.gpu.json").write_text(json.dumps({"figures": FIGURES}))
     (folder / "claims.toml").write_text(SENTENCE)

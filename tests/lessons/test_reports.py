@@ -1,4 +1,6 @@
-"""What a script concludes: everything on a quiet machine, only what was counted on a disturbed one."""
+"""What a script concludes: everything on a quiet machine, only what was counted on a disturbed
+one.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Caches of models whose layers differ in what they keep, held against vLLM's start-up logs and its rules."""
+"""Caches of models whose layers differ in what they keep, held against vLLM's start-up logs and
+its rules.
+"""
 
 import math
 from dataclasses import replace
@@ -15,8 +17,9 @@ from minivllm.memory import kv_bytes_per_token, kv_groups, memory_ledger
 from minivllm.memory.kv_layers import FullLayer, StateLayer, WindowLayer, form_groups
 from minivllm_simulate.known_models import CONFIGS, HYBRIDS, known_model
 
-# The published hyperparameters: huggingface.co/Qwen/Qwen3.6-35B-A3B, Qwen3.5-27B, meta-llama/Llama-4-Scout-17B-16E,
-# google/gemma-4-31B-it (and of the 12B model: github.com/ovg-project/kvcached/pull/396).
+# The published hyperparameters: huggingface.co/Qwen/Qwen3.6-35B-A3B, Qwen3.5-27B,
+# meta-llama/Llama-4-Scout-17B-16E, google/gemma-4-31B-it (and of the 12B model:
+# github.com/ovg-project/kvcached/pull/396).
 GDN = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -75,7 +78,9 @@ def test_capacity_equals_start_up_logs(log):
 
 
 def test_memory_of_one_request_equals_a_start_up_log():
-    """vllm-project/vllm#27508, gpt-oss-120b with steps of 1,024 tokens: 4.54 GiB for 131,072 tokens."""
+    """vllm-project/vllm#27508, gpt-oss-120b with steps of 1,024 tokens: 4.54 GiB for 131,072
+    tokens.
+    """
     kv = kv_groups(known_model("gpt-oss-120b"), max_num_batched_tokens=1024, steps_in_flight=1)
     assert kv.blocks_per_request(131072) * kv.block_bytes / GIB == pytest.approx(4.54, abs=0.005)
     assert kv.blocks_per_request(131072) == 131072 // 16 + math.ceil((127 + 1024) / 16) + 1
@@ -98,7 +103,9 @@ def test_a_block_of_attention_is_as_large_as_a_state(name, tp, block_size, publi
 
 
 def test_groups_of_gemma_4_are_the_published_ones():
-    """Of 12B: 6 groups of 40 and 8 layers (tenstorrent/tt-metal#48283), 16 and 64 tokens a block (kvcached#396)."""
+    """Of 12B: 6 groups of 40 and 8 layers (tenstorrent/tt-metal#48283), 16 and 64 tokens a block
+    (kvcached#396).
+    """
     kv = kv_groups(MODELS["gemma-4-12B"])
     assert [(type(layer), layer.block_size) for layer in kv.groups] == [(WindowLayer, 16)] * 5 + [(FullLayer, 64)]
     assert {layer.page_bytes for layer in kv.groups} == {16 * 2 * 8 * 256 * 2}
@@ -113,7 +120,9 @@ def test_layers_that_use_another_layers_cache_have_none():
 
 
 def test_chunked_attention_is_allocated_like_full_attention():
-    """`VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE` is off by default (vllm-project/vllm#21761)."""
+    """`VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE` is off by default
+    (vllm-project/vllm#21761).
+    """
     kv = kv_groups(MODELS["Llama-4-Scout"])
     assert kv.bytes_per_token == 48 * 2 * 8 * 128 * 2
 

@@ -1,4 +1,6 @@
-"""Bytes of keys and values, tokens and requests that fit, weights, and the ledger that shares out a GPU."""
+"""Bytes of keys and values, tokens and requests that fit, weights, and the ledger that shares
+out a GPU.
+"""
 
 import dataclasses
 import tomllib
@@ -294,9 +296,11 @@ def test_weights_of_quantized_checkpoints_are_not_guessed():
 
 
 def test_deepseeks_checkpoint_is_fp8_in_blocks():
-    """The hub counts the numbers of each dtype in its files (the API's `safetensors.parameters` of the model).
+    """The hub counts the numbers of each dtype in its files (the API's `safetensors.parameters` of
+    the model).
 
-    They hold one layer more than the model, for drafts, with two norms, a projection, and copies of embedding and head.
+    They hold one layer more than the model, for drafts, with two norms, a projection, and copies of
+    embedding and head.
     """
     held = 680_571_043_840 * 1 + 3_918_786_560 * 2 + 41_555_600 * 4
     with_draft_layer = {**CONFIGS["deepseek-ai/DeepSeek-V3"], "num_hidden_layers": 62}

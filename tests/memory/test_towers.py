@@ -1,4 +1,6 @@
-"""Weights of multimodal checkpoints, and of the language models in them: counted in full, or refused by name."""
+"""Weights of multimodal checkpoints, and of the language models in them: counted in full, or
+refused by name.
+"""
 
 import json
 
@@ -71,7 +73,9 @@ def test_multimodal_models_have_the_parameters_of_transformers(name, tied):
 
 
 def test_llava_as_it_is_published():
-    """huggingface.co/llava-hf/llava-1.5-7b-hf: fields of the language model that have Llama's defaults are left out."""
+    """huggingface.co/llava-hf/llava-1.5-7b-hf: fields of the language model that have Llama's
+    defaults are left out.
+    """
     vision = {
         "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model",
         "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
@@ -113,7 +117,9 @@ def test_checkpoints_in_mxfp4(name, gib):
 
 
 def test_weights_equal_a_start_up_log():
-    """vLLM 0.19.0, gemma-3-27b-it: "Model loading took 51.45 GiB", with what its kernels keep beside the weights."""
+    """vLLM 0.19.0, gemma-3-27b-it: "Model loading took 51.45 GiB", with what its kernels keep
+    beside the weights.
+    """
     assert 51.45 * 0.99 < weight_bytes(known_model("gemma-3-27b-it")) / GIB < 51.45
 
 

@@ -1,4 +1,6 @@
-"""The trained adapters: what the script teaches, and that each is known by its text in one batch with the others."""
+"""The trained adapters: what the script teaches, and that each is known by its text in one batch
+with the others.
+"""
 
 import ast
 import json

@@ -1,4 +1,6 @@
-"""Reading `config.json`: the four families, old and new spellings, and what is said of configs that cannot work."""
+"""Reading `config.json`: the four families, old and new spellings, and what is said of configs
+that cannot work.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""The EAGLE-3 head: what it computes, which checkpoints it takes, and what the script that trains it makes."""
+"""The EAGLE-3 head: what it computes, which checkpoints it takes, and what the script that
+trains it makes.
+"""
 
 import json
 
@@ -54,7 +56,9 @@ class GrowingAttention:
 
 @torch.inference_mode()
 def test_drafting_step_by_step_is_what_was_trained_all_at_once(target, script):
-    """Compare three drafts from each position, over a cache, with the unrolled form with dense attention."""
+    """Compare three drafts from each position, over a cache, with the unrolled form with dense
+    attention.
+    """
     head = load_eagle3(EMBEDDED_EAGLE3, target)
     plain = script.Head(json.loads((EMBEDDED_MODEL / "config.json").read_text()))
     plain.load_state_dict(load_file(EMBEDDED_EAGLE3 / "model.safetensors"))
@@ -165,7 +169,9 @@ def test_a_config_of_another_head_is_refused(changes, kind, message):
 
 
 def hasty(build_optimizers):
-    """Let Muon make its matrices orthogonal in one step in place of five, which took half of the test."""
+    """Let Muon make its matrices orthogonal in one step in place of five, which took half of the
+    test.
+    """
 
     def build(*arguments):
         muon, *others = build_optimizers(*arguments)

@@ -1,4 +1,6 @@
-"""The models that come with the repository load as they are, and compute what `transformers` computes with them."""
+"""The models that come with the repository load as they are, and compute what `transformers`
+computes with them.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Ranks of a tensor-parallel group: what each has of a model, and that their terms add up to the whole."""
+"""Ranks of a tensor-parallel group: what each has of a model, and that their terms add up to the
+whole.
+"""
 
 import dataclasses
 import threading

@@ -1,4 +1,6 @@
-"""Quantized checkpoints: what their definitions say that they hold is what the model computes with."""
+"""Quantized checkpoints: what their definitions say that they hold is what the model computes
+with.
+"""
 
 import copy
 import json
@@ -46,7 +48,9 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def as_int32(stored: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack unsigned integers [rows, n] along n into int32 [rows, n × bits / 32], number by number."""
+    """Pack unsigned integers [rows, n] along n into int32 [rows, n × bits / 32], number by
+    number.
+    """
     count = 32 // bits
     words = torch.zeros(len(stored), stored.shape[1] // count, dtype=torch.int64)
     for place in range(count):
@@ -55,7 +59,9 @@ def as_int32(stored: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class Source:
-    """A small checkpoint: embedded weights, rounded here, as `numbers`; and each linear's integers and scales."""
+    """A small checkpoint: embedded weights, rounded here, as `numbers`; and each linear's
+    integers and scales.
+    """
 
     def __init__(self, bits: int, group_size: int):
         self.bits, self.group_size = bits, group_size

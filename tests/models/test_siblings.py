@@ -1,4 +1,6 @@
-"""The script that trains the siblings: what it builds is what ships, and only seeds that all have are compared."""
+"""The script that trains the siblings: what it builds is what ships, and only seeds that all
+have are compared.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Logits of the five families equal those of `transformers` on the same random weights, through files on disk."""
+"""Logits of the five families equal those of `transformers` on the same random weights, through
+files on disk.
+"""
 
 import pytest
 import torch
@@ -134,7 +136,9 @@ def test_sequences_side_by_side_do_not_see_each_other(stored, case):
 
 
 def angle_error(position: int) -> float:
-    """Two of float32's units in the last place of a frequency, up to 1, which each position adds to the angle."""
+    """Return two of float32's units in the last place of a frequency, up to 1, which each position
+    adds to the angle.
+    """
     return position * 2 * 2**-23
 
 

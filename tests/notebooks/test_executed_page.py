@@ -1,4 +1,6 @@
-"""A page made from an executed notebook shows each widget's picture and verdict, without a kernel and without a network."""
+"""A page made from an executed notebook shows each widget's picture and verdict, without a
+kernel and without a network.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The notebooks in this repository are what the lessons say; all their cells run, and the demos at any time again."""
+"""The notebooks in this repository are what the lessons say; all their cells run, and the demos
+at any time again.
+"""
 
 import ast
 import re
@@ -21,7 +23,7 @@ def code_cells(path: Path) -> list[tuple[str, str]]:
 
 
 def names_bound(source: str) -> set[str]:
-    """The names that a cell's top level defines, imports or assigns."""
+    """Return the names that a cell's top level defines, imports or assigns."""
     bound = set()
     for node in ast.walk(ast.parse(TransformerManager().transform_cell(source))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -39,7 +41,9 @@ def test_lessons_and_notebooks_agree():
 
 @each_notebook
 def test_no_cell_gives_the_exercise_away(path: Path):
-    """What the exercise asks for is defined in no cell before it, and `mine` is the exercise's cell alone."""
+    """What the exercise asks for is defined in no cell before it, and `mine` is the exercise's
+    cell alone.
+    """
     cells = code_cells(path)
     kinds = [kind for kind, _ in cells]
     place = kinds.index("exercise")
@@ -75,7 +79,9 @@ def test_no_picture_stands_beside_the_widget_that_draws_it(path: Path):
 @pytest.mark.without_browser
 @each_notebook
 def test_every_cell_runs_every_demo_again_and_it_takes_a_solution(path: Path):
-    """In one kernel. Where there is a browser, JupyterLab runs the same cells: e2e/test_notebooks.py."""
+    """In one kernel. Where there is a browser, JupyterLab runs the same cells:
+    e2e/test_notebooks.py.
+    """
     notebook = nbformat.read(path, as_version=4)
     more = [nbformat.v4.new_code_cell(source) for source in sources_again(notebook, path.stem)]
     given = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -24,7 +24,9 @@ colab = load(ROOT / "tools" / "colab.py")
 CONTAINER = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
 SETTINGS = ROOT / ".jupyter" / "jupyter_lab_config.py"
 ENDING = 24
-"""Pixels that `.ipynb` takes. Of the longest name JupyterLab cuts a letter of that; what tells lessons apart is whole."""
+"""Pixels that `.ipynb` takes. Of the longest name JupyterLab cuts a letter of that; what tells
+lessons apart is whole.
+"""
 CUT_OFF = f"""names => names.filter(name => name.scrollWidth > name.clientWidth + {ENDING})
   .map(name => name.textContent)"""
 
@@ -96,7 +98,9 @@ def test_messages_of_a_kernel_do_not_wait_for_an_acknowledgement(monkeypatch):
 
 @pytest.mark.browser
 def test_make_lab_opens_the_list_of_notebooks(tmp_path: Path, browser: Browser):
-    """The rendered list, full names, nothing over it, and no question to the network; in a small window."""
+    """The rendered list, full names, nothing over it, and no question to the network; in a small
+    window.
+    """
     recipe = re.search(r"^lab:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert recipe
     assert "JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter " in recipe[1]

@@ -1,9 +1,11 @@
-"""Render the chat templates of vLLM's `examples/` with transformers, and keep a hash of each prompt.
+"""Render the chat templates of vLLM's `examples/` with transformers, and keep a hash of each
+prompt.
 
     uv run python tests/offline/make_chat_templates.py path/to/vllm-0.33.0/examples
 
-The messages are given as vLLM v0.33.0 hands them to a template (`parse_chat_messages`), written down here by hand, and
-its own code says which of the two formats it hands to which template. The templates are vLLM's and are not kept.
+The messages are given as vLLM v0.33.0 hands them to a template (`parse_chat_messages`), written
+down here by hand, and its own code says which of the two formats it hands to which template. The
+templates are vLLM's and are not kept.
 """
 
 import hashlib
@@ -63,7 +65,9 @@ def digest(prompt: str | None) -> str | None:
 
 
 def vllms_detection(source: str) -> Any:
-    """Return vLLM's own functions that find out a template's format, from the source of its `renderers/hf.py`."""
+    """Return vLLM's own functions that find out a template's format, from the source of its
+    `renderers/hf.py`.
+    """
     names: dict[str, Any] = {"jinja2": jinja2, "deque": deque}
     exec(source[source.index("def _is_var_access") : source.index("def _try_extract_ast")], names)
     return SimpleNamespace(**names)

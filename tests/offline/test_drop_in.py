@@ -1,4 +1,5 @@
-"""Names, order and defaults are vLLM's where vLLM has the same; an argument that is not known is refused in one line.
+"""Names, order and defaults are vLLM's where vLLM has the same; an argument that is not known is
+refused in one line.
 
 `vllm_signatures.json` lists vLLM's by its files.
 """

@@ -1,4 +1,6 @@
-"""Beam search through the engine finds what a search on transformers' logits finds, and shares its parents' blocks."""
+"""Beam search through the engine finds what a search on transformers' logits finds, and shares
+its parents' blocks.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""What vLLM's offline examples call, on one engine: chat, metrics, queued prompts, tokenizer, a loop of steps."""
+"""What vLLM's offline examples call, on one engine: chat, metrics, queued prompts, tokenizer, a
+loop of steps.
+"""
 
 import json
 from types import SimpleNamespace

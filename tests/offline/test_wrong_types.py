@@ -1,4 +1,6 @@
-"""Values of wrong types are refused in one line, wherever a user can give one: no traceback of Python's own."""
+"""Values of wrong types are refused in one line, wherever a user can give one: no traceback of
+Python's own.
+"""
 
 from dataclasses import fields
 

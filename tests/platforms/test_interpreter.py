@@ -1,4 +1,6 @@
-"""What is left out of Triton's interpreter changes no kernel: the same results, and the language is as it was."""
+"""What is left out of Triton's interpreter changes no kernel: the same results, and the language
+is as it was.
+"""
 
 import pytest
 import torch

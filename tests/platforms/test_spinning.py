@@ -16,7 +16,9 @@ from minivllm.platforms.spinning import SECONDS, Contention, Watcher, limit_spin
 
 
 def readings(*shares: float) -> list[bool]:
-    """What each of these shares of waiting, in readings of a tenth of a second on two threads, makes of the machine."""
+    """Return what each of these shares of waiting, in readings of a tenth of a second on two
+    threads, makes of the machine.
+    """
     contention = Contention()
     return [contention.take(CpuTimes(0.2 * (1 - share), 0.2 * share)) for share in shares]
 

@@ -1,4 +1,6 @@
-"""Servers that only record what they are sent, and a proxy in front of them, all in one event loop on real sockets."""
+"""Servers that only record what they are sent, and a proxy in front of them, all in one event
+loop on real sockets.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""The proxy before servers that only record: what each is sent, what the client gets, and what if one fails."""
+"""The proxy before servers that only record: what each is sent, what the client gets, and what
+if one fails.
+"""
 
 import asyncio
 import inspect
@@ -42,7 +44,9 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_completion_toke
 
 
 def proxied(servers: Callable[..., dict[str, Any]] = lambda **_: {}) -> Callable[[Callable[..., Any]], Any]:
-    """Run a test in a loop, as `test(there, ...)`, with what `servers(...)` says; both get the test's arguments."""
+    """Run a test in a loop, as `test(there, ...)`, with what `servers(...)` says; both get the
+    test's arguments.
+    """
 
     def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         async def run(arguments: dict[str, Any]) -> None:

@@ -136,7 +136,9 @@ def test_what_the_decode_server_refuses_is_not_kept_for_it(pair: Pair, path: str
 
 
 def test_prompts_came_over_the_wire_and_are_counted(pair: Pair):
-    """Otherwise the decode server has computed everything itself, and the tokens are equal for that."""
+    """Otherwise the decode server has computed everything itself, and the tokens are equal for
+    that.
+    """
     prompt = [7, 300, 21, 9] * 12
     assert tokens_of(pair.client, {"prompt": prompt}) == tokens_of(pair.prefill.client, {"prompt": prompt})
     ways = metrics_of(pair.client)

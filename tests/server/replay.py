@@ -1,9 +1,9 @@
 """Compare a server's answers with recorded ones.
 
-What may differ: ids, times, fingerprints, permissions, paths; a null field may be absent; log probabilities by 0.002;
-several tokens of a stream may come in one event; the wording of errors, but not their status, type, code and param.
-Where a tool must be called, vLLM's arguments are a string that does not fit the tool's schema, and are cut off; ours
-fit, so the call may be complete.
+What may differ: ids, times, fingerprints, permissions, paths; a null field may be absent; log
+probabilities by 0.002; several tokens of a stream may come in one event; the wording of errors, but
+not their status, type, code and param. Where a tool must be called, vLLM's arguments are a string
+that does not fit the tool's schema, and are cut off; ours fit, so the call may be complete.
 """
 
 import json
@@ -74,7 +74,9 @@ def _values(wanted: Any, found: Any, free: bool, path: str = "") -> Iterator[str
 
 
 def _folded(body: str) -> dict[str, Any]:
-    """Reduce a stream to the order of its kinds of events and each choice with its deltas joined."""
+    """Reduce a stream to the order of its kinds of events and each choice with its deltas
+    joined.
+    """
     order: list[str] = []
     choices: dict[int, dict[str, Any]] = {}
     usage, ids = None, set()

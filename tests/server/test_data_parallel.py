@@ -1,4 +1,6 @@
-"""Servers with two cores: both are used, shown, and reset, and have the same adapters; one process is killed."""
+"""Servers with two cores: both are used, shown, and reset, and have the same adapters; one
+process is killed.
+"""
 
 import contextlib
 import json
@@ -138,7 +140,9 @@ def post(server: Server, body: dict, rank: str) -> httpx.Response:
 
 
 def killed(server: Server, process: psutil.Process) -> None:
-    """Kill a process of core 1 while each core computes a stream: both end with an error, and so does the server."""
+    """Kill a process of core 1 while each core computes a stream: both end with an error, and so
+    does the server.
+    """
     processes, folder, answers = server.processes(), server.folder(), list[httpx.Response]()
     threads = [
         threading.Thread(target=lambda rank=rank: answers.append(post(server, LONG | {"stream": True}, rank)))

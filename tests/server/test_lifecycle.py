@@ -43,7 +43,9 @@ class Clients:
         self.answers.append((reply.status_code, reply.text, time.monotonic()))
 
     def all_answered(self, since: float) -> None:
-        """Every client got an error in time: streams as their last event, the others as the status."""
+        """Every client got an error in time: streams as their last event, the others as the
+        status.
+        """
         for thread in self._threads:
             thread.join(PATIENCE)
         assert len(self.answers) == len(self._threads)

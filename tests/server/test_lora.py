@@ -1,7 +1,7 @@
 """Adapters on the wire: as vLLM answers, and what its endpoints do with hostile paths.
 
-`data/lora_exchanges.json` is what vLLM 0.32.0's CPU server answered, in this order; where it says 500 for an adapter
-that cannot be served, ours is a 400 (`ours`).
+`data/lora_exchanges.json` is what vLLM 0.32.0's CPU server answered, in this order; where it says
+500 for an adapter that cannot be served, ours is a 400 (`ours`).
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""`kv_transfer_params` between client and engine: taken where there is a connector, told to one request, returned."""
+"""`kv_transfer_params` between client and engine: taken where there is a connector, told to one
+request, returned.
+"""
 
 from types import SimpleNamespace
 from typing import Any

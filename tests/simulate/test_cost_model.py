@@ -1,4 +1,6 @@
-"""Costs of a step: counts are exact, a real card's published line is met, a fit finds the line behind the data."""
+"""Costs of a step: counts are exact, a real card's published line is met, a fit finds the line
+behind the data.
+"""
 
 import json
 from dataclasses import replace
@@ -34,7 +36,9 @@ def test_a_shape_counts_what_attention_visits(scheduled):
 
 
 def test_llama_on_an_h100_has_the_published_line():
-    """vLLM's blog of 2026-04-22: inter-token latency = 6.44 ms + 4.37e-5 ms for each token of context."""
+    """vLLM's blog of 2026-04-22: inter-token latency = 6.44 ms + 4.37e-5 ms for each token of
+    context.
+    """
     cost = llama_on_h100()
     near, far = (cost.seconds(StepShape.of([(1, before)])) * 1e3 for before in (0, 100_000))
     assert near == pytest.approx(6.44, rel=0.02)
@@ -71,7 +75,9 @@ def test_prefill_is_limited_by_arithmetic_and_decode_by_memory():
 
 @pytest.mark.parametrize("row", H200["figures"]["prefill"][1:], ids=lambda row: f"{row['requests']}x{row['prompt']}")
 def test_prefills_are_those_of_our_engine_on_an_h200(row):
-    """Both were calibrated on: one has eight times the other's attention, and one factor fits both."""
+    """Both were calibrated on: one has eight times the other's attention, and one factor fits
+    both.
+    """
     cost = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H200"))
     shape = StepShape.of([(row["prompt"], 0)] * row["requests"])
     assert cost.seconds(shape) == pytest.approx(row["ms"] / 1e3, rel=0.01)
@@ -107,7 +113,9 @@ COEFFICIENT = st.sampled_from([0.0, 0.2, 1.0, 5.0])
 @given(st.lists(SCHEDULED.filter(bool), min_size=12, max_size=30), st.tuples(*[COEFFICIENT] * 4), st.floats(1e-4, 1e-2))
 @settings(max_examples=60, deadline=None)
 def test_a_fit_finds_a_line_that_is_there(steps, coefficients, step_seconds):
-    """Whatever coefficients made the data, the fit predicts them, and none of its own is negative."""
+    """Whatever coefficients made the data, the fit predicts them, and none of its own is
+    negative.
+    """
     steady, *rest = (c * s for c, s in zip(coefficients, (1.0, 1e-1, 1e-2, 1e-4), strict=True))
     truth = FittedCost(*(step_seconds * c for c in (1 + steady, *rest)))
     measured = [MeasuredStep(shape, truth.seconds(shape)) for shape in map(StepShape.of, steps)]
@@ -181,7 +189,9 @@ def test_a_token_passes_2_of_mixtrals_8_experts():
 
 
 def test_a_step_reads_the_experts_that_its_tokens_choose():
-    """One token reads two of eight experts in each layer, two tokens 2 + 2 x 6/8 on average, and hundreds read all."""
+    """One token reads two of eight experts in each layer, two tokens 2 + 2 x 6/8 on average, and
+    hundreds read all.
+    """
     cost = RooflineCost.of(MIXTRAL, get_hardware("H100"))
     whole = 2 * 46_702_792_704
     for tokens, unread in ((1, 6), (2, 4.5), (1000, 0)):

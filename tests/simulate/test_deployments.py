@@ -1,4 +1,6 @@
-"""TP, PP and DP: what they send and keep is what formulas say, and the knee is found where it is."""
+"""TP, PP and DP: what they send and keep is what formulas say, and the knee is found where it
+is.
+"""
 
 from dataclasses import replace
 
@@ -41,7 +43,9 @@ def test_one_gpu_is_the_same_in_every_way():
 
 
 def test_what_is_left_for_the_cache():
-    """Copies of the weights are the cache's loss: three of them, in tokens, lie between PP and DP."""
+    """Copies of the weights are the cache's loss: three of them, in tokens, lie between PP and
+    DP.
+    """
     four = {way: Deployment(LLAMA, H100, way, 4).kv_tokens() for way in WAYS}
     copies = 3 * weight_bytes(LLAMA, "auto") / kv_bytes_per_token(LLAMA)
     assert four["PP"] - four["DP"] == pytest.approx(copies, rel=0.02)
@@ -89,7 +93,9 @@ def test_a_model_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize(("true", "found"), [(27, 26.25), (100, 40), (5, 0)])
 def test_the_knee_by_hand(true, found):
-    """As the lesson tells it: between 20 and 40, with a knee at 27, it tries 30, 25, 27.5 and 26.25."""
+    """As the lesson tells it: between 20 and 40, with a knee at 27, it tries 30, 25, 27.5 and
+    26.25.
+    """
     tried = []
 
     def attainment(rate):

@@ -6,7 +6,8 @@ from refusals import assert_refused
 from minivllm.config.units import GIB
 from minivllm_simulate.hardware import HARDWARE, get_hardware, measure_this_machine
 
-# (GB on the box, TB/s, dense bfloat16 TFLOP/s, operations per byte at the ridge), from the data sheets.
+# (GB on the box, TB/s, dense bfloat16 TFLOP/s, operations per byte at the ridge), from the data
+# sheets.
 DATA_SHEETS = {
     "A100-40": (40, 1.555, 312, 201),
     "A100-80": (80, 2.039, 312, 153),

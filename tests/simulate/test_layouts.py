@@ -1,4 +1,6 @@
-"""Layouts and open loads: stretches give what single steps give, and means agree with queueing theory."""
+"""Layouts and open loads: stretches give what single steps give, and means agree with queueing
+theory.
+"""
 
 import statistics
 from dataclasses import replace
@@ -100,7 +102,9 @@ def test_the_mean_step_is_what_the_scheduler_comes_to(rate: float):
 
 
 def test_at_low_load_a_first_token_waits_as_in_an_m_d_1_queue():
-    """An answer of one token is served alone: a mean wait of rho × s / (2 × (1 - rho)), if a step takes one prompt."""
+    """An answer of one token is served alone: a mean wait of rho × s / (2 × (1 - rho)), if a
+    step takes one prompt.
+    """
     prompt, rho = 2048, 0.3
     service = ONE.cost.seconds(StepShape.of([(prompt, 0)]))
     run = served(rho / service, prompt, 1, counted=2000)

@@ -1,4 +1,6 @@
-"""A file of one's own is read as it stands, and what is wrong with it is said in one line that names the place."""
+"""A file of one's own is read as it stands, and what is wrong with it is said in one line that
+names the place.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Each lever changes what it says and nothing else, published measurements are met, and the counts are by hand."""
+"""Each lever changes what it says and nothing else, published measurements are met, and the
+counts are by hand.
+"""
 
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -70,7 +72,9 @@ def test_weight_only_kernels_gain_what_gpt_fast_gains_at_batch_1_and_lose_where_
 
 
 def test_graphs_gain_what_was_measured_on_a_small_model_and_nothing_on_large_steps():
-    """vLLM, GPT-2 on an H200 (DeepSpeed#8352): 4.8 ms and 1.3 ms a token; Llama-2-7B on an A100 (vllm#1440): 14 %."""
+    """vLLM, GPT-2 on an H200 (DeepSpeed#8352): 4.8 ms and 1.3 ms a token; Llama-2-7B on an A100
+    (vllm#1440): 14 %.
+    """
     eager, graphs = replace(FULL, cuda_graphs=False), FULL
     h200 = get_hardware("H200")
     assert cost(eager, "gpt2", h200).seconds(ONE_DECODE) * 1e3 == pytest.approx(1e3 / 207.7, rel=0.1)
@@ -147,7 +151,7 @@ def test_capacity_follows_from_the_levers():
 
 
 def test_without_a_cache_every_step_computes_whole_contexts():
-    """Eight requests of 40 + 20 tokens, each computed anew at every length from 40 to 59."""
+    """Eight requests of 40 + 20 tokens, each recomputed at every length from 40 to 59."""
     assert run(Levers()).computed_tokens == 8 * sum(range(40, 60))
     assert run(replace(Levers(), kv_cache=True)).computed_tokens == 8 * 59
 
@@ -203,7 +207,9 @@ def test_prefix_caching_finds_the_system_prompt_once_it_is_published():
 
 @pytest.mark.parametrize(("acceptance", "steps"), [(1.0, 5), (0.0, 20)])
 def test_speculation_takes_as_many_steps_as_drafts_are_accepted(acceptance, steps):
-    """20 tokens: all of 3 drafts and one more a step, after the first step that has no drafts yet; or one a step."""
+    """20 tokens: all of 3 drafts and one more a step, after the first step that has no drafts
+    yet; or one a step.
+    """
     work = replace(EVEN, acceptance=acceptance)
     found = run(replace(FULL, speculative_tokens=3), work)
     assert found.steps == (steps + 1 if acceptance else steps)

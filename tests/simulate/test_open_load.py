@@ -1,4 +1,6 @@
-"""What clients have seen of an open load when it is left, some of them in the middle of their answers."""
+"""What clients have seen of an open load when it is left, some of them in the middle of their
+answers.
+"""
 
 from minivllm_simulate.open_load import OpenRun, Stay
 

@@ -1,4 +1,6 @@
-"""The simulation decides what the scheduler decides, loses no token, and its clock only goes forward."""
+"""The simulation decides what the scheduler decides, loses no token, and its clock only goes
+forward.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -43,7 +45,9 @@ def workloads(draw):
 
 
 def replayed(work, config, blocks, simulation):
-    """Give the real scheduler each request at the step by whose start it had come; return the tokens of each step."""
+    """Give the real scheduler each request at the step by whose start it had come; return the
+    tokens of each step.
+    """
     scheduler, steps, added = Scheduler(config, blocks), [], set()
     for step in simulation.steps:
         for index in sorted(range(len(work)), key=lambda i: work[i].arrival):
@@ -183,7 +187,9 @@ def test_everybody_keeps_a_seat_until_he_leaves(case):
 
 
 def test_a_follower_comes_after_its_predecessor_and_finds_its_blocks():
-    """Turn two repeats turn one, its answer and a new question: all full blocks of the first are hits."""
+    """Turn two repeats turn one, its answer and a new question: all full blocks of the first are
+    hits.
+    """
     first = tuple(range(1, 13))
     second = (*first, *[GENERATED] * 8, 50, 51)
     work = [
@@ -217,7 +223,9 @@ def test_drafts_change_the_steps_and_not_the_tokens(case, num_drafts, acceptance
 
 
 def test_accepted_drafts_are_as_many_as_the_acceptance_says():
-    """Of k drafts with chance a each, (1 - a^(k+1)) / (1 - a) tokens come of a verification (Leviathan et al. 2023)."""
+    """Of k drafts with chance a each, (1 - a^(k+1)) / (1 - a) tokens come of a verification
+    (Leviathan et al. 2023).
+    """
     work = [SimulatedRequest(4, 4001)]
     config = SchedulerConfig(max_model_len=8192, drafting=DraftingConfig(num_speculative_tokens=3))
     found = simulate(work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=0.6)

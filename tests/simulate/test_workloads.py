@@ -1,4 +1,6 @@
-"""Length distributions go through what their sources print, and the same seed draws the same requests."""
+"""Length distributions go through what their sources print, and the same seed draws the same
+requests.
+"""
 
 import statistics
 

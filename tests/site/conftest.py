@@ -50,7 +50,8 @@ def repository(folder: Path) -> Path:
 def left_early(spec: Spec) -> Spec:
     """Leave a lesson's widget without presets, and stop its sweep once it knows something.
 
-    Its view then has all that a page needs. Other tests prove that sweeps end and that presets are drawn.
+    Its view then has all that a page needs. Other tests prove that sweeps end and that presets are
+    drawn.
     """
 
     def sweep(**knobs: Value) -> Any:

@@ -49,7 +49,7 @@ def pages(site: Path) -> dict[Path, Parsed]:
 
 
 def article(site: Path, name: str) -> str:
-    """The HTML of a page's own text."""
+    """Return the HTML of a page's own text."""
     found = re.search(r"<article.*?</article>", (site / f"{name}.html").read_text(), re.DOTALL)
     assert found
     return found[0]

@@ -1,4 +1,6 @@
-"""A widget of our own, small enough to know by heart: a queue whose wait grows with the load until it breaks at 1."""
+"""A widget of our own, small enough to know by heart: a queue whose wait grows with the load
+until it breaks at 1.
+"""
 
 from dataclasses import dataclass
 

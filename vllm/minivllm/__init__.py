@@ -1,7 +1,7 @@
 """minivllm: the twelve mechanisms of the lessons, fused into one small serving engine.
 
-Names are handed on lazily, so that `import minivllm.core` stays free of torch. What a script for vLLM imports from any
-of vLLM's modules, it imports from here.
+Names are handed on lazily, so that `import minivllm.core` stays free of torch. What a script for
+vLLM imports from any of vLLM's modules, it imports from here.
 """
 
 from importlib import import_module

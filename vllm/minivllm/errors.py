@@ -7,10 +7,12 @@ LONGEST = 1000
 
 
 class MinivllmError(ValueError):
-    """Input that cannot work. Scripts print it as one line and exit with code 2, without a traceback.
+    """Input that cannot work. Scripts print it as one line and exit with code 2, without a
+    traceback.
 
     The message becomes one line even if it quotes a value, such as an array, that takes many.
-    `parameter` is the field of a request that is wrong, where it is exactly one; a server tells its client.
+    `parameter` is the field of a request that is wrong, where it is exactly one; a server tells its
+    client.
     """
 
     def __init__(self, message: str = "", parameter: str | None = None) -> None:
@@ -35,7 +37,9 @@ class NonFiniteLogitsError(MinivllmError):
 
 
 class AdapterError(MinivllmError):
-    """A LoRA adapter that was served cannot be read any more: its folder has changed. Its requests end."""
+    """A LoRA adapter that was served cannot be read any more: its folder has changed. Its
+    requests end.
+    """
 
     def __init__(self, message: str = "", lora_int_id: int = 0) -> None:
         super().__init__(message)
@@ -43,11 +47,15 @@ class AdapterError(MinivllmError):
 
 
 class WorkerFailedError(RuntimeError):
-    """A call has failed on a rank, which lives on. The message says which rank and why; a note holds its traceback."""
+    """A call has failed on a rank, which lives on. The message says which rank and why; a note
+    holds its traceback.
+    """
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process has died, and the engine with it. The message says which rank died and why."""
+    """A worker process has died, and the engine with it. The message says which rank died and
+    why.
+    """
 
 
 class EngineDeadError(RuntimeError):
@@ -59,11 +67,15 @@ class EngineStoppedError(EngineDeadError):
 
 
 class LostPeerError(RuntimeError):
-    """Another rank has left an all-reduce or a broadcast. Its failure is the cause; this is how its peers notice."""
+    """Another rank has left an all-reduce or a broadcast. Its failure is the cause; this is how
+    its peers notice.
+    """
 
 
 def one_line(message: str) -> str:
-    """Return the message with its lines joined by spaces, and without the middle of one that is very long."""
+    """Return the message with its lines joined by spaces, and without the middle of one that is
+    very long.
+    """
     lines = message.splitlines()
     line = message if len(lines) < 2 else " ".join(stripped for text in lines if (stripped := text.strip()))
     half = LONGEST // 2

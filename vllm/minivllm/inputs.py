@@ -1,4 +1,6 @@
-"""The forms a prompt can take. In vLLM v0.33.0: `vllm/inputs/` (`TextPrompt`, `TokensPrompt`, `PromptType`)."""
+"""The forms a prompt can take. In vLLM v0.33.0: `vllm/inputs/` (`TextPrompt`, `TokensPrompt`,
+`PromptType`).
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Required, TypedDict
@@ -8,14 +10,17 @@ from minivllm.errors import MinivllmError
 
 
 class TextPrompt(TypedDict, total=False):
-    """A text prompt, and a salt: its cached prefix is shared only with prompts that have the same salt."""
+    """A text prompt, and a salt: its cached prefix is shared only with prompts that have the
+    same salt.
+    """
 
     prompt: Required[str]
     cache_salt: str
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt of token ids, and a salt: its cached prefix is shared only with prompts that have the same salt.
+    """A prompt of token ids, and a salt: its cached prefix is shared only with prompts that have
+    the same salt.
 
     `prompt`, the text of the token ids, is only repeated in the output.
     """
@@ -49,7 +54,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
-    """Return `(text, token_ids, cache_salt)` of one prompt. Without token ids, the text is to be tokenized.
+    """Return `(text, token_ids, cache_salt)` of one prompt. Without token ids, the text is to be
+    tokenized.
 
     Raises:
         MinivllmError: the prompt has neither text nor token ids, or a value of the wrong type.

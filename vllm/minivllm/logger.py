@@ -1,7 +1,8 @@
 """Logging: `logger = init_logger(__name__)`, then use it as any logger of Python's `logging`.
 
-`MINIVLLM_LOGGING_LEVEL` sets the level (default INFO; DEBUG logs one line per step). Output goes to standard error.
-If an application has already configured the logger "minivllm", its configuration is kept.
+`MINIVLLM_LOGGING_LEVEL` sets the level (default INFO; DEBUG logs one line per step). Output goes to
+standard error. If an application has already configured the logger "minivllm", its configuration is
+kept.
 
 In vLLM v0.33.0: `vllm/logger.py` (`init_logger`), `VLLM_LOGGING_LEVEL`.
 """

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Logprob:
-    """The natural log probability of a token, its rank in the vocabulary (1: the most likely), and its text."""
+    """The natural log probability of a token, its rank in the vocabulary (1: the most likely),
+    and its text.
+    """
 
     logprob: float
     rank: int | None = None
@@ -20,17 +22,19 @@ class Logprob:
 
 
 Logprobs = list[dict[int, Logprob] | None]
-"""One entry per position: the chosen token and the most likely ones. None for the first token of a prompt."""
+"""One entry per position: the chosen token and the most likely ones. None for the first token of
+a prompt.
+"""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
     """One completion of a prompt.
 
-    - `finish_reason`: "stop", "length", "abort" or "error"; None while unfinished. `error`: the message of an "error";
-      `invalid_request`: it is the request's own, not the engine's.
-    - `stop_reason`: the stop string or stop token id that ended it; None for the end-of-sequence token and all other
-      reasons.
+    - `finish_reason`: "stop", "length", "abort" or "error"; None while unfinished. `error`: the
+      message of an "error"; `invalid_request`: it is the request's own, not the engine's.
+    - `stop_reason`: the stop string or stop token id that ended it; None for the end-of-sequence
+      token and all other reasons.
     - `cumulative_logprob`: the sum over the chosen tokens, if log probabilities were requested.
 
     Fields of vLLM's that nothing here sets are read as None.
@@ -57,7 +61,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def extend(self, later: "CompletionOutput") -> None:
-        """Appends what came after this: `later` is the next delta of the same completion."""
+        """Append what came after this: `later` is the next delta of the same completion."""
         self.text += later.text
         self.token_ids += later.token_ids
         if later.logprobs is not None:
@@ -79,7 +83,8 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt with its `n` completions. `num_cached_tokens`: prompt tokens found in the prefix cache.
+    """A prompt with its `n` completions. `num_cached_tokens`: prompt tokens found in the prefix
+    cache.
 
     `kv_transfer_params`: what the KV connector tells the client when the request has ended.
 
@@ -103,9 +108,10 @@ class RequestOutput:
     ec_transfer_params: ClassVar[None] = None
 
     def add(self, next_output: "RequestOutput", aggregate: bool = True) -> None:
-        """Joins the next delta of the same request to this one, as if both had come at once.
+        """Join the next delta of the same request to this one, as if both had come at once.
 
-        Without `aggregate`, the next output holds all there is of its completions, and replaces them.
+        Without `aggregate`, the next output holds all there is of its completions, and replaces
+        them.
         """
         known = {completion.index: completion for completion in self.outputs}
         for completion in next_output.outputs:
@@ -125,8 +131,10 @@ class RequestOutput:
 class BeamSearchSequence:
     """One sequence of a beam search.
 
-    - `tokens`: of the prompt and what was generated, the end-of-sequence token included. `text`: all of them decoded.
-    - `logprobs`: of each generated token, the candidates' log probabilities. `cum_logprob`: the sum over the chosen.
+    - `tokens`: of the prompt and what was generated, the end-of-sequence token included. `text`:
+      all of them decoded.
+    - `logprobs`: of each generated token, the candidates' log probabilities. `cum_logprob`: the sum
+      over the chosen.
     - `finish_reason`: "stop" at the end-of-sequence token, else "length".
     """
 
@@ -142,7 +150,8 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The best sequences of a prompt, the best first; as many as the beam is wide, or fewer if there are no more.
+    """The best sequences of a prompt, the best first; as many as the beam is wide, or fewer if
+    there are no more.
 
     In vLLM v0.33.0: `vllm/entrypoints/generate/beam_search/utils.py`, as is `BeamSearchSequence`.
     """

@@ -1,7 +1,7 @@
 """How one request is sampled, and when it stops. No torch.
 
-In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `BeamSearchParams`, `RequestOutputKind`). Fields have
-vLLM's names and defaults.
+In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `BeamSearchParams`,
+`RequestOutputKind`). Fields have vLLM's names and defaults.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -22,16 +22,22 @@ from minivllm.config.checks import (
 )
 
 MIN_TEMPERATURE = 1e-2
-"""Temperatures between 0 and this are raised to it, because dividing logits by smaller ones can overflow."""
+"""Temperatures between 0 and this are raised to it, because dividing logits by smaller ones can
+overflow.
+"""
 MAX_TEMPERATURE = 2.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_N = 16384
-"""Completions per prompt. Each is a separate request, so a mistyped, huge `n` would never get started."""
+"""Completions per prompt. Each is a separate request, so a mistyped, huge `n` would never get
+started.
+"""
 MAX_LOGIT_BIAS = 100.0
 
 
 class RequestOutputKind(Enum):
-    """The contents of a stream's outputs: everything so far, only what is new, or one output at the end."""
+    """The contents of a stream's outputs: everything so far, only what is new, or one output at
+    the end.
+    """
 
     CUMULATIVE = 0
     DELTA = 1
@@ -41,40 +47,48 @@ class RequestOutputKind(Enum):
 @checked_arguments
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
-    """Settings for sampling one request. An invalid value raises a `MinivllmError` that says which values are valid.
+    """Settings for sampling one request. An invalid value raises a `MinivllmError` that says which
+    values are valid.
 
-    Fields may be assigned. They are checked when the object is created, and again when a request uses it. The engine
-    works on its own copy, so a later assignment affects only later requests.
+    Fields may be assigned. They are checked when the object is created, and again when a request
+    uses it. The engine works on its own copy, so a later assignment affects only later requests.
 
     - `n`: number of completions of the prompt.
-    - `temperature`: divides the logits; at most 2, and 0 is greedy sampling. `top_k`: sample from the k most likely
-      tokens (0 or -1: all). `top_p`: sample from the smallest set of most likely tokens whose probabilities sum to at
-      least this. `min_p`: drop tokens whose probability is below this fraction of the most likely token's.
-    - `presence_penalty`, `frequency_penalty`: subtracted from the logit of each token already generated, once or
-      once per occurrence. `repetition_penalty`: divides positive logits and multiplies negative ones, for every token
-      of the prompt and the output.
-    - `logit_bias`: added to the logits of these token ids, clamped to ±100. `allowed_token_ids`: no other token can
-      be sampled. `bad_words`: never generated, with or without a leading space.
-    - `seed`: the same seed gives the same tokens, whatever else is in the batch; -1 or None picks a random one.
-      Completion i of n uses `seed + i`. (Logits may be rounded differently in another batch shape or on another
-      device; that changes a token only where two candidates were nearly tied.)
-    - `max_tokens`: the most tokens to generate (None: up to the model's length). `min_tokens`: until this many are
-      generated, neither stop tokens nor the end-of-sequence token are sampled, even with `ignore_eos`.
-    - `stop`: strings to look for in the generated text, which is cut before them (`include_stop_str_in_output`: after
-      them). `stop_token_ids` end the request like the end-of-sequence token, which `ignore_eos` turns off.
-    - `logprobs`: how many of the most likely tokens to return log probabilities for at each position, besides the
-      chosen token; -1 for the whole vocabulary; True counts as 1. `prompt_logprobs`: the same for the prompt. They
-      are the model's raw log probabilities, before temperature, penalties and bias. With `structured_outputs`, those of
-      the output come after the grammar's mask, as in vLLM: a token that does not fit has minus infinity (-9999 over
-      HTTP), and the others share its probability.
-    - `structured_outputs`: what the text must conform to (`StructuredOutputsParams`). Tokens that do not fit are not
-      sampled; the request ends where its grammar does.
-    - `detokenize`: if False, no text is produced. `skip_special_tokens`: leave special tokens out of the text.
+    - `temperature`: divides the logits; at most 2, and 0 is greedy sampling. `top_k`: sample from
+      the k most likely tokens (0 or -1: all). `top_p`: sample from the smallest set of most likely
+      tokens whose probabilities sum to at least this. `min_p`: drop tokens whose probability is
+      below this fraction of the most likely token's.
+    - `presence_penalty`, `frequency_penalty`: subtracted from the logit of each token already
+      generated, once or once per occurrence. `repetition_penalty`: divides positive logits and
+      multiplies negative ones, for every token of the prompt and the output.
+    - `logit_bias`: added to the logits of these token ids, clamped to ±100. `allowed_token_ids`: no
+      other token can be sampled. `bad_words`: never generated, with or without a leading space.
+    - `seed`: the same seed gives the same tokens, whatever else is in the batch; -1 or None picks a
+      random one. Completion i of n uses `seed + i`. (Logits may be rounded differently in another
+      batch shape or on another device; that changes a token only where two candidates were nearly
+      tied.)
+    - `max_tokens`: the most tokens to generate (None: up to the model's length). `min_tokens`:
+      until this many are generated, neither stop tokens nor the end-of-sequence token are sampled,
+      even with `ignore_eos`.
+    - `stop`: strings to look for in the generated text, which is cut before them
+      (`include_stop_str_in_output`: after them). `stop_token_ids` end the request like the
+      end-of-sequence token, which `ignore_eos` turns off.
+    - `logprobs`: how many of the most likely tokens to return log probabilities for at each
+      position, besides the chosen token; -1 for the whole vocabulary; True counts as 1.
+      `prompt_logprobs`: the same for the prompt. They are the model's raw log probabilities, before
+      temperature, penalties and bias. With `structured_outputs`, those of the output come after the
+      grammar's mask, as in vLLM: a token that does not fit has minus infinity (-9999 over HTTP),
+      and the others share its probability.
+    - `structured_outputs`: what the text must conform to (`StructuredOutputsParams`). Tokens that
+      do not fit are not sampled; the request ends where its grammar does.
+    - `detokenize`: if False, no text is produced. `skip_special_tokens`: leave special tokens out
+      of the text.
     - `output_kind`: applies to streams; `LLM.generate` returns final outputs.
     - `skip_reading_prefix_cache`: compute the whole prompt, though some of it may be cached.
     - `extra_args`: {"kv_transfer_params": {…}} is what the KV connector is told about the request.
 
-    The engine, which knows the model and the tokenizer, fills in `all_stop_token_ids` and `bad_words_token_ids`.
+    The engine, which knows the model and the tokenizer, fills in `all_stop_token_ids` and
+    `bad_words_token_ids`.
     """
 
     n: int = 1
@@ -120,7 +134,8 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **params: Any) -> "SamplingParams":
-        """Create parameters where None means the default, and `logit_bias` may have numerals as keys.
+        """Create parameters where None means the default, and `logit_bias` may have numerals as
+        keys.
 
         Raises:
             MinivllmError: a value is invalid.
@@ -278,11 +293,15 @@ class SamplingParams:
 class BeamSearchParams:
     """Settings of `LLM.beam_search`. An invalid value raises a `MinivllmError`.
 
-    - `beam_width`: sequences kept at each step, and returned at the end. `max_tokens`: the longest continuation.
-    - `ignore_eos`: the end-of-sequence token is one like any other. Otherwise a sequence that reaches it is complete.
-    - `length_penalty`: sequences are compared by their log probability divided by (generated tokens) ** this.
-    - `temperature`, `include_stop_str_in_output`: accepted, and change nothing: candidates are compared by the model's
-      own log probabilities, and tokens always include the end-of-sequence token.
+    - `beam_width`: sequences kept at each step, and returned at the end. `max_tokens`: the longest
+      continuation.
+    - `ignore_eos`: the end-of-sequence token is one like any other. Otherwise a sequence that
+      reaches it is complete.
+    - `length_penalty`: sequences are compared by their log probability divided by (generated
+      tokens) ** this.
+    - `temperature`, `include_stop_str_in_output`: accepted, and change nothing: candidates are
+      compared by the model's own log probabilities, and tokens always include the end-of-sequence
+      token.
     - `allowed_token_ids`: no other token is a candidate.
     - `skip_special_tokens`: leave special tokens out of the text.
     """

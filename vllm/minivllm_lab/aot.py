@@ -1,12 +1,14 @@
-"""Ahead-of-time compilation of Triton kernels for absent GPUs: shared memory, registers, spills, instructions.
+"""Ahead-of-time compilation of Triton kernels for absent GPUs: shared memory, registers, spills,
+instructions.
 
-`compile_everywhere(kernel, arguments)` compiles ahead of time for sm_80, sm_90, sm_100 and gfx942 and reads the
-machine code. No GPU is needed. A process that interprets kernels cannot compile them, so a worker process, started at
-the first call and ended with this process, does it with `TRITON_INTERPRET=0`; Triton's own disk cache, keyed by a hash
-of the kernel's source, makes repeated compilation fast.
+`compile_everywhere(kernel, arguments)` compiles ahead of time for sm_80, sm_90, sm_100 and gfx942
+and reads the machine code. No GPU is needed. A process that interprets kernels cannot compile them,
+so a worker process, started at the first call and ended with this process, does it with
+`TRITON_INTERPRET=0`; Triton's own disk cache, keyed by a hash of the kernel's source, makes
+repeated compilation fast.
 
-Types, constants and alignment are derived from example arguments as in a launch: pointers and integers are marked as
-divisible by 16 where they are, an integer 1 and None become constants.
+Types, constants and alignment are derived from example arguments as in a launch: pointers and
+integers are marked as divisible by 16 where they are, an integer 1 and None become constants.
 """
 
 from __future__ import annotations
@@ -32,12 +34,16 @@ from minivllm.errors import MinivllmError
 from minivllm_lab.exercise import load
 
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-"""Bytes of shared memory (LDS on AMD) one program may use: CUDA C++ programming guide, CDNA 3 instruction set guide."""
+"""Bytes of shared memory (LDS on AMD) one program may use: CUDA C++ programming guide, CDNA 3
+instruction set guide.
+"""
 
 TARGETS = tuple(SHARED_MEMORY)
 
 RECORD_VARIABLE = "MINIVLLM_COMPILED"
-"""Names a JSON file of figures that were read before: what it has is not compiled again, see `_key`."""
+"""Names a JSON file of figures that were read before: what it has is not compiled again, see
+`_key`.
+"""
 WRITE_VARIABLE = "MINIVLLM_COMPILED_WRITE"
 """Set to 1, what had to be compiled is added to that file."""
 
@@ -69,9 +75,13 @@ class Compiled:
     spilled: int
     """Bytes of stack and local memory a thread needs: registers that did not fit."""
     tensor_core: str | None
-    """The matrix instruction used: HMMA (Ampere), HGMMA (Hopper), UTCHMMA (Blackwell), v_mfma (AMD), or None."""
+    """The matrix instruction used: HMMA (Ampere), HGMMA (Hopper), UTCHMMA (Blackwell), v_mfma
+    (AMD), or None.
+    """
     loads: Mapping[int, int]
-    """Bytes a thread loads from device memory per instruction -> number of such instructions in the code."""
+    """Bytes a thread loads from device memory per instruction -> number of such instructions in
+    the code.
+    """
 
     @property
     def fits(self) -> bool:
@@ -84,9 +94,9 @@ def compile_for(
 ) -> Compiled:
     """Compile `kernel` (a `triton.jit` function, interpreted or not) for one of `TARGETS`.
 
-    `arguments` has an example for each parameter by name: a tensor or a type like "*bf16" for a pointer, a number,
-    None, or the value of a constexpr. `options` are the launch's: num_warps, num_stages. Raises MinivllmError with
-    the compiler's message if it does not compile.
+    `arguments` has an example for each parameter by name: a tensor or a type like "*bf16" for a
+    pointer, a number, None, or the value of a constexpr. `options` are the launch's: num_warps,
+    num_stages. Raises MinivllmError with the compiler's message if it does not compile.
     """
     if target not in SHARED_MEMORY:
         raise MinivllmError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
@@ -181,7 +191,7 @@ class _Worker:
         return dict(self.answers[line])
 
 
-# ---- in the worker ---------------------------------------------------------------------------------------------------
+# ---- in the worker -------------------------------------------------------------------------------
 
 
 def _serve() -> None:
@@ -290,7 +300,9 @@ def _add_to_record(path: Path, key: str, entry: dict) -> None:
 
 
 def _figures(built: Any, backend: str) -> dict:
-    """Read from the machine code; kept beside it in Triton's cache, for taking it apart takes half a second."""
+    """Read from the machine code; kept beside it in Triton's cache, for taking it apart takes
+    half a second.
+    """
     from triton.runtime.cache import get_cache_manager
 
     kept = get_cache_manager(built.hash)

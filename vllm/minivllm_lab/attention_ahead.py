@@ -1,8 +1,8 @@
 """The attention kernel compiled for absent GPUs: registers and memory used by a configuration.
 
-`compile_attention(target, configuration, ...)` compiles `unified_attention_kernel` as a launch on such a GPU would, and
-`compile_combine` the kernel that merges splits. The tests assert that nothing spills; `benchmarks/kernels.py` prints
-the figures.
+`compile_attention(target, configuration, ...)` compiles `unified_attention_kernel` as a launch on
+such a GPU would, and `compile_combine` the kernel that merges splits. The tests assert that nothing
+spills; `benchmarks/kernels.py` prints the figures.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def compile_attention(
     """Compile attention for `target`, one of `minivllm_lab.aot.TARGETS`, and return the resources
     that it uses.
 
-    `dtype` is the name of q's torch dtype, `kv_dtype` that of the caches if different; `group` query heads share a KV
-    head; `sliding_window` 0 means none; `wide_offsets` is for caches of 2**31 elements or more; `single` is for
-    steps in which no sequence has more than one query. Raises MinivllmError
-    if it does not compile.
+    `dtype` is the name of q's torch dtype, `kv_dtype` that of the caches if different; `group`
+    query heads share a KV head; `sliding_window` 0 means none; `wide_offsets` is for caches of
+    2**31 elements or more; `single` is for steps in which no sequence has more than one query.
+    Raises MinivllmError if it does not compile.
     """
     pointer, slot = POINTERS[dtype], KV_HEADS * head_dim
     dot_type = tl.float16 if (dtype, kv_dtype) == ("bfloat16", "float8_e4m3fn") else getattr(tl, dtype)

@@ -1,7 +1,8 @@
-"""Block tables for lessons and simulations, on the engine's block pool or on a learner's; without torch.
+"""Block tables for lessons and simulations, on the engine's block pool or on a learner's; without
+torch.
 
-`BlockTable` is one sequence's table, with forks and copy-on-write. `BlockTables` and `Memory` are the tables of an
-engine: `BlockTables` allocates for a request's whole life, `Memory` as it grows.
+`BlockTable` is one sequence's table, with forks and copy-on-write. `BlockTables` and `Memory` are
+the tables of an engine: `BlockTables` allocates for a request's whole life, `Memory` as it grows.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class BlockTable:
         self.num_tokens = 0
 
     def append(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Allocate room for more tokens; return the (source, target) blocks to copy before writing."""
+        """Allocate room for more tokens; return the (source, target) blocks to copy before
+        writing.
+        """
         blocks = list(self.pool.get_new_blocks(self.blocks_needed(num_tokens)))
         copies = []
         if self.must_copy(num_tokens):
@@ -77,12 +80,16 @@ class BlockTable:
         return blocks - len(self.blocks) + self.must_copy(num_tokens)
 
     def must_copy(self, num_tokens: int) -> bool:
-        """Return whether the next token would be written into a block that another sequence reads."""
+        """Return whether the next token would be written into a block that another sequence
+        reads.
+        """
         return num_tokens > 0 and self.num_tokens % self.block_size > 0 and self.blocks[-1].ref_cnt > 1
 
 
 class BlockTables:
-    """The tables of all requests. A request gets all blocks that it will ever need when it is admitted."""
+    """The tables of all requests. A request gets all blocks that it will ever need when it is
+    admitted.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool, self.block_size = BlockPool(num_blocks), block_size
@@ -98,7 +105,9 @@ class BlockTables:
         return [block.block_id for block in self.tables.get(request.request_id, ())]
 
     def find(self, request: Request) -> list[KVCacheBlock]:
-        """Return the cached blocks of a request's prefix; never all of it, because its last token must be computed."""
+        """Return the cached blocks of a request's prefix; never all of it, because its last
+        token must be computed.
+        """
         hits: list[KVCacheBlock] = []
         for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
             block = self.pool.get_cached_block(block_hash)
@@ -108,7 +117,9 @@ class BlockTables:
         return hits
 
     def allocate(self, request: Request, hits: list[KVCacheBlock]) -> bool:
-        """Give a request `hits`, and new blocks for the rest of its prompt and output; False if they do not fit."""
+        """Give a request `hits`, and new blocks for the rest of its prompt and output; False if
+        they do not fit.
+        """
         missing = -(-(request.num_tokens + request.max_tokens - 1) // self.block_size) - len(hits)
         if not self._fits(missing, hits):
             return False
@@ -143,9 +154,11 @@ class Memory(BlockTables):
         return request.num_tokens - request.num_computed_tokens
 
     def allocate(self, request: Request, num_tokens: int, hits: Sequence[KVCacheBlock] = (), must_fit: int = 0) -> bool:
-        """Allocate blocks for a request's next tokens, after the prefix-cache hits; False if they do not fit.
+        """Allocate blocks for a request's next tokens, after the prefix-cache hits; False if they
+        do not fit.
 
-        With `must_fit`, that many tokens must fit, although blocks are allocated for `num_tokens` only.
+        With `must_fit`, that many tokens must fit, although blocks are allocated for `num_tokens`
+        only.
         """
         num_held = len(self.tables.get(request.request_id, [])) + len(hits)
         start = request.num_computed_tokens + len(hits) * self.block_size

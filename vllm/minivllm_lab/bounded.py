@@ -23,8 +23,9 @@ class _Over(BaseException):
 def bounded(seconds: float, whose: str) -> Iterator[None]:
     """End what runs inside after `seconds` of the processor's time.
 
-    The main thread is stopped by a signal, any other (JupyterLab's messages to widgets come in one) by a thread beside
-    it. Code that waits instead of computing is not stopped, nor a single call into C, before it returns.
+    The main thread is stopped by a signal, any other (JupyterLab's messages to widgets come in one)
+    by a thread beside it. Code that waits instead of computing is not stopped, nor a single call
+    into C, before it returns.
 
     Raises:
         MinivllmError: the time is over; the message says that `whose` did not return.
@@ -91,8 +92,8 @@ def _raise_in(thread: int) -> None:
 def _take_what_is_on_its_way() -> None:
     """Raise this thread's pending exception now, and drop it.
 
-    Were it only withdrawn, the interpreter would go on looking for it, in every thread: all code is slower then, and
-    CPython 3.11 stands still under `sys.settrace`.
+    Were it only withdrawn, the interpreter would go on looking for it, in every thread: all code is
+    slower then, and CPython 3.11 stands still under `sys.settrace`.
     """
     try:
         _raise_in(threading.get_ident())

@@ -4,7 +4,8 @@
     python -m minivllm_lab.calculator path/to/model --gpu A100-80 --tp 2 --kv-cache-dtype fp8
     python -m minivllm_lab.calculator --table
 
-The model is a local directory, a well-known model (no network needed), or any model of the Hugging Face hub.
+The model is a local directory, a well-known model (no network needed), or any model of the Hugging
+Face hub.
 """
 
 import argparse
@@ -71,7 +72,9 @@ def cache_of(ledger: MemoryLedger) -> str:
 
 
 def print_models() -> None:
-    """Print the KV cache bytes per token of every well-known model, on one GPU of a tensor-parallel group."""
+    """Print the KV cache bytes per token of every well-known model, on one GPU of a
+    tensor-parallel group.
+    """
     rows = []
     for name in CONFIGS:
         config = known_model(name)

@@ -1,13 +1,15 @@
-"""The capstone: a server made of what a learner has written in exercises 01 to 12, and clients that ask it.
+"""The capstone: a server made of what a learner has written in exercises 01 to 12, and clients that
+ask it.
 
     uv run python -m minivllm_lab.capstone            # which parts are yours, and what the servers do with them
     uv run python -m minivllm_lab.capstone --serve    # and then `minivllm serve` with them, on port 8000
 
-An exercise whose checks pass gives its parts; for the others the engine's own serve. Not all parts fit into one engine:
-there are four attentions and three schedules, and a pool without names cannot find prefixes. So there are five
-servers, and the front end of exercise 06 is in each of them. Behind them stand two engines without a front end: one
-computes prompts, with the tiles of exercise 03, and the other one answers, with the keys and values that the connector
-of exercise 08 has fetched.
+An exercise whose checks pass gives its parts; for the others the engine's own serve. Not all parts
+fit into one engine: there are four attentions and three schedules, and a pool without names cannot
+find prefixes. So there are five servers, and the front end of exercise 06 is in each of them.
+Behind them stand two engines without a front end: one computes prompts, with the tiles of exercise
+03, and the other one answers, with the keys and values that the connector of exercise 08 has
+fetched.
 """
 
 from __future__ import annotations
@@ -109,7 +111,9 @@ def parts_of(server: Server, modules: Mapping[str, ModuleType]) -> Parts:
 
 
 def serve_all(modules: Mapping[str, ModuleType]) -> bool:
-    """Serve the clients with the learner's parts and with ours, server by server; whether all answers are the same."""
+    """Serve the clients with the learner's parts and with ours, server by server; whether all
+    answers are the same.
+    """
     rows, differences = [], []
     for server in SERVERS:
         parts = parts_of(server, modules)
@@ -177,7 +181,9 @@ def _named(parts: Parts) -> str:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Check all exercises, serve with what is solved; exit with 1 if answers differ or nothing is solved."""
+    """Check all exercises, serve with what is solved; exit with 1 if answers differ or nothing
+    is solved.
+    """
     found = {number: solved(number) for number in NUMBERS}
     modules = {number: one for number, one in found.items() if isinstance(one, ModuleType)}
     rows = [(number, _parts(number), "yours" if number in modules else f"ours: {found[number]}") for number in NUMBERS]
@@ -194,7 +200,9 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def serve_here(modules: Mapping[str, ModuleType], port: int) -> None:
-    """Run `minivllm serve` on the embedded model, with the parts of the first server, until Ctrl-C."""
+    """Run `minivllm serve` on the embedded model, with the parts of the first server, until
+    Ctrl-C.
+    """
     from minivllm.engine.arg_utils import EngineArgs
     from minivllm.entrypoints.openai.chat_template import PLAIN
     from minivllm.entrypoints.openai.launcher import serve

@@ -98,7 +98,9 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
 
 
 def log_warnings_only() -> None:
-    """Log warnings only, here and in processes started later, unless the environment sets a level."""
+    """Log warnings only, here and in processes started later, unless the environment sets a
+    level.
+    """
     if LEVEL_VARIABLE not in os.environ:
         os.environ[LEVEL_VARIABLE] = "WARNING"  # for subprocesses
         init_logger("minivllm").setLevel("WARNING")  # for this process: configured when the engine was imported

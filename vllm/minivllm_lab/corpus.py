@@ -1,8 +1,8 @@
 """The embedded models' training text and the held-out part of it: Python's standard library.
 
-Measuring how well a model still predicts (say, after quantizing its weights or its cache) requires text that the model
-has not seen. File names determine which files are held out: 27 of Python 3.11, of which a distribution's Python, that
-comes without its tests, has a quarter.
+Measuring how well a model still predicts (say, after quantizing its weights or its cache) requires
+text that the model has not seen. File names determine which files are held out: 27 of Python 3.11,
+of which a distribution's Python, that comes without its tests, has a quarter.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def held_out_texts() -> list[str]:
 def first_passages(texts: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:
     """Return the first `length` tokens of `count` texts that have as many.
 
-    Where there are fewer such texts, the second `length` tokens of each come after them, then the third, and so on.
+    Where there are fewer such texts, the second `length` tokens of each come after them, then the
+    third, and so on.
 
     Raises:
         MinivllmError: all of them have fewer passages.

@@ -1,17 +1,19 @@
-"""Detects whether other work kept the machine busy during a measurement, so that a script then draws no conclusions.
+"""Detects whether other work kept the machine busy during a measurement, so that a script then
+draws no conclusions.
 
     control = Control()
     with control.watch():
         found = measure_something()
-    closing("a counted conclusion", Timed("one that rests on timings"), disturbance=control.disturbance())
-    keep(..., disturbance=control.record())
+    closing("a counted conclusion", Timed("one that rests on timings"),
+    disturbance=control.disturbance()) keep(..., disturbance=control.record())
 
-Three signs, over all watched parts. `waited`: time that threads waited for a core that something else was using.
-`stolen`: time that the host gave to another virtual machine. `slowdown`: a small fixed piece of work is timed before
-and after each part; this is its slowest time over its fastest. The first two need Linux; the third works everywhere.
+Three signs, over all watched parts. `waited`: time that threads waited for a core that something
+else was using. `stolen`: time that the host gave to another virtual machine. `slowdown`: a small
+fixed piece of work is timed before and after each part; this is its slowest time over its fastest.
+The first two need Linux; the third works everywhere.
 
-Where a part keeps the cores busy with processes of its own, such as a server and its clients, threads always wait. Then
-they are watched during the fixed work only: `Control(loads_cores=True)`.
+Where a part keeps the cores busy with processes of its own, such as a server and its clients,
+threads always wait. Then they are watched during the fixed work only: `Control(loads_cores=True)`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def fixed_work() -> None:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Disturbance of the watched parts: two fractions of time, and the control's slowest reading over its fastest."""
+    """Disturbance of the watched parts: two fractions of time, and the control's slowest reading
+    over its fastest.
+    """
 
     waited: float
     stolen: float

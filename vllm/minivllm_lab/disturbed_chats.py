@@ -1,4 +1,5 @@
-"""Chats that run and long prompts that come between, in an engine's own loop: when each token came, and in which step.
+"""Chats that run and long prompts that come between, in an engine's own loop: when each token came,
+and in which step.
 
 found = disturb(core, prompt_tokens=1800, prompts=4)
 found.gaps, found.firsts, found.scheduled
@@ -18,7 +19,9 @@ from minivllm.sampling_params import SamplingParams
 LONG = "long"
 """The name of each long prompt's request; chats have others."""
 QUIET, AFTER, UNCOUNTED = 16, 24, 8
-"""Steps before the next long prompt, steps after the last one, and each chat's first tokens, which do not count."""
+"""Steps before the next long prompt, steps after the last one, and each chat's first tokens,
+which do not count.
+"""
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Shapes as SVG text: functions that each return one element, and `svg` that puts them on a white card.
+"""Shapes as SVG text: functions that each return one element, and `svg` that puts them on a white
+card.
 
-Coordinates are pixels from the top left corner. Text is at least 11 pixels high. No shape has an `id`, so that several
-drawings can stand on one page.
+Coordinates are pixels from the top left corner. Text is at least 11 pixels high. No shape has an
+`id`, so that several drawings can stand on one page.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def block(
     """Return a block of the KV cache: a slot beside another, each `width` wide with its token's
     piece of text (None: empty).
 
-    `fill` is one colour for the slots that hold a token, or one for each slot. `name` is written above the block.
+    `fill` is one colour for the slots that hold a token, or one for each slot. `name` is written
+    above the block.
     """
     fills = [fill] * len(slots) if isinstance(fill, str) else list(fill)
     cells = [
@@ -147,7 +149,9 @@ def _piece(x: float, y: float, width: float, height: float, content: str, fill: 
 
 
 def tint(colour: str, share: float = 0.25) -> str:
-    """Return a pale form of `#RRGGBB`: `share` of it on white, so that black text can stand on it."""
+    """Return a pale form of `#RRGGBB`: `share` of it on white, so that black text can stand on
+    it.
+    """
     channels = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round(255 + (channel - 255) * share):02X}" for channel in channels)
 
@@ -198,7 +202,9 @@ def _glyph_width(glyph: str) -> float:
 
 
 def ink_on(colour: str) -> str:
-    """Return black or white, whichever has the higher WCAG 2 contrast ratio on `colour` (#RRGGBB)."""
+    """Return black or white, whichever has the higher WCAG 2 contrast ratio on `colour`
+    (#RRGGBB).
+    """
     light = luminance(colour) + 0.05
     return "#000000" if light / 0.05 > 1.05 / light else "#FFFFFF"
 

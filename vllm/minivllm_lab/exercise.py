@@ -4,11 +4,12 @@
     uv run python -m minivllm_lab.exercise 01 --file mine.py
     uv run python -m minivllm_lab.exercise 04 --only schedule     # one function's checks, without the engine
 
-A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`. The first line of its docstring states a
-requirement; it raises if this is not met. The same checks run on the lesson's script, which is the solution.
+A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`. The first line of its
+docstring states a requirement; it raises if this is not met. The same checks run on the lesson's
+script, which is the solution.
 
-The engine runs with the learner's part as soon as all is there that it takes. What leads to other functions of the
-exercise is not waited for, nor what begins with "Stretch:".
+The engine runs with the learner's part as soon as all is there that it takes. What leads to other
+functions of the exercise is not waited for, nor what begins with "Stretch:".
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ _number_of_modules = count(1)
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check: `problem` is None if it passed, else a one-line description of what is missing."""
+    """The result of one check: `problem` is None if it passed, else a one-line description of
+    what is missing.
+    """
 
     function: str
     statement: str
@@ -78,7 +81,8 @@ def exercise_path(number: str | int) -> Path:
 
 
 def load(path: str | Path) -> ModuleType:
-    """Import a Python file under a fresh module name. It may run a model without an engine, as notebooks do.
+    """Import a Python file under a fresh module name. It may run a model without an engine, as
+    notebooks do.
 
     Raises:
         MinivllmError: the file does not exist, or importing it fails; the message names the line.
@@ -127,7 +131,9 @@ def plug_of(number: str | int) -> Callable[[ModuleType], Plugged] | None:
 
 
 def run_plugged(number: str | int, module: ModuleType) -> bool:
-    """Run the engine with the module's part and print what it did; returns whether its tokens are ours."""
+    """Run the engine with the module's part and print what it did; returns whether its tokens
+    are ours.
+    """
     plug = plug_of(number)
     if plug is None:
         return True
@@ -153,7 +159,9 @@ def check_here(number: str | int, module: ModuleType) -> None:
 
 
 def show_and_run(number: str | int, module: ModuleType, title: str) -> bool:
-    """Check a module, print what is missing, and run the engine with it if it can. Return whether all is right."""
+    """Check a module, print what is missing, and run the engine with it if it can. Return
+    whether all is right.
+    """
     results = run_checks(module, checks_of(number))
     show(results, title)
     if unready := unready_parts(number, module, results):
@@ -163,7 +171,8 @@ def show_and_run(number: str | int, module: ModuleType, title: str) -> bool:
 
 
 def show_only(number: str | int, module: ModuleType, title: str, only: str) -> bool:
-    """Run the checks of one function of an exercise and print what is missing. Return whether they all pass.
+    """Run the checks of one function of an exercise and print what is missing. Return whether they
+    all pass.
 
     Raises:
         MinivllmError: the exercise has no such function; the message lists those that it has.
@@ -178,7 +187,8 @@ def show_only(number: str | int, module: ModuleType, title: str, only: str) -> b
 
 
 def unready_parts(number: str | int, module: ModuleType, results: Iterable[CheckResult]) -> list[str]:
-    """Name the parts for which the engine waits: those that a failed check calls, given ones left out.
+    """Name the parts for which the engine waits: those that a failed check calls, given ones left
+    out.
 
     A check that leads to anything that the engine does not take is not waited for.
     """
@@ -198,7 +208,9 @@ def parts_taken(number: str | int, module: ModuleType) -> list[str]:
 
 
 def _parts_behind(function: str, number: str | int, module: ModuleType) -> set[str]:
-    """Name the exercise's functions and classes to which a check leads, by way of the learner's code too."""
+    """Name the exercise's functions and classes to which a check leads, by way of the learner's
+    code too.
+    """
     checks, stub = _names(number)
     return reached(function, joined(checks, stub, names_in(_source(module)))).keys() & stub.keys()
 
@@ -216,7 +228,9 @@ def _names(number: str | int) -> tuple[Mapping[str, frozenset[str]], Mapping[str
 
 
 def _to_write(number: str | int) -> list[str]:
-    """Name the parts of an exercise that the learner writes: in the stub they raise `NotImplementedError`."""
+    """Name the parts of an exercise that the learner writes: in the stub they raise
+    `NotImplementedError`.
+    """
     _, stub = _names(number)
     return [name for name, named in stub.items() if "NotImplementedError" in named]
 
@@ -293,7 +307,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Check one exercise, then run the engine with it, if it can; exit with 1 if something is missing or differs."""
+    """Check one exercise, then run the engine with it, if it can; exit with 1 if something is
+    missing or differs.
+    """
     path = Path(arguments.file) if arguments.file else exercise_path(arguments.number)
     title = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
     module = load(path)

@@ -1,4 +1,6 @@
-"""Figures of the lessons: one style, and reproducible files. Matplotlib is imported only when a figure is drawn."""
+"""Figures of the lessons: one style, and reproducible files. Matplotlib is imported only when a
+figure is drawn.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ def panels(path: str | Path, columns: int, width: float = 4.2, height: float = 3
     """Yield `columns` axes side by side, each `width` inches wide; on exit the figure is written to
     `path`.
 
-    The extension, .svg or .png, selects the format. The file holds no date, but the description holds the plotted data
-    as JSON, so that drawings of the same data can be recognized whatever version of matplotlib made them.
+    The extension, .svg or .png, selects the format. The file holds no date, but the description
+    holds the plotted data as JSON, so that drawings of the same data can be recognized whatever
+    version of matplotlib made them.
     """
     ensure_writable(path)
     try:
@@ -82,9 +85,11 @@ def _rounded(values: Iterable[Any]) -> list[float | None]:
 
 
 def curves(axes: Any, lines: Mapping[str, Mapping[Any, float]], factor: float = 1.0, octaves: bool = False) -> None:
-    """Draw `{name: {x: y}}`, one line with markers per name; x may be a string, as in results files.
+    """Draw `{name: {x: y}}`, one line with markers per name; x may be a string, as in results
+    files.
 
-    `factor` multiplies y (100 for percent). With `octaves`, x is on a log2 scale with a tick at each x.
+    `factor` multiplies y (100 for percent). With `octaves`, x is on a log2 scale with a tick at
+    each x.
     """
     for (name, points), colour in zip(lines.items(), palette.SERIES, strict=False):
         axes.plot([int(x) for x in points], [factor * y for y in points.values()], "o-", color=colour, label=name)
@@ -97,7 +102,9 @@ def curves(axes: Any, lines: Mapping[str, Mapping[Any, float]], factor: float = 
 
 
 def named_bars(axes: Any, bars: Iterable[tuple[str, float, str]]) -> None:
-    """Draw one bar for each (words, value, colour), from the top down; its words stand above it and may be long."""
+    """Draw one bar for each (words, value, colour), from the top down; its words stand above it
+    and may be long.
+    """
     for place, (words, value, colour) in enumerate(bars):
         axes.barh(place + 0.2, value, 0.4, color=colour)
         axes.annotate(words, (0, place - 0.03), xytext=(2, 0), textcoords="offset points", va="bottom", fontsize=9)

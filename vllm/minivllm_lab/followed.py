@@ -1,11 +1,13 @@
-"""The request that all lessons follow, served by the real engine, and what happened to it in each step.
+"""The request that all lessons follow, served by the real engine, and what happened to it in each
+step.
 
     from minivllm_lab.followed import followed
     run = followed()                 # alone; followed("company"), followed("prefix hit"): see `SCENES`
     run.request.tokens[9].shown      # "␣a"
     run.steps[0].rows[0].slots       # where the prompt's keys and values went
 
-The embedded model, greedy, blocks of four slots. Recorded once per process and scene; the same on every machine.
+The embedded model, greedy, blocks of four slots. Recorded once per process and scene; the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -47,9 +49,10 @@ SCENES: dict[str, list[tuple[int, str, str]]] = {
 }
 """Scene -> (the step before which it arrives, name, prompt) of each request.
 
-In "company" a decode, a whole prompt and a chunk of a prompt share a step; in "prefix hit" the second request has the
-followed one's first 8 tokens, two full blocks; in "long prompt" a prompt of 25 tokens comes while it decodes; in
-"small pool" there are blocks for one and a half of two requests.
+In "company" a decode, a whole prompt and a chunk of a prompt share a step; in "prefix hit" the
+second request has the followed one's first 8 tokens, two full blocks; in "long prompt" a prompt of
+25 tokens comes while it decodes; in "small pool" there are blocks for one and a half of two
+requests.
 """
 POOLS = {"small pool": (7, 16)}
 """Scenes with another pool: (blocks, the greatest length of a request)."""
@@ -64,13 +67,17 @@ class Token:
 
     @property
     def shown(self) -> str:
-        """The piece with ␣ for a blank, → for an indent (three or four blanks), and ⏎ for a newline."""
+        """The piece with ␣ for a blank, → for an indent (three or four blanks), and ⏎ for a
+        newline.
+        """
         return self.text.replace("    ", "→").replace("   ", "→").replace("\n", "⏎").replace(" ", "␣")
 
 
 @dataclass(frozen=True)
 class Served:
-    """A request: its prompt and its output; `num_cached_tokens` is what it found in the prefix cache."""
+    """A request: its prompt and its output; `num_cached_tokens` is what it found in the prefix
+    cache.
+    """
 
     name: str
     prompt: tuple[Token, ...]
@@ -88,11 +95,14 @@ class Served:
 class Row:
     """A request's part in a step: a row of the batch.
 
-    - `num_computed_tokens`: tokens that the cache held before the step; `positions`, `tokens`, `slots`: of the tokens
-      that this step computes. Slot s is place s % block size of block s // block size.
-    - `block_table`: the request's blocks after scheduling; `seq_len`: tokens in the cache after the step.
+    - `num_computed_tokens`: tokens that the cache held before the step; `positions`, `tokens`,
+      `slots`: of the tokens that this step computes. Slot s is place s % block size of block s //
+      block size.
+    - `block_table`: the request's blocks after scheduling; `seq_len`: tokens in the cache after the
+      step.
     - `query_start`: where its tokens begin in the step's flat batch.
-    - `sampled`: the token sampled after its last one; None for a chunk that does not end its prompt.
+    - `sampled`: the token sampled after its last one; None for a chunk that does not end its
+      prompt.
     """
 
     request: str
@@ -115,10 +125,13 @@ class Row:
 class Step:
     """A step: its rows in scheduling order, and what became of queues and blocks.
 
-    - `waiting`: requests still in the queue after scheduling; `finished`: those that ended with this step.
-    - `query_start_loc`: where each row's tokens begin in the flat batch, and where the last one's end.
-    - `free_blocks`: the free queue after the step, the next block to be taken first. `cached_blocks`: block -> the
-      first 8 hexadecimal digits of the name under which the prefix cache knows it, after the step.
+    - `waiting`: requests still in the queue after scheduling; `finished`: those that ended with
+      this step.
+    - `query_start_loc`: where each row's tokens begin in the flat batch, and where the last one's
+      end.
+    - `free_blocks`: the free queue after the step, the next block to be taken first.
+      `cached_blocks`: block -> the first 8 hexadecimal digits of the name under which the prefix
+      cache knows it, after the step.
     """
 
     index: int

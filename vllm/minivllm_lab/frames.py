@@ -1,4 +1,6 @@
-"""A picture in steps: one SVG for each step, shown as an animation on a page and with buttons in a notebook."""
+"""A picture in steps: one SVG for each step, shown as an animation on a page and with buttons in
+a notebook.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class Frames:
     """Stills of one mechanism, in order, each an SVG of the same size with a caption.
 
     Raises:
-        MinivllmError: there are no stills, a caption is missing, a still is no SVG of that size, or it has an `id`.
+        MinivllmError: there are no stills, a caption is missing, a still is no SVG of that size, or
+            it has an `id`.
     """
 
     def __init__(self, stills: Sequence[str], captions: Sequence[str]) -> None:
@@ -47,8 +50,8 @@ class Frames:
         """Return one SVG that shows each still for `seconds`, the last one for twice as long, in a
         loop.
 
-        It needs no script. The last still is shown by viewers that do not animate, and to readers who asked for reduced
-        motion.
+        It needs no script. The last still is shown by viewers that do not animate, and to readers
+        who asked for reduced motion.
         """
         lines = [
             wrapped_lines(caption, self.width - 2 * MARGIN - COUNT_WIDTH, CAPTION_SIZE) for caption in self.captions

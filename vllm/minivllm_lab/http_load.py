@@ -1,7 +1,9 @@
-"""A client in a process of its own, which loads a server and notes when each event of a stream arrives.
+"""A client in a process of its own, which loads a server and notes when each event of a stream
+arrives.
 
-It must not share a process with the server: the two would wait for each other's Python. It imports nothing large. The
-work is one JSON object on standard input (`Work`), the result one on standard output: a list of `Answer`.
+It must not share a process with the server: the two would wait for each other's Python. It imports
+nothing large. The work is one JSON object on standard input (`Work`), the result one on standard
+output: a list of `Answer`.
 
     answers = load(port, [Ask({"prompt": "def", "max_tokens": 8})], clients=1)    # closed: each asks when answered
     answers = load(port, [Ask({...}, at=0.5), Ask({...}, at=0.7)])                # open: at these times, in seconds
@@ -38,8 +40,8 @@ class Answer:
     """The moments at which a request was due, sent, and answered piece by piece, in seconds of
     `time.monotonic()`, which all processes share.
 
-    A closed load's request is due when it is sent. `failed` says what went wrong; an answer that failed has no times
-    to go by. `token_ids` are there if the body has `return_token_ids`.
+    A closed load's request is due when it is sent. `failed` says what went wrong; an answer that
+    failed has no times to go by. `token_ids` are there if the body has `return_token_ids`.
     """
 
     due: float

@@ -1,11 +1,13 @@
-"""What a Triton kernel reads and writes: counted byte by byte in Triton's interpreter, in place of a stopwatch.
+"""What a Triton kernel reads and writes: counted byte by byte in Triton's interpreter, in place of
+a stopwatch.
 
     trace = trace_kernel(append_kernel, (requests,), keys, values, k, v, lengths, WIDTH=64)
     trace.bytes_read, trace.arguments["k"].bytes_read, trace.races, trace.out_of_bounds
 
-Each argument is copied into memory of its own for the run, so that what runs off its end is not taken for the beginning
-of the next; afterwards it holds what the kernel wrote. An access outside is noted and not made. The kernel must have
-been defined with TRITON_INTERPRET=1, which `make check` sees to.
+Each argument is copied into memory of its own for the run, so that what runs off its end is not
+taken for the beginning of the next; afterwards it holds what the kernel wrote. An access outside is
+noted and not made. The kernel must have been defined with TRITON_INTERPRET=1, which `make check`
+sees to.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Traffic:
     """Bytes that went between the programs and memory. An element counts once for each load or
     store that touches it.
 
-    `bytes_read_once` and `bytes_written_once` count it once for the whole launch: what would be moved at the least.
+    `bytes_read_once` and `bytes_written_once` count it once for the whole launch: what would be
+    moved at the least.
     """
 
     bytes_read: int = 0
@@ -61,10 +64,10 @@ class Traffic:
 class KernelTrace(Traffic):
     """All accesses of one launch, and what is wrong with them.
 
-    - `programs`: how many ran. `arguments`: traffic by argument. `accesses`: in the order in which they were made,
-      one program after the other.
-    - `races`: sentences on elements that two programs write, or that one reads and another writes; programs run in any
-      order. `out_of_bounds`: sentences on accesses outside every argument.
+    - `programs`: how many ran. `arguments`: traffic by argument. `accesses`: in the order in which
+      they were made, one program after the other.
+    - `races`: sentences on elements that two programs write, or that one reads and another writes;
+      programs run in any order. `out_of_bounds`: sentences on accesses outside every argument.
     """
 
     programs: int = 0
@@ -83,8 +86,8 @@ def trace_kernel(
 ) -> KernelTrace:
     """Run `kernel[grid](*args, **constants)` in the interpreter and return what it read and wrote.
 
-    `reached`: tensors that the kernel finds by addresses in a table, by the names they get in the trace. They stay
-    where they are, contiguous or not.
+    `reached`: tensors that the kernel finds by addresses in a table, by the names they get in the
+    trace. They stay where they are, contiguous or not.
 
     Raises:
         MinivllmError: the kernel is compiled, or an argument is not on the CPU.
@@ -125,7 +128,7 @@ def _run(kernel: Any, grid: Program, args: list[Any], constants: dict[str, Any])
         raise error from None
 
 
-# ---- arguments in memory of their own --------------------------------------------------------------------------------
+# ---- arguments in memory of their own ------------------------------------------------------------
 
 
 class _Tensor:
@@ -216,7 +219,7 @@ def _end(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-# ---- listening to the interpreter ------------------------------------------------------------------------------------
+# ---- listening to the interpreter ----------------------------------------------------------------
 
 
 class _Recorder:
@@ -301,7 +304,9 @@ class _Recorder:
         self.outside[kind, nearest.name].append(words)
 
     def _note_torn(self, ptrs: Any, value: Any, mask: Any) -> None:
-        """Note a store that writes different values into one element: which of them stays is open."""
+        """Note a store that writes different values into one element: which of them stays is
+        open.
+        """
         pointers = np.asarray(ptrs.data)[mask.data].astype(np.int64)
         if len(np.unique(pointers)) == len(pointers):
             return

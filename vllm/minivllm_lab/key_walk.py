@@ -1,4 +1,6 @@
-"""Lesson 03's walk for a tile of queries whose rows see different numbers of keys, for kernels of later lessons."""
+"""Lesson 03's walk for a tile of queries whose rows see different numbers of keys, for kernels
+of later lessons.
+"""
 
 from minivllm.platforms.triton_utils import tl, triton
 
@@ -8,10 +10,12 @@ def attend_keys(
     query, keys, values, first_key, kv_head, end, visible, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of queries over the keys `first_key` to `first_key + end` of one KV head, in one pass.
+    """Attention of a tile of queries over the keys `first_key` to `first_key + end` of one KV head,
+    in one pass.
 
-    query [rows, BLOCK_D]; keys, values [all keys, KV_HEADS, HEAD_DIM]; row i sees the first `visible[i]` of the keys.
-    Returns float32 [rows, BLOCK_D]. Reads the `end` keys and values once, in tiles of BLOCK_T.
+    query [rows, BLOCK_D]; keys, values [all keys, KV_HEADS, HEAD_DIM]; row i sees the first
+    `visible[i]` of the keys. Returns float32 [rows, BLOCK_D]. Reads the `end` keys and values once,
+    in tiles of BLOCK_T.
     """
     column = tl.arange(0, BLOCK_D)
     peak, total = tl.full([query.shape[0]], -1e30, tl.float32), tl.zeros([query.shape[0]], tl.float32)
@@ -35,7 +39,8 @@ def attend_blocks(
     """Attend as `attend_keys` does over keys that lie in blocks: key t is at t % BLOCK_SIZE of
     block `table[t // BLOCK_SIZE]`.
 
-    k_cache, v_cache [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]; `table` points at the request's row of int32 numbers.
+    k_cache, v_cache [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]; `table` points at the request's row
+    of int32 numbers.
     """
     column = tl.arange(0, BLOCK_D)
     peak, total = tl.full([query.shape[0]], -1e30, tl.float32), tl.zeros([query.shape[0]], tl.float32)

@@ -33,8 +33,8 @@ def keep(
 ) -> None:
     """Write the results if requested: as a figure (`--plot`), and as numbers (`--json`).
 
-    `script` is the script's `__file__`, which names the record; `context` is written with the numbers. After `--quick`
-    a line says that the figures are not those of the lesson's text.
+    `script` is the script's `__file__`, which names the record; `context` is written with the
+    numbers. After `--quick` a line says that the figures are not those of the lesson's text.
     """
     if arguments.quick:
         console.print("\n--quick did less work: its figures, counted ones too, are not those that the lesson quotes")

@@ -1,4 +1,6 @@
-"""Pages with generated parts, between `<!-- name -->`, or `<!-- name:which -->`, and `<!-- /name -->`."""
+"""Pages with generated parts, between `<!-- name -->`, or `<!-- name:which -->`, and `<!-- /name
+-->`.
+"""
 
 from pathlib import Path
 

@@ -2,13 +2,14 @@
 
     MUTANTS = {"forgets the value": ("write", "keys[at], values[at] = k, v", "keys[at] = k")}
 
-They test the checks of the exercises (`mutant_source`) and put the defects into the exhibits of the bug museum
-(`spliced_source`, which leaves the rest of the file as it is, down to the comments).
+They test the checks of the exercises (`mutant_source`) and put the defects into the exhibits of the
+bug museum (`spliced_source`, which leaves the rest of the file as it is, down to the comments).
 
-A piece is an expression or some statements in a row. It is compared as syntax, so line breaks, quotes, comments and
-brackets do not matter, and only within the function named, so the same words elsewhere do not either. `...` in a piece
-stands for any expression, or for any statements where it is a statement; the first `...` of the replacement is what
-the first one stood for, and so on. An empty replacement takes statements away.
+A piece is an expression or some statements in a row. It is compared as syntax, so line breaks,
+quotes, comments and brackets do not matter, and only within the function named, so the same words
+elsewhere do not either. `...` in a piece stands for any expression, or for any statements where it
+is a statement; the first `...` of the replacement is what the first one stood for, and so on. An
+empty replacement takes statements away.
 """
 
 from __future__ import annotations
@@ -32,20 +33,25 @@ Mutant = tuple[str, str, str]
 
 Piece = ast.expr | list[ast.stmt]
 Place = tuple[ast.AST, str, slice | int | None]
-"""A node, one of its fields, and where in that field: a run of statements, one item of a list, or the whole of it."""
+"""A node, one of its fields, and where in that field: a run of statements, one item of a list,
+or the whole of it.
+"""
 
 
 def load_mutant(path: Path, mutant: Mutant) -> ModuleType:
     """Import the script with the mutant's change.
 
     Raises:
-        MinivllmError: the function or the piece is not there exactly once, so the mutant is not what it says.
+        MinivllmError: the function or the piece is not there exactly once, so the mutant is not
+            what it says.
     """
     return module_from(mutant_source(path.read_text(), mutant, path.name), path.with_name(f"mutant_of_{path.name}"))
 
 
 def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
-    """Return the script's source with the mutant's change, in the form that `ast.unparse` gives it."""
+    """Return the script's source with the mutant's change, in the form that `ast.unparse` gives
+    it.
+    """
     where, old, new = mutant
     tree, sound = _tree(source), _unparsed(source)
     pattern, replacement = _parsed(old, new)
@@ -80,11 +86,13 @@ def _unparsed(source: str) -> tuple[str, ...]:
 def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
     """Return the source with the mutant's change and no other: every other line stays as it is.
 
-    The replacement stands there as the mutant spells it, so it should keep to the file's style. Where it takes
-    statements away, the comment above them goes too: it would give the missing line away.
+    The replacement stands there as the mutant spells it, so it should keep to the file's style.
+    Where it takes statements away, the comment above them goes too: it would give the missing line
+    away.
 
     Raises:
-        MinivllmError: as `mutant_source`, or the replacement means something else where it stands (it needs brackets).
+        MinivllmError: as `mutant_source`, or the replacement means something else where it stands
+            (it needs brackets).
     """
     where, old, new = mutant
     pattern, _ = _parsed(old, new)

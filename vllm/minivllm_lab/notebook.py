@@ -3,8 +3,9 @@
     %%exercise mine
     def area(radius): ...
 
-runs the cell's code in a new module, which the notebook knows as `mine`; no other name of the notebook changes. So the
-lesson's functions stay what they are, and every cell can run again at any time. It works in any front end of IPython.
+runs the cell's code in a new module, which the notebook knows as `mine`; no other name of the
+notebook changes. So the lesson's functions stay what they are, and every cell can run again at any
+time. It works in any front end of IPython.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def written(*parts: Any) -> bool:
     """Return whether these functions or classes of an exercise are written, with all of the cell
     that they use.
 
-    Prints what is missing: each function that still raises NotImplementedError, with what its stub says.
+    Prints what is missing: each function that still raises NotImplementedError, with what its stub
+    says.
     """
     missing = dict.fromkeys(line for part in parts for line in _unwritten(part))
     for line in missing:

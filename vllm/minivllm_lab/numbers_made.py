@@ -1,4 +1,6 @@
-"""How much does a function make on the way? For checks of exercises: what must never be made is larger than that."""
+"""How much does a function make on the way? For checks of exercises: what must never be made is
+larger than that.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""A real server with a learner's parts, and clients of every sort: patient ones, one that reads late, some that leave.
+"""A real server with a learner's parts, and clients of every sort: patient ones, one that reads
+late, some that leave.
 
-Server and clients share one event loop in one process, on real sockets; the engine's core is a thread of it. So it is
-quick to start, and parts of the core, which are Python objects, can be in it too.
+Server and clients share one event loop in one process, on real sockets; the engine's core is a
+thread of it. So it is quick to start, and parts of the core, which are Python objects, can be in it
+too.
 """
 
 from __future__ import annotations
@@ -29,16 +31,21 @@ from minivllm_lab.http_load import post
 SECONDS = 120.0
 """How long a whole load may take on the clock."""
 TRIES = 3
-"""So often a load is served if a client has left too late: a busy machine may end its answer before it is gone."""
+"""So often a load is served if a client has left too late: a busy machine may end its answer
+before it is gone.
+"""
 SMALL_BUFFER = 1024
-"""Bytes that sockets keep for a reader who is slow: then the server, not the system, holds what was not read."""
+"""Bytes that sockets keep for a reader who is slow: then the server, not the system, holds what
+was not read.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
     """A client: what it requests, and how it behaves.
 
-    - `leaves_after`: it closes its connection after this many events; an answer that is no stream is never waited for.
+    - `leaves_after`: it closes its connection after this many events; an answer that is no stream
+      is never waited for.
     - `reads_late`: it reads nothing before the engine has nothing left to do.
     - `model`: the adapter that it asks for; None: the model itself.
     """
@@ -81,7 +88,8 @@ class Load:
 def serve_load(clients: Sequence[Client], parts: Parts, lora_modules: Sequence[str] = (), **engine_args: Any) -> Load:
     """Serve these clients, all at once, on the embedded model, with these adapters (name=path).
 
-    If fewer requests were aborted than clients have left, all are served again, `TRIES` times at most.
+    If fewer requests were aborted than clients have left, all are served again, `TRIES` times at
+    most.
 
     Raises:
         MinivllmError: an answer was an error, or never came.

@@ -1,4 +1,6 @@
-"""A model whose keys and values are in blocks, for scripts that schedule by themselves, one request at a time."""
+"""A model whose keys and values are in blocks, for scripts that schedule by themselves, one
+request at a time.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def _decoder(model: str, device: str) -> Decoder:
 
 
 def load(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Load a script's model early, so that a missing one is reported first; store the device in `arguments`.
+    """Load a script's model early, so that a missing one is reported first; store the device in
+    `arguments`.
 
     Raises:
         MinivllmError: it cannot be loaded.
@@ -53,9 +56,11 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> Tensor:
-        """Compute the tokens after the first `start` of a request -> float32 logits [vocab] of the last one.
+        """Compute the tokens after the first `start` of a request -> float32 logits [vocab] of the
+        last one.
 
-        `block_ids` is the request's block table, whose slots hold the keys and values of the first `start` tokens.
+        `block_ids` is the request's block table, whose slots hold the keys and values of the first
+        `start` tokens.
         """
         device, end = self.cache.device, start + len(token_ids)
         positions, table = torch.arange(start, end, device=device), torch.tensor(block_ids, device=device)

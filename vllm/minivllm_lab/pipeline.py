@@ -1,12 +1,13 @@
 """How full a pipeline is: when each stage computed, by the number of steps in flight.
 
-    one, two = (record_pipeline(core_of(llm), lambda: llm.generate(prompts, params), batches) for batches in (1, 2))
-    print(one.fullness, two.fullness, *two.timeline(), sep="\\n")
+    one, two = (record_pipeline(core_of(llm), lambda: llm.generate(prompts, params), batches) for
+    batches in (1, 2)) print(one.fullness, two.fullness, *two.timeline(), sep="\\n")
 
-With p stages and m steps in flight, min(m, p) / p of the stages can be at work; the rest is the bubble. Steps are of
-different requests, and the scheduler puts all that fit into one: a step is left for the second stage to overlap with
-only if prompts were too many for one token budget. So record with a `max_num_batched_tokens` of half the prompts, and
-without what the prefix cache would spare (`reset_prefix_cache`).
+With p stages and m steps in flight, min(m, p) / p of the stages can be at work; the rest is the
+bubble. Steps are of different requests, and the scheduler puts all that fit into one: a step is
+left for the second stage to overlap with only if prompts were too many for one token budget. So
+record with a `max_num_batched_tokens` of half the prompts, and without what the prefix cache would
+spare (`reset_prefix_cache`).
 """
 
 from collections.abc import Callable
@@ -22,8 +23,9 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class PipelineRecord:
-    """`spans[i]`: (start, end) of each step on stage i, in seconds of one clock. `in_flight`: steps in flight as each
-    step started, itself included."""
+    """`spans[i]`: (start, end) of each step on stage i, in seconds of one clock. `in_flight`: steps
+    in flight as each step started, itself included.
+    """
 
     spans: list[list[Span]]
     in_flight: list[int]

@@ -1,7 +1,9 @@
-"""An exercise's functions in the engine: the same requests with the engine's own part and with the learner's.
+"""An exercise's functions in the engine: the same requests with the engine's own part and with the
+learner's.
 
-The checks of an exercise may define `plug(module) -> Plugged`, which says how the learner's functions take a real
-part's place. `compare` runs both engines on the embedded model and prints what each did.
+The checks of an exercise may define `plug(module) -> Plugged`, which says how the learner's
+functions take a real part's place. `compare` runs both engines on the embedded model and prints
+what each did.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PROMPTS = (
 )
 """Requests for exercises that need no others."""
 WARM_UP = "x = 1\nx = 1\nx"
-"""Served before the clock starts: the first engine of a process compiles its loops, those that verify drafts, too."""
+"""Served before the clock starts: the first engine of a process compiles its loops, those that
+verify drafts, too.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,8 @@ class Plugged:
     - `adapters`: the LoRA adapter of each prompt, or None, where they have any.
     - `says`: more rows of the table, from an engine that has served the requests: name to value.
     - `serve`: serves the requests in another way than `LLM` does; called as `serve` below.
-    - `what`: what the table is about, where it is neither "The engine" nor, with `serve`, "The server".
+    - `what`: what the table is about, where it is neither "The engine" nor, with `serve`, "The
+      server".
     """
 
     parts: Parts
@@ -71,7 +76,8 @@ class Served:
 
 
 def compare(plugged: Plugged) -> bool:
-    """Serve the same requests with both engines and print what each did; returns whether all tokens are the same.
+    """Serve the same requests with both engines and print what each did; returns whether all tokens
+    are the same.
 
     Raises:
         MinivllmError: the learner's part raised; the message says what.
@@ -127,7 +133,9 @@ def serve(plugged: Plugged, parts: Parts) -> Served:
 
 
 def rows_of(served: Served) -> dict[str, object]:
-    """Return the rows of the table, by name: counts only. One run of each says nothing about speed."""
+    """Return the rows of the table, by name: counts only. One run of each says nothing about
+    speed.
+    """
     of_steps = {
         "requests at once": served.most_running,
         "steps": served.steps,

@@ -1,4 +1,6 @@
-"""A sign of life for anything longer than two seconds: on a terminal and in a notebook, gone when the work is done."""
+"""A sign of life for anything longer than two seconds: on a terminal and in a notebook, gone
+when the work is done.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -15,7 +17,9 @@ PER_SECOND = 4
 
 
 def track(items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]:
-    """Yield from `items`, and show how many are done; nothing is shown where the output goes into a file."""
+    """Yield from `items`, and show how many are done; nothing is shown where the output goes
+    into a file.
+    """
     if console.is_jupyter:
         yield from _track_in_notebook(items, description, total)
         return

@@ -1,4 +1,6 @@
-"""How scripts prove their claims: kernels are compared with float64, and invalid calls must be refused."""
+"""How scripts prove their claims: kernels are compared with float64, and invalid calls must be
+refused.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def prove(proof: Callable[[torch.device], dict], device: torch.device) -> dict | None:
-    """Run the proof of a script's kernels; without a Triton build none can run, and one line says so."""
+    """Run the proof of a script's kernels; without a Triton build none can run, and one line
+    says so.
+    """
     if HAS_TRITON:
         return proof(device)
     console.print("Triton has no build for this platform: its kernels are not run")

@@ -1,10 +1,12 @@
-"""How well an engine still predicts: loss on held-out text, and agreement with another engine, token by token.
+"""How well an engine still predicts: loss on held-out text, and agreement with another engine,
+token by token.
 
-The text goes through the engine as prompts with prompt log probabilities requested. So every prediction uses attention
-over the engine's own paged cache, in the dtype it is stored in, and the weights as they are.
+The text goes through the engine as prompts with prompt log probabilities requested. So every
+prediction uses attention over the engine's own paged cache, in the dtype it is stored in, and the
+weights as they are.
 
-Formats that no engine supports are measured on the decoder alone: `decoder_loss`, with weights or a cache rounded as if
-they were stored in fewer bits.
+Formats that no engine supports are measured on the decoder alone: `decoder_loss`, with weights or a
+cache rounded as if they were stored in fewer bits.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from minivllm_lab.corpus import first_passages, held_out_texts
 
 @dataclass(frozen=True)
 class Reading:
-    """An engine's predictions of a text: `loss` in nats per token, and the most likely token at each position."""
+    """An engine's predictions of a text: `loss` in nats per token, and the most likely token at
+    each position.
+    """
 
     loss: float
     favourites: tuple[int, ...]
@@ -62,7 +66,9 @@ def held_out_tokens(llm: LLM, texts: int = 16, tokens: int = 256) -> list[list[i
 
 
 def read(llm: LLM, texts: Sequence[list[int]]) -> Reading:
-    """Have the engine predict every token but the first of these texts, each of at least two tokens."""
+    """Have the engine predict every token but the first of these texts, each of at least two
+    tokens.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     losses, favourites = [], []
     for tokens, output in zip(texts, llm.generate(list(texts), params, use_tqdm=False), strict=True):
@@ -88,10 +94,11 @@ def decoder_loss(model: Decoder, texts: Sequence[list[int]], attention: Attentio
 
 
 class RoundedCache(CausalAttention):
-    """Attention over keys and values `[tokens, kv_heads, head_dim]` passed through `rounded`, like a quantized cache.
+    """Attention over keys and values `[tokens, kv_heads, head_dim]` passed through `rounded`, like
+    a quantized cache.
 
-    `outlier` multiplies the keys' first channel of the first KV head by this factor, and divides the queries' by it:
-    without rounding, every score stays the same.
+    `outlier` multiplies the keys' first channel of the first KV head by this factor, and divides
+    the queries' by it: without rounding, every score stays the same.
     """
 
     def __init__(
@@ -112,9 +119,9 @@ def rounded_weights(model: Decoder, rounded: Callable[[Tensor], Tensor], outlier
     """Replace every layer's weights `[out, in]` by `rounded` of them inside the block, and restore
     them on exit.
 
-    Yields the root mean square error of the weights, relative to their own root mean square. `outlier` multiplies the
-    first input channel of qkv and of gate and up by this factor, and divides the norm before them there: without
-    rounding, this is the same model.
+    Yields the root mean square error of the weights, relative to their own root mean square.
+    `outlier` multiplies the first input channel of qkv and of gate and up by this factor, and
+    divides the norm before them there: without rounding, this is the same model.
     """
     weights = dict(model.layers.named_parameters())
     linears = [weight for name, weight in weights.items() if name.endswith("proj.weight")]

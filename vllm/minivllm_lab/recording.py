@@ -26,7 +26,8 @@ from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
 @dataclass(frozen=True)
 class Recording:
-    """A run: its measured steps, each step's scheduled tokens by request id, and the number of output tokens.
+    """A run: its measured steps, each step's scheduled tokens by request id, and the number of
+    output tokens.
 
     `scheduler_config` and `cache_config` are the engine's, its defaults for the device included.
     """
@@ -63,11 +64,13 @@ def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **s
     """Return an engine without a tokenizer that has exactly this pool; `settings` are further
     engine arguments.
 
-    Its caller takes one step after another, so no step is scheduled ahead, on a GPU neither, unless `settings`
-    say otherwise: there the worker would keep the drafts and the sampled tokens for the step in flight.
+    Its caller takes one step after another, so no step is scheduled ahead, on a GPU neither, unless
+    `settings` say otherwise: there the worker would keep the drafts and the sampled tokens for the
+    step in flight.
 
     Raises:
-        MinivllmError: the settings are invalid, or the pool cannot hold one request of `max_model_len` tokens.
+        MinivllmError: the settings are invalid, or the pool cannot hold one request of
+            `max_model_len` tokens.
     """
     settings = {"async_scheduling": False, **settings}
     settings |= {"num_gpu_blocks_override": cache.num_gpu_blocks, "block_size": cache.block_size}
@@ -84,10 +87,11 @@ def own_clock(core: EngineCore) -> Callable[[], float]:
 
 
 def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bool = True) -> Recording:
-    """Serve requests of these (prompt, output) lengths, all waiting at the start, and time every step.
+    """Serve requests of these (prompt, output) lengths, all waiting at the start, and time every
+    step.
 
-    Sampling is greedy and end-of-sequence tokens are ignored, so that the outputs have exactly these lengths. Requests
-    are named "0", "1", … A few of them are served first as warm-up.
+    Sampling is greedy and end-of-sequence tokens are ignored, so that the outputs have exactly
+    these lengths. Requests are named "0", "1", … A few of them are served first as warm-up.
 
     Raises:
         MinivllmError: there are no requests, or the engine rejects one.
@@ -120,7 +124,8 @@ def foretell(lengths: Sequence[tuple[int, int]], recording: Recording, cost: Cos
     lengths.
 
     Raises:
-        MinivllmError: the simulated steps differ from the engine's: the lengths are another run's, or there is a bug.
+        MinivllmError: the simulated steps differ from the engine's: the lengths are another run's,
+            or there is a bug.
     """
     requests = [SimulatedRequest(*one) for one in lengths]
     result = simulate(requests, recording.scheduler_config, recording.cache_config, cost)

@@ -61,7 +61,9 @@ def record(name: str, figures: dict, **context: object) -> dict:
 
 
 def ensure_writable(path: str | Path) -> None:
-    """Raise a MinivllmError unless a file can be written there. Makes a missing folder; leaves files alone."""
+    """Raise a MinivllmError unless a file can be written there. Makes a missing folder; leaves
+    files alone.
+    """
     path = Path(path)
     is_new = not path.exists()
     try:
@@ -86,7 +88,9 @@ def write_record(path: str | Path, found: dict) -> None:
 
 
 def read_record(path: str | Path, name: str) -> dict:
-    """Read the record of an earlier run. Raises a MinivllmError if there is no record of that name."""
+    """Read the record of an earlier run. Raises a MinivllmError if there is no record of that
+    name.
+    """
     try:
         found = json.loads(Path(path).read_text())
     except OSError as error:

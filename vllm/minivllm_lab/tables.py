@@ -21,10 +21,12 @@ def table(
     *,
     words: bool = False,
 ) -> None:
-    """Print `rows` under `columns`: the first is left-aligned, the others right-aligned, unless they hold `words`.
+    """Print `rows` under `columns`: the first is left-aligned, the others right-aligned, unless
+    they hold `words`.
 
-    Title and caption use the full width of the terminal; rich would wrap them at the table's width. Where that is too
-    narrow, cells of numbers lose their margins first, and then a word goes on in the next line: rich would cut its end.
+    Title and caption use the full width of the terminal; rich would wrap them at the table's width.
+    Where that is too narrow, cells of numbers lose their margins first, and then a word goes on in
+    the next line: rich would cut its end.
     """
     grid = Table()
     for index, column in enumerate(columns):
@@ -41,7 +43,9 @@ def table(
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, words: bool = False) -> str:
-    """The lines of a Markdown table of `rows` under `columns`, aligned as `table` aligns them."""
+    """Return the lines of a Markdown table of `rows` under `columns`, aligned as `table` aligns
+    them.
+    """
     alignment = ["---", *["---" if words else "---:"] * (len(columns) - 1)]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (columns, alignment, *rows))
 
@@ -63,8 +67,8 @@ class Timed(str):
 def closing(*sentences: str, disturbance: str = "") -> None:
     """Print the three lines that every script ends with: what you saw.
 
-    `disturbance` says what else kept this machine busy (`Control.disturbance`), if anything: one line then replaces
-    all `Timed` sentences. Counted results hold on a busy machine too.
+    `disturbance` says what else kept this machine busy (`Control.disturbance`), if anything: one
+    line then replaces all `Timed` sentences. Counted results hold on a busy machine too.
     """
     console.print("\n[bold]What you saw[/bold]")
     for sentence in sentences:
@@ -76,13 +80,17 @@ def closing(*sentences: str, disturbance: str = "") -> None:
 
 
 def _bullet(sentence: str) -> None:
-    """Print one sentence, wrapped at words to 80 columns or the terminal's width, whichever is less."""
+    """Print one sentence, wrapped at words to 80 columns or the terminal's width, whichever is
+    less.
+    """
     lines = textwrap.wrap(sentence, min(console.width, MOST_COLUMNS), initial_indent="  • ", subsequent_indent="    ")
     console.print("\n".join(lines), markup=False)
 
 
 class _Cells(string.Formatter):
-    """Fills a cell's template: the format `ms` shows seconds as milliseconds, a missing value leaves the cell empty."""
+    """Fills a cell's template: the format `ms` shows seconds as milliseconds, a missing value
+    leaves the cell empty.
+    """
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return kwargs.get(str(key), "")

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 Clock = Callable[[], float]
-"""Reads seconds, such as `time.perf_counter`, or `time.process_time` for one thread on a busy machine."""
+"""Reads seconds, such as `time.perf_counter`, or `time.process_time` for one thread on a busy
+machine.
+"""
 
 
 def median_seconds(

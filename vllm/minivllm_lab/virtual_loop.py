@@ -1,10 +1,11 @@
-"""An event loop on virtual time, for a learner's coroutines: it never waits, and says why one never ends.
+"""An event loop on virtual time, for a learner's coroutines: it never waits, and says why one never
+ends.
 
     run_virtual(lambda: check(), "your get")
 
-Where nothing is ready, the clock jumps to the next timer. So a second costs nothing, every run is the same, and a task
-that will never be woken is noticed at once. The loop runs in a thread of its own, since JupyterLab's own loop runs in
-the main one, and so that a blocking call can be abandoned.
+Where nothing is ready, the clock jumps to the next timer. So a second costs nothing, every run is
+the same, and a task that will never be woken is noticed at once. The loop runs in a thread of its
+own, since JupyterLab's own loop runs in the main one, and so that a blocking call can be abandoned.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def run_virtual(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> 
     """Return the result of `work()` in a virtual loop. What it raises is raised here.
 
     Raises:
-        AssertionError: it never ends: it waits for an event that never comes, turns without end, or blocks the loop.
+        AssertionError: it never ends: it waits for an event that never comes, turns without end, or
+            blocks the loop.
     """
     ended: list[Result | BaseException] = []
 

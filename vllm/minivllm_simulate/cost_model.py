@@ -1,9 +1,10 @@
 """The cost of one step in seconds: from a data sheet, or fitted to measured steps.
 
-A step's shape is a few counts: requests, new tokens, keys read, and (query, key) pairs that attention visits.
-`RooflineCost` turns them into bytes and operations and asks a hardware row; `FittedCost` is a straight line through
-measured steps. Real engines need the straight line: per-request work that no roofline knows (sampling, small launches,
-attention that does not reach the peak) grows with the batch.
+A step's shape is a few counts: requests, new tokens, keys read, and (query, key) pairs that
+attention visits. `RooflineCost` turns them into bytes and operations and asks a hardware row;
+`FittedCost` is a straight line through measured steps. Real engines need the straight line:
+per-request work that no roofline knows (sampling, small launches, attention that does not reach the
+peak) grows with the batch.
 """
 
 from __future__ import annotations
@@ -22,19 +23,24 @@ from minivllm.memory.bytes_per_token import bytes_of_dtype
 from minivllm_simulate.hardware import Hardware
 
 MEMORY_EFFICIENCY = 0.9
-"""Share of the data sheet's bandwidth that a decode step reaches, beside `STEP_OVERHEAD`. The two put Llama-3.1-8B on
-an H100 at the 6.44 ms that vLLM's blog of 2026-04-22 measured as the intercept of inter-token latency over context;
-the data sheet alone gives 4.8 ms."""
+"""Share of the data sheet's bandwidth that a decode step reaches, beside `STEP_OVERHEAD`. The two
+put Llama-3.1-8B on an H100 at the 6.44 ms that vLLM's blog of 2026-04-22 measured as the intercept
+of inter-token latency over context; the data sheet alone gives 4.8 ms.
+"""
 STEP_OVERHEAD = 1.1e-3
 """Seconds of a step that neither bytes nor operations explain: see `MEMORY_EFFICIENCY`."""
 ARITHMETIC_EFFICIENCY = 0.64
-"""Share of the data sheet's operations that a prefill reaches from end to end. Our engine on an H200, whose arithmetic
-is an H100's (benchmarks/results/gpu_engine.nvidia-h200.json): prompts of 8 x 1,024 tokens take 185.5 ms, one of 8,192
-takes 210.3; less the overhead, that is 632 and 631 of the sheet's 989 TFLOP/s. The second has eight times the first's
-pairs of query and key, so attention's operations run at the share of all others, and one factor is for both."""
+"""Share of the data sheet's operations that a prefill reaches from end to end. Our engine on an
+H200, whose arithmetic is an H100's (benchmarks/results/gpu_engine.nvidia-h200.json): prompts of 8 x
+1,024 tokens take 185.5 ms, one of 8,192 takes 210.3; less the overhead, that is 632 and 631 of the
+sheet's 989 TFLOP/s. The second has eight times the first's pairs of query and key, so attention's
+operations run at the share of all others, and one factor is for both.
+"""
 MATMUL_EFFICIENCY = 0.81
-"""The share that a bare product of bf16 matrices reaches there: 806 TFLOP/s. Another engine's prefill, with its
-operations fused and attention's kernel faster, lies between `ARITHMETIC_EFFICIENCY` and this: see `at_best`."""
+"""The share that a bare product of bf16 matrices reaches there: 806 TFLOP/s. Another engine's
+prefill, with its operations fused and attention's kernel faster, lies between
+`ARITHMETIC_EFFICIENCY` and this: see `at_best`.
+"""
 
 
 class StepShape(NamedTuple):
@@ -77,14 +83,16 @@ class Cost(Protocol):
 class RooflineCost:
     """The larger of memory time and arithmetic time, plus a fixed overhead per step.
 
-    Weights are read once a step and keys once a request. A token costs two operations for each parameter of the layers
-    that it passes: of a mixture of experts, only the experts that it chooses, and of a vision tower none. A request
-    costs two a weight of the head, since only its last token is sampled from; a pair costs four a head dimension.
-    Kernels reach a share of the data sheet's rates, one for memory and one for arithmetic: the constants above say
-    which measurement each is from. Every answer is *modelled*.
+    Weights are read once a step and keys once a request. A token costs two operations for each
+    parameter of the layers that it passes: of a mixture of experts, only the experts that it
+    chooses, and of a vision tower none. A request costs two a weight of the head, since only its
+    last token is sampled from; a pair costs four a head dimension. Kernels reach a share of the
+    data sheet's rates, one for memory and one for arithmetic: the constants above say which
+    measurement each is from. Every answer is *modelled*.
 
-    The host's time is not in it. Our engine launches a prefill kernel by kernel, 12 to 20 ms of this model, so its 512
-    tokens take 16.5 ms on an H200 where the model says 12.5; vLLM's compiled pieces have another floor.
+    The host's time is not in it. Our engine launches a prefill kernel by kernel, 12 to 20 ms of
+    this model, so its 512 tokens take 16.5 ms on an H200 where the model says 12.5; vLLM's compiled
+    pieces have another floor.
     """
 
     weight_bytes: int
@@ -151,11 +159,12 @@ class RooflineCost:
         )
 
     def weight_bytes_read(self, num_tokens: float) -> float:
-        """Return the bytes of weights that a step of `num_tokens` tokens reads: of the experts, only
-        those that some token chooses.
+        """Return the bytes of weights that a step of `num_tokens` tokens reads: of the experts,
+        only those that some token chooses.
 
-        Each token of n leaves an expert out with probability 1 - `expert_share`, so all do with that to the power n,
-        if every expert is chosen alike. Real routers have favourites, so that a step reads fewer.
+        Each token of n leaves an expert out with probability 1 - `expert_share`, so all do with
+        that to the power n, if every expert is chosen alike. Real routers have favourites, so that
+        a step reads fewer.
         """
         left_out = self.expert_bytes * (1 - self.expert_share) ** num_tokens
         return self.weight_bytes - self.vision_bytes - left_out
@@ -176,11 +185,15 @@ class RooflineCost:
         return max(self.bytes_moved(shape) / self.bandwidth, self.operations(shape) / self.flops)
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Return the seconds to move `num_bytes` bytes at the share of the bandwidth that kernels reach."""
+        """Return the seconds to move `num_bytes` bytes at the share of the bandwidth that
+        kernels reach.
+        """
         return num_bytes / (self.bandwidth * self.memory_efficiency)
 
     def arithmetic_seconds(self, operations: float) -> float:
-        """Return the seconds of `operations` operations at the share of the peak that kernels reach."""
+        """Return the seconds of `operations` operations at the share of the peak that kernels
+        reach.
+        """
         return operations / (self.flops * self.arithmetic_efficiency)
 
     def seconds(self, shape: StepShape) -> float:
@@ -216,7 +229,9 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class FittedCost:
-    """A line through measured steps: seconds = per_step + per_request·reqs + per_token·tokens + per_pair·pairs."""
+    """A line through measured steps: seconds = per_step + per_request·reqs + per_token·tokens +
+    per_pair·pairs.
+    """
 
     per_step: float
     per_request: float
@@ -269,7 +284,9 @@ def _features(shape: StepShape) -> tuple[float, ...]:
 
 
 def _least_squares(rows: list[list[float]], targets: list[float]) -> list[float]:
-    """Solve the normal equations by elimination; columns are scaled first, since their units differ by a million."""
+    """Solve the normal equations by elimination; columns are scaled first, since their units
+    differ by a million.
+    """
     width = len(rows[0])
     scales = [max(abs(row[i]) for row in rows) or 1.0 for i in range(width)]
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]

@@ -1,7 +1,8 @@
-"""One model on several GPUs, as tensor parallel, pipeline parallel or data parallel: what each sends, keeps and serves.
+"""One model on several GPUs, as tensor parallel, pipeline parallel or data parallel: what each
+sends, keeps and serves.
 
-The scheduler is the real one under the virtual clock; what a layout keeps and what its steps cost is in `layouts`.
-Everything is *modelled*.
+The scheduler is the real one under the virtual clock; what a layout keeps and what its steps cost
+is in `layouts`. Everything is *modelled*.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def serve(deployment: Deployment, rate: float, counted: int, kind: str = "shareg
     """Return requests of a kind arrive at random, `rate` a second, at engines that have been at it
     for long.
 
-    Each group gets its share of them, which arrive at random too. One group is simulated (see `open_load`), until its
-    first `counted` requests have ended, or as many more have come.
+    Each group gets its share of them, which arrive at random too. One group is simulated (see
+    `open_load`), until its first `counted` requests have ended, or as many more have come.
 
     Raises:
         MinivllmError: the model does not fit.
@@ -123,9 +124,9 @@ def find_knee(attainment: Callable[[float], float], low: float, high: float, rou
     """Return the highest rate at which at least `target` of the requests meet their service level,
     by bisection.
 
-    `attainment(rate)` offers that load and returns the share that met it; it falls as the rate grows. If even `low` is
-    too much, the answer is 0; if `high` can be borne, it is `high`. Else it is too low by (high - low) / 2 ** rounds at
-    most.
+    `attainment(rate)` offers that load and returns the share that met it; it falls as the rate
+    grows. If even `low` is too much, the answer is 0; if `high` can be borne, it is `high`. Else it
+    is too low by (high - low) / 2 ** rounds at most.
     """
     if attainment(low) < target:
         return 0.0

@@ -4,8 +4,8 @@
     loop.at(2.5, lambda: print("a request arrives"))
     loop.advance(loop.next_time)
 
-A simulation of one engine has arrivals as its events, and moves the clock by the seconds of each step
-(`virtual_clock`, `open_load`). One of several engines has the end of each step as an event too
+A simulation of one engine has arrivals as its events, and moves the clock by the seconds of each
+step (`virtual_clock`, `open_load`). One of several engines has the end of each step as an event too
 (`minivllm_lab.disaggregation.pools`).
 """
 
@@ -21,7 +21,9 @@ PAUSE = 1_500
 
 
 class EventLoop:
-    """Events in the order of their times; those of the same time in the order in which they were added."""
+    """Events in the order of their times; those of the same time in the order in which they were
+    added.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,15 +32,19 @@ class EventLoop:
 
     @property
     def next_time(self) -> float:
-        """When the next event happens; inf if there is none."""
+        """The time of the next event; inf if there is none."""
         return self._events[0][0] if self._events else math.inf
 
     def at(self, when: float, act: Callable[[], object], rank: int | None = None) -> None:
-        """Call `act` at this time. Unique ranks order events of the same time; use them for all events or none."""
+        """Call `act` at this time. Unique ranks order events of the same time; use them for all
+        events or none.
+        """
         heapq.heappush(self._events, (when, next(self._order) if rank is None else rank, act))
 
     def advance(self, to: float) -> None:
-        """Move the clock to this time, unless it is past it, and let everything happen that is due by then."""
+        """Move the clock to this time, unless it is past it, and let everything happen that is
+        due by then.
+        """
         self.now = max(self.now, to)
         while self.next_time <= self.now:
             _, _, act = heapq.heappop(self._events)
@@ -46,7 +52,9 @@ class EventLoop:
 
 
 def with_pauses(step: Callable[[], int], unfinished: Callable[[], object]) -> Generator[None, None, None]:
-    """Call `step` until nothing is unfinished; pause whenever the work that it returns adds up to PAUSE."""
+    """Call `step` until nothing is unfinished; pause whenever the work that it returns adds up
+    to PAUSE.
+    """
     work = 0
     while unfinished():
         work += step()

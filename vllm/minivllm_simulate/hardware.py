@@ -1,4 +1,5 @@
-"""Memory, bandwidth and arithmetic rates of GPUs, from vendors' data sheets, and of this machine, measured.
+"""Memory, bandwidth and arithmetic rates of GPUs, from vendors' data sheets, and of this machine,
+measured.
 
 Rates are peaks, dense (without structured sparsity), so real kernels reach a part of them.
 """
@@ -21,10 +22,13 @@ class Hardware(Device):
     bandwidth: float
     """Peak of reading and writing device memory."""
     flops: Mapping[str, float]
-    """Peak of matrix products by dtype: float32 (ordinary cores, no TF32), float16, bfloat16, float8, int8.
-    A dtype that the machine has no matrix units for is not there."""
+    """Peak of matrix products by dtype: float32 (ordinary cores, no TF32), float16, bfloat16,
+    float8, int8. A dtype that the machine has no matrix units for is not there.
+    """
     nvlink: float = 0.0
-    """Bandwidth to the other GPUs of the machine, both directions together; 0 without links. (AMD: Infinity Fabric)"""
+    """Bandwidth to the other GPUs of the machine, both directions together; 0 without links.
+    (AMD: Infinity Fabric)
+    """
     pcie: float = 0.0
     """Bandwidth to the host, both directions together."""
     source: str = "measured"
@@ -107,8 +111,8 @@ def measure_this_machine(seconds: float = 0.6) -> Hardware:
     with numpy.
 
     Args:
-        seconds: about how long the measuring may take. The best of several rounds is kept: other work on the machine
-            can only slow a round down.
+        seconds: about how long the measuring may take. The best of several rounds is kept: other
+            work on the machine can only slow a round down.
     """
     import numpy as np
 

@@ -1,4 +1,6 @@
-"""The shapes of well-known models, so that tables and widgets need no network: the figures of their `config.json`."""
+"""The shapes of well-known models, so that tables and widgets need no network: the figures of
+their `config.json`.
+"""
 
 from types import MappingProxyType
 from typing import Any

@@ -1,9 +1,11 @@
-"""Links that keys and values travel over, and what is left of a transfer once the prompt is computed. *Modelled*.
+"""Links that keys and values travel over, and what is left of a transfer once the prompt is
+computed. *Modelled*.
 
     for link in LINKS.values(): print(link.name, Transfer.of(model, gpu, 2048, link).seconds)
 
-A transfer takes prompt tokens × bytes per token / bandwidth. Both that and the time of a prefill grow with the prompt,
-so whether a link hides it depends on the model and the GPU, and hardly on the prompt's length.
+A transfer takes prompt tokens × bytes per token / bandwidth. Both that and the time of a prefill
+grow with the prompt, so whether a link hides it depends on the model and the GPU, and hardly on the
+prompt's length.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""One model on several GPUs as TP × PP × DP: whether it fits, what a step takes, and how many work side by side.
+"""One model on several GPUs as TP × PP × DP: whether it fits, what a step takes, and how many work
+side by side.
 
-A step's cost is that of `levers`, all-reduces over the data sheet's links included; `lever_checks` says how far it is
-off, for tensor parallelism too. For pipelines it has nothing to go by. Everything is *modelled*.
+A step's cost is that of `levers`, all-reduces over the data sheet's links included; `lever_checks`
+says how far it is off, for tensor parallelism too. For pipelines it has nothing to go by.
+Everything is *modelled*.
 
-A pipeline of p stages works on p batches in turn. Each of them goes through all layers in the time that one GPU takes
-for a batch of its size, plus the hand-overs, and by then the stages have worked on the others. So it is computed as
-p schedulers, each with its share of the requests and of the places; weights and caches are spread over all GPUs.
+A pipeline of p stages works on p batches in turn. Each of them goes through all layers in the time
+that one GPU takes for a batch of its size, plus the hand-overs, and by then the stages have worked
+on the others. So it is computed as p schedulers, each with its share of the requests and of the
+places; weights and caches are spread over all GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ MAX_MODEL_LEN, TOKEN_BUDGET, PLACES, BLOCK_SIZE = 4096, 2048, 256, 16
 GRID = 16
 """Batch sizes that are looked at for the best one."""
 HANDOVER_SECONDS = 1e-5
-"""Of sending hidden states from one stage to the next, beyond their bytes: assumed to be that of an all-reduce."""
+"""Of sending hidden states from one stage to the next, beyond their bytes: assumed to be that of
+an all-reduce.
+"""
 SERVING = Levers(
     kv_cache=True, paging=True, continuous_batching=True, flash_attention=True, gqa=True, chunked_prefill=True,
     cuda_graphs=True,
@@ -50,7 +55,9 @@ class Layout:
 
     @property
     def groups(self) -> int:
-        """Batches in flight at the same time, each with a scheduler of its own in the simulation."""
+        """Batches in flight at the same time, each with a scheduler of its own in the
+        simulation.
+        """
         return self.pp * self.dp
 
     def __str__(self) -> str:
@@ -93,7 +100,8 @@ class PlacedModel:
         batches in its pipeline.
 
         Raises:
-            MinivllmError: the heads or layers cannot be divided so, or the weights leave no room for one request.
+            MinivllmError: the heads or layers cannot be divided so, or the weights leave no room
+                for one request.
         """
         tp, pp = self.layout.tp, self.layout.pp
         require(pp <= self.model.num_hidden_layers, f"{pp} stages share {self.model.num_hidden_layers} layers")
@@ -105,8 +113,8 @@ class PlacedModel:
             weights=weights if pp > 1 else None,
             max_num_batched_tokens=TOKEN_BUDGET, max_num_seqs=self.max_num_seqs, check=False,
         )  # fmt: skip
-        # A stage keeps its own layers' keys and values only, so p stages have room for p times as many tokens; and p
-        # batches share it.
+        # A stage keeps its own layers' keys and values only, so p stages have room for p times as
+        # many tokens; and p batches share it.
         tokens = ledger.usable_blocks * BLOCK_SIZE
         require(tokens >= MAX_MODEL_LEN, f"{words}, so no request of {MAX_MODEL_LEN:,} tokens fits beside them")
         return tokens
@@ -144,8 +152,8 @@ class Steady:
     """A batch in equilibrium: as many requests join in a step as leave. The average of what the
     scheduler does.
 
-    A request is there for `output` steps. So of `batch` requests, batch / output end in a step, as many join, and their
-    prompts are computed.
+    A request is there for `output` steps. So of `batch` requests, batch / output end in a step, as
+    many join, and their prompts are computed.
     """
 
     cost: Cost
@@ -176,7 +184,9 @@ class Steady:
 
     @property
     def capacity(self) -> float:
-        """The most requests per second that it sustains: above that the queue grows without bound."""
+        """The most requests per second that it sustains: above that the queue grows without
+        bound.
+        """
         return max(map(self.rate, self._batches()))
 
     def batch(self, rate: float) -> float:

@@ -1,11 +1,13 @@
 """Request lengths from a file of one's own: a CSV table, or what `vllm bench serve` saves.
 
-A table has a column of prompt lengths and one of output lengths. Their names are taken in the spellings of well-known
-traces (Azure's ContextTokens and GeneratedTokens, BurstGPT's "Request tokens" and "Response tokens") and benchmarks;
-without a line of names, there are exactly two columns. The JSON is that of
-`vllm bench serve --save-result --save-detailed`, with its lists `input_lens` and `output_lens`.
+A table has a column of prompt lengths and one of output lengths. Their names are taken in the
+spellings of well-known traces (Azure's ContextTokens and GeneratedTokens, BurstGPT's "Request
+tokens" and "Response tokens") and benchmarks; without a line of names, there are exactly two
+columns. The JSON is that of `vllm bench serve --save-result --save-detailed`, with its lists
+`input_lens` and `output_lens`.
 
-Rows without a prompt or without an output are left out: traces and benchmarks write 0 for requests that failed.
+Rows without a prompt or without an output are left out: traces and benchmarks write 0 for requests
+that failed.
 """
 
 import csv
@@ -58,7 +60,8 @@ def read_lengths(name: str) -> LengthTable:
     """Return the lengths in a file. A file that has not changed since is not read again.
 
     Raises:
-        MinivllmError: there is no such file, or it has no lengths; the message names the line and what is wanted.
+        MinivllmError: there is no such file, or it has no lengths; the message names the line and
+            what is wanted.
     """
     try:
         path = Path(name).expanduser()

@@ -1,10 +1,12 @@
-"""The error of the lever model against published measurements, none of which was used to calibrate it.
+"""The error of the lever model against published measurements, none of which was used to calibrate
+it.
 
     for check in published_checks(): print(check.what, check.measured, check.modelled)
 
-There are checks of three kinds: decodes, prefills of a thousand tokens and more, and short prefills of 128. Print
-`known_error` of the kinds that a prediction is made of beside it: what decodes say of the model says nothing of its
-prefills. Short ones are modelled too fast by half, since engines of 2023 spent a fixed time on each besides.
+There are checks of three kinds: decodes, prefills of a thousand tokens and more, and short prefills
+of 128. Print `known_error` of the kinds that a prediction is made of beside it: what decodes say of
+the model says nothing of its prefills. Short ones are modelled too fast by half, since engines of
+2023 spent a fixed time on each besides.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ FIRST_TOKENS = (
     (LMDEPLOY, "Meta-Llama-3-70B", 4, 128, 0.074),
     (LMDEPLOY, "Meta-Llama-3-70B", 4, 2048, 0.402),
 )
-"""Source, model, GPUs, tokens of the prompt, seconds to the first token. Their 70B is Llama 2's, whose layers are those
-of Llama 3's."""
+"""Source, model, GPUs, tokens of the prompt, seconds to the first token. Their 70B is Llama 2's,
+whose layers are those of Llama 3's.
+"""
 SPLITWISE = "Splitwise, table IV: Llama-70B, 8 GPUs, one request at a time, medians; vLLM of 2023, without CUDA graphs"
 SPLITWISE_FIRST_TOKENS = {
     ("coding", 1500): {"A100-80": 0.185, "H100": 0.095},
@@ -56,8 +59,9 @@ SPLITWISE_FIRST_TOKENS = {
 SARATHI_STEP, SARATHI_DECODES = 1024, 32
 """Tokens of a full step, and how many of them are taken to be decodes."""
 SARATHI = {"chats": (1730, 0.14), "papers to summarize": (7059, 0.17)}
-"""Sarathi-Serve, table 4: Yi-34B on two A100, 1,024 tokens a step, 128 requests: the median prompt, and the 99th
-percentile of the time between tokens in seconds."""
+"""Sarathi-Serve, table 4: Yi-34B on two A100, 1,024 tokens a step, 128 requests: the median prompt,
+and the 99th percentile of the time between tokens in seconds.
+"""
 YI = {
     "model_type": "llama", "vocab_size": 64000, "hidden_size": 7168, "intermediate_size": 20480,
     "num_hidden_layers": 60, "num_attention_heads": 56, "num_key_value_heads": 8, "dtype": "bfloat16",
@@ -132,7 +136,9 @@ def median_error(kind: str) -> float:
 
 
 def known_error(*kinds: str) -> str:
-    """Say how far the model is off on figures of these kinds: "decodes off by 8%, prefills by 18% (median)"."""
+    """Say how far the model is off on figures of these kinds: "decodes off by 8%, prefills by
+    18% (median)".
+    """
     parts = [f"{kind}s {'off ' if not index else ''}by {median_error(kind):.0%}" for index, kind in enumerate(kinds)]
     return ", ".join(parts) + " (median)"
 

@@ -1,15 +1,18 @@
-"""The gain of each optimization: a switch per lever, the engine's own scheduler, and a cost per step. *Modelled*.
+"""The gain of each optimization: a switch per lever, the engine's own scheduler, and a cost per
+step. *Modelled*.
 
-`throughput(levers, model, gpu, workload)` runs the workload to its end. The scheduler and the block pool are the real
-ones; what a lever changes is what they are told (batching, chunks, block size, pool), what the model is (GQA, dtypes),
-or what a step costs (kernels, graphs, GPUs). All requests are there at the start, so the figure is offline throughput.
+`throughput(levers, model, gpu, workload)` runs the workload to its end. The scheduler and the block
+pool are the real ones; what a lever changes is what they are told (batching, chunks, block size,
+pool), what the model is (GQA, dtypes), or what a step costs (kernels, graphs, GPUs). All requests
+are there at the start, so the figure is offline throughput.
 
-Everything off is a server as one would first write it: each step computes whole contexts again, in 16 bits, with a
-head of keys and values for every query head, in batches that nobody joins. `LADDER` switches one lever on after another
-in the order of the folklore's ranking.
+Everything off is a server as one would first write it: each step computes whole contexts again, in
+16 bits, with a head of keys and values for every query head, in batches that nobody joins. `LADDER`
+switches one lever on after another in the order of the folklore's ranking.
 
-The constants below are each from one published measurement, named beside it. `minivllm_simulate.lever_checks` says how
-far the model is off on others. It leaves out sampling, drafting, the tokenizer and a drop in clock under load.
+The constants below are each from one published measurement, named beside it.
+`minivllm_simulate.lever_checks` says how far the model is off on others. It leaves out sampling,
+drafting, the tokenizer and a drop in clock under load.
 """
 
 from __future__ import annotations
@@ -37,39 +40,53 @@ from minivllm_simulate.workloads import WORKLOADS, RequestLengths
 BLOCK_SIZE, TOKEN_BUDGET = 16, 8192
 
 EAGER_LAYER_SECONDS = (1 / 207.7 - 1 / 766.6) / 12
-"""Host time to launch one layer's kernels: 0.29 ms. deepspeedai/DeepSpeed#8352: vLLM, GPT-2 (12 layers), batch 1, on an
-H200: 207.7 tokens/s eager, 766.6 with graphs. A step is then as long as the slower of host and device."""
+"""Host time to launch one layer's kernels: 0.29 ms. deepspeedai/DeepSpeed#8352: vLLM, GPT-2 (12
+layers), batch 1, on an H200: 207.7 tokens/s eager, 766.6 with graphs. A step is then as long as the
+slower of host and device.
+"""
 LARGEST_GRAPH = 512
-"""Tokens of the largest step that is captured; vLLM's default. Larger steps run eager, hidden behind their own work."""
+"""Tokens of the largest step that is captured; vLLM's default. Larger steps run eager, hidden
+behind their own work.
+"""
 
 ALL_REDUCE_SECONDS = 1e-5
-"""Of one all-reduce beyond its bytes. It puts Llama-2-7B on 2, 4 and 8 A100 at the scaling that gpt-fast's README gives
-(1.61, 2.42 and 3.13 times one GPU) within 4 %."""
+"""Of one all-reduce beyond its bytes. It puts Llama-2-7B on 2, 4 and 8 A100 at the scaling that
+gpt-fast's README gives (1.61, 2.42 and 3.13 times one GPU) within 4 %.
+"""
 
 WEIGHT_BYTES = {16: 2.0, 8: 1.0, 4: 0.5 + 2 / 128}
-"""Of a linear layer's weight: 4 bits share a 16-bit scale among 128; a scale for each row of int8 weighs nothing."""
+"""Of a linear layer's weight: 4 bits share a 16-bit scale among 128; a scale for each row of
+int8 weighs nothing.
+"""
 READ_RATE = {16: 1.0, 8: 1069.20 / 1397.31, 4: 862.69 / 1397.31}
-"""Bandwidth that weight-only kernels reach, against 16 bits: gpt-fast's README, Llama-2-7B on an A100."""
+"""Bandwidth that weight-only kernels reach, against 16 bits: gpt-fast's README, Llama-2-7B on an
+A100.
+"""
 MATMUL_RATE = {16: 1.0, 8: 7120 / 10338, 4: 9612 / 10338}
-"""Rate of matrix products whose weights are dequantized on the way, where arithmetic is the limit. End to end, Qwen3-8B
-on an A100, 1000 ShareGPT prompts (gpustack's documentation, impact of quantization): GPTQ int8 and AWQ against bf16."""
+"""Rate of matrix products whose weights are dequantized on the way, where arithmetic is the limit.
+End to end, Qwen3-8B on an A100, 1000 ShareGPT prompts (gpustack's documentation, impact of
+quantization): GPTQ int8 and AWQ against bf16.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Levers:
     """A server's optimizations, each off until it is switched on.
 
-    - `kv_cache`: off, every step computes whole contexts again, and as many requests run as have contexts of
-      `max_model_len` that fit into the token budget.
+    - `kv_cache`: off, every step computes whole contexts again, and as many requests run as have
+      contexts of `max_model_len` that fit into the token budget.
     - `paging`: off, each request reserves one block of `max_model_len` tokens.
     - `continuous_batching`: off, requests are admitted into an empty batch only.
-    - `flash_attention`: off, keys and values are gathered from their blocks and scores stored in device memory.
+    - `flash_attention`: off, keys and values are gathered from their blocks and scores stored in
+      device memory.
     - `gqa`: off, the model has as many key-value heads as query heads.
     - `chunked_prefill`: off, a prompt waits until it fits into what is left of a step's budget.
     - `prefix_caching`: needs `kv_cache` and `paging`; without them it finds nothing.
     - `kv_dtype`: "auto" is 16 bits; "int8" or "fp8" halve the cache. Arithmetic stays in 16 bits.
-    - `weight_bits`: 16, 8 or 4, of the linear layers; embedding, norms and head stay in 16. Weight-only.
-    - `speculative_tokens`: drafts per request and step, at no cost (n-gram lookup), verified exactly.
+    - `weight_bits`: 16, 8 or 4, of the linear layers; embedding, norms and head stay in 16.
+      Weight-only.
+    - `speculative_tokens`: drafts per request and step, at no cost (n-gram lookup), verified
+      exactly.
     - `tensor_parallel`: equal GPUs that share the model. The figure is of all of them together.
     - `cuda_graphs`: off, the host launches every kernel of every step.
     """
@@ -121,16 +138,17 @@ LADDER = (
     Lever("tensor_parallel", "tensor parallel, 2 GPUs", 2),
     Lever("cuda_graphs", "CUDA graphs"),
 )
-"""The folklore's ranking, without what adds no throughput on one engine (preemption, disaggregation, LoRA); the KV
-cache, which the list takes for granted, comes first."""
+"""The folklore's ranking, without what adds no throughput on one engine (preemption,
+disaggregation, LoRA); the KV cache, which the list takes for granted, comes first.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class LeverWorkload:
     """Requests that all arrive at the start, and the server's limits.
 
-    `max_model_len` is what a request may reserve, `max_num_seqs` how many may run at once, `acceptance` the chance that
-    a draft is accepted when those before it were.
+    `max_model_len` is what a request may reserve, `max_num_seqs` how many may run at once,
+    `acceptance` the chance that a draft is accepted when those before it were.
     """
 
     name: str
@@ -149,7 +167,9 @@ class LeverWorkload:
 
 @dataclass(frozen=True)
 class LeverResult:
-    """Results of a workload. Times are modelled; counts come from the scheduler and the block pool."""
+    """Results of a workload. Times are modelled; counts come from the scheduler and the block
+    pool.
+    """
 
     tokens_per_second: float
     """Output tokens, of all GPUs together."""
@@ -168,8 +188,10 @@ class LeverResult:
     preemptions: int
     gpus: int
     inter_token_latency: float
-    """Mean seconds between a request's tokens, the first one counted from when the request is admitted. A step that
-    accepts drafts gives several. Times `tokens_per_second` it is the mean number of requests in the batch."""
+    """Mean seconds between a request's tokens, the first one counted from when the request is
+    admitted. A step that accepts drafts gives several. Times `tokens_per_second` it is the mean
+    number of requests in the batch.
+    """
 
 
 @dataclass(frozen=True)
@@ -198,7 +220,9 @@ class LeverCost:
 
     @classmethod
     def of(cls, levers: Levers, model: ModelConfig, gpu: Hardware) -> LeverCost:
-        """Return the cost of these levers; `model` is the one that they make (see `lever_model`)."""
+        """Return the cost of these levers; `model` is the one that they make (see
+        `lever_model`).
+        """
         tp, size = levers.tensor_parallel, WEIGHT_BYTES[levers.weight_bits]
         roofline = replace(
             RooflineCost.of(model, gpu, kv_dtype=levers.kv_dtype, tp=tp),
@@ -226,7 +250,9 @@ class LeverCost:
         )
 
     def weight_seconds(self, num_tokens: int) -> float:
-        """Return the seconds of reading the weights once, of the experts only those that the tokens choose."""
+        """Return the seconds of reading the weights once, of the experts only those that the
+        tokens choose.
+        """
         return self.roofline.memory_seconds(self.roofline.weight_bytes_read(num_tokens)) / self.read_rate
 
     def linear_seconds(self, shape: StepShape) -> float:
@@ -265,7 +291,9 @@ class LeverCost:
 
 
 def lever_model(levers: Levers, model: ModelConfig) -> ModelConfig:
-    """Return the model itself; without `gqa`, a sibling with a key-value head for every query head."""
+    """Return the model itself; without `gqa`, a sibling with a key-value head for every query
+    head.
+    """
     return model if levers.gqa else replace(model, num_key_value_heads=model.num_attention_heads)
 
 
@@ -307,8 +335,8 @@ def throughput(levers: Levers, model: ModelConfig, gpu: Hardware, workload: Leve
         workload: requests that are all there at the start.
 
     Raises:
-        MinivllmError: the model does not fit on the GPU, heads cannot be divided over the GPUs, or a request is too
-            long.
+        MinivllmError: the model does not fit on the GPU, heads cannot be divided over the GPUs, or
+            a request is too long.
     """
     sibling = lever_model(levers, model)
     ledger = lever_ledger(levers, sibling, gpu, workload)

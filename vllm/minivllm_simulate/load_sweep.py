@@ -1,7 +1,7 @@
 """A swept load: runs that can be interrupted and resumed, their results, and where a system breaks.
 
-The widgets of several lessons use it. A run is a generator that pauses every few milliseconds of work, so that a page
-stays responsive while its reader drags the load.
+The widgets of several lessons use it. A run is a generator that pauses every few milliseconds of
+work, so that a page stays responsive while its reader drags the load.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Runs(Generic[Key, Found]):
         self.found: dict[Key, Found] = {}
 
     def run(self, key: Key) -> Iterator[None]:
-        """Do a run, unless it is done, and pause where it does. A failed run begins again the next time."""
+        """Do a run, unless it is done, and pause where it does. A failed run begins again the
+        next time.
+        """
         while key not in self.found:  # another caller may end it during a pause
             under_way = self._under_way.get(key) or self._under_way.setdefault(key, self._start(key))
             try:
@@ -64,8 +66,9 @@ def share_within(ordered: Sequence[float], limit: float) -> float:
 def crossing(loads: Sequence[float], values: Sequence[float], limit: float, *, log: bool = False) -> float:
     """Return the load from which on `values` stay above `limit`; inf if they do not.
 
-    It lies on the line between two loads, along the logarithm of the values (and of the loads, with `log`). Where all
-    values are above, it is the first load. A higher limit never gives a lower load.
+    It lies on the line between two loads, along the logarithm of the values (and of the loads, with
+    `log`). Where all values are above, it is the first load. A higher limit never gives a lower
+    load.
     """
     if not loads or values[-1] <= limit:
         return math.inf
@@ -77,7 +80,8 @@ def crossing(loads: Sequence[float], values: Sequence[float], limit: float, *, l
 
 
 def spans(xs: Sequence[float], ratios: Sequence[float]) -> list[Span]:
-    """Return where a curve lies above 1. Between two values it is a line, along the logarithms of both.
+    """Return where a curve lies above 1. Between two values it is a line, along the logarithms of
+    both.
 
     Returns:
         Pairs of ends; None where it is above 1 at the first or at the last value.

@@ -1,4 +1,5 @@
-"""Runs of requests that all arrive at the start, in counts: only the order of steps matters, and no time passes.
+"""Runs of requests that all arrive at the start, in counts: only the order of steps matters, and no
+time passes.
 
 The sweeps of `widgets/optimization_catalog` run on it.
 """
@@ -60,7 +61,8 @@ def run_offline(
     """Run a workload to its end. The arguments are those of `virtual_clock.simulate`.
 
     Raises:
-        MinivllmError: the workload is empty, a request arrives later than the others, or the scheduler refuses one.
+        MinivllmError: the workload is empty, a request arrives later than the others, or the
+            scheduler refuses one.
     """
     if not workload:
         raise MinivllmError("a simulation needs at least one request")

@@ -1,11 +1,14 @@
-"""An open load on one engine: requests arrive at their times, and the real scheduler decides. *Modelled*.
+"""An open load on one engine: requests arrive at their times, and the real scheduler decides.
+*Modelled*.
 
-Unlike `virtual_clock.simulate`, it takes many similar steps at a time: while a batch only decodes and no request
-arrives, its steps are one stretch. It begins with as many requests as are there on average, each somewhere in its
-answer; otherwise most of a short run would be spent on an engine that fills up.
+Unlike `virtual_clock.simulate`, it takes many similar steps at a time: while a batch only decodes
+and no request arrives, its steps are one stretch. It begins with as many requests as are there on
+average, each somewhere in its answer; otherwise most of a short run would be spent on an engine
+that fills up.
 
-The first `counted` arrivals are measured. Those after them only keep the load up until the last counted one has ended.
-An engine that cannot keep up would never end them, so its run stops when no further request arrives.
+The first `counted` arrivals are measured. Those after them only keep the load up until the last
+counted one has ended. An engine that cannot keep up would never end them, so its run stops when no
+further request arrives.
 """
 
 from __future__ import annotations
@@ -82,7 +85,8 @@ class OpenRun:
 class OpenLoad:
     """Requests that arrive one after another, and how many are there at the start.
 
-    `lengths` and `arrivals` have equal lengths: the counted requests, then those that keep the load up.
+    `lengths` and `arrivals` have equal lengths: the counted requests, then those that keep the load
+    up.
     """
 
     lengths: Sequence[RequestLengths]
@@ -94,10 +98,11 @@ class OpenLoad:
     """Serve the counted requests to their last token, even when no further request arrives."""
 
     def there_at_start(self, budget: int) -> list[SimulatedRequest]:
-        """Return requests somewhere in their answers. The tokens that they have so far count as their prompt.
+        """Return requests somewhere in their answers. The tokens that they have so far count as
+        their prompt.
 
-        Their prompts are computed before the clock starts, `budget` tokens a step, and the first of them decode
-        meanwhile: so they get that many tokens more, and have that many fewer so far.
+        Their prompts are computed before the clock starts, `budget` tokens a step, and the first of
+        them decode meanwhile: so they get that many tokens more, and have that many fewer so far.
         """
         draw, requests, before = random.Random(f"start-{self.seed}"), [], 0
         drawn = [self.lengths[index % len(self.lengths)] for index in range(self.at_start)]
@@ -154,7 +159,9 @@ class OpenEngine(SimulatedEngine):
         return self.loop.now
 
     def serve(self) -> Generator[None, None, OpenRun]:
-        """Run until the last counted request has ended, or no further one arrives (see `OpenLoad.to_the_end`)."""
+        """Run until the last counted request has ended, or no further one arrives (see
+        `OpenLoad.to_the_end`).
+        """
         unseen: set[str] = set()
         for index, spec in enumerate(self.load.there_at_start(self.scheduler.config.max_num_batched_tokens)):
             self.add(to_request(index, spec, 0.0))

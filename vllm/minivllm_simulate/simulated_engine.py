@@ -1,9 +1,11 @@
-"""An engine whose scheduler is real and whose tokens are made up; it takes many similar steps at a time.
+"""An engine whose scheduler is real and whose tokens are made up; it takes many similar steps at a
+time.
 
-While a batch only decodes and no request can join, consecutive steps are alike and need no decision: every request
-gets a token, and the block pool allocates what the single steps would have taken. The scheduler is asked only for the
-step in which a request ends. The steps equal those that the scheduler would have decided one by one
-(tests/simulate/test_offline.py), in half to nine tenths of the time where no drafts are verified.
+While a batch only decodes and no request can join, consecutive steps are alike and need no
+decision: every request gets a token, and the block pool allocates what the single steps would have
+taken. The scheduler is asked only for the step in which a request ends. The steps equal those that
+the scheduler would have decided one by one (tests/simulate/test_offline.py), in half to nine tenths
+of the time where no drafts are verified.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ ShapeOf = Callable[[Iterable[tuple[int, int]]], StepShape]
 
 
 def decoding_shapes(shape_of: ShapeOf, contexts: Sequence[int]) -> Callable[[int], StepShape]:
-    """Return a function from how many steps later to the shape of that step, for a batch that only decodes.
+    """Return a function from how many steps later to the shape of that step, for a batch that only
+    decodes.
 
     `contexts` has the tokens of each request that are computed before the first of these steps.
     """
@@ -42,8 +45,8 @@ def decoding_shapes(shape_of: ShapeOf, contexts: Sequence[int]) -> Callable[[int
 class Stretch:
     """Consecutive steps that differ only in that every context grows by one token a step.
 
-    A step's counts are then polynomials of at most degree two, determined by the shapes of the first three steps.
-    Where there are fewer, the last one stands for the missing ones.
+    A step's counts are then polynomials of at most degree two, determined by the shapes of the
+    first three steps. Where there are fewer, the last one stands for the missing ones.
     """
 
     steps: int
@@ -81,7 +84,9 @@ class Stretch:
         return self._seconds(cost, 0, last, cost.seconds(self.first), cost.seconds(self.at(last)))
 
     def _seconds(self, cost: Cost, first: int, last: int, at_first: float, at_last: float) -> float:
-        """Add up steps `first` to `last`. Costs are convex: if the middle lies on the chord, so does every step."""
+        """Add up steps `first` to `last`. Costs are convex: if the middle lies on the chord, so
+        does every step.
+        """
         steps = last - first + 1
         if steps <= 2:
             return at_first + at_last if steps == 2 else at_first
@@ -118,9 +123,11 @@ class Acceptance:
 class SimulatedEngine:
     """A scheduler and the steps that it has decided.
 
-    - `outputs` and `scheduled`: what the last stretch generated, and what the scheduler decided for it.
+    - `outputs` and `scheduled`: what the last stretch generated, and what the scheduler decided for
+      it.
     - `settled`: the last step admitted and ended no request, so those that waited then wait still.
-    - `foreseen`: how many of the coming steps need no decision: no request ends, joins or is preempted in them.
+    - `foreseen`: how many of the coming steps need no decision: no request ends, joins or is
+      preempted in them.
     """
 
     def __init__(
@@ -161,7 +168,8 @@ class SimulatedEngine:
         return Stretch(steps, shape_at(0), shape_at(min(steps - 1, 1)), shape_at(min(steps - 1, 2)))
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """Return how many coming steps give each running request one token, without admissions or preemptions.
+        """Return how many coming steps give each running request one token, without admissions or
+        preemptions.
 
         They have no more tokens together than the budget allows for one.
         """
@@ -184,7 +192,9 @@ class SimulatedEngine:
         """Look at a step that the scheduler has decided, before its tokens are sampled."""
 
     def _decode(self, running: Sequence[Request], steps: int) -> None:
-        """Take steps that need no decision: each request gets a token in each, and blocks for them."""
+        """Take steps that need no decision: each request gets a token in each, and blocks for
+        them.
+        """
         manager = self.scheduler.kv_cache_manager
         for request in running:
             for _ in range(steps):
@@ -222,7 +232,9 @@ class SimulatedEngine:
         return shape
 
     def _sampled(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Sample for each request that has caught up: the drafts that are accepted, and one token more."""
+        """Sample for each request that has caught up: the drafts that are accepted, and one
+        token more.
+        """
         live, drafts = self.scheduler.requests, output.scheduled_spec_decode_tokens
         caught_up = [
             key for key in output.num_scheduled_tokens if live[key].num_computed_tokens >= live[key].num_tokens

@@ -1,7 +1,9 @@
-"""The real scheduler under a virtual clock: it decides as in the engine; only the forward pass is replaced by its cost.
+"""The real scheduler under a virtual clock: it decides as in the engine; only the forward pass is
+replaced by its cost.
 
-Time to first token, inter-token latency, throughput and preemptions of a workload, without a model and without a GPU,
-in milliseconds of real time. The figures are as good as the cost model: print its error beside them.
+Time to first token, inter-token latency, throughput and preemptions of a workload, without a model
+and without a GPU, in milliseconds of real time. The figures are as good as the cost model: print
+its error beside them.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ from minivllm_simulate.simulated_engine import Acceptance, ShapeOf, SimulatedEng
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """One request of a workload: when it arrives (seconds), how long its prompt is, how many tokens it will generate.
+    """One request of a workload: when it arrives (seconds), how long its prompt is, how many tokens
+    it will generate.
 
-    `prompt_token_ids` matter to the prefix cache only; without them the prompt shares nothing with any other. Every
-    generated token is GENERATED: that is what the next turn of a conversation must repeat in its prompt.
+    `prompt_token_ids` matter to the prefix cache only; without them the prompt shares nothing with
+    any other. Every generated token is GENERATED: that is what the next turn of a conversation must
+    repeat in its prompt.
     """
 
     prompt_tokens: int
@@ -38,7 +42,9 @@ class SimulatedRequest:
     priority: int = 0
     prompt_token_ids: Sequence[int] | None = None
     after: int | None = None
-    """The request (its index in the workload) whose end this one waits for; `arrival` then counts from that end."""
+    """The request (its index in the workload) whose end this one waits for; `arrival` then
+    counts from that end.
+    """
 
     def __post_init__(self) -> None:
         if not is_number(self.arrival) or self.arrival < 0:
@@ -91,7 +97,9 @@ class StepRecord(NamedTuple):
     kv_cache_usage: float
     preempted: tuple[str, ...] = ()
     prefix_queries: int = 0
-    """Prompt tokens that this step's admissions looked up in the prefix cache; returns after a preemption apart."""
+    """Prompt tokens that this step's admissions looked up in the prefix cache; returns after a
+    preemption apart.
+    """
     prefix_hits: int = 0
     """Number of these tokens found in the cache."""
 
@@ -138,13 +146,15 @@ class Simulation:
         return sum(request.num_preemptions for request in self.requests)
 
     def goodput(self, ttft_slo: float, tpot_slo: float) -> float:
-        """Requests per second that met both objectives (seconds), from the first arrival to the last token."""
+        """Return requests per second that met both objectives (seconds), from the first arrival to
+        the last token.
+        """
         met = sum(r.ttft <= ttft_slo and r.tpot <= tpot_slo for r in self.requests if r.token_times)
         return met / self._span
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` (0 to 1) of the values do not exceed.
+    """Return the smallest value that `share` (0 to 1) of the values do not exceed.
 
     Raises:
         MinivllmError: no values, or a share outside [0, 1].
@@ -172,17 +182,19 @@ def simulate(
 
     Args:
         workload: the requests.
-        scheduler_config, cache_config: with `drafting.num_speculative_tokens` above 0, every running request has so
-            many drafts in every step.
+        scheduler_config, cache_config: with `drafting.num_speculative_tokens` above 0, every
+            running request has that many drafts in every step.
         cost: how long a step of some shape takes. Drafting takes no time.
         max_steps: stop after this many steps.
         acceptance: the probability that a draft is accepted if all drafts before it were.
         shape_of: computes a step's shape from (new tokens, tokens computed before) of each request.
-        scheduler: makes the scheduler; `partial(Scheduler, policy=...)` makes one that decides otherwise.
+        scheduler: makes the scheduler; `partial(Scheduler, policy=...)` makes one that decides
+            otherwise.
 
     Raises:
-        MinivllmError: the workload is empty or waits for a request that never comes, `acceptance` is outside [0, 1],
-            the scheduler rejects a request (too long for pool or model), or a cost is negative or not finite.
+        MinivllmError: the workload is empty or waits for a request that never comes, `acceptance`
+            is outside [0, 1], the scheduler rejects a request (too long for pool or model), or a
+            cost is negative or not finite.
     """
     _check(workload, scheduler_config, cache_config)
     require(max_steps is None or is_count(max_steps, 0), f"max_steps is {max_steps!r}; it must be a count, or None")
@@ -199,7 +211,8 @@ def simulate_in_parts(
     steps: int,
     scheduler: MakeScheduler = Scheduler,
 ) -> Iterator[Simulation | None]:
-    """`simulate` with a pause after every `steps` steps, in which None is given; the last is the result.
+    """`simulate` with a pause after every `steps` steps, in which None is given; the last is the
+    result.
 
     Raises:
         MinivllmError: as `simulate`.
@@ -251,7 +264,7 @@ class _Simulator(SimulatedEngine):
         self._release_followers(None, 0.0)
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished or still to come."""
+        """Return whether a request is unfinished or still to come."""
         return self.scheduler.has_unfinished_requests() or self.loop.next_time < math.inf
 
     def run(self, max_steps: int | None) -> Simulation:
@@ -265,7 +278,9 @@ class _Simulator(SimulatedEngine):
         return Simulation(self.timelines, self.steps)
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """Record the coming steps that need no decision and take no block, and return how many there are."""
+        """Record the coming steps that need no decision and take no block, and return how many
+        there are.
+        """
         # A policy that fills the steps in its own way is asked in every step.
         if self.scheduler.policy.schedule is not running_then_waiting:
             return 1
@@ -275,7 +290,9 @@ class _Simulator(SimulatedEngine):
         return max(1, self.foreseen)
 
     def _record_foreseen(self, running: Sequence[Request]) -> int:
-        """Record foreseen steps that begin before the next request arrives, as far as each block has places."""
+        """Record foreseen steps that begin before the next request arrives, as far as each block
+        has places.
+        """
         manager, contexts = self.scheduler.kv_cache_manager, [request.num_computed_tokens for request in running]
         held = [len(manager.req_to_blocks[request.request_id]) * manager.block_size for request in running]
         places = min(room - context for room, context in zip(held, contexts, strict=True))
@@ -323,7 +340,9 @@ class _Simulator(SimulatedEngine):
         self.loop.now += seconds
 
     def _release_followers(self, ended: int | None, now: float) -> None:
-        """Let the requests arrive that wait for this one to end; None: those that wait for no other."""
+        """Let the requests arrive that wait for this one to end; None: those that wait for no
+        other.
+        """
         for index in self.followers.get(ended, ()):
             arrival = now + self.workload[index].arrival
             self.timelines[index].arrival = arrival

@@ -1,13 +1,15 @@
-"""Request lengths and arrivals as observed in practice, for replays that need no trace file and no GPU.
+"""Request lengths and arrivals as observed in practice, for replays that need no trace file and no
+GPU.
 
-Each distribution matches the quantiles and the mean published by its source. Between two quantiles the curve is a power
-of the rank, with one exponent for the whole, chosen so that the mean agrees. If a source publishes only a mean, the
-shape is exponential: the weakest assumption about a positive number.
-Prompt and output length are drawn independently, which the traces themselves are not; a file of one's own is drawn
-row by row, so there they belong together.
+Each distribution matches the quantiles and the mean published by its source. Between two quantiles
+the curve is a power of the rank, with one exponent for the whole, chosen so that the mean agrees.
+If a source publishes only a mean, the shape is exponential: the weakest assumption about a positive
+number. Prompt and output length are drawn independently, which the traces themselves are not; a
+file of one's own is drawn row by row, so there they belong together.
 
-Sources: Kwon et al. 2023 (arXiv 2309.06180, figure 11) for ShareGPT and Alpaca; the traces of Patel et al. 2024
-(Splitwise, github.com/Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv.csv and _code.csv) for Azure.
+Sources: Kwon et al. 2023 (arXiv 2309.06180, figure 11) for ShareGPT and Alpaca; the traces of Patel
+et al. 2024 (Splitwise, github.com/Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv.csv and
+_code.csv) for Azure.
 """
 
 import math
@@ -26,7 +28,8 @@ from minivllm_simulate.length_files import LengthTable, is_path, read_lengths
 class Lengths:
     """A distribution of token counts.
 
-    `knots` are (share of requests, tokens) from share 0 to share 1, both rising; empty for an exponential shape.
+    `knots` are (share of requests, tokens) from share 0 to share 1, both rising; empty for an
+    exponential shape.
     """
 
     mean: float
@@ -87,7 +90,9 @@ class RequestLengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of one kind, with the source of their figures. `rate` is the trace's own, in requests per second."""
+    """Requests of one kind, with the source of their figures. `rate` is the trace's own, in
+    requests per second.
+    """
 
     name: str
     title: str
@@ -135,8 +140,9 @@ def gamma_arrivals(rate: float, count: int, burstiness: float = 1.0, seed: int =
     """Return seconds at which `count` requests arrive, at `rate` requests per second, in bursts or
     evenly.
 
-    The gaps are drawn from a gamma distribution of shape `burstiness`, as `vllm bench serve --burstiness` does: 1 is a
-    Poisson process, less comes in bursts (the gaps' standard deviation is mean / sqrt(burstiness)), more is more even.
+    The gaps are drawn from a gamma distribution of shape `burstiness`, as `vllm bench serve
+    --burstiness` does: 1 is a Poisson process, less comes in bursts (the gaps' standard deviation
+    is mean / sqrt(burstiness)), more is more even.
 
     Raises:
         MinivllmError: a rate or burstiness that is not above 0.
@@ -187,7 +193,8 @@ def workload(name: str) -> Workload:
     file, see `length_files`.
 
     Raises:
-        MinivllmError: there is none; the message lists those there are, or says what is wrong with the file.
+        MinivllmError: there is none; the message lists those there are, or says what is wrong with
+            the file.
     """
     name = str(name)
     if name in WORKLOADS:

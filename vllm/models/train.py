@@ -5,11 +5,13 @@
     uv run python vllm/models/train.py tiny-python-draft --minutes 20
     uv run python vllm/models/train.py --card            # measure both, rewrite README.md
 
-The corpus is the source of the standard library that the running interpreter came with: every machine has it, and the
-PSF licence permits it. One file in fifty is held out. The tokenizer is a byte-level BPE of 4,096 tokens, learned once
-and shared by all models. Everything is seeded; `--tokens` fixes the amount of work, `--minutes` the time instead.
+The corpus is the source of the standard library that the running interpreter came with: every
+machine has it, and the PSF licence permits it. One file in fifty is held out. The tokenizer is a
+byte-level BPE of 4,096 tokens, learned once and shared by all models. Everything is seeded;
+`--tokens` fixes the amount of work, `--minutes` the time instead.
 
-The result is a Hugging Face directory (config.json, model.safetensors, tokenizer.json), so `transformers` loads it.
+The result is a Hugging Face directory (config.json, model.safetensors, tokenizer.json), so
+`transformers` loads it.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ SHAPES = {
 }
 
 
-# --- corpus ---------------------------------------------------------------------------------------------------------
+# --- corpus
+# ---------------------------------------------------------------------------------------------------------
 
 
 def learn_tokenizer(texts: list[str]):
@@ -119,8 +122,8 @@ def encode(tokenizer, texts: list[str]) -> list[np.ndarray]:
 def cut_after_spaces(text: str, rng: random.Random) -> list[str]:
     """Return the text in pieces, a few of which end in the space before a word.
 
-    Byte-level BPE glues a space to the word after it. A prompt such as `def ` ends in a space without its word, and a
-    model that never met one continues it badly: so it meets some.
+    Byte-level BPE glues a space to the word after it. A prompt such as `def ` ends in a space
+    without its word, and a model that never met one continues it badly: so it meets some.
     """
     cuts = [found.start() for found in re.finditer(r"(?<=[^\s] )(?=\w)", text) if rng.random() < CUT_SHARE]
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -160,8 +163,8 @@ def prompt_like_rows(tokenizer, texts: list[str], context: int, rng: random.Rand
     """Return windows that begin where a prompt might: at a statement, half of them with the first
     space cut off.
 
-    A window of the stream begins anywhere, in the middle of a name too, so from the stream alone a model learns nothing
-    of what follows a first token.
+    A window of the stream begins anywhere, in the middle of a name too, so from the stream alone a
+    model learns nothing of what follows a first token.
     """
     rows = []
     while len(rows) < BATCH_TOKENS // context:
@@ -180,15 +183,16 @@ def prompt_like_rows(tokenizer, texts: list[str], context: int, rng: random.Rand
     return np.stack(rows)
 
 
-# --- model ----------------------------------------------------------------------------------------------------------
+# --- model
+# ----------------------------------------------------------------------------------------------------------
 
 
 def build_model(shape: Shape) -> Any:
     """Return a randomly initialised Llama, in Hugging Face's own class so that its files load
     anywhere.
 
-    With a `kv_lora_rank` a DeepSeek-V2 without experts, whose heads are as wide as a Llama's: half is rotated, and half
-    is not.
+    With a `kv_lora_rank` a DeepSeek-V2 without experts, whose heads are as wide as a Llama's: half
+    is rotated, and half is not.
     """
     from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
 
@@ -276,7 +280,9 @@ def held_out_loss(model, documents: list[np.ndarray], device: torch.device, max_
 def train(
     name: str, minutes: float | None, tokens: int, learning_rate: float, seed: int, resume: bool, device: torch.device
 ) -> None:
-    """Train one model and write it, with what its card needs to say, to its directory beside this file."""
+    """Train one model and write it, with what its card needs to say, to its directory beside
+    this file.
+    """
     torch.manual_seed(seed)
     files = corpus_files()
     training = read_texts([path for path in files if not is_held_out(path)])
@@ -323,7 +329,8 @@ def fit(
     seed: int,
     loss_of: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy,
 ) -> dict[str, Any]:
-    """Train for `minutes`, or else `tokens`; `seed` orders the data. Return the facts for `training.json`.
+    """Train for `minutes`, or else `tokens`; `seed` orders the data. Return the facts for
+    `training.json`.
 
     `loss_of` is `cross_entropy`, compiled or not.
     """
@@ -387,7 +394,8 @@ def save(model, tokenizer, directory: Path, facts: dict) -> None:
     (directory / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
-# --- card -----------------------------------------------------------------------------------------------------------
+# --- card
+# -----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

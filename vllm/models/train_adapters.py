@@ -1,4 +1,5 @@
-"""Train three LoRA adapters for `tiny-python`, each of which is known at a glance by the text that it writes.
+"""Train three LoRA adapters for `tiny-python`, each of which is known at a glance by the text that
+it writes.
 
     uv run python vllm/models/train_adapters.py                    # all three, then the card
     uv run python vllm/models/train_adapters.py braces --steps 50  # one of them, shorter
@@ -8,9 +9,10 @@
     doctest  every line behind the prompt of an interactive session, >>> or ...
     stubs    heads of functions, with ... for a body, as in a .pyi file
 
-The text is `train.py`'s corpus again, its short functions without their docstrings, rewritten so. The files held out
-from the base model are held out here too. The base model's weights stay as they are; only A and B learn. The first line
-of half the windows is left as it was, since prompts come as they are.
+The text is `train.py`'s corpus again, its short functions without their docstrings, rewritten so.
+The files held out from the base model are held out here too. The base model's weights stay as they
+are; only A and B learn. The first line of half the windows is left as it was, since prompts come as
+they are.
 
 Each result is a folder in PEFT's format, in bf16, that `peft`, vLLM and this engine load.
 """
@@ -55,7 +57,8 @@ SHOWN = ("def add(a, b):", "def read(self, path):")
 console = Console()
 
 
-# --- what the adapters speak ------------------------------------------------------------------------------------------
+# --- what the adapters speak
+# ------------------------------------------------------------------------------------------
 
 
 def with_braces(function: str) -> str:
@@ -126,7 +129,8 @@ TASKS = {
 }
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
+# --- text
+# -------------------------------------------------------------------------------------------------------------
 
 
 def functions_of(text: str) -> list[str]:
@@ -188,7 +192,8 @@ def batch(found: Iterator[np.ndarray], count: int = ROWS) -> tuple[torch.Tensor,
     return windows(np.stack([next(found) for _ in range(count)]), torch.device("cpu"))
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training
+# ---------------------------------------------------------------------------------------------------------
 
 
 class LoRALinear(torch.nn.Module):
@@ -208,7 +213,9 @@ class LoRALinear(torch.nn.Module):
 
 
 def with_lora(model: Any, task: Task, scale: float) -> dict[str, torch.nn.Parameter]:
-    """Freeze the model, put A and B beside its target linears, and return them under PEFT's keys."""
+    """Freeze the model, put A and B beside its target linears, and return them under PEFT's
+    keys.
+    """
     model.requires_grad_(False)
     matrices = {}
     for index, layer in enumerate(model.model.layers):
@@ -258,7 +265,8 @@ def train(name: str, functions: list[str], steps: int, learning_rate: float, see
     console.print(f"{name}: loss {history[0]:.3f} -> {sum(history[-10:]) / 10:.3f}, {facts['cpu_minutes']} CPU minutes")
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
+# --- measuring
+# --------------------------------------------------------------------------------------------------------
 
 
 def merged(name: str | None) -> Any:
@@ -283,7 +291,8 @@ def compare(names: list[str]) -> dict[str, Any]:
     """Measure the held-out loss of the base model and of each adapter on each task's text, and
     which adapter writes in which style.
 
-    `recognised` counts, of the greedy continuations of held-out heads of functions, those that look like each task.
+    `recognised` counts, of the greedy continuations of held-out heads of functions, those that look
+    like each task.
     """
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
     functions = [function for text in held_out_texts() for function in functions_of(text)]
@@ -307,7 +316,9 @@ def compare(names: list[str]) -> dict[str, Any]:
 
 
 def write_card() -> None:
-    """Measure the adapters, write the figures beside the other results and rewrite the card from them."""
+    """Measure the adapters, write the figures beside the other results and rewrite the card from
+    them.
+    """
     names = [name for name in TASKS if (ADAPTERS / name / WEIGHTS_FILE).exists()]
     figures = compare(names)
     write_json(COMPARED, "adapters", figures, unit="nats per token", held_out_rows=HELD_OUT_ROWS, prompts=PROMPTS)

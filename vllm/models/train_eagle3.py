@@ -1,15 +1,18 @@
-"""Train the EAGLE-3 head of `tiny-python`: one decoder layer that drafts from the target's own hidden states.
+"""Train the EAGLE-3 head of `tiny-python`: one decoder layer that drafts from the target's own
+hidden states.
 
     uv run python vllm/models/train_eagle3.py                      # from nothing, then measure and save
     uv run python vllm/models/train_eagle3.py --resume             # go on from the saved head, with other prompts
     uv run python vllm/models/train_eagle3.py --quick --out DIR    # seconds: is everything in place?
 
-The target is frozen. It first continues prompts from Python's standard library, since a head learns best from the text
-that it will draft. Then the head learns the target's own distribution at each place (soft cross-entropy), over three
-unrolled steps: the first from the target's hidden states, the second and third from what the head itself has returned.
-This is EAGLE-3's training-time test (arXiv 2503.01840). The LM head is the target's, and stays as it is.
+The target is frozen. It first continues prompts from Python's standard library, since a head learns
+best from the text that it will draft. Then the head learns the target's own distribution at each
+place (soft cross-entropy), over three unrolled steps: the first from the target's hidden states,
+the second and third from what the head itself has returned. This is EAGLE-3's training-time test
+(arXiv 2503.01840). The LM head is the target's, and stays as it is.
 
-The result is a directory as vLLM loads it with `{"method": "eagle3", "model": DIR}`: config.json, model.safetensors.
+The result is a directory as vLLM loads it with `{"method": "eagle3", "model": DIR}`: config.json,
+model.safetensors.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
         yield lambda count, words=what: bar.update(task, advance=count, description=words)
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
+# --- data
+# -----------------------------------------------------------------------------------------------------------
 
 
 def prompts_of(texts: list[str], count: int, rng: random.Random) -> list[list[int]]:
@@ -96,7 +100,8 @@ def continue_prompts(llm: LLM, prompts: list[list[int]], sampled_one_in: int, se
     return [[*ids, *output.outputs[0].token_ids] for ids, output in zip(prompts, outputs, strict=True)]
 
 
-# --- model ----------------------------------------------------------------------------------------------------------
+# --- model
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Norm(nn.RMSNorm):
@@ -108,7 +113,9 @@ class Norm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Projections of the head's one attention, which reads embedding and hidden state side by side."""
+    """Projections of the head's one attention, which reads embedding and hidden state side by
+    side.
+    """
 
     def __init__(self, config: dict):
         super().__init__()
@@ -173,9 +180,9 @@ class Head(nn.Module):
         """Return what the head makes of each place, drafted 1, 2, ... `STEPS` tokens ahead of the
         target's hidden states.
 
-        Place i has the hidden state of token i and the embedding of token i + 1, and predicts token i + 2. In step j,
-        the target has computed the tokens up to i - j + 1: the head has its own hidden states for those after it, and
-        attends to its own keys there.
+        Place i has the hidden state of token i and the embedding of token i + 1, and predicts token
+        i + 2. In step j, the target has computed the tokens up to i - j + 1: the head has its own
+        hidden states for those after it, and attends to its own keys there.
 
         Args:
             features: the target's hidden states [rows, places, 3 × hidden].
@@ -183,7 +190,8 @@ class Head(nn.Module):
             first: the first place that matters.
 
         Returns:
-            For each step, normalised hidden states for the last places: [rows, places - first - max(0, j - 2), hidden].
+            For each step, normalised hidden states for the last places: [rows, places - first -
+            max(0, j - 2), hidden].
         """
         places = torch.arange(features.shape[1], device=features.device)
         rotary = rotary_of(places, self.config)
@@ -249,8 +257,8 @@ class Target:
         """Read `ids` [rows, places + 1].
 
         Returns:
-            Hidden states [rows, places, 3 × hidden]; embeddings and last hidden states of the tokens after them, [rows,
-            places, hidden].
+            Hidden states [rows, places, 3 × hidden]; embeddings and last hidden states of the
+            tokens after them, [rows, places, hidden].
         """
         out = self.model.model(input_ids=ids, output_hidden_states=True, use_cache=False)
         features = torch.cat([out.hidden_states[index] for index in AUX_LAYERS], dim=-1)
@@ -279,7 +287,8 @@ def losses_of(head: Head, target: Target, ids: Tensor, first: int) -> tuple[Tens
     return torch.stack(losses), torch.stack(same).detach()
 
 
-# --- training -------------------------------------------------------------------------------------------------------
+# --- training
+# -------------------------------------------------------------------------------------------------------
 
 
 def batches_of(rows: list[list[int]], seed: int) -> Iterator[np.ndarray]:
@@ -330,8 +339,8 @@ def acceptance(head: Head, target: Target, rows: list[list[int]]) -> tuple[int, 
     """Return the drafts made and tokens accepted by position, in greedy continuations with `STEPS`
     drafts at a time.
 
-    A draft counts only if those before it were right, and then it followed the target's own tokens. So what each
-    place would accept is known from the text, and only the walk over it is left.
+    A draft counts only if those before it were right, and then it followed the target's own tokens.
+    So what each place would accept is known from the text, and only the walk over it is left.
     """
     drafts, accepted = 0, [0] * STEPS
     for row in rows:
@@ -355,7 +364,9 @@ def acceptance(head: Head, target: Target, rows: list[list[int]]) -> tuple[int, 
 
 
 def save(head: Head, directory: Path, facts: dict) -> None:
-    """Write bf16 weights with the checkpoint's names, vLLM's config for them, and `training.json`."""
+    """Write bf16 weights with the checkpoint's names, vLLM's config for them, and
+    `training.json`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,5 @@
-"""Train four small siblings alike, which differ only in how many heads share keys and values, and compare their losses.
+"""Train four small siblings alike, which differ only in how many heads share keys and values, and
+compare their losses.
 
     uv run python vllm/models/train_siblings.py                 # every run that is not there yet, then the comparison
     uv run python vllm/models/train_siblings.py --seeds 1       # the first seed of each only
@@ -9,12 +10,13 @@
     tiny-python-mqa   8 query heads, 1 KV head
     tiny-python-mla   8 query heads, a latent vector of 56 numbers and one rotated key of 8: as much cache as GQA
 
-Width and depth are those of `tiny-python-draft`; tokenizer, corpus and recipe are `train.py`'s. Runs with one seed see
-the same windows in the same order. What fewer KV heads save in parameters goes into the MLP's width, so that all four
-have as many parameters, to 0.03 %. Nothing is compiled: on a CPU that takes longer than such a short run saves.
+Width and depth are those of `tiny-python-draft`; tokenizer, corpus and recipe are `train.py`'s.
+Runs with one seed see the same windows in the same order. What fewer KV heads save in parameters
+goes into the MLP's width, so that all four have as many parameters, to 0.03 %. Nothing is compiled:
+on a CPU that takes longer than such a short run saves.
 
-Each run's directory is complete or absent: a run that was stopped begins again, and the others are kept. With --ship
-the models of seed 0 are copied beside this file.
+Each run's directory is complete or absent: a run that was stopped begins again, and the others are
+kept. With --ship the models of seed 0 are copied beside this file.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def run_directory(name: str, seed: int) -> Path:
 
 
 def train_missing(seeds: int, tokens: int) -> None:
-    """Train what is not there yet, seed by seed, so that a comparison of the first seeds is ready first."""
+    """Train what is not there yet, seed by seed, so that a comparison of the first seeds is
+    ready first.
+    """
     runs = [(name, seed) for seed in range(seeds) for name in SIBLINGS]
     runs = [run for run in runs if not (run_directory(*run) / "training.json").exists()]
     if not runs:
@@ -69,7 +73,9 @@ def train_missing(seeds: int, tokens: int) -> None:
 
 
 def compare() -> None:
-    """Write the losses of the seeds that all siblings have, with means and spreads, beside the other results."""
+    """Write the losses of the seeds that all siblings have, with means and spreads, beside the
+    other results.
+    """
     facts = {name: facts_by_seed(name) for name in SIBLINGS}
     seeds = sorted(set.intersection(*(set(found) for found in facts.values())))
     if not seeds:

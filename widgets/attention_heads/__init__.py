@@ -1,10 +1,11 @@
 """Show what shared keys save, and over how many GPUs a model's KV heads can be split.
 
-`minivllm.memory` counts memory as vLLM would when it starts, also for models whose heads are shared differently, and
-`minivllm_lab.attention_heads.siblings` models the rates. Such a model need not exist, so the quality of its answers is
-not shown.
+`minivllm.memory` counts memory as vLLM would when it starts, also for models whose heads are shared
+differently, and `minivllm_lab.attention_heads.siblings` models the rates. Such a model need not
+exist, so the quality of its answers is not shown.
 
-Draw the lesson's figure with `uv run python -P -m widgets attention_heads lessons/figures/09_ranks.svg`.
+Draw the lesson's figure with `uv run python -P -m widgets attention_heads
+lessons/figures/09_ranks.svg`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MANY = 3
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two what this attention achieves on so many GPUs."""
+    """Say in one sentence or two what this attention achieves on this many GPUs."""
     place = state.here
     cause = state.cause(state.tp)
     if state.wrong:

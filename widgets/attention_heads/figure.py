@@ -1,4 +1,6 @@
-"""Draw lesson 09's picture: requests that fit against the GPUs, what each GPU keeps, and published models."""
+"""Draw lesson 09's picture: requests that fit against the GPUs, what each GPU keeps, and
+published models.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ KIB = 1024
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw requests against the GPUs, bytes and rates beside them, and GPUs and published models below."""
+    """Draw requests against the GPUs, bytes and rates beside them, and GPUs and published models
+    below.
+    """
     drawing = Drawing(width, 0, "What fits on ever more GPUs", f"{state.model}, {state.mine.name}, against the GPUs")
     y = drawing.heading((MARGIN, 23), "Requests that fit")
     note = (
@@ -271,7 +275,9 @@ def rank_words(state: State) -> str:
 
 
 def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
-    """Draw operations per byte and bytes per token of the reader's kind and published models; return the y below."""
+    """Draw operations per byte and bytes per token of the reader's kind and published models;
+    return the y below.
+    """
     ridge = state.hardware.ridge()
     drawing.text((box.x, box.y), "Operations per byte", size=HEADING, bold=True)
     drawing.text((box.right, box.y), "KiB a token", size=SMALL, colour=QUIET, anchor="end")

@@ -35,7 +35,9 @@ BESIDE_LATENT = 512
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 WANTED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WORTH = 1.25
-"""The least ratio of requests that is worth doubling the GPUs; below it, they are spent on copies."""
+"""The least ratio of requests that is worth doubling the GPUs; below it, they are spent on
+copies.
+"""
 PATIENCE = 1.0
 """CPU seconds that the reader's rule may take."""
 MOST = {"kv_heads": 1024, "latent": 2**16, "tensor_parallel_size": 1024, "context": 2**24, "wanted": 2**16}
@@ -121,7 +123,9 @@ class State:
         return _real()
 
     def cause(self, tp: int) -> str:
-        """Return what is wrong on this many GPUs: "long", "heads", "weights", "few", "copies" or ""."""
+        """Return what is wrong on this many GPUs: "long", "heads", "weights", "few", "copies" or
+        "".
+        """
         place = self.mine.at(tp)
         if self.context > self.longest:
             return "long"
@@ -208,7 +212,9 @@ def _real() -> tuple[tuple[str, int, float], ...]:
 def _kind(
     model: str, gpu: str, context: int, wanted: int, heads: int, latent: int, tp: int = 0, kept: int | None = None
 ) -> Kind:
-    """Compute one kind of attention; on `tp` GPUs, each keeps `kept` KV heads if that is not None."""
+    """Compute one kind of attention; on `tp` GPUs, each keeps `kept` KV heads if that is not
+    None.
+    """
     whole = known_model(model)
     sibling = with_latent(whole, latent) if latent else with_kv_heads(whole, heads)
     places = []

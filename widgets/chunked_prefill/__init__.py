@@ -1,9 +1,11 @@
-"""Show the trade-off of a step's token budget: too small delays long prompts, too large delays everyone else.
+"""Show the trade-off of a step's token budget: too small delays long prompts, too large delays
+everyone else.
 
-The engine's own scheduler decides every step, on a virtual clock. `minivllm_simulate.layouts` models the time of a
-step. The model leaves out tokenizer, event loop and sockets.
+The engine's own scheduler decides every step, on a virtual clock. `minivllm_simulate.layouts`
+models the time of a step. The model leaves out tokenizer, event loop and sockets.
 
-Draw the lesson's figure with `uv run python -P -m widgets chunked_prefill lessons/figures/10_budget.svg`.
+Draw the lesson's figure with `uv run python -P -m widgets chunked_prefill
+lessons/figures/10_budget.svg`.
 """
 
 from __future__ import annotations
@@ -290,5 +292,7 @@ SPEC = Spec(
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """Show the widget; `chunk_limit=`, `running_tokens=` and `admitted_tokens=` take your parts of exercise 10."""
+    """Show the widget; `chunk_limit=`, `running_tokens=` and `admitted_tokens=` take your parts
+    of exercise 10.
+    """
     return LessonWidget(SPEC, **knobs)

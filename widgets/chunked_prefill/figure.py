@@ -1,4 +1,6 @@
-"""Draw lesson 10's picture: waiting times against the token budget, and below them the steps, one by one."""
+"""Draw lesson 10's picture: waiting times against the token budget, and below them the steps,
+one by one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ POLICIES = {"mixed": "chunks beside decodes", "whole": "prompts are not cut", "f
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw waiting times against the budget, prefill rate and chats beside them, and the steps below."""
+    """Draw waiting times against the budget, prefill rate and chats beside them, and the steps
+    below.
+    """
     serving = state.serving
     drawing = Drawing(width, 0, "What a token budget costs", f"Waiting times against the budget, now {state.budget}")
     y = drawing.heading((MARGIN, 23), "How long clients wait")
@@ -58,7 +62,9 @@ def _keys(state: State) -> list[Key]:
 
 
 def _scale(state: State) -> Scale:
-    """Scale from a plain step's time to beyond a long prompt's with the smallest budget, so that it rarely changes."""
+    """Scale from a plain step's time to beyond a long prompt's with the smallest budget, so that
+    it rarely changes.
+    """
     least = min(state.gap, state.serving.cost.seconds(StepShape.of([(1, CHAT)])))
     return Scale.around(0.8 * least, 2 * max([state.ttft, state.gap, *state.alone.values()]))
 
@@ -93,7 +99,9 @@ def _other_gap(state: State, budget: int) -> float:
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
-    """Shade where the engine does not start, where long prompts wait too long, and where tokens do."""
+    """Shade where the engine does not start, where long prompts wait too long, and where tokens
+    do.
+    """
     late = [(span, late_words(state, span)) for span in (*state.stopped, *state.late)]
     stalled = [(span, stall_words(state, span)) for span in state.stalled]
     edges = [axes.at(edge, axes.y.low)[0] for span, _ in (*late, *stalled) for edge in span if edge is not None]
@@ -135,7 +143,9 @@ def _draw_words(axes: Axes, span: Span, words: str, beside: Sequence[float]) -> 
 
 
 def late_words(state: State, span: Span) -> str:
-    """Say why long prompts wait in a region: the cause at its edge, or at the handle if it has no edge."""
+    """Say why long prompts wait in a region: the cause at its edge, or at the handle if it has
+    no edge.
+    """
     inside = [budget for budget in (*state.run, *state.refusals) if _is_in(budget, span)]
     if not inside:
         return ""

@@ -34,14 +34,18 @@ CHAT, ANSWER = 128, 48
 COUNTED, AFTER = 80, 20
 """Requests that count, and requests that arrive after them."""
 SEATS, BLOCK_SIZE = 64, 64
-"""max_num_seqs, and the tokens of a block: more than vLLM's 16, because a pool of fewer blocks is faster to build."""
+"""max_num_seqs, and the tokens of a block: more than vLLM's 16, because a pool of fewer blocks
+is faster to build.
+"""
 SEED = 10
 LEAST_STEP = 64
 """The smallest step, in tokens, in the search for the best rate."""
 WINDOW = 3.0
 """The time that is drawn, as a multiple of what a long prompt takes alone in one piece."""
 POLICIES = ("mixed", "whole", "first")
-"""Chunks beside decodes; prompts that are never cut; or prompts alone in a step, before all decodes (vLLM's V0)."""
+"""Chunks beside decodes; prompts that are never cut; or prompts alone in a step, before all
+decodes (vLLM's V0).
+"""
 Caps = tuple[ChunkLimit | None, RunningTokens | None, AdmittedTokens | None]
 """The reader's functions of exercise 10; None keeps the engine's."""
 
@@ -71,7 +75,9 @@ class Point:
     longest: Sequence[float]
     """Each client's longest gap, sorted."""
     long_ttft: Sequence[float]
-    """Seconds to the first token of each long prompt, sorted; for a prompt without one, how long it has waited."""
+    """Seconds to the first token of each long prompt, sorted; for a prompt without one, how long
+    it has waited.
+    """
     chat_ttft: Sequence[float]
     strip: tuple[Step, ...]
     """The steps in the window."""
@@ -91,7 +97,9 @@ class Point:
         return sum(count for seconds, count in self.gaps if seconds > limit) / whole if whole else 0.0
 
     def stalled(self, limit: float) -> float:
-        """Return the share of the clients that ever waited longer than `limit` seconds for the next token."""
+        """Return the share of the clients that ever waited longer than `limit` seconds for the
+        next token.
+        """
         return 1 - share_within(self.longest, limit)
 
     def longest_gap(self, share: float) -> float:
@@ -227,7 +235,9 @@ class Serving:
 
     @cached_property
     def window(self) -> tuple[float, float]:
-        """Return the time that is drawn, from just before a long prompt arrives in the middle of the run."""
+        """Return the time that is drawn, from just before a long prompt arrives in the middle of
+        the run.
+        """
         longs = [
             at
             for at, request in zip(self.arrivals[:COUNTED], self.lengths, strict=False)
@@ -257,7 +267,8 @@ class Serving:
         return chunk_seconds(self.cost, self.prompt, budget)
 
     def capacity(self, budget: int) -> float:
-        """Return the most requests a second that full steps of up to this budget handle before the queue grows.
+        """Return the most requests a second that full steps of up to this budget handle before the
+        queue grows.
 
         Every step is modelled as the mean step.
         """
@@ -266,7 +277,9 @@ class Serving:
         return max(rates) / (self.mean_prompt + ANSWER)
 
     def _mean_step(self, tokens: int) -> StepShape:
-        """Describe a step of this many tokens, with chunks and decodes in the shares in which they arrive."""
+        """Describe a step of this many tokens, with chunks and decodes in the shares in which
+        they arrive.
+        """
         prompt = self.mean_prompt
         whole = prompt + ANSWER
         decodes = tokens * ANSWER / whole
@@ -298,7 +311,9 @@ class Serving:
         return ""
 
     def scheduler(self, budget: int, own: Caps | None) -> Scheduler:
-        """Build the engine's scheduler, V0's prefill-first one, or the engine's with the reader's functions."""
+        """Build the engine's scheduler, V0's prefill-first one, or the engine's with the
+        reader's functions.
+        """
         most = sum(request.total + BLOCK_SIZE for request in self.lengths)
         config = SchedulerConfig(
             max_model_len=self.longest,
@@ -315,7 +330,9 @@ class Serving:
 
 
 class Experiment:
-    """Run one setting with any budget; results are kept, and an interrupted run goes on where it stopped."""
+    """Run one setting with any budget; results are kept, and an interrupted run goes on where it
+    stopped.
+    """
 
     def __init__(self, serving: Serving, own: Caps | None, one_by_one: bool) -> None:
         self.serving = serving

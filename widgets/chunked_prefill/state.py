@@ -1,4 +1,6 @@
-"""Compute the state of lesson 10's widget: waiting times against the token budget, and where they are too long."""
+"""Compute the state of lesson 10's widget: waiting times against the token budget, and where
+they are too long.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ PROMPTS = (2048, 4096, 8192, 16384, 32768)
 GAPS = (0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.5)
 TTFTS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 CLIENTS, ALL_GAPS = 0.9, 0.99
-"""The shares of clients and of long prompts that must be in time; and that of the gaps, where these are judged."""
+"""The shares of clients and of long prompts that must be in time; and that of the gaps, where
+these are judged.
+"""
 JUDGED = ("clients", "gaps")
 MOST = {"budget": 2**17, "threshold": 2**17, "load": 1e3, "long": 1.0, "prompt": 2**15, "gap": 1e3, "ttft": 1e3}
 START = {
@@ -63,7 +67,9 @@ class State(SweptState[Point]):
         return within(self.points[budget].long_ttft, CLIENTS)
 
     def causes(self, budget: int) -> list[str]:
-        """Return what is wrong with a budget that has been run: "queue", "chunks" or "turn", and "stall"."""
+        """Return what is wrong with a budget that has been run: "queue", "chunks" or "turn", and
+        "stall".
+        """
         causes = []
         if self.serving.load > self.capacity[budget]:
             causes.append("queue")
@@ -85,7 +91,9 @@ class State(SweptState[Point]):
 
     @property
     def stopped(self) -> list[Span]:
-        """Return where the engine does not start: with the smallest budgets, with the largest, or with any."""
+        """Return where the engine does not start: with the smallest budgets, with the largest,
+        or with any.
+        """
         allowed = [budget for budget in BUDGETS if budget not in self.refusals]
         if not allowed:
             return [(None, None)]
@@ -110,7 +118,8 @@ def sweep(
     running_tokens: RunningTokens | None = None,
     admitted_tokens: AdmittedTokens | None = None,
 ) -> Iterator[State]:
-    """Serve chats and long prompts with budgets from 64 to 16,384 tokens, and yield ever more complete states.
+    """Serve chats and long prompts with budgets from 64 to 16,384 tokens, and yield ever more
+    complete states.
 
     Args:
         budget: max_num_batched_tokens, where the reader stands.
@@ -126,7 +135,8 @@ def sweep(
         chunk_limit, running_tokens, admitted_tokens: The reader's functions of exercise 10.
 
     Raises:
-        MinivllmError: A value makes no sense, or the reader's functions return an impossible number of tokens.
+        MinivllmError: A value makes no sense, or the reader's functions return an impossible number
+            of tokens.
     """
     require_numbers(MOST, budget=budget, threshold=threshold, load=load, long=long, prompt=prompt, gap=gap, ttft=ttft)
     sensible = min(load, gap, ttft) > 0 and budget >= BUDGETS[0] and threshold >= 0 and prompt >= 1024 and long >= 0.05

@@ -1,4 +1,6 @@
-"""Draw the lower part of lesson 10's picture, which plays: what each step was made of, and when tokens came."""
+"""Draw the lower part of lesson 10's picture, which plays: what each step was made of, and when
+tokens came.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LEAST_BAR = 5
 
 
 def draw_steps(drawing: Drawing, state: State, y: float) -> float:
-    """Draw what each step of a stretch of time was made of, and when tokens came; return the y below."""
+    """Draw what each step of a stretch of time was made of, and when tokens came; return the y
+    below.
+    """
     if state.budget not in state.points:
         return draw_placeholder(drawing, TITLE, state.refused, y)
     keys = [

@@ -1,9 +1,11 @@
 """Show the load that static and continuous batching can handle, with the same arrivals.
 
-The engine's own scheduler decides every step, on a virtual clock. The time of a step is modelled, for Llama-3.1-8B on
-an H100. The load is a share of what the seats could serve if none were ever empty.
+The engine's own scheduler decides every step, on a virtual clock. The time of a step is modelled,
+for Llama-3.1-8B on an H100. The load is a share of what the seats could serve if none were ever
+empty.
 
-Draw the lesson's figure with `uv run python -P -m widgets continuous_batching lessons/figures/04_slots.svg`.
+Draw the lesson's figure with `uv run python -P -m widgets continuous_batching
+lessons/figures/04_slots.svg`.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def command(state: State) -> str:
 
 
 def _static_handles(state: State, load: float, slots: int, spread: float) -> Progress:
-    """Check that static batching handles this load, in this many seats, with lengths this uneven."""
+    """Check that static batching handles this load, in this many seats, with lengths this
+    uneven.
+    """
     if not state.known:
         return Progress(False, "Wait: the requests are still being served.")
     static = state.curves[0]

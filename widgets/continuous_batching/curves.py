@@ -46,7 +46,9 @@ class Curve:
         return sorted(self.points)
 
     def ttfts(self, share: float) -> list[float]:
-        """Return, at each load, the seconds within which this share of the requests has its first token."""
+        """Return, at each load, the seconds within which this share of the requests has its
+        first token.
+        """
         return [self.points[load].ttft(share) for load in self.loads]
 
     def queue_grows(self, load: float) -> bool:
@@ -112,7 +114,8 @@ def sweep(
     file: str = START["file"],
     schedule: Schedule | None = None,
 ) -> Iterator[State]:
-    """Serve 400 requests at each load from 0.1 to 1.5 under both policies, and yield ever more complete states.
+    """Serve 400 requests at each load from 0.1 to 1.5 under both policies, and yield ever more
+    complete states.
 
     Args:
         load: Arrivals as a share of what always full seats could serve, where the reader stands.
@@ -120,7 +123,8 @@ def sweep(
         limit: Seconds within which 95 % of the requests must have their first token.
         spread: Standard deviation of output lengths over their mean; 0 is all equal, 1 exponential.
         burstiness: Of the arrivals; 1 is a Poisson process, less means bursts.
-        file: A workload's name or the path of a file with lengths, which then replace those of `spread`.
+        file: A workload's name or the path of a file with lengths, which then replace those of
+            `spread`.
         schedule: The reader's function of exercise 04, in place of continuous batching.
 
     Raises:
@@ -181,7 +185,9 @@ def _states(
 
 
 def share(value: float) -> str:
-    """Format a share in per cent with all its digits: it counts 400ths, and rounding could hide a missed goal."""
+    """Format a share in per cent with all its digits: it counts 400ths, and rounding could hide
+    a missed goal.
+    """
     return f"{value * 100:.5g} %"
 
 

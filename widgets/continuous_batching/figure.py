@@ -1,4 +1,6 @@
-"""Draw lesson 04's picture: both policies against the load, and below them the seats, which play."""
+"""Draw lesson 04's picture: both policies against the load, and below them the seats, which
+play.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ TICKS = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5)
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw TTFT, goodput and queue against the load, and below them the seats under both policies."""
+    """Draw TTFT, goodput and queue against the load, and below them the seats under both
+    policies.
+    """
     drawing = Drawing(width, 0, f"Load on {state.slots} seats", "Static and continuous batching on the same arrivals")
     note = f"{REQUESTS} requests at each load, {state.slots} seats; all times are modelled"
     y = drawing.heading((MARGIN, 23), "How much load each policy handles", note)
@@ -44,7 +48,9 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 
 
 def _draw_level_key(drawing: Drawing, place: tuple[float, float], state: State) -> None:
-    """Draw the limit's dashes in the row of colour keys, because in the plot its words would cover the curves."""
+    """Draw the limit's dashes in the row of colour keys, because in the plot its words would
+    cover the curves.
+    """
     x, y = place
     drawing.line((x, y - 4), (x + 24, y - 4), colour=GREEN, dash="4 3", width=1.5)
     drawing.text((x + 30, y), f"limit: {seconds(state.limit)}", size=SMALL, colour=GREEN)
@@ -84,7 +90,9 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
 
 
 def _knees(state: State) -> list[tuple[Knee, str]]:
-    """Find where each policy breaks, in order of load; where both break together, return one entry."""
+    """Find where each policy breaks, in order of load; where both break together, return one
+    entry.
+    """
     knees = [(curve.knee, f"{curve.name} breaks") for curve in state.curves if curve.knee]
     knees.sort(key=lambda entry: entry[0].load)
     together = len(knees) == 2 and knees[1][0].load - knees[0][0].load < 0.03
@@ -177,7 +185,9 @@ def _draw_tips(axes: Axes, state: State, words: Callable[[Curve, float], str]) -
 
 
 def _draw_slots(drawing: Drawing, state: State, y: float) -> float:
-    """Draw both policies' seats over the same stretch of time, with the arrivals between them; return the y below."""
+    """Draw both policies' seats over the same stretch of time, with the arrivals between them;
+    return the y below.
+    """
     wide = drawing.width - 2 * MARGIN
     drawing.text((MARGIN, y), f"The first {seconds(state.window)}, seat by seat", size=HEADING, bold=True)
     keys = [Segment("empty", 0, IDLE), Segment("empty while a request waits", 0, MISSED, hatched=True)]

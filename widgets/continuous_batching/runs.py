@@ -1,7 +1,8 @@
 """Run 400 requests at each load through the engine's scheduler, under each policy of lesson 04.
 
-Arrivals keep their pattern at every load and under both policies, only faster or slower. The time of a step is
-modelled, for Llama-3.1-8B on an H100. Load 1 is what the seats could serve if none were ever empty.
+Arrivals keep their pattern at every load and under both policies, only faster or slower. The time
+of a step is modelled, for Llama-3.1-8B on an H100. Load 1 is what the seats could serve if none
+were ever empty.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from minivllm_simulate.virtual_clock import SimulatedRequest, Simulation, StepRe
 from minivllm_simulate.workloads import RequestLengths, Workload, gamma_arrivals
 
 REQUESTS, MEAN_OUTPUT, PROMPT = 400, 10, 16
-"""Answers are short, which makes a run fast: the waste of a static batch depends only on their spread."""
+"""Answers are short, which makes a run fast: the waste of a static batch depends only on their
+spread.
+"""
 LONGEST, LONGEST_PROMPT = 20 * MEAN_OUTPUT, 128
 POLICIES = ("static", "continuous")
 IN_WINDOW = 32
@@ -65,7 +68,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Stay:
-    """Record a request in a seat, from the start of its first step to the end of its last, in seconds."""
+    """Record a request in a seat, from the start of its first step to the end of its last, in
+    seconds.
+    """
 
     request: int
     slot: int
@@ -88,7 +93,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Record the first seconds of a run. `rows` are the seats, or more if the reader's code takes more."""
+    """Record the first seconds of a run. `rows` are the seats, or more if the reader's code
+    takes more.
+    """
 
     stays: tuple[Stay, ...]
     moments: tuple[Moment, ...]
@@ -115,7 +122,9 @@ class Stretch:
 
 
 class Experiment:
-    """Run one configuration at any load; results are kept, and an interrupted run goes on where it stopped."""
+    """Run one configuration at any load; results are kept, and an interrupted run goes on where
+    it stopped.
+    """
 
     def __init__(
         self, slots: int, spread: float, burstiness: float, work: Workload | None, schedule: Schedule | None
@@ -138,7 +147,9 @@ class Experiment:
 
     @property
     def formula(self) -> float:
-        """Return the share of its seats that static batching uses: mean length / mean longest of a batch."""
+        """Return the share of its seats that static batching uses: mean length / mean longest of
+        a batch.
+        """
         batches = [self.outputs[i : i + self.slots] for i in range(0, REQUESTS, self.slots)]
         return sum(self.outputs) / (self.slots * sum(max(batch) for batch in batches))
 
@@ -161,7 +172,9 @@ class Experiment:
         yield from self._saturated.run(policy) if load == SATURATED else self._at_loads.run((policy, load))
 
     def ceiling(self, policy: str) -> float | None:
-        """Return the highest load that a policy can sustain; None until it has been run at SATURATED."""
+        """Return the highest load that a policy can sustain; None until it has been run at
+        SATURATED.
+        """
         return self._saturated.found.get(policy)
 
     def at_loads(self, policy: str, loads: Sequence[float]) -> dict[float, Point]:
@@ -208,7 +221,9 @@ class Experiment:
         raise MinivllmError(f"your schedule has not served {REQUESTS} requests after {most:,} steps")
 
     def _ceiling(self, steps: Sequence[StepRecord]) -> float:
-        """Return the token rate while requests wait, as a share of what full seats make; above 1 is chance."""
+        """Return the token rate while requests wait, as a share of what full seats make; above 1
+        is chance.
+        """
         full = [step for step in steps if step.num_waiting]
         rate = sum(step.shape.num_reqs for step in full) / sum(step.seconds for step in full)
         return min(1.0, rate * self.full_step / self.slots)
@@ -275,7 +290,9 @@ def _cost() -> RooflineCost:
 
 
 def _full_step(lengths: Sequence[RequestLengths], slots: int) -> StepShape:
-    """Describe the mean step of full seats; a request takes as many steps as it generates tokens."""
+    """Describe the mean step of full seats; a request takes as many steps as it generates
+    tokens.
+    """
     steps = sum(request.output_tokens for request in lengths)
     tokens = sum(request.total - 1 for request in lengths)
     later = sum(sum(range(request.prompt_tokens + 1, request.total)) for request in lengths)  # decodes' keys

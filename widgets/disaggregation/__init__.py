@@ -1,10 +1,11 @@
 """Show whether two pools of GPUs handle more than one pool with the best chunk, as the rate grows.
 
-The engine's own scheduler decides every step of every engine, on one virtual clock. `minivllm_simulate.layouts` models
-the time of a step, and `minivllm_simulate.kv_links` that of a transfer. The model leaves out proxy, tokenizer, sockets
-and handshakes.
+The engine's own scheduler decides every step of every engine, on one virtual clock.
+`minivllm_simulate.layouts` models the time of a step, and `minivllm_simulate.kv_links` that of a
+transfer. The model leaves out proxy, tokenizer, sockets and handshakes.
 
-Draw the lesson's figure with `uv run python -P -m widgets disaggregation lessons/figures/08_goodput.svg`.
+Draw the lesson's figure with `uv run python -P -m widgets disaggregation
+lessons/figures/08_goodput.svg`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ DEFAULT_BUDGET = 8192
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two whether two pools handle this rate, and how they compare with one pool."""
+    """Say in one sentence or two whether two pools handle this rate, and how they compare with
+    one pool.
+    """
     mine = state.mine
     if mine.refused:
         return Verdict(f"{state.model} does not fit on {state.gpu}: {mine.refused}.", "broken")
@@ -78,7 +81,9 @@ def _compared(state: State, share: str) -> Verdict:
 
 
 def command(state: State) -> str:
-    """Write the commands of both kinds of servers and of their proxy, and that of the load as a comment."""
+    """Write the commands of both kinds of servers and of their proxy, and that of the load as a
+    comment.
+    """
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{state.model}")))
     mine = state.mine
     work = state.work

@@ -1,7 +1,8 @@
 """Run the reader's connector scheduler of exercise 08 in the engines of lesson 08's widget.
 
-It decides which requests wait and whose blocks are kept. The simulation knows the right answer in each case, and says
-so where the reader's code decides otherwise, since real keys and values would then be lost.
+It decides which requests wait and whose blocks are kept. The simulation knows the right answer in
+each case, and says so where the reader's code decides otherwise, since real keys and values would
+then be lost.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class CheckedConnector(SimulatedConnector):
         super().__init__(sends)
         self.asked = make(BLOCK_SIZE, {"remote_engine_id": "prefill"}, math.inf, lambda: 0.0)
         self.admitted: dict[str, int] = {}
-        """Requests that got blocks since the last step was scheduled, and how many of these are to be filled."""
+        """Requests that got blocks since the last step was scheduled, and how many of these are
+        to be filled.
+        """
 
     def on_new_request(self, request: Request) -> None:
         blocks = list(range(-(-request.num_prompt_tokens // BLOCK_SIZE)))

@@ -1,4 +1,6 @@
-"""Draw lesson 08's picture: requests in time against the rate, each split's goodput, and where the time goes."""
+"""Draw lesson 08's picture: requests in time against the rate, each split's goodput, and where
+the time goes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ TIMES = (
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw requests in time against the rate, each split's goodput beside it, and the time to first token below."""
+    """Draw requests in time against the rate, each split's goodput beside it, and the time to
+    first token below.
+    """
     many = state.mine.gpus
     description = f"Requests in time against the rate, {state.mine.name} GPUs"
     drawing = Drawing(width, 0, f"{state.model} on {many} {state.gpu}", description)

@@ -1,4 +1,6 @@
-"""Compute the state of lesson 08's widget: requests in time against the rate, with two pools and with one."""
+"""Compute the state of lesson 08's widget: requests in time against the rate, with two pools and
+with one.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ class Side:
 
     @cached_property
     def edge(self) -> tuple[float, float]:
-        """Return the last rate that it handles and the next one that has been run, or 0 and inf where there is none."""
+        """Return the last rate that it handles and the next one that has been run, or 0 and inf
+        where there is none.
+        """
         handled = [rate for rate in self.rates if not self.breaks(rate)]
         low = handled[-1] if handled else 0.0
         return low, next((rate for rate in self.rates if rate > low), math.inf)
@@ -115,7 +119,9 @@ class Side:
 
     @property
     def goodput(self) -> float:
-        """Return the requests a second that it handles, interpolated between the rates of `edge`, within the bound."""
+        """Return the requests a second that it handles, interpolated between the rates of
+        `edge`, within the bound.
+        """
         low, high = self.edge
         if self.refused or not low:
             return 0.0
@@ -139,7 +145,9 @@ class Side:
         return "" if self.refused or high == math.inf else self.cause_at(high)
 
     def cause_at(self, rate: float) -> str:
-        """Return what breaks at a rate that has been run: why requests are late, or will be in the long run."""
+        """Return what breaks at a rate that has been run: why requests are late, or will be in
+        the long run.
+        """
         return self.points[rate].cause(self.objective) if self.share(rate) < SHARE else self.bound_by
 
 
@@ -193,7 +201,9 @@ class State:
 
 
 class Experiment:
-    """Run one way to use the GPUs at any rate; results are kept, and an interrupted run goes on where it stopped."""
+    """Run one way to use the GPUs at any rate; results are kept, and an interrupted run goes on
+    where it stopped.
+    """
 
     def __init__(self, system: Disaggregated | Colocated, work: Work) -> None:
         self.system = system
@@ -259,15 +269,18 @@ def sweep(
     output: int = START["output"],
     connector: ConnectorScheduler | None = None,
 ) -> Iterator[State]:
-    """Serve requests with two pools, and with as many GPUs that do both, and yield ever more complete states.
+    """Serve requests with two pools, and with as many GPUs that do both, and yield ever more
+    complete states.
 
     Args:
         rate: Requests a second over all GPUs, where the reader stands.
         prefill, decode: GPUs that prefill, and that decode.
         link: Each GPU's link, of `kv_links.LINKS`.
         layer_wise: Each layer is sent as soon as it is computed.
-        ttft, tpot: Seconds to the first token, and per token after it, that 90 % of the requests must have.
-        budget: Tokens per step of the GPUs that do both (chunked prefill); TUNED takes the best of LADDER.
+        ttft, tpot: Seconds to the first token, and per token after it, that 90 % of the requests
+            must have.
+        budget: Tokens per step of the GPUs that do both (chunked prefill); TUNED takes the best of
+            LADDER.
         model, gpu: Names in `known_models` and `hardware`.
         prompt, output: Tokens of each request.
         connector: The reader's scheduler side of exercise 08, for each engine of the two pools.
@@ -317,7 +330,9 @@ class _Sweep:
     """GPUs that do both, by budget, the likely best first."""
 
     def states(self) -> Iterator[State]:
-        """Yield ever more complete states: this rate, where both ways break, the other splits, other rates."""
+        """Yield ever more complete states: this rate, where both ways break, the other splits,
+        other rates.
+        """
         state = self._now()
         yield state
         known = self._known()

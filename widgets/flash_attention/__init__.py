@@ -1,6 +1,8 @@
-"""Show what tiles of attention move, where they no longer fit, and how one row is summed tile by tile.
+"""Show what tiles of attention move, where they no longer fit, and how one row is summed tile by
+tile.
 
-Draw the lesson's figure with `uv run python -P -m widgets flash_attention lessons/figures/03_tiles.svg`.
+Draw the lesson's figure with `uv run python -P -m widgets flash_attention
+lessons/figures/03_tiles.svg`.
 """
 
 from __future__ import annotations
@@ -122,5 +124,7 @@ SPEC = Spec(
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """Show the widget: `show(block_q=128)` sets a knob, `show(softmax_step=mine.softmax_step)` runs your function."""
+    """Show the widget: `show(block_q=128)` sets a knob, `show(softmax_step=mine.softmax_step)`
+    runs your function.
+    """
     return LessonWidget(SPEC, **knobs)

@@ -1,4 +1,6 @@
-"""Draw lesson 03's picture: bytes against the queries of a tile, what the chip holds, and the walk, which plays."""
+"""Draw lesson 03's picture: bytes against the queries of a tile, what the chip holds, and the
+walk, which plays.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 EDGE = 14
 PART_COLOURS = {"Q": BLUE, "K, V": SKY, "scores": ORANGE, "O": GREEN, "m, l": PURPLE, "others": PALE}
 PAPER = (("T × T stored", 40.3e9), ("tiles", 4.4e9))
-"""Dao et al. 2022, figure 2: bytes of 64 sequences × 16 heads of 64 over 1,024 tokens, forward and backward."""
+"""Dao et al. 2022, figure 2: bytes of 64 sequences × 16 heads of 64 over 1,024 tokens, forward
+and backward.
+"""
 PAPER_HEADS, PAPER_LENGTH = 64 * 16, 1024
 OWN_TILES = {
     ("H100", 64): (192, 128),
@@ -33,7 +37,9 @@ OWN_TILES = {
     ("RTX 4090", 128): (128, 128),
     ("RTX 4090", 256): (128, 64),
 }
-"""Queries and keys of FlashAttention's tiles (causal, 16 bits) by GPU and head dim, from hopper/tile_size.h."""
+"""Queries and keys of FlashAttention's tiles (causal, 16 bits) by GPU and head dim, from
+hopper/tile_size.h.
+"""
 SAME_CHIP = {"H200": "H100", "L4": "RTX 4090"}
 
 

@@ -1,4 +1,6 @@
-"""Sum one row of scores tile by tile, with our online softmax or with the reader's `softmax_step`."""
+"""Sum one row of scores tile by tile, with our online softmax or with the reader's
+`softmax_step`.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def _step(row: Row, first: int, end: int, got: Sequence[RunningSoftmax], right: 
 
 
 def _readers(row: Row, cuts: Sequence[int], softmax_step: Callable[..., Any]) -> list[RunningSoftmax]:
-    """Return the states before and after each tile, as the reader's code computes them with NumPy arrays."""
+    """Return the states before and after each tile, as the reader's code computes them with
+    NumPy arrays.
+    """
     import numpy as np  # only the reader's code needs NumPy
 
     state: Any = Partial(np.full(1, -np.inf), np.zeros(1), np.zeros((1, len(row.values[0]))))

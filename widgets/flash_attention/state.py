@@ -1,8 +1,10 @@
-"""Compute the state of lesson 03's widget: bytes moved by tiles of each size, what fits on a chip, and one row.
+"""Compute the state of lesson 03's widget: bytes moved by tiles of each size, what fits on a chip,
+and one row.
 
-The bytes come from the loop counters of `minivllm_lab.flash_attention.attention_traffic`, which the lesson's script
-checks against loops that count their own trips. What fits on a chip comes from the same module, checked against a
-compiler. The row of scores comes from the embedded model: `vllm/03_flash_attention.py --row` wrote it.
+The bytes come from the loop counters of `minivllm_lab.flash_attention.attention_traffic`, which the
+lesson's script checks against loops that count their own trips. What fits on a chip comes from the
+same module, checked against a compiler. The row of scores comes from the embedded model:
+`vllm/03_flash_attention.py --row` wrote it.
 """
 
 from __future__ import annotations
@@ -155,7 +157,8 @@ def sweep(
     times: float = 1,
     softmax_step: Callable[..., Any] | None = None,
 ) -> State:
-    """Count the bytes of one configuration and of the swept axis, and sum the row of scores tile by tile.
+    """Count the bytes of one configuration and of the swept axis, and sum the row of scores tile by
+    tile.
 
     Args:
         length: Tokens of the sequence.
@@ -219,7 +222,9 @@ def _by_queries(length: int, head_dim: int, block_k: int) -> tuple[Traffic, ...]
 
 
 def _few(by_queries: Sequence[Traffic], naive: Traffic) -> float:
-    """Return the queries below which tiles move more than the naive way, or the fewest where they never do."""
+    """Return the queries below which tiles move more than the naive way, or the fewest where
+    they never do.
+    """
     few = crossing(QUERIES[::-1], [traffic.moved for traffic in by_queries[::-1]], naive.moved, log=True)
     return min(few, QUERIES[-1]) if few < inf else QUERIES[0]
 

@@ -42,7 +42,9 @@ def _last(state: State) -> int:
 
 
 def _keys_of(state: State, tile: int) -> int:
-    """Return the keys that the last program has read with the row's tile (counted from 0), in whole tiles."""
+    """Return the keys that the last program has read with the row's tile (counted from 0), in
+    whole tiles.
+    """
     share = (tile + 1) / len(state.steps)
     return min(state.length, math.ceil(state.length * share / state.block_k - 1e-9) * state.block_k)
 
@@ -77,7 +79,9 @@ def _what_happens(state: State, tile: int, step: Step) -> str:
 
 
 def draw_tiles(drawing: Drawing, at: Box, state: State) -> None:
-    """Draw queries × keys: which program reads which tile of keys, how often, and the bytes so far."""
+    """Draw queries × keys: which program reads which tile of keys, how often, and the bytes so
+    far.
+    """
     drawing.text((at.x, at.y + 18), "Who loads which K, V", size=14.5, bold=True)
     side = Box(at.x + 20, at.y + 46, at.width - 22, at.height - 90)
     columns = min(math.ceil(state.length / state.block_k), MOST_COLUMNS)
@@ -119,7 +123,9 @@ def _draw_reads(drawing: Drawing, side: Box, state: State, columns: int) -> None
 
 
 def _draw_band(drawing: Drawing, at: Box, state: State, index: int, columns: int, seen: int) -> None:
-    """Draw the tiles that a band reads, lit while it reads them; the last band goes tile by tile."""
+    """Draw the tiles that a band reads, lit while it reads them; the last band goes tile by
+    tile.
+    """
     last = _last(state)
     frame = index + 1
     wide = at.width / columns

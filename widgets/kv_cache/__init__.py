@@ -1,7 +1,8 @@
-"""Show how a GPU's memory is used, how many requests fit, and what it costs to reserve the longest request.
+"""Show how a GPU's memory is used, how many requests fit, and what it costs to reserve the longest
+request.
 
-`minivllm` computes everything: the memory ledger equals vLLM's start-up log, and request lengths come from published
-workloads or from the reader's file.
+`minivllm` computes everything: the memory ledger equals vLLM's start-up log, and request lengths
+come from published workloads or from the reader's file.
 
 Draw the lesson's figure with `uv run python -P -m widgets kv_cache lessons/figures/01_ledger.svg`.
 """
@@ -115,7 +116,9 @@ def _whole_context(state: State) -> Progress:
 
 
 def _cut(share: float) -> str:
-    """Format a share with further digits cut off, so that it never looks as if it had reached a goal."""
+    """Format a share with further digits cut off, so that it never looks as if it had reached a
+    goal.
+    """
     return f"{math.floor(share * 10_000) / 100:.2f} %"
 
 
@@ -188,7 +191,9 @@ KV_DTYPES = [("as the model", "auto"), ("fp8", "fp8"), ("nvfp4 (with scales)", "
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw the GPU's memory, its KV cache slot by slot, and the requests that fit against what each reserves."""
+    """Draw the GPU's memory, its KV cache slot by slot, and the requests that fit against what
+    each reserves.
+    """
     return draw(state, width, pinned, verdict(state).words)
 
 

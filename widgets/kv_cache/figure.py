@@ -1,4 +1,6 @@
-"""Draw lesson 01's picture: the memory as a bar, the KV cache slot by slot, and where no request fits."""
+"""Draw lesson 01's picture: the memory as a bar, the KV cache slot by slot, and where no request
+fits.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def _draw_magnifier(drawing: Drawing, state: State, bar: Box, panel: Box) -> Non
 
 
 def _draw_slots(drawing: Drawing, state: State, box: Box) -> Box:
-    """Draw a strip for each slot, with what its request ever holds and what it only reserves; return their place."""
+    """Draw a strip for each slot, with what its request ever holds and what it only reserves;
+    return their place.
+    """
     drawn = max(len(state.lengths), min(state.slots, 1))
     note = f"{state.slots:,} slot{'s' * (state.slots > 1)} of {state.max_model_len:,} tokens"
     note += f" (the first {drawn} are shown)" if drawn < state.slots else ""
@@ -171,7 +175,9 @@ def _draw_plot_heading(drawing: Drawing, state: State, y: float) -> float:
 
 
 def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -> None:
-    """Draw the curves of all GPUs against the reserved length, the line of one request, and what is refused."""
+    """Draw the curves of all GPUs against the reserved length, the line of one request, and what
+    is refused.
+    """
     most = 2.2 * max(100.0, state.at_own_length, *(pool.tokens / state.contexts[0] for pool in state.pools))
     y = Scale(most ** (-BELOW_ONE / (box.height - BELOW_ONE)), most, log=True)
     axes = Axes(drawing, box, Scale(state.contexts[0], state.contexts[-1], log=True), y)
@@ -194,7 +200,9 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
-    """Shade the lengths at which vLLM refuses to start, for lack of memory or beyond the model's limit."""
+    """Shade the lengths at which vLLM refuses to start, for lack of memory or beyond the model's
+    limit.
+    """
     limit, last = state.model_limit or 2 * state.contexts[-1], state.contexts[-1]
     edges: list[tuple[float, str, str]] = []
     if state.longest < min(limit, last):
@@ -209,7 +217,9 @@ def _draw_broken(axes: Axes, state: State) -> None:
 
 
 def _draw_curves(axes: Axes, state: State) -> None:
-    """Draw other GPUs' curves, thin, then this one's, whose part beyond `max_model_len` answers the question."""
+    """Draw other GPUs' curves, thin, then this one's, whose part beyond `max_model_len` answers
+    the question.
+    """
     drawing, ends = axes.drawing, state.contexts[::4]
     with drawing.answer():
         for pool in state.pools:
@@ -256,7 +266,9 @@ def _own_tip(state: State, context: int, mean: float) -> str:
 
 
 def _name_the_ends(axes: Axes, state: State) -> None:
-    """Draw a dot where each GPU's curve meets the line of one request, and the GPUs' names in two rows below."""
+    """Draw a dot where each GPU's curve meets the line of one request, and the GPUs' names in
+    two rows below.
+    """
     drawing, right = axes.drawing, axes.box.right
     clusters: list[tuple[float, list[str]]] = []
     for pool in sorted(state.pools, key=lambda pool: pool.longest):

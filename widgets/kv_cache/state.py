@@ -1,4 +1,6 @@
-"""Compute the state of lesson 01's widget: a GPU's memory ledger, and its KV cache filled with requests."""
+"""Compute the state of lesson 01's widget: a GPU's memory ledger, and its KV cache filled with
+requests.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Pool:
 
 @dataclass(frozen=True)
 class State:
-    """Hold one configuration and its results. Bytes are per GPU; tokens and requests are of all GPUs together."""
+    """Hold one configuration and its results. Bytes are per GPU; tokens and requests are of all
+    GPUs together.
+    """
 
     name: str
     """The model's name for vLLM."""
@@ -75,12 +79,15 @@ class State:
     ledger: MemoryLedger | None
     """None where `needs` exceed what the engine may use."""
     bytes_per_token: float
-    """Bytes per token on one GPU, averaged over a request of `max_model_len` tokens where layers differ; by the
-    reader's function if there is one."""
+    """Bytes per token on one GPU, averaged over a request of `max_model_len` tokens where layers
+    differ; by the reader's function if there is one.
+    """
     counted_bytes: int
     """The same by the engine's count."""
     slots: int
-    """Requests that fit when each reserves `max_model_len` tokens; 0 where vLLM refuses to start."""
+    """Requests that fit when each reserves `max_model_len` tokens; 0 where vLLM refuses to
+    start.
+    """
     lengths: tuple[int, ...]
     """Final tokens of the first requests in those slots, at most MOST_SLOTS_DRAWN."""
     too_long: float
@@ -122,7 +129,9 @@ class State:
 
     @property
     def beyond_model(self) -> bool:
-        """Return whether `max_model_len` exceeds the model's limit, so that vLLM refuses to start."""
+        """Return whether `max_model_len` exceeds the model's limit, so that vLLM refuses to
+        start.
+        """
         return bool(self.model_limit) and self.max_model_len > self.model_limit
 
     @property
@@ -142,7 +151,9 @@ class State:
 
     @property
     def at_own_length(self) -> float:
-        """Return how many requests would fit if each held only its own tokens; 0 where vLLM refuses to start."""
+        """Return how many requests would fit if each held only its own tokens; 0 where vLLM
+        refuses to start.
+        """
         return self.tokens / self.mean_length if self.mean_length and self.starts else 0.0
 
     @property
@@ -168,11 +179,13 @@ def sweep(
     file: str = "",
     kv_bytes_per_token: CountsBytes | None = None,
 ) -> State:
-    """Share out the memory of one GPU, and fill the KV cache with requests that reserve `max_model_len` each.
+    """Return share out the memory of one GPU, and fill the KV cache with requests that reserve
+    `max_model_len` each.
 
     Args:
         model: A well-known model.
-        other_model: A local directory or a model of the Hugging Face hub, which replaces `model` unless empty.
+        other_model: A local directory or a model of the Hugging Face hub, which replaces `model`
+            unless empty.
         gpu: A name in the hardware table.
         tp: GPUs that share one copy of the model.
         kv_dtype: The cache's type; "auto" is the model's.
@@ -245,7 +258,8 @@ def _model(name: str) -> ModelConfig:
 def _shared_out(
     name: str, tp: int, kv_dtype: str, utilization: float
 ) -> tuple[tuple[tuple[str, int], ...], dict[str, MemoryLedger | None], KVGroups]:
-    """Return the memory taken before a KV cache, the ledger of each GPU in the table, and the groups of layers.
+    """Return the memory taken before a KV cache, the ledger of each GPU in the table, and the
+    groups of layers.
 
     A GPU without room for a KV cache has no ledger.
     """
@@ -269,7 +283,8 @@ def _with_bytes(ledger: MemoryLedger, per_token: float) -> MemoryLedger | None:
 
 
 def _own_bytes(own: CountsBytes, config: ModelConfig, kv_dtype: str, counted: int) -> float:
-    """Count the bytes per token with the reader's function; scales and the split over GPUs are added here.
+    """Count the bytes per token with the reader's function; scales and the split over GPUs are
+    added here.
 
     Raises:
         MinivllmError: The function returns no number above 0, or does not end.
@@ -285,7 +300,9 @@ def _own_bytes(own: CountsBytes, config: ModelConfig, kv_dtype: str, counted: in
 
 @lru_cache(maxsize=16)
 def _sample(kind: Workload) -> tuple[list[int], list[int], list[int]]:
-    """Return request lengths as they arrive, the same sorted, and the running sum of the sorted ones."""
+    """Return request lengths as they arrive, the same sorted, and the running sum of the sorted
+    ones.
+    """
     own = kind.table if isinstance(kind, FileWorkload) else None
     count = min(MOST_ROWS, len(own.prompts)) if own else SAMPLED_REQUESTS
     arriving = [request.total for request in kind.sample(count)]
@@ -306,6 +323,8 @@ def _mean_up_to(longest: int, kind: Workload) -> float:
 
 @lru_cache(maxsize=64)
 def _first_lengths(slots: int, longest: int, kind: Workload) -> tuple[int, ...]:
-    """Return the lengths of the first requests up to this length, one for each slot that is drawn."""
+    """Return the lengths of the first requests up to this length, one for each slot that is
+    drawn.
+    """
     fitting = [length for length in _sample(kind)[0] if length <= longest]
     return tuple(islice(cycle(fitting), min(slots, MOST_SLOTS_DRAWN)))

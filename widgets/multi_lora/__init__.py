@@ -1,8 +1,8 @@
 """Show how many LoRA slots a thousand adapters need.
 
-The engine's own scheduler and slot table decide every step, on a virtual clock. `minivllm_simulate.layouts` models the
-time of a step, and `minivllm_lab.multi_lora.costs` what adapters add. All adapters lie in host memory; reading them
-from disk is left out.
+The engine's own scheduler and slot table decide every step, on a virtual clock.
+`minivllm_simulate.layouts` models the time of a step, and `minivllm_lab.multi_lora.costs` what
+adapters add. All adapters lie in host memory; reading them from disk is left out.
 
 Draw the lesson's figure with `uv run python -P -m widgets multi_lora lessons/figures/12_slots.svg`.
 """

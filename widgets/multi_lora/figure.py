@@ -1,4 +1,6 @@
-"""Draw lesson 12's picture: waiting times against the slots, what adapters cost, and the slots one by one."""
+"""Draw lesson 12's picture: waiting times against the slots, what adapters cost, and the slots
+one by one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def gigabytes(value: float) -> str:
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw waiting times against the slots, hits and the cost of a step beside them, and slots over time below."""
+    """Draw waiting times against the slots, hits and the cost of a step beside them, and slots
+    over time below.
+    """
     serving = state.serving
     drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting times against the slots, now {state.slots}")
     y = drawing.heading((MARGIN, 23), "How long clients wait")
@@ -104,7 +108,9 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
 
 
 def late_words(state: State, span: Span) -> str:
-    """Say why clients wait in a region: the cause at the handle, if it is inside, or else at the region's edge."""
+    """Say why clients wait in a region: the cause at the handle, if it is inside, or else at the
+    region's edge.
+    """
     inside = [slots for slots in state.run if (span[0] or 0) <= slots < (span[1] or math.inf)]
     if not inside:
         return ""
@@ -150,7 +156,9 @@ def _tip(state: State, slots: int) -> str:
 
 
 def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the tokens a second of a step against its adapters: applied together, in a loop, or merged."""
+    """Draw the tokens a second of a step against its adapters: applied together, in a loop, or
+    merged.
+    """
     if not state.serving.at_once:
         return
     most = max(2, min(state.batch, state.serving.adapters))
@@ -179,7 +187,9 @@ def _doublings(most: int) -> list[float]:
 
 
 def _name_ways(axes: Axes, rates: dict[str, list[float]]) -> None:
-    """Name two curves at their right ends, and the lowest at the left, where there is room below it."""
+    """Name two curves at their right ends, and the lowest at the left, where there is room below
+    it.
+    """
     for way, down in (("together", -5), ("loop", 14)):
         y = axes.at(axes.x.high, rates[way][-1])[1] + down
         _name_way(axes, way, (axes.box.right, min(max(y, axes.box.y + 2), axes.box.bottom - 3)), "end")

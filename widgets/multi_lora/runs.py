@@ -1,7 +1,8 @@
 """Run lesson 12's load, requests for many adapters, through the engine's scheduler and slot table.
 
-The same requests for the same adapters arrive at the same times with any number of slots, so all differences come from
-the slots. The time of a step is modelled (`minivllm_simulate.layouts`, `minivllm_lab.multi_lora.costs`).
+The same requests for the same adapters arrive at the same times with any number of slots, so all
+differences come from the slots. The time of a step is modelled (`minivllm_simulate.layouts`,
+`minivllm_lab.multi_lora.costs`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ SEED = 12
 WARM = 4
 """Earlier requests per slot, which fill the slots before the first counted request arrives."""
 MOST_BLOCKS = 1 + (COUNTED + AFTER) * -(-(PROMPT + ANSWER + 1) // BLOCK_SIZE)
-"""The blocks that all requests together would take. Creating a larger pool would take longer than the run."""
+"""The blocks that all requests together would take. Creating a larger pool would take longer
+than the run.
+"""
 WINDOW = 24
 """Requests that arrive in the time that is drawn step by step."""
 
@@ -114,7 +117,9 @@ class Point:
 
 
 class _Slotted(OpenEngine):
-    """Serve requests that name adapters: activate these step by step, and record slots and queue."""
+    """Serve requests that name adapters: activate these step by step, and record slots and
+    queue.
+    """
 
     def __init__(self, load: OpenLoad, scheduler: Scheduler, serving: Serving, slots: Slots) -> None:
         super().__init__(load, scheduler, serving.cost.base)
@@ -222,7 +227,9 @@ def _lora_request(adapter: int) -> LoRARequest:
 
 @dataclass(frozen=True)
 class Serving:
-    """Describe an engine on one GPU, its adapters and its load: everything but the number of slots."""
+    """Describe an engine on one GPU, its adapters and its load: everything but the number of
+    slots.
+    """
 
     name: str
     """The model's name."""
@@ -270,7 +277,7 @@ class Serving:
         return self.arrivals[first], self.arrivals[min(first + WINDOW, COUNTED + AFTER - 1)]
 
     def ledger(self, slots: int) -> MemoryLedger:
-        """Share out the GPU's memory with this many slots.
+        """Return share out the GPU's memory with this many slots.
 
         Raises:
             MinivllmError: Too little is left for one request.
@@ -302,7 +309,9 @@ class Serving:
 
     @cached_property
     def at_once(self) -> float:
-        """Return the mean requests at once if none waits for a slot, by Little's law; 0 where none fits."""
+        """Return the mean requests at once if none waits for a slot, by Little's law; 0 where
+        none fits.
+        """
         return 0.0 if self.refusal(0) else self.steady.batch(self.load)
 
     @cached_property
@@ -314,11 +323,15 @@ class Serving:
 
     @cached_property
     def capacity(self) -> float:
-        """Return the most requests a second with a slot for each adapter; beyond it, the queue grows."""
+        """Return the most requests a second with a slot for each adapter; beyond it, the queue
+        grows.
+        """
         return self.steady.capacity
 
     def long_wait(self, slots: int, most: float) -> float:
-        """Return the seconds within which the share `most` of the requests have a slot, if the load goes on."""
+        """Return the seconds within which the share `most` of the requests have a slot, if the
+        load goes on.
+        """
         if slots >= self.adapters or not self.at_once:
             return 0.0
         return wait_for_a_slot(self.shares, self.load, self.at_once / self.load, slots, most)
@@ -345,7 +358,9 @@ class _Applied:
 
 
 class Experiment:
-    """Run one setting with any number of slots; results are kept, and an interrupted run goes on where it stopped."""
+    """Run one setting with any number of slots; results are kept, and an interrupted run goes on
+    where it stopped.
+    """
 
     def __init__(self, serving: Serving, own: Own | None) -> None:
         self.serving = serving

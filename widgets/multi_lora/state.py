@@ -1,4 +1,6 @@
-"""Compute the state of lesson 12's widget: waiting times against the number of slots, and where they are too long."""
+"""Compute the state of lesson 12's widget: waiting times against the number of slots, and where
+they are too long.
+"""
 
 from __future__ import annotations
 
@@ -48,18 +50,24 @@ class State(SweptState[Point]):
     """Seconds within which nine of ten requests must have their first token."""
     serving: Serving
     long_wait: Mapping[int, float]
-    """Seconds within which nine of ten requests have a slot if the load goes on, which a run is too short to show."""
+    """Seconds within which nine of ten requests have a slot if the load goes on, which a run is
+    too short to show.
+    """
 
     def first(self, slots: int) -> float:
         """Return the seconds within which nine of ten requests have their first token."""
         return within(self.points[slots].ttfts, CLIENTS)
 
     def in_the_end(self, slots: int) -> float:
-        """Return the same if the load goes on: a queue that keeps growing gets longer than the run shows."""
+        """Return the same if the load goes on: a queue that keeps growing gets longer than the
+        run shows.
+        """
         return max(self.first(slots), self.long_wait[slots])
 
     def cause(self, slots: int) -> str:
-        """Return what is wrong with this many slots: "slots" (requests wait for one), "cache", "engine" or ""."""
+        """Return what is wrong with this many slots: "slots" (requests wait for one), "cache",
+        "engine" or "".
+        """
         point = self.points[slots]
         if self.first(slots) <= self.ttft:
             if self.long_wait[slots] > self.ttft:
@@ -77,7 +85,9 @@ class State(SweptState[Point]):
 
     @property
     def stopped(self) -> list[Span]:
-        """Return where the engine does not start: from some number of slots on, or with any number."""
+        """Return where the engine does not start: from some number of slots on, or with any
+        number.
+        """
         refused = [slots for slots in SLOTS if slots in self.refusals]
         if not refused:
             return []
@@ -85,12 +95,16 @@ class State(SweptState[Point]):
 
     @property
     def wanted(self) -> float:
-        """Return the adapters in use at once if no request waited for a slot; see `distinct_adapters`."""
+        """Return the adapters in use at once if no request waited for a slot; see
+        `distinct_adapters`.
+        """
         return distinct_adapters(self.serving.shares, self.serving.at_once)
 
     @property
     def batch(self) -> int:
-        """Return the requests of a mean step if none waited, to compare with a loop and with merged copies."""
+        """Return the requests of a mean step if none waited, to compare with a loop and with
+        merged copies.
+        """
         return max(1, round(self.serving.at_once))
 
     @property
@@ -100,7 +114,9 @@ class State(SweptState[Point]):
         return point.distinct if point else min(self.slots, self.wanted)
 
     def rate(self, way: str, distinct: int) -> float:
-        """Model the tokens a second of a decode step with this many adapters, applied in one of `WAYS`."""
+        """Model the tokens a second of a decode step with this many adapters, applied in one of
+        `WAYS`.
+        """
         cost = self.serving.cost
         shape = StepShape.of([(1, PROMPT + ANSWER // 2)] * self.batch)
         if way == "together":

@@ -1,4 +1,6 @@
-"""Draw the lower part of lesson 12's picture, which plays: the adapter in each slot, and the queue."""
+"""Draw the lower part of lesson 12's picture, which plays: the adapter in each slot, and the
+queue.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Switch an engine's levers on one after another, in two orders, and show that each one's gain depends on the others.
+"""Switch an engine's levers on one after another, in two orders, and show that each one's gain
+depends on the others.
 
-The engine's own scheduler and block pool serve a workload with every set of levers. `minivllm_simulate.levers` models
-the time of a step, for Llama-3.1-8B on a GPU of your choice. The swept axis is the requests that run at once.
+The engine's own scheduler and block pool serve a workload with every set of levers.
+`minivllm_simulate.levers` models the time of a step, for Llama-3.1-8B on a GPU of your choice. The
+swept axis is the requests that run at once.
 
-Draw the lesson's figure with `uv run python -P -m widgets optimization_catalog lessons/figures/05_levers.svg`.
+Draw the lesson's figure with `uv run python -P -m widgets optimization_catalog
+lessons/figures/05_levers.svg`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Draw lesson 05's levers: both orders as waterfalls side by side, and below them few and many requests at once.
+"""Draw lesson 05's levers: both orders as waterfalls side by side, and below them few and many
+requests at once.
 
-A lever is one row of both waterfalls: the ranking's order goes down on the left, the reverse goes up on the right.
+A lever is one row of both waterfalls: the ranking's order goes down on the left, the reverse goes
+up on the right.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ MARGIN, ROW, LABELS, NAMES = 14, 15, 132, 134
 WIDE = 560
 """The width from which both orders stand side by side."""
 HEIGHT, SWEPT = 468, 206
-"""The height of the picture with both orders side by side, and that of the lower part where they are stacked."""
+"""The height of the picture with both orders side by side, and that of the lower part where they
+are stacked.
+"""
 SIGNS = {"faster": "▲", "slower": "▼", "nothing": "=", "starts": "▲ starts:", "refused": "✕ does not start"}
 MARKS = {"faster": GREEN, "slower": VERMILLION, "nothing": MID, "starts": GREEN}
 TITLES = ("↓ the ranking's order", "↑ the reverse, from below")
@@ -66,7 +70,9 @@ WHY = {
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw both waterfalls on one logarithmic scale, and the curves against the requests at once."""
+    """Draw both waterfalls on one logarithmic scale, and the curves against the requests at
+    once.
+    """
     wide, rows = width >= WIDE, (len(state.rows) + 2) * ROW
     height = HEIGHT if wide else 2 * (rows + 52) + SWEPT + 60
     drawing = Drawing(width, height, "What each lever buys, in two orders", _described(state))
@@ -254,7 +260,9 @@ def _why(field: str, step: Step, before: Sequence[str]) -> str:
 
 
 def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
-    """Draw tokens per second against the requests at once: all levers that are on, none, and the biggest ones alone."""
+    """Draw tokens per second against the requests at once: all levers that are on, none, and the
+    biggest ones alone.
+    """
     pairs = zip(state.curves, STYLES, strict=False)
     curves = [(curve, style) for curve, style in pairs if any(isinstance(run, LeverResult) for run in curve.outcomes)]
     rates = [rate for curve, _ in curves for rate in _known(curve)[1]] or [1.0]
@@ -284,7 +292,9 @@ def _known(curve: Curve) -> tuple[list[int], list[float]]:
 
 
 def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
-    """Return where the server with all levers breaks: from, to (None for the axis's end), and what breaks first."""
+    """Return where the server with all levers breaks: from, to (None for the axis's end), and
+    what breaks first.
+    """
     regions: list[tuple[float | None, float | None, str]] = []
     at = 0
     between = [math.sqrt(low * high) for low, high in pairwise(SLOTS)]

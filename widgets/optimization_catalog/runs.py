@@ -1,7 +1,7 @@
 """Run lesson 05's levers: what each buys in both orders, and with few or many requests at once.
 
-The engine's own scheduler and block pool serve a workload with every set of levers; `minivllm_simulate.levers` models
-the time of a step. Each run is done once and kept.
+The engine's own scheduler and block pool serve a workload with every set of levers;
+`minivllm_simulate.levers` models the time of a step. Each run is done once and kept.
 """
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ LEVELS = (5, 10, 20, 30, 50, 100, 200)
 FEWEST_REQUESTS, WAVES = 16, 2
 """A run serves at least 16 requests, and twice as many as run at once."""
 SHORTER = 4
-"""How many times shorter answers are than ShareGPT's, to keep redraws fast; their relative spread is the same."""
+"""How many times shorter answers are than ShareGPT's, to keep redraws fast; their relative
+spread is the same.
+"""
 ACCEPTANCE = 0.6
 """The chance that a draft is accepted if all before it were."""
 FIELDS = tuple(rung.field for rung in LADDER)
 TITLES = {rung.field: rung.title for rung in LADDER} | {
     "gqa": "grouped heads", "speculative_tokens": "speculation", "tensor_parallel": "two GPUs",
 }  # fmt: skip
-"""The levers' titles in picture and switches: those of `LADDER`, with shorter ones where space is short."""
+"""The levers' titles in picture and switches: those of `LADDER`, with shorter ones where space
+is short.
+"""
 START: dict[str, Any] = {
     "gpu": "L4",
     "requests": "chats",
@@ -133,7 +137,9 @@ class State:
     everything: Outcome
     """The outcome with all levers that are on."""
     curves: tuple[Curve, ...]
-    """All levers that are on, then, for comparison, none, and the biggest ones alone once they are known."""
+    """All levers that are on, then, for comparison, none, and the biggest ones alone once they
+    are known.
+    """
     error: str | None
     """The lever model's median error on published figures; None until it has been computed."""
 
@@ -152,7 +158,9 @@ class State:
         )
 
     def trouble(self, outcome: Outcome) -> str:
-        """Return what breaks: "refused" (the server does not start), "late" (its tokens), "preempts" or ""."""
+        """Return what breaks: "refused" (the server does not start), "late" (its tokens),
+        "preempts" or "".
+        """
         if outcome is None:
             return ""
         if isinstance(outcome, str):
@@ -207,12 +215,14 @@ def sweep(
     level: int = START["level"],
     **levers: bool,
 ) -> State | Iterator[State]:
-    """Serve a workload with no lever, then with one more at a time, in both orders, and at other numbers of requests.
+    """Serve a workload with no lever, then with one more at a time, in both orders, and at other
+    numbers of requests.
 
     Args:
         gpu: One of GPUS.
-        requests: "chats" (ShareGPT's lengths behind one system prompt), "mixed" (chats and completions of code, nothing
-            shared) or "code" (completions of code, prompts of up to 7,436 tokens).
+        requests: "chats" (ShareGPT's lengths behind one system prompt), "mixed" (chats and
+            completions of code, nothing shared) or "code" (completions of code, prompts of up to
+            7,436 tokens).
         slots: Requests that may run at once, one of SLOTS.
         level: The limit of the time between two tokens in milliseconds, one of LEVELS.
         levers: Fields of `minivllm_simulate.levers.Levers`, on or off; others are as in START.
@@ -246,7 +256,9 @@ def _states(setting: Setting) -> Iterator[State]:
 
 
 def _runs_of(setting: Setting) -> Iterator[tuple[int, Levers]]:
-    """Yield all runs: both ends, both orders, two curves, each lever alone, and the curves of the biggest."""
+    """Yield all runs: both ends, both orders, two curves, each lever alone, and the curves of
+    the biggest.
+    """
     everything = setting.ladder()[-1]
     yield from ((setting.slots, levers) for levers in (everything, Levers()))
     for reverse in (False, True):
@@ -320,9 +332,11 @@ def _workload(requests: str, slots: int) -> LeverWorkload:
 
 
 def _code(count: int, shorter: int) -> LeverWorkload:
-    """Make completions of code with the Azure trace's lengths, spread evenly by multiples of two irrational numbers.
+    """Make completions of code with the Azure trace's lengths, spread evenly by multiples of two
+    irrational numbers.
 
-    A few random draws would differ in mean between numbers of requests at once. The answers are short already.
+    A few random draws would differ in mean between numbers of requests at once. The answers are
+    short already.
     """
     del shorter
     code = WORKLOADS["azure-code"]

@@ -1,9 +1,10 @@
 """Show what a block size costs, in memory and in the kernel, and play a block pool step by step.
 
-`minivllm_simulate` counts both costs over many requests. The pool that plays is the engine's own `BlockPool`, or the
-reader's. CPU times come from the saved results of lesson 02's script.
+`minivllm_simulate` counts both costs over many requests. The pool that plays is the engine's own
+`BlockPool`, or the reader's. CPU times come from the saved results of lesson 02's script.
 
-Draw the lesson's figure with `uv run python -P -m widgets paged_attention lessons/figures/02_pool.svg`.
+Draw the lesson's figure with `uv run python -P -m widgets paged_attention
+lessons/figures/02_pool.svg`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SMALLEST = 16
-"""The smallest block that vLLM's kernels take: FlashAttention, FlashInfer, Triton and FlexAttention."""
+"""The smallest block that vLLM's kernels take: FlashAttention, FlashInfer, Triton and
+FlexAttention.
+"""
 SAMPLES = (1, 2, 4, 8)
 LONGEST = 2048
 """The longest request that is admitted, in tokens, as in the lesson."""
@@ -68,7 +71,9 @@ FACTORS_ALLOWED = (1.01, 1.02, 1.05, 1.1, 1.25, 1.5)
 
 @dataclass(frozen=True)
 class Valley:
-    """Record the block size of least total cost for one kind of requests, among sizes that a kernel takes."""
+    """Record the block size of least total cost for one kind of requests, among sizes that a
+    kernel takes.
+    """
 
     title: str
     block_size: int
@@ -114,7 +119,9 @@ class State:
 
     @property
     def breaks(self) -> tuple[bool, bool, bool]:
-        """Return whether too much is empty, too much is fetched, and no kernel takes this block size."""
+        """Return whether too much is empty, too much is fetched, and no kernel takes this block
+        size.
+        """
         size = self.block_size
         return self.empty[size] > self.empty_allowed, self.over(size), size < SMALLEST
 
@@ -124,7 +131,9 @@ class State:
 
     @property
     def balance(self) -> float:
-        """Return where half a block costs as much as its look-ups: √(2 · tokens · fetch / bytes per token)."""
+        """Return where half a block costs as much as its look-ups: √(2 · tokens · fetch / bytes
+        per token).
+        """
         return math.sqrt(2 * self.tokens * KERNELS[self.kernel].piece / (2 * self.row_bytes))
 
 
@@ -196,7 +205,9 @@ def _seen(kind: Workload) -> tuple[Moment, ...]:
 
 @lru_cache(maxsize=16)
 def _few(kind: Workload) -> tuple[RequestLengths, ...]:
-    """Choose a few requests that represent all: evenly from the shortest to the longest, shuffled."""
+    """Choose a few requests that represent all: evenly from the shortest to the longest,
+    shuffled.
+    """
     ordered = sorted(_lengths(kind), key=lambda lengths: lengths.total)
     places = [place * 4 % PLAYED for place in range(PLAYED)]
     return tuple(ordered[len(ordered) * (2 * place + 1) // (2 * PLAYED)] for place in places)
@@ -230,7 +241,9 @@ def _played(lengths: tuple[RequestLengths, ...], size: int, samples: int, own: C
 
 @lru_cache(maxsize=1)
 def _measured() -> tuple[str, Mapping[int, float]]:
-    """Return the CPU of lesson 02's measurement, and attention's relative time there by block size, or ("", {})."""
+    """Return the CPU of lesson 02's measurement, and attention's relative time there by block
+    size, or ("", {}).
+    """
     for path in sorted(RESULTS.glob("02_paged_attention.*.json")):
         record = json.loads(path.read_text())
         if record["machine"]["gpu"] is None:
@@ -406,5 +419,7 @@ SPEC = Spec(
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """Show the widget: `show(block_size=64)` sets a knob, `show(block_pool=BlockPool)` plays your pool."""
+    """Show the widget: `show(block_size=64)` sets a knob, `show(block_pool=BlockPool)` plays
+    your pool.
+    """
     return LessonWidget(SPEC, **knobs)

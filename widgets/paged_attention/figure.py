@@ -1,4 +1,6 @@
-"""Draw lesson 02's picture: the costs of a block size with where they break, and the pool as it plays."""
+"""Draw lesson 02's picture: the costs of a block size with where they break, and the pool as it
+plays.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def _curves(axes: Axes, state: State, sizes: list[float]) -> None:
 
 
 def _valleys(axes: Axes, state: State) -> None:
-    """Draw these requests' valley on the curve, and other requests' as ticks side by side on the lower edge."""
+    """Draw these requests' valley on the curve, and other requests' as ticks side by side on the
+    lower edge.
+    """
     valley = state.valley
     ticks = dict.fromkeys(state.empty, 0)
     for other in state.others:
@@ -127,7 +131,9 @@ def _valleys(axes: Axes, state: State) -> None:
 
 
 def _broken(axes: Axes, state: State) -> None:
-    """Shade where the kernel's cost or the empty share exceeds its limit, or no kernel takes the size."""
+    """Shade where the kernel's cost or the empty share exceeds its limit, or no kernel takes the
+    size.
+    """
     low = _crossing(state.extra, state.factor_allowed - 1, [state.over(size) for size in state.extra])
     least = DEFAULT / math.sqrt(2)  # between the largest size without a kernel and the smallest with one
     over = [share > state.empty_allowed for share in state.empty.values()]
@@ -153,7 +159,9 @@ def _broken(axes: Axes, state: State) -> None:
 
 
 def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:
-    """Return where a cost that falls along `costs` returns to its limit, or None where it never exceeds it."""
+    """Return where a cost that falls along `costs` returns to its limit, or None where it never
+    exceeds it.
+    """
     sizes = list(costs)
     last = next((index for index, exceeds in enumerate(over) if not exceeds), len(sizes))
     if last == 0:
@@ -228,7 +236,9 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
 
 
 def _layers(seen: Sequence[Mapping[int, _Holding]], num_blocks: int, mark: Callable[[Any], Any]) -> _Layers:
-    """Collect each block's mark by request and by the first and last frame in which it stays the same."""
+    """Collect each block's mark by request and by the first and last frame in which it stays the
+    same.
+    """
     layers: _Layers = {}
     for block in range(num_blocks):
         held = [frame.get(block) for frame in seen]
@@ -319,7 +329,9 @@ def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
 
 
 def _tables(drawing: Drawing, play: Play, place: tuple[float, float], room: float) -> float:
-    """Draw a row for each request, with its block table or its state; return the y of the last one."""
+    """Draw a row for each request, with its block table or its state; return the y of the last
+    one.
+    """
     x, y = place
     base = y
     drawing.text((x, y), "Block tables", size=SMALL, bold=True)
@@ -346,7 +358,9 @@ def _by_request(tables: Iterable[HeldTable]) -> dict[int, list[HeldTable]]:
 def _row_words(
     frames: Iterable[Frame], by_request: Iterable[Mapping[int, list[HeldTable]]], request: int
 ) -> Iterator[str]:
-    """Yield, for each frame, what the samples share and each one's own entries, or the request's state."""
+    """Yield, for each frame, what the samples share and each one's own entries, or the request's
+    state.
+    """
     status = "waiting"
     for frame, tables in zip(frames, by_request, strict=True):
         if request in tables:

@@ -1,8 +1,8 @@
 """Show what happens when the KV pool is too small: which request is preempted, and what that costs.
 
-The engine's own scheduler decides every step, on a virtual clock. `minivllm_simulate.layouts` models the time of a
-step, and `minivllm_lab.preemption.costs` that of a copy. The model leaves out tokenizer, event loop, sockets and prefix
-cache.
+The engine's own scheduler decides every step, on a virtual clock. `minivllm_simulate.layouts`
+models the time of a step, and `minivllm_lab.preemption.costs` that of a copy. The model leaves out
+tokenizer, event loop, sockets and prefix cache.
 
 Draw the lesson's figure with `uv run python -P -m widgets preemption lessons/figures/11_cliff.svg`.
 """
@@ -74,7 +74,9 @@ def _lost(state: State) -> str:
 
 
 def crossover_words(state: State) -> str:
-    """Say whether recomputing or swapping is cheaper, by the formula without attention, in which length cancels."""
+    """Say whether recomputing or swapping is cheaper, by the formula without attention, in which
+    length cancels.
+    """
     crossover = state.serving.crossover
     link = state.serving.link.name
     both = f"recomputing a token takes {micro(crossover.recompute)}, swapping it over {link} {micro(crossover.swap)}"

@@ -1,4 +1,6 @@
-"""Draw lesson 11's picture: latency against the size of the pool, and below it the pool, step by step."""
+"""Draw lesson 11's picture: latency against the size of the pool, and below it the pool, step by
+step.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ POLICY_WORDS = {
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw latency against the pool, the GPU's useful work and a victim's cost beside it, and the pool below."""
+    """Draw latency against the pool, the GPU's useful work and a victim's cost beside it, and
+    the pool below.
+    """
     serving = state.serving
     drawing = Drawing(width, 0, "When the pool is too small", f"Latency against the pool, now {state.pool} tokens")
     y = drawing.heading((MARGIN, 23), "When the pool is too small")
@@ -106,7 +110,9 @@ def _draw_broken(axes: Axes, state: State) -> None:
 
 
 def late_words(state: State, span: Span) -> str:
-    """Say why requests take too long in a region: the cause at its edge, or at the handle if it has no edge."""
+    """Say why requests take too long in a region: the cause at its edge, or at the handle if it
+    has no edge.
+    """
     low, high = span
     inside = [pool for pool in state.run if (low or 0) <= pool < (high or math.inf)]
     if not inside:
@@ -162,7 +168,9 @@ def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
 
 
 def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the seconds for each token of a victim: recomputed, and swapped over links of any speed."""
+    """Draw the seconds for each token of a victim: recomputed, and swapped over links of any
+    speed.
+    """
     serving = state.serving
     crossover = serving.crossover
     rates = [LINK.low * (LINK.high / LINK.low) ** (index / 24) for index in range(25)]

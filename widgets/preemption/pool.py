@@ -1,4 +1,6 @@
-"""Draw the lower part of lesson 11's picture, which plays: the pool step by step, and the preempted requests."""
+"""Draw the lower part of lesson 11's picture, which plays: the pool step by step, and the
+preempted requests.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ KINDS = {OUT: MISSED, AGAIN: ORANGE}
 
 
 def draw_pool(drawing: Drawing, state: State, y: float) -> float:
-    """Draw the pool over a stretch of time, and a row for each of a few requests; return the y below."""
+    """Draw the pool over a stretch of time, and a row for each of a few requests; return the y
+    below.
+    """
     if state.pool not in state.points:
         return draw_placeholder(drawing, TITLE, state.refused, y)
     swaps = state.serving.policy != "recompute"
@@ -45,7 +49,9 @@ def draw_pool(drawing: Drawing, state: State, y: float) -> float:
 
 
 def window(state: State, point: Point) -> tuple[float, float]:
-    """Return the time that is drawn: around the middle preemption, or from the middle of the run."""
+    """Return the time that is drawn: around the middle preemption, or from the middle of the
+    run.
+    """
     out = [span.start for span in point.spans if span.kind == OUT]
     middle = out[len(out) // 2] if out else point.seconds / 2
     wide = WINDOW * state.serving.answer * state.serving.step_alone
@@ -54,7 +60,9 @@ def window(state: State, point: Point) -> tuple[float, float]:
 
 
 def victims(point: Point, start: float, end: float) -> list[int]:
-    """Choose the requests that have a row: first those preempted in this time, then those that run longest in it."""
+    """Choose the requests that have a row: first those preempted in this time, then those that
+    run longest in it.
+    """
     inside = [span for span in point.spans if span.start < end and span.end > start]
     out = [span.request for span in inside if span.kind == OUT and span.start >= start]
     longest = sorted(inside, key=lambda span: max(span.start, start) - min(span.end, end))
@@ -72,7 +80,9 @@ def _at(frame: int) -> str:
 
 
 def _draw_usage(drawing: Drawing, box: Box, point: Point, across: Scale, state: State) -> None:
-    """Draw a bar for each frame: how full the pool is, and how much of it requests hold that were preempted before."""
+    """Draw a bar for each frame: how full the pool is, and how much of it requests hold that
+    were preempted before.
+    """
     drawing.text((MARGIN, box.y + 15), "the pool", size=SMALL, colour=QUIET)
     drawing.text((MARGIN, box.y + 29), f"{state.pool // BLOCK_SIZE:,} blocks", size=SMALL, colour=QUIET)
     drawing.rect(box, IDLE)

@@ -1,7 +1,8 @@
 """Run lesson 11's load on pools of many sizes, through the engine's scheduler.
 
 The same requests arrive at the same times with every pool, so all differences come from the pool.
-`minivllm_simulate.layouts` models the time of a step; where blocks are swapped, a step also waits for its copies.
+`minivllm_simulate.layouts` models the time of a step; where blocks are swapped, a step also waits
+for its copies.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ RUNS, OUT, AGAIN = "runs", "preempted", "comes back"
 
 @dataclass(frozen=True)
 class Span:
-    """Record what a request did and when, in seconds: RUNS, OUT (preempted), or AGAIN (back, until its next token)."""
+    """Record what a request did and when, in seconds: RUNS, OUT (preempted), or AGAIN (back,
+    until its next token).
+    """
 
     request: int
     kind: str
@@ -243,7 +246,9 @@ class Serving:
 
     @cached_property
     def crossover(self) -> Crossover:
-        """Return what a victim's token costs, recomputed or swapped; in large pieces if the policy does not swap."""
+        """Return what a victim's token costs, recomputed or swapped; in large pieces if the
+        policy does not swap.
+        """
         return self.crossover_of(self.link)
 
     def crossover_of(self, link: Link) -> Crossover:
@@ -296,25 +301,30 @@ class Serving:
         return ""
 
     def capacity(self, pool: int) -> float:
-        """Return the most requests a second that this pool handles if nothing is ever computed twice.
+        """Return the most requests a second that this pool handles if nothing is ever computed
+        twice.
 
         The batch is steady, and as large as fits the pool when each request holds its average.
         """
         return self.steady(pool / self.held).capacity
 
     def steady(self, room: float = SEATS) -> Steady:
-        """Return a steady batch with room for so many requests."""
+        """Return a steady batch with room for this many requests."""
         most = max(1.0, min(SEATS, room, BUDGET / (1 + self.prompt / self.answer)))
         return Steady(self.cost, self.prompt, self.answer, most)
 
     @cached_property
     def held(self) -> float:
-        """Return the mean tokens that a running request holds; long answers run longer and count more."""
+        """Return the mean tokens that a running request holds; long answers run longer and count
+        more.
+        """
         steps = sum(request.output_tokens for request in self.lengths)
         return sum(each.output_tokens * (each.prompt_tokens + each.output_tokens / 2) for each in self.lengths) / steps
 
     def least_block_seconds(self) -> float:
-        """Return the least blocks times seconds of a mean request: each token of its answer takes a step."""
+        """Return the least blocks times seconds of a mean request: each token of its answer
+        takes a step.
+        """
         step = self.cost.seconds(StepShape.of([(1, 1)]))
         blocks = (
             sum(-(-(request.prompt_tokens + done) // BLOCK_SIZE) for done in range(request.output_tokens))
@@ -323,7 +333,9 @@ class Serving:
         return step * sum(blocks) / len(self.lengths)
 
     def scheduler(self, pool: int, own: Victim | None, swap: SwapSpace) -> Scheduler:
-        """Build the engine's scheduler with this rule or the reader's function; `swap` serves if blocks are swapped."""
+        """Build the engine's scheduler with this rule or the reader's function; `swap` serves if
+        blocks are swapped.
+        """
         priority = self.rule == PRIORITY
         config = SchedulerConfig(
             max_model_len=self.longest,
@@ -342,7 +354,9 @@ class Serving:
 
 
 class Experiment:
-    """Run one setting with any pool; results are kept, and an interrupted run goes on where it stopped."""
+    """Run one setting with any pool; results are kept, and an interrupted run goes on where it
+    stopped.
+    """
 
     def __init__(self, serving: Serving, own: Victim | None, one_by_one: bool = False) -> None:
         self.serving = serving
@@ -360,7 +374,9 @@ class Experiment:
         return (yield from (patient(run, "your function") if self.own else run))
 
     def _like_a_smaller_pool(self, pool: int) -> Point | None:
-        """Return the result of a smaller pool that never ran out of blocks, since more blocks change nothing."""
+        """Return the result of a smaller pool that never ran out of blocks, since more blocks
+        change nothing.
+        """
         longest = -(-self.serving.longest // BLOCK_SIZE)
         for other, point in self.runs.found.items():
             if other <= pool and not point.preemptions and point.peak + longest <= other // BLOCK_SIZE:

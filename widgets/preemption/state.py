@@ -1,4 +1,6 @@
-"""Compute the state of lesson 11's widget: latency against the size of the pool, and where it is too high."""
+"""Compute the state of lesson 11's widget: latency against the size of the pool, and where it is
+too high.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class State(SweptState[Point]):
         return self.points[pool].latency(SHARE)
 
     def cause(self, pool: int) -> str:
-        """Return what is wrong with a pool that has been run: "queue", "thrash", "copies", "wait" or ""."""
+        """Return what is wrong with a pool that has been run: "queue", "thrash", "copies",
+        "wait" or "".
+        """
         point = self.points[pool]
         if self.serving.load > self.capacity[pool]:
             return "queue"
@@ -89,7 +93,9 @@ class State(SweptState[Point]):
 
     @property
     def saturation(self) -> float:
-        """Return the tokens that the load fills on average, by Little's law; the pool must hold more."""
+        """Return the tokens that the load fills on average, by Little's law; the pool must hold
+        more.
+        """
         serving = self.serving
         inside = serving.steady().batch(serving.load)
         return inside * serving.held
@@ -124,7 +130,8 @@ def sweep(
         victim: The reader's function of exercise 11, in place of `rule`.
 
     Raises:
-        MinivllmError: A value makes no sense, or the reader's function returns an impossible victim.
+        MinivllmError: A value makes no sense, or the reader's function returns an impossible
+            victim.
     """
     require_numbers(MOST, pool=pool, load=load, prompt=prompt, answer=answer, limit=limit)
     sensible = min(load, limit) > 0 and pool >= 1024 and prompt >= 16 and answer >= 16

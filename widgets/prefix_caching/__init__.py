@@ -1,6 +1,7 @@
 """Show the hit rate of a prefix cache against users and pool, with its cliff and the reason for it.
 
-Draw the lesson's figure with `uv run python -P -m widgets prefix_caching lessons/figures/05_prefix_cache.svg`.
+Draw the lesson's figure with `uv run python -P -m widgets prefix_caching
+lessons/figures/05_prefix_cache.svg`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ SESSIONS = ("kind", "users", "turns", "prefix", "order", "target")
 
 
 def verdict(state: State) -> Verdict:
-    """Say in one sentence or two how much of the prompts hits the cache, and whether that is fast enough."""
+    """Say in one sentence or two how much of the prompts hits the cache, and whether that is
+    fast enough.
+    """
     hits = f"{state.hit_rate:.1%} of the prompt tokens hit the cache"
     if state.wrong_rate:
         return Verdict(
@@ -239,7 +242,8 @@ SPEC = Spec(
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """Show the widget: `show(kind="chat")` sets a knob, `show(hash_block_tokens=...)` runs your function.
+    """Show the widget: `show(kind="chat")` sets a knob, `show(hash_block_tokens=...)` runs your
+    function.
 
     Raises:
         MinivllmError: No knob has this name, or it does not take this value.

@@ -1,4 +1,6 @@
-"""Draw lesson 05's prefix cache: a map of hit rates, a cut through it, and whose context is in the pool."""
+"""Draw lesson 05's prefix cache: a map of hit rates, a cut through it, and whose context is in
+the pool.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from widgets.shell.theme import BROKEN, CARD, MISSED, RAMP, RAMP_WORDS
 
 MARGIN, GUTTER = 16, 40
 ROW, CUT, NARROW_CUT, STRIP = 17, 84, 120, 84
-"""Heights in pixels of a row of the map, of the cut, of a cut with more lines of words, and of the strip."""
+"""Heights in pixels of a row of the map, of the cut, of a cut with more lines of words, and of
+the strip.
+"""
 WIDE = 560
 """The width from which words need few lines."""
 MOST_PIECES = 200
-"""The number of pieces into which the strip's bars are cut, so that they grow as the drawing plays."""
+"""The number of pieces into which the strip's bars are cut, so that they grow as the drawing
+plays.
+"""
 
 
 def _edges(values: Sequence[float], below: float, above: float) -> list[float]:
@@ -36,7 +42,9 @@ UP = Scale(ROWS[0], ROWS[-1], log=True)
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw the map of hit rates, a cut through it for the current users, and the pool from request to request."""
+    """Draw the map of hit rates, a cut through it for the current users, and the pool from
+    request to request.
+    """
     drawing = Drawing(width, 1000, f"Prefix cache: {state.kind.title}", _summary(state))
     y = _heading(drawing, 22, "Prefix-cache hit rate", state.kind.title)
     y = _map_legend(drawing, state, y + 21)
@@ -52,7 +60,9 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
 
 
 def _heading(drawing: Drawing, y: float, content: str, note: str) -> float:
-    """Write a title with its note at the right, or below if there is no room; return the last baseline."""
+    """Write a title with its note at the right, or below if there is no room; return the last
+    baseline.
+    """
     end = drawing.width - MARGIN
     drawing.heading((MARGIN, y), content)
     if MARGIN + 1.2 * text_width(content, HEADING) + text_width(note, SMALL) > end:
@@ -93,7 +103,9 @@ def _map_legend(drawing: Drawing, state: State, y: float) -> float:
 
 
 def _has_line(state: State) -> bool:
-    """Return whether the contexts to keep grow with the users; users who do not pause leave early."""
+    """Return whether the contexts to keep grow with the users; users who do not pause leave
+    early.
+    """
     return state.kind.pause > 0 and (state.kind.prefix_of == "user" or state.kind.grows)
 
 
@@ -230,7 +242,8 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     drawing.circle((x, box.bottom), 7, INK)
     with drawing.answer():
         drawing.circle((x, y), 6, BLUE, stroke=INK)
-        # The curve never falls towards larger pools, so right below it is free; at the bottom, left above it.
+        # The curve never falls towards larger pools, so right below it is free; at the bottom, left
+        # above it.
         low = y + 18 > box.bottom - 4
         before = x > box.right - 70 or (low and x > box.x + 70)
         place = (x - 10 if before else x + 10, y - 8 if low else y + 18)
@@ -259,7 +272,9 @@ def _cause(state: State) -> str:
 
 
 def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
-    """Draw a row for each user, with their context in the pool and what each request hit; return the height."""
+    """Draw a row for each user, with their context in the pool and what each request hit; return
+    the height.
+    """
     note = "rows: users; columns: requests"
     y = _heading(drawing, top, "Whose context is in the pool", note)
     keys = [Segment("in the pool", 0, BLUE), Segment("hit (●)", 0, GREEN)]
@@ -331,7 +346,9 @@ class _Strip:
         return f"{words}; {f'{again:,} evicted and recomputed, ' if again else ''}{new:,} new."
 
     def _parts(self, index: int) -> tuple[int, int, int, int]:
-        """Return the prompt tokens that hit, that are recomputed, that are new, and that hit wrongly."""
+        """Return the prompt tokens that hit, that are recomputed, that are new, and that hit
+        wrongly.
+        """
         found = self.state.here.found[index]
         again = max(0, self.could[index] - found)
         return found, again, self.state.here.prompts[index] - found - again, self.state.here.wrong[index]
@@ -356,7 +373,7 @@ class _Strip:
         return shares
 
     def _bars(self, user: int, top: float) -> None:
-        """Draw pieces of bars, each from its first column on, paler where only a part is left."""
+        """Draw pieces of bars, each starting at its first column, paler where only a part is left."""
         most = max(1, math.ceil(len(self.rows) * len(self.admissions) / MOST_PIECES))
         first = 0
         shares = self.held[user]

@@ -1,7 +1,7 @@
 """Serve lesson 05's sessions for every number of users and every pool of a map.
 
-The engine's own scheduler and block pool serve them, on a virtual clock. The time of a step is modelled, for
-Llama-3.1-8B on an H100; everything else is counted.
+The engine's own scheduler and block pool serve them, on a virtual clock. The time of a step is
+modelled, for Llama-3.1-8B on an H100; everything else is counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from widgets.shell.spec import require_choices, require_numbers
 MODEL, GPU = "Llama-3.1-8B", "H100"
 USERS = (2, 3, 4, 6, 8, 12, 16)
 POOLS = tuple(1024 * size for size in (2, 3, 4, 6, 8, 12, 16, 24))
-"""Tokens of each pool. Both axes grow by about half an octave per step, so that cells are equally large."""
+"""Tokens of each pool. Both axes grow by about half an octave per step, so that cells are
+equally large.
+"""
 TURNS = (1, 2, 3, 4)
 PREFIXES = (128, 256, 512, 1024)
 TARGETS = (10, 15, 20, 30)
@@ -133,7 +135,8 @@ def sweep(
         hash_block_tokens: The reader's hash function, in place of the engine's.
 
     Raises:
-        MinivllmError: A value makes no sense, or the reader's function returns no bytes or never ends.
+        MinivllmError: A value makes no sense, or the reader's function returns no bytes or never
+            ends.
     """
     require_numbers(MOST, turns=turns, prefix=prefix, target=target)
     require_choices(users=(users, USERS), pool=(pool, POOLS), order=(order, ORDERS))

@@ -1,7 +1,9 @@
-"""Show what clients see of a model on several GPUs as the rate grows, and which layout handles the most requests.
+"""Show what clients see of a model on several GPUs as the rate grows, and which layout handles the
+most requests.
 
-The engine's own scheduler decides every step, on a virtual clock. `minivllm_simulate.levers` models the time of a step,
-with the all-reduces of tensor parallelism. The model leaves out tokenizer, event loop and sockets.
+The engine's own scheduler decides every step, on a virtual clock. `minivllm_simulate.levers` models
+the time of a step, with the all-reduces of tensor parallelism. The model leaves out tokenizer,
+event loop and sockets.
 
 Draw the lesson's figure with `uv run python -P -m widgets serving lessons/figures/06_layouts.svg`.
 """

@@ -1,4 +1,6 @@
-"""Draw lesson 06's picture: latencies and throughput against the rate, and the other layouts of as many GPUs."""
+"""Draw lesson 06's picture: latencies and throughput against the rate, and the other layouts of
+as many GPUs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ROW, NAMES = 19, 140
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw TTFT, TPOT and throughput against the rate, and below them what all layouts of these GPUs handle."""
+    """Draw TTFT, TPOT and throughput against the rate, and below them what all layouts of these
+    GPUs handle.
+    """
     count = state.layout.gpus
     drawing = Drawing(
         width, 0, f"{state.model} on {count} {state.gpu}", f"Latencies against the rate as {state.layout}"
@@ -107,7 +111,9 @@ def _draw_pair(axes: Axes, served: Served, pick: Callable[[Point], tuple[float, 
 
 
 def _tpot_scale(state: State) -> Scale:
-    """Scale to the longest time so far, rounded up, so that it rarely changes while a sweep goes on."""
+    """Scale to the longest time so far, rounded up, so that it rarely changes while a sweep goes
+    on.
+    """
     most = max([2 * state.served.tpot, *(point.tpot[1] for point in state.served.points.values())])
     return Scale(0.001, 10 ** (math.ceil(3 * math.log10(most)) / 3), log=True)
 
@@ -165,7 +171,9 @@ def _draw_tips(axes: Axes, served: Served, words: Callable[[Point], str]) -> Non
 
 
 def _draw_layouts(drawing: Drawing, state: State, y: float) -> float:
-    """Draw a bar for each layout of as many GPUs, up to the rate at its knee; return the y below."""
+    """Draw a bar for each layout of as many GPUs, up to the rate at its knee; return the y
+    below.
+    """
     count = state.layout.gpus
     title = f"What {count} {state.gpu} handle, by layout" if count > 1 else f"What one {state.gpu} handles"
     drawing.text((MARGIN, y), title, size=HEADING, bold=True)
@@ -216,7 +224,9 @@ def _fitting(words: str, room: float) -> str:
 
 
 def _draw_reads(drawing: Drawing, state: State, y: float) -> float:
-    """Say how many events an answer becomes, by how rarely its client reads; return the y of the last line."""
+    """Say how many events an answer becomes, by how rarely its client reads; return the y of the
+    last line.
+    """
     whose = "your collector" if state.own else "the collector"
     if not state.reads:
         words = "Still serving the requests, for a client that reads rarely."

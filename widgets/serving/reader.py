@@ -1,7 +1,8 @@
-"""Count the events that a client gets of one answer if it reads rarely, with a collector between it and the engine.
+"""Count the events that a client gets of one answer if it reads rarely, with a collector between it
+and the engine.
 
-The collector is a few lines that merge outputs, or the reader's class of exercise 06, in an event loop with a virtual
-clock.
+The collector is a few lines that merge outputs, or the reader's class of exercise 06, in an event
+loop with a virtual clock.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ class Read:
 
 
 def read_answer(tokens: int, gap: float, pause: float, collector: Collector | None = None) -> Read:
-    """Return what a client reads of an answer with a token every `gap` seconds, if it pauses after each event.
+    """Return what a client reads of an answer with a token every `gap` seconds, if it pauses after
+    each event.
 
     Raises:
-        MinivllmError: The reader's collector fails, waits forever, or returns something other than an output.
+        MinivllmError: The reader's collector fails, waits forever, or returns something other than
+            an output.
     """
     if collector is None:
         return Read(pause, _events(tokens, gap, pause), tokens)
@@ -44,7 +47,9 @@ def read_answer(tokens: int, gap: float, pause: float, collector: Collector | No
 
 
 def _events(tokens: int, gap: float, pause: float) -> int:
-    """Count the events of a merging collector: each read takes all tokens so far, or waits for the next one."""
+    """Count the events of a merging collector: each read takes all tokens so far, or waits for
+    the next one.
+    """
     read = 0
     now = 0.0
     events = 0

@@ -1,7 +1,8 @@
 """Run lesson 06's load on a model laid out on GPUs, at one rate.
 
-Only one of the equal groups of a layout is run, with its share of the requests: replicas take requests in turn, which
-vLLM's rule (four times the waiting requests plus the running ones) amounts to where all are alike.
+Only one of the equal groups of a layout is run, with its share of the requests: replicas take
+requests in turn, which vLLM's rule (four times the waiting requests plus the running ones) amounts
+to where all are alike.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ LONGEST_OUTPUT = 1024
 
 @dataclass(frozen=True)
 class Point:
-    """Record what clients see at one rate: pairs are for half and for 99 % of the requests, in seconds."""
+    """Record what clients see at one rate: pairs are for half and for 99 % of the requests, in
+    seconds.
+    """
 
     ttft: tuple[float, float]
     tpot: tuple[float, float]
@@ -41,7 +44,9 @@ class Point:
     tokens_per_second: float
     """Output tokens a second of all GPUs together."""
     requests_per_second: float
-    """The requests that those tokens make up: the throughput of an engine whose queue is never empty."""
+    """The requests that those tokens make up: the throughput of an engine whose queue is never
+    empty.
+    """
     inside: float
     """Mean requests in the system."""
 
@@ -86,7 +91,9 @@ def _cut(lengths: RequestLengths) -> RequestLengths:
 
 
 class Experiment:
-    """Run a model in one layout at any rate; results are kept, and an interrupted run goes on where it stopped."""
+    """Run a model in one layout at any rate; results are kept, and an interrupted run goes on
+    where it stopped.
+    """
 
     def __init__(self, placed: PlacedModel, work: Work) -> None:
         self.layout = placed.layout

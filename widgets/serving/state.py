@@ -1,4 +1,6 @@
-"""Compute the state of lesson 06's widget: latencies against the rate, the knee, and the other layouts' knees."""
+"""Compute the state of lesson 06's widget: latencies against the rate, the knee, and the other
+layouts' knees.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ class Served:
 
     @property
     def goodput(self) -> float:
-        """Return the requests a second that the layout handles within the limits; 0 where the model does not fit."""
+        """Return the requests a second that the layout handles within the limits; 0 where the
+        model does not fit.
+        """
         if self.refused:
             return 0.0
         knee = self.knee
@@ -163,15 +167,18 @@ def sweep(
     tpot: float = START["tpot"],
     output_collector: Collector | None = None,
 ) -> Iterator[State]:
-    """Serve requests in a layout at rates from 0.5 to 1000 a second, and yield ever more complete states.
+    """Serve requests in a layout at rates from 0.5 to 1000 a second, and yield ever more complete
+    states.
 
     Args:
         rate: Requests a second over all GPUs, where the reader stands.
         tp, dp, pp: GPUs that share a layer, engines side by side, and stages of each engine.
         model, gpu: Names in `known_models` and `hardware`.
         prompt, output: Tokens of each request.
-        file: A workload's name or the path of a file with lengths, which then replace `prompt` and `output`.
-        ttft, tpot: Seconds to the first token, and per token after it, that 99 % of the requests must have.
+        file: A workload's name or the path of a file with lengths, which then replace `prompt` and
+            `output`.
+        ttft, tpot: Seconds to the first token, and per token after it, that 99 % of the requests
+            must have.
         output_collector: The reader's class of exercise 06.
 
     Raises:
@@ -214,7 +221,9 @@ class _Sweep:
     collector: Collector | None
 
     def states(self) -> Iterator[State]:
-        """Yield ever more complete states: this rate, this layout's knee, the others' knees, all other rates."""
+        """Yield ever more complete states: this rate, this layout's knee, the others' knees, all
+        other rates.
+        """
         state = self._now()
         yield state
         for run in self._pending_runs():
@@ -276,7 +285,9 @@ class _Sweep:
         return [rate for index, rate in enumerate(RATES) if rate >= near or index % 3 == 0]
 
     def _far(self) -> float:
-        """Return the rate beyond which the queue grows ever longer, so that nothing more is to be seen."""
+        """Return the rate beyond which the queue grows ever longer, so that nothing more is to
+        be seen.
+        """
         served = self._served(self._mine())
         return min((rate for rate in served.rates if "queue" in served.causes(rate)), default=math.inf)
 

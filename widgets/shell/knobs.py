@@ -1,7 +1,7 @@
 """Describe what a reader can turn, as data: choices, steps, sliders, switches and lines of text.
 
-A knob knows which values it takes and how each is labelled; the shell draws the control. Values are JSON, so a state
-can be saved and loaded.
+A knob knows which values it takes and how each is labelled; the shell draws the control. Values are
+JSON, so a state can be saved and loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Carry every widget in one anywidget, whose front end is `shell.js` and `shell.css`.
 
-The kernel runs the sweep and draws; the page handles controls, tooltips, the player and keys. Nothing is fetched or
-built. Without a kernel, the page shows the last picture.
+The kernel runs the sweep and draws; the page handles controls, tooltips, the player and keys.
+Nothing is fetched or built. Without a kernel, the page shows the last picture.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class LessonWidget(anywidget.AnyWidget):
 
     Args:
         spec: The widget.
-        settings: Knobs that differ from their starting values, and the reader's code for the parts in `spec.own`.
+        settings: Knobs that differ from their starting values, and the reader's code for the parts
+            in `spec.own`.
 
     Raises:
         MinivllmError: No knob has this name, or it does not take this value.
@@ -95,7 +96,9 @@ class LessonWidget(anywidget.AnyWidget):
         self._turn(values, None)
 
     def _turn(self, values: Mapping[str, Any], width: float | None) -> None:
-        """Draw the first picture at once, and the rest of the sweep between the page's next messages."""
+        """Draw the first picture at once, and the rest of the sweep between the page's next
+        messages.
+        """
         self._ahead = self.session.turn(values, width)
         self._go_on(self._ahead)
 
@@ -115,7 +118,9 @@ class LessonWidget(anywidget.AnyWidget):
         asyncio.get_running_loop().call_later(0, self._go_on, ahead)
 
     def _draw_ahead(self, ahead: Iterator[dict[str, Any] | None]) -> None:
-        """Draw the pictures along the swept axis while no knob moves, so that dragging needs no kernel."""
+        """Draw the pictures along the swept axis while no knob moves, so that dragging needs no
+        kernel.
+        """
         if ahead is not self._ahead:
             return
         try:
@@ -137,8 +142,8 @@ class LessonWidget(anywidget.AnyWidget):
     def _ipython_display_(self) -> None:
         """Display the picture, then the live widget, which removes the picture when it starts.
 
-        A page made from an executed notebook shows only one form of each output, and picks the live one, which is
-        empty there. So the picture is an output of its own.
+        A page made from an executed notebook shows only one form of each output, and picks the live
+        one, which is empty there. So the picture is an output of its own.
         """
         html = f'<div class="{self._still}">{self.still()}</div>'
         display({"text/html": html, "text/plain": self.view["words"]}, raw=True)

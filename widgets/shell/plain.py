@@ -3,7 +3,8 @@
     from widgets.shell.plain import plain
     plain(kv_cache.SPEC)
 
-The kernel redraws controls, picture, verdict and challenges; there are no tooltips, no player and no dragging.
+The kernel redraws controls, picture, verdict and challenges; there are no tooltips, no player and
+no dragging.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Draw axes with curves, in the grammar that all widgets share.
 
-One axis is swept. Where the system is broken, the plot is shaded and hatched, and words at the edge name the cause and
-the service level that is missed. A handle marks the knob's value; dragging it turns the knob.
+One axis is swept. Where the system is broken, the plot is shaded and hatched, and words at the edge
+name the cause and the service level that is missed. A handle marks the knob's value; dragging it
+turns the knob.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ HIT = 9
 LEAST_ROOM = 110
 """The least width in pixels of a broken region that holds its words."""
 ROW, STRIDE, LEVEL_STRIDE = 15, 4, 16
-"""Pixels between lines of words, between the points of a curve that words avoid, and between those of a level line.
-Covering a level line loses less, so its points lie farther apart."""
+"""Pixels between lines of words, between the points of a curve that words avoid, and between those
+of a level line. Covering a level line loses less, so its points lie farther apart.
+"""
 Number = TypeVar("Number", int, float)
 MARGIN, WIDE = 16, 600
 """Pixels around a picture, and the width from which its parts stand side by side."""
@@ -39,7 +41,9 @@ def short(value: float) -> str:
 
 
 def tokens(value: float) -> str:
-    """Format a number of tokens: 512, 8K, 128K, 1M for powers of two (K = 1024); 1,366 or 12.4K for others."""
+    """Format a number of tokens: 512, 8K, 128K, 1M for powers of two (K = 1024); 1,366 or 12.4K
+    for others.
+    """
     if value >= 2**20:
         return f"{value / 2**20:.3g}M"
     if value >= 2**13 or (value >= 1024 and value % 1024 == 0):
@@ -74,7 +78,9 @@ class Scale:
 
     @classmethod
     def around(cls, low: float, high: float) -> Scale:
-        """Make a logarithmic scale around both values, with ends at thirds of a decade, so that it rarely changes."""
+        """Make a logarithmic scale around both values, with ends at thirds of a decade, so that
+        it rarely changes.
+        """
         ends = math.floor(3 * math.log10(low)) / 3, math.ceil(3 * math.log10(high)) / 3
         return cls(10 ** ends[0], 10 ** ends[1], log=True)
 
@@ -99,7 +105,9 @@ class Scale:
         return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
     def doublings(self, most: int = 8) -> list[float]:
-        """List the powers of two in the range, skipping some where there would be more than `most`."""
+        """List the powers of two in the range, skipping some where there would be more than
+        `most`.
+        """
         powers = range(math.ceil(math.log2(self.low) - 1e-9), math.floor(math.log2(self.high) + 1e-9) + 1)
         return [float(2**power) for power in powers[:: max(1, math.ceil(len(powers) / most))]]
 
@@ -142,7 +150,9 @@ class Axes:
         x_ticks: Sequence[float] | None = None,
         y_ticks: Sequence[float] | None = None,
     ) -> None:
-        """Draw grid lines, tick labels and the names of both axes; the y name stands above its axis."""
+        """Draw grid lines, tick labels and the names of both axes; the y name stands above its
+        axis.
+        """
         box = self.box
         for value in self.y.ticks(5) if y_ticks is None else y_ticks:
             height = self.at(self.x.low, value)[1]
@@ -178,7 +188,9 @@ class Axes:
                 self.drawing.circle(point, HIT, "transparent", stroke="none", tip=tip, group=group)
 
     def strips(self, xs: Sequence[Number]) -> Iterator[tuple[Number, Box]]:
-        """Yield each value of a logarithmic axis with the strip of the plot nearest to it, for tooltips."""
+        """Yield each value of a logarithmic axis with the strip of the plot nearest to it, for
+        tooltips.
+        """
         edges = [self.x.low, *(math.sqrt(low * high) for low, high in pairwise(xs)), self.x.high]
         for value, low, high in zip(xs, edges, edges[1:], strict=False):
             left, right = (self.at(edge, self.y.low)[0] for edge in (low, high))
@@ -199,7 +211,9 @@ class Axes:
     def mark_y(
         self, value: float, text: str, colour: str = INK, *, dash: str = "4 3", along: float = 1, below: bool = False
     ) -> None:
-        """Draw a dashed horizontal line at `value`, with text above or below that ends at `along` (1: right end)."""
+        """Draw a dashed horizontal line at `value`, with text above or below that ends at
+        `along` (1: right end).
+        """
         height = self.at(self.x.low, value)[1]
         self._drawn += _along([(self.box.x, height), (self.box.right, height)], LEVEL_STRIDE)
         self.drawing.line((self.box.x, height), (self.box.right, height), colour=colour, dash=dash, width=1.5)
@@ -207,10 +221,11 @@ class Axes:
         self.drawing.text(place, text, size=SMALL, colour=colour, anchor="end", halo=True)
 
     def broken(self, low: float | None, high: float | None, words: str) -> None:
-        """Shade the values from `low` to `high` of the swept axis (None: to the end of it), where the system breaks.
+        """Shade the values from `low` to `high` of the swept axis (None: to the end of it), where
+        the system breaks.
 
-        `words` at the edge say the cause, and the service level that is missed. Nothing is drawn where no value of the
-        axis is broken. Call it before the curves.
+        `words` at the edge say the cause, and the service level that is missed. Nothing is drawn
+        where no value of the axis is broken. Call it before the curves.
         """
         self.shade(low, high, words)
         area = self._region(low, high)
@@ -218,7 +233,9 @@ class Axes:
             self._edge_words(area, words, high is None)
 
     def shade(self, low: float | None, high: float | None, words: str) -> None:
-        """Shade a broken region without its words: where regions overlap, shade all before drawing any `edge`."""
+        """Shade a broken region without its words: where regions overlap, shade all before
+        drawing any `edge`.
+        """
         area = self._region(low, high)
         if area.width <= 0:
             return
@@ -252,9 +269,11 @@ class Axes:
         self.write(words, edge + 7 if after else edge - 7, room, after=after)
 
     def write(self, words: str, x: float, room: float, *, after: bool) -> None:
-        """Write why the system breaks, in lines no wider than `room` pixels that begin or end at `x`.
+        """Write why the system breaks, in lines no wider than `room` pixels that begin or end at
+        `x`.
 
-        The lines stand as high as possible where no other words are and the fewest curves run, later curves included.
+        The lines stand as high as possible where no other words are and the fewest curves run,
+        later curves included.
         """
         lines = wrapped(words, max(room, 60) * 0.92, SMALL)
         if lines:
@@ -286,7 +305,8 @@ class Axes:
             self.drawing.text(at, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0)
 
     def here(self, value: float, knob: str, words: str = "") -> None:
-        """Draw the handle at `value`. Dragging in the plot turns `knob`, an argument of the widget's sweep.
+        """Draw the handle at `value`. Dragging in the plot turns `knob`, an argument of the
+        widget's sweep.
 
         Call it after the curves; an axis has one handle.
         """
@@ -353,7 +373,9 @@ def draw_keys(drawing: Drawing, y: float, keys: Iterable[Key]) -> float:
 
 
 def three_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box, Box, Box]:
-    """Place a large plot with two small ones beside it, or all three in a column where the picture is narrow."""
+    """Place a large plot with two small ones beside it, or all three in a column where the
+    picture is narrow.
+    """
     if width >= WIDE:
         left = round(width * large)
         right = left + 66

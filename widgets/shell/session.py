@@ -1,7 +1,7 @@
 """Keep the state of one reader's widget: knobs, picture, pinned state and challenges.
 
-A session does not know how it is shown: `lesson_widget` puts it into a notebook, `plain` shows it with standard
-controls, and the site is built from the views of many knob settings.
+A session does not know how it is shown: `lesson_widget` puts it into a notebook, `plain` shows it
+with standard controls, and the site is built from the views of many knob settings.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ MOST_WIDTH, LEAST_WIDTH = 760, 360
 """Limits of a picture's width; its text keeps its size."""
 NOTHING = Progress(False, "There is nothing to check.")
 MOST_VERDICT, MOST_TRACE = 600, 20_000
-"""The most characters of a verdict and of a trace: the reader's code can raise text of any length."""
+"""The most characters of a verdict and of a trace: the reader's code can raise text of any
+length.
+"""
 ONE_AT_A_TIME = threading.RLock()
-"""Held during each step of a sweep: all widgets share their runs, and JupyterLab delivers messages in another thread
-than it runs cells."""
+"""Held during each step of a sweep: all widgets share their runs, and JupyterLab delivers messages
+in another thread than it runs cells.
+"""
 
 
 class Session:
@@ -41,7 +44,8 @@ class Session:
 
     Args:
         spec: The widget.
-        settings: Knobs that differ from their starting values, and the reader's code for the parts in `spec.own`.
+        settings: Knobs that differ from their starting values, and the reader's code for the parts
+            in `spec.own`.
 
     Raises:
         MinivllmError: No knob has this name, or it does not take this value.
@@ -74,10 +78,12 @@ class Session:
     def turn(
         self, values: Mapping[str, Any], width: float | None = None, between: float = 0.1
     ) -> Iterator[dict[str, Any] | None]:
-        """Turn knobs, and yield a view after each step of the sweep; bad values become a verdict, not an exception.
+        """Turn knobs, and yield a view after each step of the sweep; bad values become a verdict,
+        not an exception.
 
-        A view holds what a page needs: picture, verdict and challenges; in the last view, `busy` is False. A step
-        less than `between` seconds after the last drawing is not drawn and yields None.
+        A view holds what a page needs: picture, verdict and challenges; in the last view, `busy` is
+        False. A step less than `between` seconds after the last drawing is not drawn and yields
+        None.
         """
         return _exclusive(self._turned(values, width, between))
 
@@ -201,7 +207,8 @@ class Session:
     def ahead(self) -> Iterator[dict[str, Any] | None]:
         """Yield the views for all other values of the swept knob, nearest first.
 
-        With them, a page needs no kernel while its handle is dragged. A step of an unfinished sweep yields None.
+        With them, a page needs no kernel while its handle is dragged. A step of an unfinished sweep
+        yields None.
         """
         return _exclusive(self._ahead())
 
@@ -243,10 +250,11 @@ class Session:
 
 
 def _uncached(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the reader's code in a function of this session, so that cached runs of earlier code do not match it.
+    """Wrap the reader's code in a function of this session, so that cached runs of earlier code do
+    not match it.
 
-    The same function may behave differently in the next cell, through what it calls; and not every callable can be
-    hashed.
+    The same function may behave differently in the next cell, through what it calls; and not every
+    callable can be hashed.
     """
     return lambda *arguments, **named: part(*arguments, **named)
 

@@ -53,12 +53,16 @@ class Challenge:
 
 @dataclass(frozen=True)
 class Guess:
-    """Ask a question first: whatever is drawn inside `drawing.answer()` is hidden until the reader answers."""
+    """Ask a question first: whatever is drawn inside `drawing.answer()` is hidden until the
+    reader answers.
+    """
 
     question: str
     options: tuple[str, ...]
     right: int
-    """The option that is right for the knobs' starting values; a test compares it with the sweep."""
+    """The option that is right for the knobs' starting values; a test compares it with the
+    sweep.
+    """
     because: str
     """The reason, in a sentence or two."""
 
@@ -78,10 +82,14 @@ class Spec:
     knobs: Mapping[str, Group]
     """`{"heading": {"argument of sweep": knob}}`."""
     presets: Mapping[str, Mapping[str, Value]]
-    """`{"label of a button": {"argument of sweep": value}}`: changes to the starting values that break the system."""
+    """`{"label of a button": {"argument of sweep": value}}`: changes to the starting values that
+    break the system.
+    """
     sweep: Callable[..., Any]
     figure: Callable[..., str]
-    """`figure(state, width=640, pinned=None)`: an SVG of this width; `pinned` is the state to compare with."""
+    """`figure(state, width=640, pinned=None)`: an SVG of this width; `pinned` is the state to
+    compare with.
+    """
     verdict: Callable[[Any], Verdict]
     command: Callable[[Any], str]
     challenges: tuple[Challenge, Challenge, Challenge]
@@ -98,7 +106,9 @@ class Spec:
         return {name: knob.value for name, knob in self.flat().items()}
 
     def jumps(self) -> dict[str, dict[str, Value]]:
-        """Map each button's label to the values it sets: the first button resets all, the others are the presets."""
+        """Map each button's label to the values it sets: the first button resets all, the others
+        are the presets.
+        """
         start = self.start()
         return {"Start again": start} | {label: start | dict(values) for label, values in self.presets.items()}
 

@@ -15,7 +15,9 @@ FRAMES = 24
 
 
 def draw_title(drawing: Drawing, title: str, keys: Sequence[Segment], y: float) -> float:
-    """Write the title with the colour keys beside it, or below it, and return the y of the last baseline."""
+    """Write the title with the colour keys beside it, or below it, and return the y of the last
+    baseline.
+    """
     drawing.text((MARGIN, y), title, size=HEADING, bold=True)
     after = MARGIN + text_width(title, HEADING) * 1.08 + 16
     room = sum(34 + text_width(key.label, SMALL) for key in keys)
@@ -24,7 +26,9 @@ def draw_title(drawing: Drawing, title: str, keys: Sequence[Segment], y: float) 
 
 
 def draw_placeholder(drawing: Drawing, title: str, refused: bool, y: float) -> float:
-    """Write the title over a note that there is nothing to play, and return the y of the last baseline."""
+    """Write the title over a note that there is nothing to play, and return the y of the last
+    baseline.
+    """
     drawing.text((MARGIN, y), title, size=HEADING, bold=True)
     words = "Nothing is served." if refused else "Still serving the requests."
     return drawing.paragraph((MARGIN, y + 20), words, drawing.width - 2 * MARGIN)
@@ -37,7 +41,7 @@ def pixels(box: Box, across: Scale, start: float, end: float) -> tuple[float, fl
 
 
 def frames_from(time: float, across: Scale) -> str:
-    """Return the frames that show something from this time on, as a mark's `at`."""
+    """Return the frames that show something after this time, as a mark's `at`."""
     frame = math.ceil(across.share(time) * FRAMES - 1e-9) - 1
     return f"{min(max(frame, 0), FRAMES - 1)} {FRAMES - 1}"
 

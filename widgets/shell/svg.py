@@ -1,7 +1,8 @@
 """Draw shapes, stacked bars and legends as SVG text, fast and without a dependency.
 
-Coordinates are pixels from the top left corner, as in SVG. A drawing has a title and a description for screen readers.
-Data attributes tell the shell what to do with a mark; other viewers ignore them:
+Coordinates are pixels from the top left corner, as in SVG. A drawing has a title and a description
+for screen readers. Data attributes tell the shell what to do with a mark; other viewers ignore
+them:
 
     data-tip      the tooltip, for the pointer and the arrow keys
     data-group    marks of one group light up together, while the others fade
@@ -83,14 +84,18 @@ class Drawing:
 
     @contextmanager
     def on_top(self) -> Iterator[None]:
-        """Put everything drawn inside above all other shapes, even later ones, within the open layers."""
+        """Put everything drawn inside above all other shapes, even later ones, within the open
+        layers.
+        """
         below, self._parts = self._parts, []
         yield
         self._on_top += [*self._layers, *self._parts, "</g>" * len(self._layers)]
         self._parts = below
 
     def last(self, draw: Callable[[], None]) -> None:
-        """Call `draw` after everything else is drawn. It draws on top, within the layers open now."""
+        """Call `draw` after everything else is drawn. It draws on top, within the layers open
+        now.
+        """
         self._last.append((list(self._layers), draw))
 
     def answer(self) -> AbstractContextManager[None]:
@@ -100,8 +105,9 @@ class Drawing:
     def play(self, frames: Sequence[str], *, still: bool = False) -> None:
         """Give the drawing frames that can be played, with one caption each.
 
-        A mark with `at="3 9"` shows from frame 3 to frame 9; a mark without always shows. Without the shell all marks
-        show, so they must not cover each other; or, with `still`, only those of the last frame show.
+        A mark with `at="3 9"` shows from frame 3 to frame 9; a mark without always shows. Without
+        the shell all marks show, so they must not cover each other; or, with `still`, only those of
+        the last frame show.
         """
         self._frames, self._still = tuple(frames), still
 
@@ -162,7 +168,9 @@ class Drawing:
         group: str = "",
         at: str = "",
     ) -> None:
-        """Draw a dot, by default with a rim of the card's colour, so that it stands out on a line."""
+        """Draw a dot, by default with a rim of the card's colour, so that it stands out on a
+        line.
+        """
         shape = attributes(cx=centre[0], cy=centre[1], r=radius)
         style = attributes(fill=fill, stroke=stroke, stroke_width=1.5)
         self.add(f"<circle{shape}{style}{_data({'tip': tip, 'group': group, 'at': at})}/>")
@@ -181,7 +189,8 @@ class Drawing:
         group: str = "",
         at: str = "",
     ) -> None:
-        """Write one line with its baseline at `place`; `anchor` is start, middle or end, `halo` a rim like the card.
+        """Write one line with its baseline at `place`; `anchor` is start, middle or end, `halo` a
+        rim like the card.
 
         Colours too light for text on the card are darkened.
         """
@@ -217,7 +226,9 @@ class Drawing:
         return y
 
     def hatch(self, box: Box, colour: str, *, gap: float = 7) -> None:
-        """Draw slanted lines over `box`, which set an area apart for readers who cannot see its colour."""
+        """Draw slanted lines over `box`, which set an area apart for readers who cannot see its
+        colour.
+        """
         lines = []
         offset = gap - box.height
         while offset < box.width:
@@ -231,8 +242,8 @@ class Drawing:
     def render(self) -> str:
         """Return the whole picture as one `<svg>` element.
 
-        The page's style decides how it shrinks: with `height: auto` on the root, viewers without that style would show
-        nothing.
+        The page's style decides how it shrinks: with `height: auto` on the root, viewers without
+        that style would show nothing.
         """
         while self._last:
             self._layers, draw = self._last.pop(0)
@@ -270,7 +281,8 @@ class Segment:
 
 
 def stacked_bar(drawing: Drawing, box: Box, segments: Sequence[Segment], total: float) -> None:
-    """Draw a horizontal bar of `segments`; `total` fills the box, and any excess sticks out on the right.
+    """Draw a horizontal bar of `segments`; `total` fills the box, and any excess sticks out on the
+    right.
 
     Labels that fit are written into their segment; the others need a legend.
     """
@@ -289,7 +301,9 @@ def stacked_bar(drawing: Drawing, box: Box, segments: Sequence[Segment], total: 
 
 
 def legend(drawing: Drawing, place: Point, entries: Sequence[Segment], width: float) -> float:
-    """Draw colour keys with labels in rows no wider than `width`, and return the y below the last row."""
+    """Draw colour keys with labels in rows no wider than `width`, and return the y below the
+    last row.
+    """
     x, y = place
     for entry in entries:
         room = 18 + text_width(entry.label, SMALL) + 16

@@ -1,4 +1,5 @@
-"""Sweep one knob over engines that are run, the value where the reader stands first, then the others, nearest first.
+"""Sweep one knob over engines that are run, the value where the reader stands first, then the
+others, nearest first.
 
 Where the reader's code replaces a part, the unchanged engine also runs, at the reader's value only.
 """
@@ -78,7 +79,9 @@ class SweptState(ABC, Generic[Point]):
 
     @property
     def like_the_engine(self) -> bool:
-        """Return whether the reader's code and the engine gave the same result at the knob's value."""
+        """Return whether the reader's code and the engine gave the same result at the knob's
+        value.
+        """
         return self.twin is None or self.twin == self.here
 
     @property
@@ -98,11 +101,13 @@ class SweptState(ABC, Generic[Point]):
         return [(low or least, high or most) for low, high in regions]
 
     def not_served(self, where: str, unlike: str, figures: Callable[[Point], str]) -> Verdict | None:
-        """Return a verdict if the engine has no result here yet, or the reader's code gives another one; else None.
+        """Return a verdict if the engine has no result here yet, or the reader's code gives another
+        one; else None.
 
         Args:
             where: The value: "with 8 slots".
-            unlike: How the reader's code differs: "Your function picks other victims than the engine.".
+            unlike: How the reader's code differs: "Your function picks other victims than the
+                engine.".
             figures: Describe a result by the figures that show the difference.
         """
         if self.refused:
@@ -116,7 +121,9 @@ class SweptState(ABC, Generic[Point]):
         return Verdict(f"{unlike} {compared}.", "broken")
 
     def outcome_rules(self, met: bool, advice: str, if_refused: str) -> list[Rule]:
-        """Return a challenge's last rules: the engine starts, its requests are served, and the goal is met."""
+        """Return a challenge's last rules: the engine starts, its requests are served, and the
+        goal is met.
+        """
         return [
             (self.refused, if_refused),
             (not self.known, "Wait: the requests are still being served."),
@@ -147,7 +154,9 @@ class Sweep(Generic[AnyState]):
     """Sweep the knob: `runs` with the reader's code, if there is any, and `twin` without it."""
 
     make: Callable[..., AnyState]
-    """Called as `make(allowed, **known)`, with the values that let the engine start, and the fields of `SweptState`."""
+    """Called as `make(allowed, **known)`, with the values that let the engine start, and the
+    fields of `SweptState`.
+    """
     runs: Experiment
     twin: Experiment | None
     at: int

@@ -1,7 +1,8 @@
 """Define every colour of a widget's picture, on a light page and on a dark one.
 
-A picture is drawn once, in the light colours; on a dark page, the shell's style replaces them. Marks have the
-palette's colours on both pages. Text has a contrast of at least 4.5 : 1 on the card, as WCAG 2 AA requires.
+A picture is drawn once, in the light colours; on a dark page, the shell's style replaces them.
+Marks have the palette's colours on both pages. Text has a contrast of at least 4.5 : 1 on the card,
+as WCAG 2 AA requires.
 """
 
 from __future__ import annotations
@@ -64,10 +65,14 @@ DARK = {
     "#6F6600": "#E6DD62",
     **dict(zip(RAMP, ("#22282E", "#24384A", "#25486A", "#27557A", "#2B679A", "#3079B4"), strict=True)),
 }
-"""The dark page's form of each light colour; the palette's colours, and black and white text on them, stay."""
+"""The dark page's form of each light colour; the palette's colours, and black and white text on
+them, stay.
+"""
 
 DARK_LINES = {BLUE: "#3B95D6"}
-"""The same for lines only: a thin line needs 3 : 1 on the dark background of a broken region, too."""
+"""The same for lines only: a thin line needs 3 : 1 on the dark background of a broken region,
+too.
+"""
 
 COLOURS = frozenset({*DARK, *SERIES, "#000000"})
 """All colours that a picture may use."""

@@ -1,9 +1,11 @@
-"""Show when drafting tokens pays, as the batch grows, and play one step of a request, draft by draft.
+"""Show when drafting tokens pays, as the batch grows, and play one step of a request, draft by
+draft.
 
-`minivllm_lab.speculative_decoding.speculation` models the time of a step. The model leaves out prompts, the search for
-n-grams on the host, and steps without a matching n-gram.
+`minivllm_lab.speculative_decoding.speculation` models the time of a step. The model leaves out
+prompts, the search for n-grams on the host, and steps without a matching n-gram.
 
-Draw the lesson's figure with `uv run python -P -m widgets speculative_decoding lessons/figures/07_speedup.svg`.
+Draw the lesson's figure with `uv run python -P -m widgets speculative_decoding
+lessons/figures/07_speedup.svg`.
 """
 
 from __future__ import annotations
@@ -224,7 +226,7 @@ GUESS = Guess(
     "Each of these requests gets 4 drafts a step. At how many requests at once do drafts start to lose?",
     ("about 20", "about 50", "about 100", "they never lose"),
     2,
-    "From 45 requests on, five positions of each take longer to compute than the weights to read. At 100 the step "
+    "With 45 requests or more, five positions of each take longer to compute than the weights to read. At 100 the step "
     "takes 2.3 times as long as a plain one, and yields 2.3 tokens.",
 )
 

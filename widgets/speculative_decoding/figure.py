@@ -1,4 +1,6 @@
-"""Draw lesson 07's picture: speed-up against the batch, where a step's time goes, and one step draft by draft."""
+"""Draw lesson 07's picture: speed-up against the batch, where a step's time goes, and one step
+draft by draft.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ OTHERS = (1, 3, 6)
 """The numbers of drafts shown for comparison."""
 STYLES = ((ORANGE, "2 4"), (PURPLE, "7 4"))
 COLUMN, ROW = 98, 13
-"""The least width in pixels of a position in the step that plays, and the height of a token in it."""
+"""The least width in pixels of a position in the step that plays, and the height of a token in
+it.
+"""
 PARTS = (
     ("overhead", "fixed", MID),
     ("weights", "weights", SKY),
@@ -57,7 +61,9 @@ def milliseconds(seconds: float) -> str:
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw speed-up against the batch, a step's time and the numbers of drafts beside it, and one step below."""
+    """Draw speed-up against the batch, a step's time and the numbers of drafts beside it, and
+    one step below.
+    """
     drawing = Drawing(width, 0, "How much faster drafts make it", f"{state.model} on {state.gpu}, against the batch")
     drawing.heading((MARGIN, 23), "How much faster drafts make it")
     note = (
@@ -324,7 +330,9 @@ def _ratio(draft: Place) -> str:
 
 
 def _captions(state: State, checked: int) -> list[str]:
-    """Write a caption for each frame: the drafts, the forward pass, each checked draft, and the last token."""
+    """Write a caption for each frame: the drafts, the forward pass, each checked draft, and the
+    last token.
+    """
     step = state.step
     k = state.k
     drafts = " ".join(VOCABULARY[place.draft] for place in step.places)

@@ -1,4 +1,6 @@
-"""Compute the state of lesson 07's widget: the speed-up of drafts, the batch at which they lose, and one step."""
+"""Compute the state of lesson 07's widget: the speed-up of drafts, the batch at which they lose,
+and one step.
+"""
 
 from __future__ import annotations
 

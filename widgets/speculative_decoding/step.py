@@ -1,8 +1,9 @@
-"""Play one step of one request: its drafts, the model's predictions, and the token after the accepted drafts.
+"""Play one step of one request: its drafts, the model's predictions, and the token after the
+accepted drafts.
 
-Six tokens form the vocabulary. The distributions are chosen so that Σ min(p, q), the chance that a draft is accepted,
-is the acceptance of the knobs. The reader's `accept` of exercise 07 replaces the rule, and is measured at each
-position, with all drafts and evenly spaced random numbers.
+Six tokens form the vocabulary. The distributions are chosen so that Σ min(p, q), the chance that a
+draft is accepted, is the acceptance of the knobs. The reader's `accept` of exercise 07 replaces the
+rule, and is measured at each position, with all drafts and evenly spaced random numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from minivllm_lab.bounded import bounded
 
 VOCABULARY = ("return", "a", "+", "b", "(", "self")
 PEAK = 2.6
-"""The ratio of the drafter's probabilities of successive tokens, with which Σ min(p, q) can be as low as 0.11."""
+"""The ratio of the drafter's probabilities of successive tokens, with which Σ min(p, q) can be
+as low as 0.11.
+"""
 CALLS = 6000
 """All calls of the reader's `accept` in a measurement."""
 PATIENCE = 0.5
@@ -30,7 +33,9 @@ Accept = Callable[[Any, Any, list[int], Any], int]
 
 @dataclass(frozen=True)
 class Place:
-    """Record a position: the distributions of drafter (`q`) and model (`p`), a draft and its random number."""
+    """Record a position: the distributions of drafter (`q`) and model (`p`), a draft and its
+    random number.
+    """
 
     p: Distribution
     q: Distribution
@@ -49,7 +54,9 @@ class Place:
 
     @cached_property
     def residual(self) -> Distribution:
-        """Return the residual distribution, max(p - q, 0) normalised, which gives the recovered token."""
+        """Return the residual distribution, max(p - q, 0) normalised, which gives the recovered
+        token.
+        """
         more = [max(p - q, 0.0) for p, q in zip(self.p, self.q, strict=True)]
         total = sum(more)
         return tuple(weight / total for weight in more) if total else self.p
@@ -80,14 +87,18 @@ class VerifyStep:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measure the reader's rule at each position: its acceptance, the right one, and the error of the output."""
+    """Measure the reader's rule at each position: its acceptance, the right one, and the error
+    of the output.
+    """
 
     rates: tuple[float, ...]
     right: tuple[float, ...]
     tolerance: float
     """The largest error of a right rule: half of the distance between two random numbers."""
     off: float
-    """The largest total variation, over positions, between the output and the model's distribution."""
+    """The largest total variation, over positions, between the output and the model's
+    distribution.
+    """
 
     @property
     def wrong(self) -> int | None:
@@ -123,7 +134,9 @@ def verify_step(rates: tuple[float, ...], certain: bool, seed: int, accept: Acce
 
 
 def _place(rate: float, certain: bool, seed: int, index: int) -> Place:
-    """Make a position whose Σ min(p, q) is `rate`; another rate changes p, but neither q nor the draft."""
+    """Make a position whose Σ min(p, q) is `rate`; another rate changes p, but neither q nor the
+    draft.
+    """
     drawing = random.Random(f"{seed} {index}")
     order = drawing.sample(range(len(VOCABULARY)), len(VOCABULARY))
     draw = drawing.random()
@@ -184,7 +197,8 @@ def _count(answer: Any, most: int) -> int:
 def measured(rates: tuple[float, ...], certain: bool, seed: int, accept: Accept) -> Measured:
     """Measure how often `accept` accepts the draft of each position, when all others are sure.
 
-    Every draft that q may propose is tried with evenly spaced random numbers, so nothing is left to chance.
+    Every draft that q may propose is tried with evenly spaced random numbers, so nothing is left to
+    chance.
 
     Raises:
         MinivllmError: `accept` never ends, or returns something other than a count of drafts.
@@ -226,7 +240,9 @@ def _acceptance(place: Place, taken: Sequence[float]) -> float:
 
 
 def _off(place: Place, taken: Sequence[float]) -> float:
-    """Return the total variation between p and the output of this acceptance, recovered tokens included."""
+    """Return the total variation between p and the output of this acceptance, recovered tokens
+    included.
+    """
     left = 1 - _acceptance(place, taken)
     rows = zip(place.p, place.q, taken, place.residual, strict=True)
     return sum(abs(q * rate + left * residual - p) for p, q, rate, residual in rows) / 2

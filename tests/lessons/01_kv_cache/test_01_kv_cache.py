@@ -1,4 +1,6 @@
-"""Lesson 01: its numbers are exact, its kernels are right, its exercise catches what people get wrong."""
+"""Lesson 01: its numbers are exact, its kernels are right, its exercise catches what people get
+wrong.
+"""
 
 import re
 
@@ -41,7 +43,7 @@ def attentive_model():
     return model
 
 
-# ---- with and without a cache ----------------------------------------------------------------------------------------
+# ---- with and without a cache --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 17])
@@ -66,7 +68,9 @@ def test_the_cached_text_depends_on_what_is_cached():
 
 
 def test_a_prompt_may_come_in_parts():
-    """Several tokens at once on a cache that is not empty: each sees the cached ones, and none that comes after it."""
+    """Several tokens at once on a cache that is not empty: each sees the cached ones, and none
+    that comes after it.
+    """
     model, tokens = attentive_model(), torch.arange(40, 52)
     cache = lesson.KVCache(SMALL, 16, model.embed_tokens.weight)
     parts = []
@@ -97,7 +101,9 @@ def keys_and_values(model, tokens):
 
 
 def test_an_appended_token_changes_no_key_or_value_before_it():
-    """The induction of the text: in no layer. An earlier token changes all, but for the first layer's."""
+    """The induction of the text: in no layer. An earlier token changes all, but for the first
+    layer's.
+    """
     model, tokens = attentive_model(), [5, 9, 2, 7, 7, 1]
     whole, shorter, other = (keys_and_values(model, text) for text in (tokens, tokens[:-1], [8, *tokens[1:]]))
     for layer in range(SMALL.num_hidden_layers):
@@ -126,7 +132,7 @@ def test_the_step_by_hand():
         assert found.tolist() == pytest.approx(by_hand, abs=5e-4)
 
 
-# ---- bytes per token -------------------------------------------------------------------------------------------------
+# ---- bytes per token -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -141,7 +147,7 @@ def test_the_cache_really_takes_that_many_bytes():
     assert cache.keys.nbytes + cache.values.nbytes == 32 * lesson.kv_bytes_per_token(SMALL)
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
+# ---- kernels -------------------------------------------------------------------------------------
 
 
 def filled_cache(lengths, slots, kv_heads, head_dim, dtype, device):
@@ -212,7 +218,9 @@ def test_append_writes_one_slot_of_each_request_and_nothing_else(kv_heads, head_
 
 
 def test_the_lessons_kernels_are_the_engines(device):
-    """A contiguous cache is a paged one whose block tables count upwards: the engine's kernels give the same."""
+    """A contiguous cache is a paged one whose block tables count upwards: the engine's kernels
+    give the same.
+    """
     torch.manual_seed(2)
     lengths, slots, block = [3, 16, 47], 64, 16
     keys, values = filled_cache(lengths, slots, 2, 64, torch.float32, device)
@@ -248,7 +256,7 @@ def test_append_kernel_compiles_everywhere():
     assert_compiles(lesson.append_kernel, {**pointers, **sizes}, load_bytes=16)
 
 
-# ---- the ledger ------------------------------------------------------------------------------------------------------
+# ---- the ledger ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +285,7 @@ def test_the_replay_is_near_the_released_trace(reserved, name, counted):
     assert list(reserved[name]["unused"].values()) == pytest.approx(counted, abs=0.05)
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 MUTANTS = {
     "forgets that K and V are two": (
@@ -430,7 +438,9 @@ test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests(
 
 
 def test_the_learners_part_serves_the_engine(capsys):
-    """The engine writes the same text with the lesson's attention; a wrong one is said to be wrong."""
+    """The engine writes the same text with the lesson's attention; a wrong one is said to be
+    wrong.
+    """
     assert run_plugged("01", lesson)
     wrong = load_mutant(script_path("01"), MUTANTS["mixes up the groups"])
     assert not run_plugged("01", wrong)
@@ -438,7 +448,9 @@ def test_the_learners_part_serves_the_engine(capsys):
 
 
 def test_the_pool_is_as_large_as_the_learner_counts():
-    """Who counts query heads promises a quarter of the requests: the embedded model has 8 on 2 KV heads."""
+    """Who counts query heads promises a quarter of the requests: the embedded model has 8 on 2
+    KV heads.
+    """
     wrong = load_mutant(script_path("01"), MUTANTS["counts the query heads"])
     plug = plug_of("01")
     blocks = [plug(module).engine_args["num_gpu_blocks_override"] - 1 for module in (lesson, wrong)]
@@ -446,11 +458,13 @@ def test_the_pool_is_as_large_as_the_learner_counts():
     assert plug(wrong).ours["num_gpu_blocks_override"] == 5
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 def test_numbers_of_the_text(reserved):
-    """The lesson says in words: 14 requests, 4 %, over three hundred; and 3 requests of 8,192 slots."""
+    """The lesson says in words: 14 requests, 4 %, over three hundred; and 3 requests of 8,192
+    slots.
+    """
     config = known_model("Llama-3.1-8B")
     ledger = memory.memory_ledger(config, "L4", max_model_len=2048)
     card = lesson.break_it(ledger, config, reserved)

@@ -60,7 +60,9 @@ def test_a_sweep_is_the_ledger():
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-3-12b-it"])
 def test_a_model_whose_layers_differ_is_shared_out_truly(name):
-    """No figure per token holds at each length: what is drawn at a length is what fits of that length."""
+    """No figure per token holds at each length: what is drawn at a length is what fits of that
+    length.
+    """
     state = sweep(other_model=name, gpu="H100", max_model_len=32768)
     ledger = memory_ledger(find_model(name), "H100", max_model_len=32768)
     assert (state.tokens, state.longest) == (ledger.tokens, 32768)
@@ -239,7 +241,7 @@ def test_no_share_is_rounded_to_all_or_nothing(share):
 
 @given(missing=st.floats(1e-9, 0.01))
 def test_not_met_is_never_rounded_into_met(missing):
-    """94.999 % reserved is not "95.00 %" where at least 95 % is asked for."""
+    """94.999 % reserved is not "95.00 %" where the goal is at least 95 %."""
     state = sweep(gpu="H100", requests="alpaca", max_model_len=2**13)
     slots = (0.95 - missing) * state.tokens / state.max_model_len
     progress = kv_cache.CHALLENGES[1].check(dataclasses.replace(state, slots=slots))

@@ -1,4 +1,6 @@
-"""Lesson 02: sharing changes the blocks and not the text, the kernels are right, the exercise catches mistakes."""
+"""Lesson 02: sharing changes the blocks and not the text, the kernels are right, the exercise
+catches mistakes.
+"""
 
 import doctest
 
@@ -39,7 +41,7 @@ SMALL = ModelConfig(
 )  # fmt: skip
 
 
-# ---- reservations ----------------------------------------------------------------------------------------------------
+# ---- reservations --------------------------------------------------------------------------------
 
 
 def running(prompt, output):
@@ -90,7 +92,9 @@ def replayed():
 
 @pytest.mark.parametrize("kind", PAPER)
 def test_the_replay_finds_what_the_paper_found(replayed, kind):
-    """Kwon et al. 2023, figures 2 and 13: the share of the memory that holds tokens, and the requests that run."""
+    """Kwon et al. 2023, figures 2 and 13: the share of the memory that holds tokens, and the
+    requests that run.
+    """
     tokens, running = PAPER[kind]
     assert replayed[kind].tokens == pytest.approx(tokens, abs=0.05)
     assert replayed[kind].running == pytest.approx(running, rel=0.12)
@@ -105,7 +109,7 @@ def test_the_allocators_stand_in_the_papers_order(replayed):
         assert one.tokens + one.later + one.never + one.outside == pytest.approx(1)
 
 
-# ---- the cache: sharing changes the blocks and not the text ----------------------------------------------------------
+# ---- the cache: sharing changes the blocks and not the text --------------------------------------
 
 
 def share(parent):
@@ -184,7 +188,7 @@ def test_beams_that_differ_are_no_result(monkeypatch):
         beams_both_ways(lambda: small_cache(400), [5, 6, 7, 8, 9], [2], 6)
 
 
-# ---- break it --------------------------------------------------------------------------------------------------------
+# ---- break it ------------------------------------------------------------------------------------
 
 
 def test_a_forgotten_reference_shows_the_strangers_text():
@@ -208,11 +212,13 @@ def test_a_double_free_is_refused_and_would_share_blocks():
     assert lesson.double_free(trusting) == [1, 2, 3]
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
+# ---- kernels -------------------------------------------------------------------------------------
 
 
 def paged_case(lengths, block_size, heads, kv_heads, head_dim, dtype, device):
-    """q, caches, table, lengths; slots that hold no token of anybody hold NaN, which must never be read."""
+    """q, caches, table, lengths; slots that hold no token of anybody hold NaN, which must never
+    be read.
+    """
     table, blocks = random_block_table(lengths, block_size)
     caches = torch.full((2, blocks, block_size, kv_heads, head_dim), torch.nan)
     for row, length in enumerate(lengths):
@@ -249,7 +255,9 @@ def test_decode_through_a_table(block_size, heads, kv_heads, head_dim, dtype, de
 
 
 def test_where_the_slots_are_is_all_that_differs_from_lesson_01(device):
-    """Without the table the kernel is lesson 01's; with one block a sequence the table changes no bit."""
+    """Without the table the kernel is lesson 01's; with one block a sequence the table changes
+    no bit.
+    """
     lengths = torch.tensor([1, 40, 64], dtype=torch.int32, device=device)
     keys, values = torch.randn(2, 3, 64, 2, 64, device=device)
     q, table = torch.randn(3, 6, 64, device=device), torch.arange(3, dtype=torch.int32, device=device)[:, None]
@@ -312,7 +320,7 @@ def test_gather_kernel_compiles_everywhere():
     assert_compiles(lesson.gather_cache_kernel, {**pointers, **sizes}, load_bytes=16)
 
 
-# ---- the opening figure ----------------------------------------------------------------------------------------------
+# ---- the opening figure --------------------------------------------------------------------------
 
 
 def test_the_opening_figure_says_what_the_text_carries_by_hand():
@@ -322,7 +330,7 @@ def test_the_opening_figure_says_what_the_text_carries_by_hand():
     assert "slot 37" in captions[5]
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 MUTANTS = {
     "takes the place in the table for the block": (
@@ -488,7 +496,7 @@ def test_the_examples_of_the_stub_are_true():
         assert doctest.DocTestRunner().run(example).failed == 0
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 def test_quick_run(tmp_path):

@@ -1,4 +1,6 @@
-"""Both costs of a block size: by hand, against what lesson 02 left, and against the formula of the lesson."""
+"""Both costs of a block size: by hand, against what lesson 02 left, and against the formula of
+the lesson.
+"""
 
 import json
 from pathlib import Path
@@ -14,7 +16,9 @@ LEFT = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "02_page
 
 
 def test_held_by_hand():
-    """10 tokens in blocks of 4: three blocks, two empty slots. Two samples of it share the two that are full."""
+    """10 tokens in blocks of 4: three blocks, two empty slots. Two samples of it share the two
+    that are full.
+    """
     one = held([Moment(9, 10, 1)], 4)
     assert (one.slots, one.tokens, one.empty) == (12, 10, pytest.approx(2 / 12))
     two = held([Moment(9, 10, 1)], 4, samples=2)

@@ -1,4 +1,6 @@
-"""Lesson 02's pool is the engine's: the same operations give the same blocks, counts and free order."""
+"""Lesson 02's pool is the engine's: the same operations give the same blocks, counts and free
+order.
+"""
 
 import pytest
 from hypothesis import given, settings

@@ -37,7 +37,9 @@ class Tokens(Memory):
 
 
 def test_one_request_after_the_other():
-    """Room for one request of 3 + 1 tokens: admitted with 3, it grows once and leaves; the next comes a step later."""
+    """Room for one request of 3 + 1 tokens: admitted with 3, it grows once and leaves; the next
+    comes a step later.
+    """
     found = replay(Tokens(4), [RequestLengths(3, 1)] * 100, 120)
     assert found.running == 1
     assert found.evicted == 0

@@ -1,4 +1,6 @@
-"""Bytes that a kernel fetches through a block table: counted by formula as a walk over addresses counts them."""
+"""Bytes that a kernel fetches through a block table: counted by formula as a walk over addresses
+counts them.
+"""
 
 import pytest
 
@@ -6,7 +8,9 @@ from minivllm_lab.paged_attention.paged_traffic import LINE, SECTOR, fetched
 
 
 def walked(length: int, block_size: int, row: int, piece: int, per_token: bool) -> tuple[int, int]:
-    """Pieces touched, one by one: an entry for each block or token, a block's run of keys, and of values."""
+    """Pieces touched, one by one: an entry for each block or token, a block's run of keys, and
+    of values.
+    """
     runs = reads = 0
     for start in range(0, length, block_size):
         tokens = range(start, min(start + block_size, length))

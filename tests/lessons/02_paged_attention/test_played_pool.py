@@ -1,4 +1,6 @@
-"""The played pool: a right pool has right books in every step, and each kind of wrong one is caught."""
+"""The played pool: a right pool has right books in every step, and each kind of wrong one is
+caught.
+"""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,6 @@
-"""Lesson 02's widget: both costs are counted, it breaks where it should, and the pool that plays is a real one."""
+"""Lesson 02's widget: both costs are counted, it breaks where it should, and the pool that plays
+is a real one.
+"""
 
 import json
 import math
@@ -59,7 +61,7 @@ def test_whatever_the_knobs_say_it_adds_up_and_is_drawn(knobs, width):
 
 
 def picture(state, width: float) -> ET.Element:
-    """The drawing, which must hold only numbers."""
+    """Return the drawing, which must hold only numbers."""
     svg = widget.figure(state, width)
     assert "nan" not in svg.lower()
     return ET.fromstring(svg)

@@ -1,4 +1,6 @@
-"""Lesson 03: its softmax is exact whatever the tiles, its counts are the loops' own, its exercise catches mistakes."""
+"""Lesson 03: its softmax is exact whatever the tiles, its counts are the loops' own, its
+exercise catches mistakes.
+"""
 
 import doctest
 import json
@@ -32,7 +34,7 @@ lesson = load(script_path("03"))
 ROW = REPOSITORY / "widgets" / "flash_attention" / "attention_row.json"
 
 
-# ---- the loops in NumPy ----------------------------------------------------------------------------------------------
+# ---- the loops in NumPy --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("block_q", "block_k"), [(5, 7), (7, 3), (16, 64), (64, 16), (200, 200)])
@@ -84,7 +86,7 @@ def test_the_budget_names_the_longest_sequence_that_fits(capsys):
     assert report.show_budget(8, 64 * 2**20 - 1) == {"refused_at": 1024, "longest": 1023}
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 
 
 def vectors(queries, keys, heads, head_dim, dtype, device, seed=0):
@@ -164,7 +166,9 @@ def test_parts_of_the_keys_merge_to_the_whole(device):
 
 
 def test_merging_is_a_step_taken_together():
-    """A step over a tile is a merge with the result over that tile alone; and merging is associative."""
+    """A step over a tile is a merge with the result over that tile alone; and merging is
+    associative.
+    """
     draw = np.random.default_rng(5)
     tiles = [(draw.standard_normal((6, n)) * 4, draw.standard_normal((n, 3))) for n in (4, 1, 7)]
     alone = [lesson.softmax_step(lesson.nothing_seen(6, 3), *tile) for tile in tiles]
@@ -176,7 +180,9 @@ def test_merging_is_a_step_taken_together():
 
 
 def test_the_lessons_kernel_is_the_engines(device):
-    """One sequence in contiguous blocks, and the same keys scattered over the pool: the engine's attention agrees."""
+    """One sequence in contiguous blocks, and the same keys scattered over the pool: the engine's
+    attention agrees.
+    """
     block_size, keys, queries = 16, 75, 20
     q, k, v = vectors(queries, keys, 4, 64, torch.float32, device)
     ours, _ = lesson.flash_attention(q, k, v, block_q=32, block_k=32)
@@ -231,7 +237,7 @@ def test_the_kernels_of_the_exercise_compile_everywhere():
     assert_compiles(lesson.causal_rows_kernel, scores | {"rows": 7, "keys": 4001} | sizes)
 
 
-# ---- the row that the widget shows -----------------------------------------------------------------------------------
+# ---- the row that the widget shows ---------------------------------------------------------------
 
 
 def test_the_widgets_row_is_the_embedded_models():
@@ -247,7 +253,7 @@ def test_the_widgets_row_is_the_embedded_models():
     np.testing.assert_allclose(stored["values"], row["values"], atol=5e-3, err_msg=how)
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 MUTANTS = {
     "forgets to rescale O": ("softmax_step", "keep[:, None] * state.o", "state.o"),
@@ -421,7 +427,7 @@ def test_the_engine_serves_with_the_scripts_attention():
     assert run_plugged("03", lesson)
 
 
-# ---- the opening figure ----------------------------------------------------------------------------------------------
+# ---- the opening figure --------------------------------------------------------------------------
 
 
 def test_the_opening_figures_scores_are_the_embedded_models():
@@ -456,7 +462,7 @@ def test_the_opening_figure_walks_as_the_loop_does():
     assert all(f">{factor:.2f}<" in frames.still(5) for factor in factors)
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 def test_quick_run(tmp_path):

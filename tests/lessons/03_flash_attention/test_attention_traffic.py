@@ -1,4 +1,6 @@
-"""The bytes of attention: the walked loop against its closed form, its bounds, and what fits on the chip."""
+"""The bytes of attention: the walked loop against its closed form, its bounds, and what fits on
+the chip.
+"""
 
 import math
 
@@ -31,7 +33,9 @@ sizes = st.integers(1, 300)
 
 
 def test_naive_traffic_is_the_papers_algorithm():
-    """16 bits, 1,024 tokens, head dim 64: four trips of a 2 MiB matrix, and Q, K, V, O of 128 KiB each."""
+    """16 bits, 1,024 tokens, head dim 64: four trips of a 2 MiB matrix, and Q, K, V, O of 128
+    KiB each.
+    """
     traffic = naive_traffic(1024, 64)
     assert traffic.moved == 4 * 2 * 2**20 + 4 * 128 * 2**10
     assert traffic.extra == 2 * 2 * 2**20
@@ -127,7 +131,9 @@ ON_AMPERE = {
 
 @pytest.mark.parametrize(("gpu", "compiled"), [("H100", ON_HOPPER), ("A100-80", ON_AMPERE)])
 def test_registers_spill_where_the_compiler_says_so(gpu, compiled):
-    """Ampere's compiler also spills a few bytes of tiles of 128 keys that the model lets pass: it is a model."""
+    """Ampere's compiler also spills a few bytes of tiles of 128 keys that the model lets pass:
+    it is a model.
+    """
     for head_dim, tiles in compiled.items():
         for (block_q, block_k), spilled in tiles.items():
             kept = most_queries_kept(CHIPS[gpu], block_k, head_dim)
@@ -161,7 +167,9 @@ def test_the_chips_are_those_that_we_compile_for():
     ],
 )
 def test_published_tiles_can_be_launched(gpu, head_dim, block_q, block_k, stages):
-    """FlashAttention's own (hopper/tile_size.h, causal); of 128 × 80 it says that this is all that fits."""
+    """FlashAttention's own (hopper/tile_size.h, causal); of 128 × 80 it says that this is all
+    that fits.
+    """
     assert block_q <= most_queries_launched(CHIPS[gpu], block_k, head_dim, stages)
     if head_dim == 256 and gpu == "H100":
         assert block_q > most_queries_launched(CHIPS[gpu], block_k + 16, head_dim, stages)

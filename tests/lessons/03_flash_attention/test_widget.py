@@ -1,4 +1,6 @@
-"""Lesson 03's widget shows what the counters say and what the online softmax does, and breaks where it should."""
+"""Lesson 03's widget shows what the counters say and what the online softmax does, and breaks
+where it should.
+"""
 
 import json
 import math
@@ -131,7 +133,7 @@ def test_the_frames_walk_band_by_band_and_then_tile_by_tile():
 
 
 def never_corrected(state, scores, values):
-    """Forgets the factor on l."""
+    """Forget the factor on l."""
     m = np.maximum(state.m, scores.max(axis=1))
     weights = np.exp(scores - m[:, None])
     return type(state)(m, state.l + weights.sum(axis=1), np.exp(state.m - m)[:, None] * state.o + weights @ values)

@@ -1,4 +1,6 @@
-"""Lesson 04: its scheduler is the engine's, its formula is right, its kernel too, its exercise catches mistakes."""
+"""Lesson 04: its scheduler is the engine's, its formula is right, its kernel too, its exercise
+catches mistakes.
+"""
 
 import random
 from collections import deque
@@ -27,7 +29,7 @@ checks = {check.__name__: check for check in checks_of("04")}
 FIXED = FittedCost(per_step=1.0, per_request=0.0, per_token=0.0, per_pair=0.0)
 
 
-# ---- the slots -------------------------------------------------------------------------------------------------------
+# ---- the slots -----------------------------------------------------------------------------------
 
 
 def test_the_formula_at_its_ends():
@@ -59,7 +61,7 @@ def test_the_timelines():
         assert one["used"] == pytest.approx(sum(outputs) / (4 * one["steps"]))
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 
 RAGGED = {
     "prefills": ([17, 1, 33, 16], [17, 1, 33, 16]),
@@ -94,7 +96,9 @@ def test_one_launch_is_the_loop(case, shape, device):
 
 
 def test_the_lessons_kernel_is_the_engines(device):
-    """Contiguous keys are paged ones whose tables count upwards: the engine's kernel gives the same."""
+    """Contiguous keys are paged ones whose tables count upwards: the engine's kernel gives the
+    same.
+    """
     queries, lengths, block = [5, 1, 16], [21, 40, 16], 16
     q, k, v, query_start, key_start = ragged_case(queries, lengths, 8, 2, 64, torch.float32)
     needed = [-(-length // block) for length in lengths]
@@ -143,7 +147,7 @@ def test_requests_in_one_forward_pass_do_not_see_one_another():
     assert_close(forward(sizes), torch.cat([forward([size]) for size in sizes]))
 
 
-# ---- asynchronous scheduling -----------------------------------------------------------------------------------------
+# ---- asynchronous scheduling ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("schedule_ms", "forward_ms"), [(2, 5), (5, 2), (0, 3), (4, 4)])
@@ -156,7 +160,7 @@ def test_two_deep_hides_the_shorter_half_if_there_are_placeholders(schedule_ms, 
     assert (alone["empty"], blind["empty"], overlapped["empty"]) == (0, 200, 0)
 
 
-# ---- break it, and the engine ----------------------------------------------------------------------------------------
+# ---- break it, and the engine --------------------------------------------------------------------
 
 
 def test_a_budget_below_the_batch_starves_the_last():
@@ -181,7 +185,7 @@ def test_the_engine_takes_the_steps_that_the_simulator_takes():
     assert run.output_tokens == simulated.output_tokens == sum(output for _, output in lengths)
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 DECODES_FIRST = "sorted(running, key=lambda one: one.num_tokens - one.num_computed_tokens > 1)"
 MUTANTS = {
@@ -385,7 +389,7 @@ FOLLOWED = {"for": (5, 6), "class": (10, 6)}
 
 
 def by_hand(pool) -> list[dict[str, int]]:
-    """The lesson's two tables: `add` runs, then the others arrive."""
+    """Return the lesson's two tables: `add` runs, then the others arrive."""
     scheduler = lesson.Scheduler([lesson.Request("add", 9, 6)], token_budget=12, max_num_seqs=4, pool=pool)
     steps = []
     for step in scheduler.steps():
@@ -453,7 +457,7 @@ def test_a_wrong_prediction_is_caught():
             checks["check_prediction"](type("Learner", (), {"first_steps": staticmethod(lambda wrong=wrong: wrong)}))
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 def test_quick_run(tmp_path):

@@ -1,4 +1,6 @@
-"""Lesson 04's scheduler is the engine's, step by step, and its formula is the mean over all batches: on any lengths."""
+"""Lesson 04's scheduler is the engine's, step by step, and its formula is the mean over all
+batches: on any lengths.
+"""
 
 import statistics
 from collections import deque
@@ -30,7 +32,9 @@ LENGTHS = st.tuples(st.integers(1, 60), st.integers(1, 8))
 )
 @settings(max_examples=80, deadline=None)
 def test_the_lessons_scheduler_is_the_engines(arrivals, budget, places, all_at_once, memory):
-    """Tokens of every request in every step, in order, where memory is ample and where requests must be preempted."""
+    """Tokens of every request in every step, in order, where memory is ample and where requests
+    must be preempted.
+    """
     if all_at_once:
         arrivals = [[one for step in arrivals for one in step]]
     coming = deque([(f"{s}.{i}", *one) for i, one in enumerate(step)] for s, step in enumerate(arrivals))

@@ -1,4 +1,6 @@
-"""Scenes: above capacity the queue grows with time, below it does not; a smaller budget shortens the longest gap."""
+"""Scenes: above capacity the queue grows with time, below it does not; a smaller budget shortens
+the longest gap.
+"""
 
 import pytest
 
@@ -12,7 +14,9 @@ COST = FittedCost(per_step=0.01, per_request=0.0, per_token=1e-4, per_pair=0.0)
 
 
 def test_the_capacity_is_what_full_slots_serve():
-    """4 slots, 21 tokens each: 20 steps of 10.4 ms from the first token to the last, prompts of others aside."""
+    """4 slots, 21 tokens each: 20 steps of 10.4 ms from the first token to the last, prompts of
+    others aside.
+    """
     config = SchedulerConfig(max_model_len=64, max_num_seqs=4)
     found = capacity([RequestLengths(1, 21)] * 40, config, CACHE, COST)
     assert found == pytest.approx(4 / (20 * 0.0104), rel=0.01)

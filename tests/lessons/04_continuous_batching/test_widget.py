@@ -1,4 +1,6 @@
-"""Lesson 04's widget breaks where queueing theory says, and its picture shows what the scheduler decided."""
+"""Lesson 04's widget breaks where queueing theory says, and its picture shows what the scheduler
+decided.
+"""
 
 import re
 import statistics
@@ -32,7 +34,9 @@ LIMITS = st.sampled_from([value for _, value in widget.LIMITS])
 
 
 def here(**knobs) -> widget.State:
-    """The first state that knows what becomes of the reader's own load: the rest of the curves is not waited for."""
+    """Return the first state that knows what becomes of the reader's own load: the rest of the
+    curves is not waited for.
+    """
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
@@ -56,7 +60,9 @@ def test_a_load_above_1_is_broken_at_every_slot_count_and_under_both_policies(sl
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("spread", SPREADS)
 def test_each_queue_begins_to_grow_where_theory_says(slots: int, spread: float):
-    """Static at mean / mean longest of a batch, continuous at 1; the lengths decide, not the hardware."""
+    """Static at mean / mean longest of a batch, continuous at 1; the lengths decide, not the
+    hardware.
+    """
     experiment = runs.experiment(slots, spread, 1.0)
     for policy in runs.POLICIES:
         list(experiment.run(policy, runs.SATURATED))
@@ -85,7 +91,8 @@ def test_beyond_its_ceiling_a_queue_grows_with_the_load_and_below_it_stays_short
     for curve in complete().curves:
         assert curve.ceiling is not None
         above = [curve.points[load].queue for load in LOADS if load > curve.ceiling + 0.05]
-        # of 400 requests, those that a server of this ceiling cannot have served when the last one comes
+        # of 400 requests, those that a server of this ceiling cannot have served when the last one
+        # comes
         for load, queue in zip([load for load in LOADS if load > curve.ceiling + 0.05], above, strict=True):
             assert queue == pytest.approx(runs.REQUESTS * (1 - curve.ceiling / load), abs=40)
         assert max(curve.points[load].queue for load in LOADS if load < curve.ceiling - 0.05) < 20
@@ -216,7 +223,9 @@ def test_a_slot_is_empty_while_somebody_waits_under_static_batching_only():
 
 @pytest.fixture
 def no_runs_yet(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Forget all runs until the test ends, when they are there again: to run them anew takes seconds."""
+    """Forget all runs until the test ends, when they are there again: to run them again takes
+    seconds.
+    """
     return lambda: monkeypatch.setattr(curves, "experiment", lru_cache(runs.experiment.__wrapped__))
 
 

@@ -1,4 +1,6 @@
-"""Lesson 05: each lever is what it says, its kernels are right and the engine's, its exercise catches mistakes."""
+"""Lesson 05: each lever is what it says, its kernels are right and the engine's, its exercise
+catches mistakes.
+"""
 
 import math
 import re
@@ -31,7 +33,7 @@ EXACT, TILE = torch.float32, 64
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
 
 
-# ---- the text and its figures ----------------------------------------------------------------------------------------
+# ---- the text and its figures --------------------------------------------------------------------
 
 
 def test_the_names_by_hand_are_those_of_the_figure():
@@ -75,11 +77,13 @@ def test_the_figure_of_a_replay_is_as_it_is_drawn():
     assert differences(graph_replay(), committed) == []
 
 
-# ---- the KV cache in int8 --------------------------------------------------------------------------------------------
+# ---- the KV cache in int8 ------------------------------------------------------------------------
 
 
 def written(lengths, kv_heads, head_dim, block_size, dtype, device):
-    """Random keys and values in scattered blocks, by the lesson's kernel; what they were, by sequence."""
+    """Random keys and values in scattered blocks, by the lesson's kernel; what they were, by
+    sequence.
+    """
     tables, blocks = random_block_table(lengths, block_size)
     caches = torch.full((2, blocks * block_size, kv_heads, head_dim), 111, dtype=torch.int8, device=device)
     scales = torch.full((2, blocks * block_size, kv_heads), torch.nan, device=device)
@@ -132,7 +136,9 @@ def test_padding_is_not_written(device):
 
 
 def test_the_lessons_cache_is_the_engines(device):
-    """The same integers and scales, but for rounding at halves, and the same attention over them."""
+    """The same integers and scales, but for rounding at halves, and the same attention over
+    them.
+    """
     torch.manual_seed(0)
     lengths, block = [1, 17, 33, 40], 16
     new, slots, caches, scales, tables = written(lengths, 2, 64, block, EXACT, device)
@@ -184,7 +190,9 @@ def test_kernels_of_the_cache_compile_everywhere():
 
 
 def test_one_outlier_breaks_a_scale_for_all():
-    """A channel × 50: with a scale per token and head only its own head suffers, with one scale all do."""
+    """A channel × 50: with a scale per token and head only its own head suffers, with one scale
+    all do.
+    """
     torch.manual_seed(0)
     rows = torch.randn(100, 4, 64)
     rows[:, 0, 0] *= 50
@@ -193,7 +201,7 @@ def test_one_outlier_breaks_a_scale_for_all():
     assert far > 300 * near
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 64), (5, 70, 200), (17, 1, 33), (33, 130, 65)])
@@ -230,7 +238,9 @@ def test_int4_packs_what_it_unpacks(columns, group):
 
 @pytest.mark.interpreted
 def test_the_lessons_weights_mean_to_the_engine_what_they_mean_here():
-    """The engine's own rounding uses a sixteenth value and signed scales; codes and scales are read alike."""
+    """The engine's own rounding uses a sixteenth value and signed scales; codes and scales are
+    read alike.
+    """
     torch.manual_seed(0)
     x, weight = torch.randn(3, 64), torch.randn(20, 64)
     packed, scales = lesson.quantize_int4(weight, 16)
@@ -251,7 +261,7 @@ def test_bits_are_counted():
         assert rounded.shape == weight.shape
 
 
-# ---- CUDA graphs -----------------------------------------------------------------------------------------------------
+# ---- CUDA graphs ---------------------------------------------------------------------------------
 
 
 def test_the_next_captured_size():
@@ -268,7 +278,7 @@ def test_wrong_replays():
     assert found["too small"][4] == 50, "the fifth row is the step before's"
 
 
-# ---- tensor parallelism ----------------------------------------------------------------------------------------------
+# ---- tensor parallelism --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -293,7 +303,7 @@ def test_bytes_of_the_all_reduce():
     assert lesson.all_reduce_bytes(64, *shape, 1) == 0
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 MUTANTS = {
     # hash_block_tokens
@@ -453,7 +463,9 @@ def as_it_is(plugged):
 
 
 def test_the_engine_runs_with_the_learners_parts(plugged, as_it_is):
-    """The names of the lesson find what the engine's find, and its integers give the same tokens."""
+    """The names of the lesson find what the engine's find, and its integers give the same
+    tokens.
+    """
     yours = serve(plugged, plugged.parts)
     assert yours.rows["prompt tokens not computed"] == as_it_is.rows["prompt tokens not computed"] == 120
     assert yours.token_ids == as_it_is.token_ids
@@ -461,7 +473,9 @@ def test_the_engine_runs_with_the_learners_parts(plugged, as_it_is):
 
 @pytest.mark.interpreted
 def test_other_integers_that_pass_give_the_same_tokens(as_it_is):
-    """Halves may be rounded either way: the integers of `torch.round` pass the checks and change no token."""
+    """Halves may be rounded either way: the integers of `torch.round` pass the checks and change
+    no token.
+    """
     mutant = load_mutant(script_path("05"), ("quantize", "torch.floor(... + 0.5)", "torch.round(...)"))
     assert all(result.passed for result in run_checks(mutant, checks_of("05")))
     other = plug_of("05")(mutant)
@@ -469,7 +483,9 @@ def test_other_integers_that_pass_give_the_same_tokens(as_it_is):
 
 
 def test_names_without_a_parent_give_wrong_answers():
-    """As the lesson tells it: after `sub`, the second `add` finds its own first block, and then one of `sub`."""
+    """As the lesson tells it: after `sub`, the second `add` finds its own first block, and then
+    one of `sub`.
+    """
     prompts = ["def sub(a, b):\n    return", "def add(a, b):\n    return", "def add(a, b):\n    return"]
     requests = Plugged(parts=NO_PARTS, engine_args={"block_size": 4}, prompts=prompts, max_tokens=6)
     policy = SchedulingPolicy(
@@ -480,7 +496,7 @@ def test_names_without_a_parent_give_wrong_answers():
     assert wrong.texts == [" a, b\n\ndef", " a + b\n\ndef", " a, b\n\ndef"]
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 def test_quick_run(tmp_path):

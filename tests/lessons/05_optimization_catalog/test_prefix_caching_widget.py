@@ -1,4 +1,6 @@
-"""Lesson 05's prefix cache shows what the block pool finds, falls off its cliff where it should, and says why."""
+"""Lesson 05's prefix cache shows what the block pool finds, falls off its cliff where it should,
+and says why.
+"""
 
 import hashlib
 import struct
@@ -65,7 +67,9 @@ def test_the_map_grows_and_the_readers_own_cell_comes_first():
 
 
 def test_the_cliff_is_where_the_documents_no_longer_fit():
-    """A document of 1,024 tokens for each user: a pool below users × 1,024 finds nothing, one with room to run all."""
+    """A document of 1,024 tokens for each user: a pool below users × 1,024 finds nothing, one
+    with room to run all.
+    """
     state = last()
     for (users, pool), cell in state.cells.items():
         if users * 1024 > pool:

@@ -1,4 +1,6 @@
-"""What a prefix cache found, evicted and found wrongly is what the engine's own scheduler and pool did."""
+"""What a prefix cache found, evicted and found wrongly is what the engine's own scheduler and
+pool did.
+"""
 
 import hashlib
 import struct

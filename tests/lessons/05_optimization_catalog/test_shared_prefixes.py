@@ -1,4 +1,6 @@
-"""Work with shared prefixes: what is found in the cache can be counted by hand, and nothing else changes."""
+"""Work with shared prefixes: what is found in the cache can be counted by hand, and nothing else
+changes.
+"""
 
 import pytest
 
@@ -22,7 +24,9 @@ def whole_blocks(tokens):
 
 
 def turns_of(first, more, turns):
-    """Tokens found by one conversation: each turn finds the full blocks of what was computed in the turn before."""
+    """Tokens found by one conversation: each turn finds the full blocks of what was computed in
+    the turn before.
+    """
     lengths = [first + turn * (more + ANSWER_TOKENS) for turn in range(turns)]
     return sum(whole_blocks(length + ANSWER_TOKENS - 1) for length in lengths[:-1])
 

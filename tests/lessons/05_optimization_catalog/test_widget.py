@@ -1,4 +1,6 @@
-"""Lesson 05's levers: both orders say what the lever model says, and where a server breaks is drawn and said."""
+"""Lesson 05's levers: both orders say what the lever model says, and where a server breaks is
+drawn and said.
+"""
 
 import inspect
 import math
@@ -33,12 +35,14 @@ def end_of(state: runs.State) -> LeverResult:
 
 @cache
 def made_of_few() -> dict:
-    """What replaces what is kept of the other tests' runs."""
+    """Return what replaces what is kept of the other tests' runs."""
     return {"_RUNS": {}, "_workload": cache(runs._workload.__wrapped__)}
 
 
 def few_requests():
-    """Runs that serve as many requests as run at once, and at least 4: what is drawn of them is drawn alike."""
+    """Runs that serve as many requests as run at once, and at least 4: what is drawn of them is
+    drawn alike.
+    """
     return mock.patch.multiple(runs, FEWEST_REQUESTS=4, WAVES=1, **made_of_few())
 
 

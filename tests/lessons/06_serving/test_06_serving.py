@@ -1,4 +1,6 @@
-"""Lesson 06: its servers do what the text says, its kernel is right, its exercise catches mistakes."""
+"""Lesson 06: its servers do what the text says, its kernel is right, its exercise catches
+mistakes.
+"""
 
 import asyncio
 import re
@@ -26,7 +28,7 @@ from minivllm_lab.serving.request_trace import HOPS
 lesson = load(script_path("06"))
 TEXT = (REPOSITORY / "lessons" / "06_serving.md").read_text()
 
-# ---- the text --------------------------------------------------------------------------------------------------------
+# ---- the text ------------------------------------------------------------------------------------
 
 
 def test_the_collector_by_hand():
@@ -49,7 +51,9 @@ def test_the_collector_by_hand():
 
 
 def test_stop_strings_by_hand():
-    """The table of the text: what is sent and held back of the followed request, with a stop string that comes."""
+    """The table of the text: what is sent and held back of the followed request, with a stop
+    string that comes.
+    """
     pieces = [token.text for token in followed("alone").request.output][2:]
     stops = lesson.StopStrings(["\n\ndef"])
     seen = [(*stops.push(piece), stops.held) for piece in pieces]
@@ -73,13 +77,15 @@ def test_no_answer_of_the_exercise_stands_before_it():
     assert not re.search(r"class (RequestOutputCollector|StopStrings)", before)
 
 
-# ---- the servers -----------------------------------------------------------------------------------------------------
+# ---- the servers ---------------------------------------------------------------------------------
 
 SETTINGS = {"model": str(EMBEDDED_MODEL), "device": "cpu", "num_gpu_blocks_override": 100, "max_model_len": 256}
 
 
 def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
-    """One server, on real sockets: the text of a whole request, with and without a stop string; then one who leaves."""
+    """One server, on real sockets: the text of a whole request, with and without a stop string;
+    then one who leaves.
+    """
     whole = LLM(**SETTINGS).generate(
         PROMPT, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), use_tqdm=False
     )
@@ -136,7 +142,9 @@ def test_no_client_waits_for_a_core_that_has_failed():
     ("slo_ttft", "knee", "where"), [(0.01, 0.0, "below 6.0"), (1.0, 10.0, "above 10.0")], ids=["no rate", "every rate"]
 )
 def test_a_service_level_that_no_rate_or_every_rate_meets_is_said(slo_ttft, knee, where, monkeypatch, capsys):
-    """The knee is none of the rates that were tried, and the load beyond capacity is offered in any case."""
+    """The knee is none of the rates that were tried, and the load beyond capacity is offered in
+    any case.
+    """
     times = [0.1, *(0.2 for _ in range(report.QUICK.output_tokens - 1))]
     answers = [Answer(0.0, 0.0, events=times)] * 8
     monkeypatch.setattr(
@@ -159,7 +167,7 @@ def texts_of(port, body):
     return "".join(report.json.loads(event)["text"] for event in answer.decode().split("data: ")[1:])
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 1023, 1024, 1025, 5003])
@@ -190,7 +198,7 @@ def test_bits_are_where_they_should_be():
     assert report.as_bitmask(torch.arange(33)[None] >= 31).tolist() == [[-(2**31), 1]]
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 MISTAKES = {
     ("RequestOutputCollector.put", "join(self.unread, output)"): {
@@ -466,7 +474,7 @@ def test_the_server_runs_with_the_learners_parts():
     assert all(events < 150 for one in (yours, ours) for events in one.rows.values()), "unread outputs were joined"
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 @pytest.fixture

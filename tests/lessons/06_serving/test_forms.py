@@ -1,4 +1,6 @@
-"""Lesson 06's collector and stop strings do what the engine's do, whatever comes in whatever pieces."""
+"""Lesson 06's collector and stop strings do what the engine's do, whatever comes in whatever
+pieces.
+"""
 
 import asyncio
 from copy import deepcopy

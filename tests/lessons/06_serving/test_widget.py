@@ -1,4 +1,6 @@
-"""Lesson 06's widget breaks where the work of the requests says, and tells which layout to pick when."""
+"""Lesson 06's widget breaks where the work of the requests says, and tells which layout to pick
+when.
+"""
 
 import asyncio
 import itertools
@@ -29,7 +31,9 @@ FEW = {"prompt": 64, "output": 16}
 
 
 def here(**knobs) -> widget.State:
-    """The first state that knows what becomes of the reader's own rate, and where the layout breaks."""
+    """Return the first state that knows what becomes of the reader's own rate, and where the layout
+    breaks.
+    """
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
@@ -42,7 +46,9 @@ def bears(state: widget.State) -> dict[str, float]:
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 4), (4, 1), (2, 4)])
 def test_no_layout_bears_more_than_its_mean_work_allows(tp: int, dp: int):
-    """However loose the service level: rate × mean work > capacity breaks, and half of it does not."""
+    """However loose the service level: rate × mean work > capacity breaks, and half of it does
+    not.
+    """
     state = here(tp=tp, dp=dp, ttft=1000.0, tpot=1000.0, rate=1.0)
     capacity = runs.experiment(**H100, layout=state.layout, work=state.work).steady.capacity * dp
     assert state.served.knee is not None
@@ -242,7 +248,7 @@ def test_the_models_error_is_said():
 
 
 def timed(states: Iterator[State]) -> Iterator[tuple[State, float]]:
-    """Each state with the seconds of a quiet core that it took to come."""
+    """Yield each state with the seconds of a quiet core that it took to come."""
     found: list[State | None] = []
     while True:
         seconds = quiet_seconds(lambda: found.append(next(states, None)))
@@ -369,7 +375,8 @@ def test_a_collector_that_is_wrong_is_told_why(collector, words: str):
 def test_rate_times_gap_is_at_most_the_number_of_seats(gpu, layout, work, rate):
     """A request holds its seat during its gaps, and an answer of n tokens has n - 1 of them.
 
-    Only where the run keeps up: in overload the rate is that of the whole run, and the gaps are those of its beginning.
+    Only where the run keeps up: in overload the rate is that of the whole run, and the gaps are
+    those of its beginning.
     """
     experiment = runs.experiment("Llama-3.1-8B", gpu, layout, work)
     assume(not experiment.refused)

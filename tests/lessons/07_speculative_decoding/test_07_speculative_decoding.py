@@ -1,4 +1,6 @@
-"""Lesson 07: its guesses change no token, its rule no distribution; its kernel is right, its checks catch mistakes."""
+"""Lesson 07: its guesses change no token, its rule no distribution; its kernel is right, its
+checks catch mistakes.
+"""
 
 import re
 from types import SimpleNamespace
@@ -29,7 +31,7 @@ from minivllm_simulate.known_models import known_model
 lesson = load(script_path("07"))
 TEXT = (REPOSITORY / "lessons" / "07_speculative_decoding.md").read_text()
 
-# ---- lesson form and engine form -------------------------------------------------------------------------------------
+# ---- lesson form and engine form -----------------------------------------------------------------
 
 
 def test_the_proposer_looks_up_what_the_engines_does():
@@ -42,7 +44,7 @@ def test_the_proposer_looks_up_what_the_engines_does():
         assert lesson.propose_ngram(token_ids, least, most, k) == engines
 
 
-# ---- the kernels -----------------------------------------------------------------------------------------------------
+# ---- the kernels ---------------------------------------------------------------------------------
 
 BATCHES = {
     "one request": [1],
@@ -88,7 +90,7 @@ def test_the_kernels_compile():
     assert_compiles(lesson.recover_kernel, {**shared, "noise": numbers, "q_row": integers, "BLOCK": 1024})
 
 
-# ---- the loop --------------------------------------------------------------------------------------------------------
+# ---- the loop ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,9 @@ def test_drafts_change_no_token_and_save_passes(models):
 
 
 def test_the_engine_counts_the_same(models):
-    """The lesson's loop and the engine: the same tokens, and as many drafts accepted, place by place."""
+    """The lesson's loop and the engine: the same tokens, and as many drafts accepted, place by
+    place.
+    """
     (prompt,) = report.held_out_prompts(str(EMBEDDED_MODEL), 1)
     ours = lesson.generate(CachedModel(models[0], 256), lesson.Ngram(4096), prompt, 48, 3)
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -132,7 +136,9 @@ def test_the_engine_counts_the_same(models):
 
 
 def test_a_temperature_changes_nothing_but_the_passes(models):
-    """Drawn with the draft's probabilities kept: what is drafted comes from q, and what comes out is a token of p."""
+    """Drawn with the draft's probabilities kept: what is drafted comes from q, and what comes
+    out is a token of p.
+    """
     torch.manual_seed(0)
     draft = lesson.DraftModel(CachedModel(models[1], 128), temperature=1.0)
     run = lesson.generate(CachedModel(models[0], 128), draft, list(range(300, 330)), 24, 3, temperature=1.0)
@@ -140,7 +146,7 @@ def test_a_temperature_changes_nothing_but_the_passes(models):
     assert 24 / 4 <= run.passes < 24
 
 
-# ---- the rule --------------------------------------------------------------------------------------------------------
+# ---- the rule ------------------------------------------------------------------------------------
 
 
 def test_the_rule_is_exact_and_its_look_alikes_are_caught():
@@ -153,7 +159,7 @@ def test_the_rule_is_exact_and_its_look_alikes_are_caught():
     assert accepted == pytest.approx(found["sum_min"], abs=3 * off)
 
 
-# ---- what the text says ----------------------------------------------------------------------------------------------
+# ---- what the text says --------------------------------------------------------------------------
 
 
 def test_the_formula_is_a_sum():
@@ -195,7 +201,9 @@ def test_tokens_and_cost_by_hand():
 
 
 def test_counts_and_formula_by_hand():
-    """vLLM's counters, which the widget has too: what they add up to, and what the formula says from the first."""
+    """vLLM's counters, which the widget has too: what they add up to, and what the formula says
+    from the first.
+    """
     said = {"ngram": (2.53, 2.14), "draft_model": (2.11, 2.06)}
     for method, (counted, formula) in said.items():
         one = RECORDED[method]
@@ -206,7 +214,9 @@ def test_counts_and_formula_by_hand():
 
 
 def test_the_opening_shows_drafts_that_fail_that_stand_and_that_stand_in_part(capfd):
-    """By both guessers the request's tokens are the same; nothing is logged between picture and reader."""
+    """By both guessers the request's tokens are the same; nothing is logged between picture and
+    reader.
+    """
     opening.recorded.cache_clear()
     looked_up, drafted = opening.recorded(), opening.recorded("draft_model")
     tokens = [[token.id for step in steps for token in step.kept] for steps in (looked_up, drafted)]
@@ -240,7 +250,7 @@ def test_no_answer_of_the_exercise_stands_before_it():
     assert "np.argmax" not in before
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 def test_quick_run(tmp_path):
@@ -272,7 +282,7 @@ def test_bad_input_gets_one_line(arguments, about):
     assert_refuses(lesson, *arguments, about=about)
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 MISTAKES = {
     ("propose_ngram", "range(..., ..., -1)"): {"shortest suffix first": "reversed(range(..., ..., -1))"},
@@ -563,7 +573,9 @@ def test_drafts_that_were_not_asked_for_are_told():
 
 
 def test_the_learners_verdict_is_that_of_the_engine():
-    """The same table for greedy requests with ragged drafts; for a random one, tokens as often as the model says."""
+    """The same table for greedy requests with ragged drafts; for a random one, tokens as often
+    as the model says.
+    """
     verify = rejection_of(load(script_path("07")).verify)
     logits, keys = torch.randn(9, 8), torch.arange(18, dtype=torch.int32).view(9, 2)
     drafts = logits.argmax(-1)[[0, 1, 4, 5, 6]].int()

@@ -1,4 +1,6 @@
-"""Drafts pay as theory says: Leviathan's formula while memory is the limit, and a break-even that moves as it must."""
+"""Drafts pay as theory says: Leviathan's formula while memory is the limit, and a break-even
+that moves as it must.
+"""
 
 import itertools
 import random
@@ -73,7 +75,9 @@ def test_tokens_are_those_of_drawn_acceptances():
 @pytest.mark.parametrize("alpha", [0.4, 0.8])
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_alone_the_speedup_is_leviathans(alpha: float, k: int):
-    """While the pass is memory-bound, k + 1 positions cost what one costs: (1 - α^(k + 1)) / ((1 - α)(kc + 1))."""
+    """While the pass is memory-bound, k + 1 positions cost what one costs: (1 - α^(k + 1)) / ((1
+    - α)(kc + 1)).
+    """
     one = replace(on(drafter=draft_model(SMALL, H100), alpha=alpha), verify_overhead=0.0)
     c = one.drafter.seconds(1, 1, one.context) / one.plain(1).seconds
     assert one.speedup(1, k) == pytest.approx((1 - alpha ** (k + 1)) / ((1 - alpha) * (k * c + 1)), rel=0.01)
@@ -113,7 +117,9 @@ def test_a_head_has_the_tensors_of_its_format_and_one_layers_cache():
 
 
 def test_the_model_is_this_far_from_what_was_measured():
-    """Calibrated on one EAGLE-1 series, which it meets; the others are EAGLE-3's, for which it is too hopeful."""
+    """Calibrated on one EAGLE-1 series, which it meets; the others are EAGLE-3's, for which it
+    is too hopeful.
+    """
     lengths, tpots = (2.1, 2.29, 2.39, 2.43, 2.45, 2.47), (4.37, 4.29, 4.48, 4.71, 4.94, 5.2)
     one = on(drafter=eagle1_head())
     for k, length, tpot in zip(range(2, 8), lengths, tpots, strict=True):

@@ -1,4 +1,6 @@
-"""Lesson 07's widget says of every setting what the model says, plays a step that is right, and sees a biased rule."""
+"""Lesson 07's widget says of every setting what the model says, plays a step that is right, and
+sees a biased rule.
+"""
 
 import contextlib
 import itertools
@@ -25,7 +27,7 @@ def here(**knobs) -> widget.State:
 
 
 def fitting(settings: Iterable[dict]) -> Iterator[widget.State]:
-    """The states of those settings where both models' weights fit."""
+    """Yield the states of those settings where both models' weights fit."""
     for knobs in settings:
         with contextlib.suppress(MinivllmError):
             yield here(**knobs)
@@ -273,7 +275,9 @@ def test_a_wrong_rule_is_seen_at_once(rule, k: int):
 
 
 def test_a_biased_rule_is_off_by_its_bias():
-    """With certain drafts, u < p + 0.02 says the draft too often by 0.02, and all else too seldom."""
+    """With certain drafts, u < p + 0.02 says the draft too often by 0.02, and all else too
+    seldom.
+    """
     found = measured((0.6, 0.6), True, 3, biased)
     assert found.rates == pytest.approx((0.62, 0.62), abs=1e-3)
     assert found.off == pytest.approx(0.02, abs=1e-3)

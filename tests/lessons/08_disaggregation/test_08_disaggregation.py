@@ -1,4 +1,6 @@
-"""Lesson 08: two engines say what one says, blocks are held and freed, kernels are right, checks catch mistakes."""
+"""Lesson 08: two engines say what one says, blocks are held and freed, kernels are right, checks
+catch mistakes.
+"""
 
 import json
 import socket
@@ -28,7 +30,7 @@ lesson = load(script_path("08"))
 ARGUMENTS = Namespace(model=str(EMBEDDED_MODEL), device=torch.device("cpu"), quick=True, prompt=100, seed=0)
 make = partial(lesson.two_engines, ARGUMENTS)
 
-# ---- the kernels -----------------------------------------------------------------------------------------------------
+# ---- the kernels ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("numbers", [1, 127, 128, 129])
@@ -54,7 +56,9 @@ def test_other_numbers_are_moved_as_they_are(dtype, device):
 
 
 def test_the_engines_kernels_do_the_same(device):
-    """Staged block after block, the lesson's buffer holds the same bytes as the engine's, and goes back alike."""
+    """Staged block after block, the lesson's buffer holds the same bytes as the engine's, and
+    goes back alike.
+    """
     cache, staging, ids = (one.to(device) for one in report.transfer_case(40, 9, [7, 1, 4]))
     regions = BlockRegions.of(list(cache))
     records = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8, device=device)
@@ -89,7 +93,7 @@ def test_the_kernels_compile():
     assert_compiles(lesson.gather_block_kernel, {**ends, "block_id": 1, **sizes})
 
 
-# ---- the same tokens -------------------------------------------------------------------------------------------------
+# ---- the same tokens -----------------------------------------------------------------------------
 
 
 def test_two_engines_say_what_one_says():
@@ -162,7 +166,9 @@ def test_peers_that_die():
 
 @pytest.mark.parametrize("size", [0, 100, 32768 - 1, 32768 + 1])
 def test_blocks_of_another_length_are_not_taken(size):
-    """A peer that sends too little, or too much: nothing of it is written, and the read has failed."""
+    """A peer that sends too little, or too much: nothing of it is written, and the read has
+    failed.
+    """
     _, decoder = make()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         host, port = listening.getsockname()
@@ -177,11 +183,13 @@ def test_blocks_of_another_length_are_not_taken(size):
     assert not decoder.model.cache.any()
 
 
-# ---- what the text says ----------------------------------------------------------------------------------------------
+# ---- what the text says --------------------------------------------------------------------------
 
 
 def test_layers_hide_the_transfer_by_hand():
-    """Four layers of 10 ms each: of 8 ms a layer the last one shows, of 20 ms all but three computations."""
+    """Four layers of 10 ms each: of 8 ms a layer the last one shows, of 20 ms all but three
+    computations.
+    """
     assert lesson.added_seconds(40, 4 * 8, 4) == pytest.approx(8)
     assert lesson.added_seconds(40, 4 * 10, 4) == pytest.approx(10)
     assert lesson.added_seconds(40, 4 * 20, 4) == pytest.approx(50)
@@ -215,7 +223,7 @@ def test_the_model_of_links_beside_mooncakes():
     assert all(abs(error) < 0.25 for error in found["off_mooncake"].values()), found["off_mooncake"]
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 def test_quick_run(tmp_path):
@@ -241,7 +249,7 @@ def test_bad_input_gets_one_line(arguments, about):
     assert_refuses(lesson, *arguments, about=about)
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 ASKED, TOLD, HELD = (
     f"ConnectorScheduler.{name}"
@@ -574,7 +582,9 @@ test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests(
 
 
 def test_two_engines_run_with_the_learners_connector():
-    """The tokens of one engine; all of each prompt but what was found comes from the other one; all blocks are free."""
+    """The tokens of one engine; all of each prompt but what was found comes from the other one;
+    all blocks are free.
+    """
     plugged = plug_of("08")(load(script_path("08")))
     yours, ours = (plugged.serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
     assert (yours.token_ids, yours.equal) == (ours.token_ids, ours.equal)

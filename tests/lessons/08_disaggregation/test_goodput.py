@@ -1,4 +1,6 @@
-"""Two pools on one clock: nothing is lost, nothing is faster than its bounds, and published figures are foretold."""
+"""Two pools on one clock: nothing is lost, nothing is faster than its bounds, and published
+figures are foretold.
+"""
 
 import itertools
 import math
@@ -88,7 +90,9 @@ def test_all_blocks_are_given_back_on_both_sides():
 
 @pytest.mark.parametrize("rate", [10.0, 300.0])
 def test_blocks_that_could_not_be_used_are_not_missed(rate: float):
-    """A run gets blocks for the requests that come to an engine; with blocks for all that fit, it is the same."""
+    """A run gets blocks for the requests that come to an engine; with blocks for all that fit,
+    it is the same.
+    """
     one = system(2, 1, "25 Gb/s")
     load = one.load(SHORT, rate)
     few, many = one.pools(SHORT, load.at_start), one.pools(SHORT)
@@ -210,7 +214,9 @@ def test_a_link_that_makes_no_sense_is_refused(bandwidth: float, latency: float)
 
 
 def test_two_fitted_factors_foretell_the_rest_of_distserves_example():
-    """Fitted: 5.6 requests a second of prefills, 10 of decodes. Foretold: 1.6 colocated, 3.3 by two and one."""
+    """Fitted: 5.6 requests a second of prefills, 10 of decodes. Foretold: 1.6 colocated, 3.3 by
+    two and one.
+    """
     cost, work, both = slower(ARITHMETIC_SLOWER, MEMORY_SLOWER), Work(512, 64, counted=120), Objective(TTFT, TPOT)
 
     def share(one, rate: float, objective: Objective) -> float:

@@ -1,4 +1,6 @@
-"""Two servers and a proxy of a script: bound to cores, ended in any case; and lesson 08's table of them."""
+"""Two servers and a proxy of a script: bound to cores, ended in any case; and lesson 08's table
+of them.
+"""
 
 import os
 import signal
@@ -16,7 +18,9 @@ BINDS = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="process
 
 @pytest.fixture
 def nothing_stays():
-    """Whatever of minivllm the test has started below this process has ended; a server that others share may run on."""
+    """Whatever of minivllm the test has started below this process has ended; a server that
+    others share may run on.
+    """
     before = _running()
     yield
     assert _running() <= before

@@ -1,4 +1,6 @@
-"""The best budget and the best split are those that a full search finds, and the edge is where both sides are equal."""
+"""The best budget and the best split are those that a full search finds, and the edge is where
+both sides are equal.
+"""
 
 import math
 from collections.abc import Generator
@@ -37,7 +39,7 @@ LEVEL, WORK = Objective(0.5, 0.01), Work(64, 8, counted=4)
 
 @dataclass(frozen=True)
 class PerToken:
-    """A step takes so many seconds a token."""
+    """A step takes a fixed time for each token."""
 
     each: float = 1e-5
 
@@ -47,7 +49,9 @@ class PerToken:
 
 @dataclass(frozen=True)
 class Pool:
-    """Sustains its budget in requests a second, if a step with so many tokens is short enough, else nothing."""
+    """Sustains its budget in requests a second, if a step with that many tokens is short enough,
+    else nothing.
+    """
 
     budget: int = 0
     cost: PerToken | MixingCost = PerToken()
@@ -88,7 +92,9 @@ def test_budgets_that_fill_the_time_of_a_token_come_first():
 
 
 def test_the_budgets_that_win_and_the_cost_at_which_the_last_one_does_not():
-    """448 tokens take 4.48 ms of the 10 that a token may take, so a mixed step may cost 5.52 ms more."""
+    """448 tokens take 4.48 ms of the 10 that a token may take, so a mixed step may cost 5.52 ms
+    more.
+    """
     pool: Any = Pool()
     assert winning_budgets(pool, 400, WORK, LEVEL) == [448, 512, 640, 768, 896]
     assert break_even(pool, 400, WORK, LEVEL, rounds=10) == pytest.approx(5.52e-3, abs=1e-5)
@@ -102,7 +108,9 @@ def test_only_steps_that_mix_prompts_and_answers_cost_more():
 
 
 def test_one_pool_wins_with_its_best_budget_and_loses_with_the_default():
-    """The claim of the lesson: the same four GPUs, the same requests, and only the budget differs."""
+    """The claim of the lesson: the same four GPUs, the same requests, and only the budget
+    differs.
+    """
     work, level = Work(1024, 128, counted=40), Objective(0.5, 0.0075)
     pool, two = Colocated(LLAMA, H100, 4), Disaggregated(LLAMA, H100, 1, 3, get_link("400 Gb/s"), layer_wise=True)
     tuned, split = best_budget(pool, work, level, 5), best_split(two, work, level, 5)

@@ -1,4 +1,6 @@
-"""Lesson 08's widget says what the capacities of prefill, link and decode say, and which knob to turn when."""
+"""Lesson 08's widget says what the capacities of prefill, link and decode say, and which knob to
+turn when.
+"""
 
 import itertools
 import json
@@ -19,12 +21,12 @@ from widgets.disaggregation.state import LADDER, RATES, experiment
 
 
 def here(**knobs) -> widget.State:
-    """The first state that knows what becomes of the reader's own rate."""
+    """Return the first state that knows what becomes of the reader's own rate."""
     return next(state for state in widget.sweep(**knobs) if state.mine.refused or state.rate in state.mine.points)
 
 
 def known(**knobs) -> widget.State:
-    """The first state that also knows where both ways break."""
+    """Return the first state that also knows where both ways break."""
     return next(state for state in widget.sweep(**knobs) if state.known)
 
 
@@ -41,7 +43,9 @@ SETTINGS = [
 
 
 def test_no_verdict_contradicts_the_capacities(monkeypatch: pytest.MonkeyPatch):
-    """Of 216 settings: twice the least capacity is broken, by what has it; a sixth of all, alone in time, is not."""
+    """Of 216 settings: twice the least capacity is broken, by what has it; a sixth of all, alone
+    in time, is not.
+    """
     monkeypatch.setattr("widgets.disaggregation.state.COUNTED", 24)
     said = Counter()
     assert len(SETTINGS) >= 200
@@ -86,7 +90,9 @@ def test_the_right_guess_is_what_the_start_shows():
 
 
 def test_the_one_pool_that_two_are_compared_with_has_the_best_budget_of_the_ladder():
-    """No budget of its own choice makes the four that do both better, and a bad one makes them worse than two pools."""
+    """No budget of its own choice makes the four that do both better, and a bad one makes them
+    worse than two pools.
+    """
     tuned = known()
     assert tuned.both.budget in LADDER
     others = [known(budget=budget) for budget in (128, 256, 384, 512, 8192)]
@@ -95,7 +101,9 @@ def test_the_one_pool_that_two_are_compared_with_has_the_best_budget_of_the_ladd
 
 
 def test_the_picture_does_not_answer_the_guess():
-    """What stands before it: one of the two lines only, no bar, and no figures of those that do both."""
+    """What stands before it: one of the two lines only, no bar, and no figures of those that do
+    both.
+    """
     picture = ET.fromstring(widget.figure(known()))
     parents = {child: parent for parent in picture.iter() for child in parent}
 

@@ -1,4 +1,6 @@
-"""Lesson 09: its attention and its kernels are the engine's, its numbers are right, its exercise catches mistakes."""
+"""Lesson 09: its attention and its kernels are the engine's, its numbers are right, its exercise
+catches mistakes.
+"""
 
 import json
 import math
@@ -30,7 +32,7 @@ PAGE = REPOSITORY / "lessons" / "09_attention_heads.md"
 TEXT = " ".join(PAGE.read_text().split())
 FORMS = "MHA ", "GQA ", "MQA "
 
-# ---- the kernels -----------------------------------------------------------------------------------------------------
+# ---- the kernels ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,9 @@ def test_the_kernel_attends_to_latents(shape, device):
 
 @pytest.mark.interpreted
 def test_the_kernels_read_the_bytes_that_they_say():
-    """Each program of a group reads keys and values once, and each program with rows a latent once, without races."""
+    """Each program of a group reads keys and values once, and each program with rows a latent
+    once, without races.
+    """
     lengths = (20, 33)
     case = report.head_case(8, 2, 24, lengths)
     for part in (1, 2, 4):
@@ -72,7 +76,9 @@ def test_the_kernels_read_the_bytes_that_they_say():
 
 
 def test_the_kernels_compile():
-    """Llama-3's shape, and DeepSeek's: 16 heads in the rows, latents of 512 + 64, with matrix instructions."""
+    """Llama-3's shape, and DeepSeek's: 16 heads in the rows, latents of 512 + 64, with matrix
+    instructions.
+    """
     numbers, lengths = torch.zeros(4, 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
     tensors = dict.fromkeys(("out", "q", "keys", "values"), numbers)
     sizes = {"HEADS": 4, "GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "ROWS": 16, "TILE": 32}
@@ -86,7 +92,7 @@ def test_the_kernels_compile():
     )
 
 
-# ---- lesson form and engine form -------------------------------------------------------------------------------------
+# ---- lesson form and engine form -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(8, 8, 1), (8, 2, 5), (6, 1, 17), (14, 2, 3)])
@@ -145,7 +151,7 @@ def test_latents_are_attended_to_as_in_the_engine():
     assert_close(plain[0], lesson.plain_attention(*case).double())
 
 
-# ---- pooled heads ----------------------------------------------------------------------------------------------------
+# ---- pooled heads --------------------------------------------------------------------------------
 
 
 def test_pooling_takes_the_mean_of_the_heads_that_it_replaces():
@@ -180,7 +186,7 @@ def test_a_pooled_checkpoint_loads_and_equal_heads_lose_nothing(tmp_path):
         pooled_checkpoint(EMBEDDED_MODEL, tmp_path / "three", 3, lesson.pool_heads)
 
 
-# ---- what the text says ----------------------------------------------------------------------------------------------
+# ---- what the text says --------------------------------------------------------------------------
 
 
 def test_absorption_by_hand():
@@ -267,7 +273,7 @@ def test_no_answer_of_the_exercise_stands_before_it():
     assert "rank //" not in before
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("warm_processes")
@@ -297,7 +303,7 @@ def test_bad_input_gets_one_line(arguments, about):
     assert_refuses(lesson, *arguments, about=about)
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 
 MISTAKES = {

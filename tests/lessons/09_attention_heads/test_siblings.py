@@ -1,4 +1,6 @@
-"""Siblings of a model with other heads: sizes, intensity, and each GPU's share, by closed formulas."""
+"""Siblings of a model with other heads: sizes, intensity, and each GPU's share, by closed
+formulas.
+"""
 
 import pytest
 
@@ -18,7 +20,9 @@ LLAMA, LARGE, H100 = known_model("Llama-3.1-8B"), known_model("Llama-3.1-70B"), 
 
 
 def test_a_sibling_differs_by_its_projections_alone():
-    """A KV head costs a key and a value projection in each layer: 2 x hidden x head_dim parameters."""
+    """A KV head costs a key and a value projection in each layer: 2 x hidden x head_dim
+    parameters.
+    """
     each = 2 * LLAMA.num_hidden_layers * LLAMA.hidden_size * LLAMA.head_dim
     for heads in (1, 2, 4, 8, 16, 32):
         assert num_parameters(with_kv_heads(LLAMA, heads)) - num_parameters(LLAMA) == (heads - 8) * each

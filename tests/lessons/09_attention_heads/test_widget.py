@@ -1,4 +1,6 @@
-"""Lesson 09's widget agrees with closed formulas for every setting, and detects a wrong replication rule."""
+"""Lesson 09's widget agrees with closed formulas for every setting, and detects a wrong
+replication rule.
+"""
 
 import itertools
 import json
@@ -39,7 +41,9 @@ SETTINGS = [
 
 
 def requests(tp: int, heads: int, latent: int, context: int, model: str, gpu: str, **_) -> float:
-    """Return how many requests fit: the ledger's room for keys and values over the formula's bytes of a token."""
+    """Return how many requests fit: the ledger's room for keys and values over the formula's
+    bytes of a token.
+    """
     whole = known_model(model)
     many, layers = whole.num_attention_heads, whole.num_hidden_layers
     shared = min(heads, many)

@@ -1,4 +1,6 @@
-"""Lesson 10: its steps are the engine's, its kernel and formulas are right, its exercise catches mistakes."""
+"""Lesson 10: its steps are the engine's, its kernel and formulas are right, its exercise catches
+mistakes.
+"""
 
 import itertools
 import math
@@ -30,7 +32,7 @@ from minivllm_simulate.known_models import known_model
 lesson = load(script_path("10"))
 TEXT = (REPOSITORY / "lessons" / "10_chunked_prefill.md").read_text()
 
-# ---- its steps are the engine's --------------------------------------------------------------------------------------
+# ---- its steps are the engine's ------------------------------------------------------------------
 
 
 def workload(seed: int) -> tuple[dict[int, list[tuple[str, int, int]]], dict]:
@@ -87,7 +89,9 @@ def test_prefill_first_is_the_scheduler_of_v0():
 
 
 def test_no_decode_goes_without_a_token():
-    """Decodes are not scheduled first, but the budget that was left when they were admitted stays theirs."""
+    """Decodes are not scheduled first, but the budget that was left when they were admitted
+    stays theirs.
+    """
     steps = behind_a_chunk = 0
     for seed in range(300):
         arrivals, settings = workload(seed)
@@ -109,7 +113,9 @@ def test_no_decode_goes_without_a_token():
 
 
 def test_with_drafts_a_budget_of_max_num_seqs_starves_decodes():
-    """Of four requests with three drafts each, the first takes a budget of 4; a budget of 16 serves them all."""
+    """Of four requests with three drafts each, the first takes a budget of 4; a budget of 16
+    serves them all.
+    """
 
     def served(budget: int) -> list[set[str]]:
         drafting = DraftingConfig(num_speculative_tokens=3)
@@ -159,7 +165,7 @@ def test_a_cap_that_cannot_be_is_one_line(parts, about):
         engine_steps(arrivals, {"max_num_batched_tokens": 8}, learner_policy(**parts))
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,14 +223,16 @@ def test_it_compiles():
 
 
 def test_tiles_by_hand():
-    """A group of 4: a decode has 4 real rows; a chunk of 17 tokens has tiles of 16 tokens and of one."""
+    """A group of 4: a decode has 4 real rows; a chunk of 17 tokens has tiles of 16 tokens and of
+    one.
+    """
     work = lesson.tile_work([1, 17], [10, 17], 4, [16, 64])
     assert (work["tiles"], work["rows"], work["real"], work["keys"]) == (3, 16 + 128, 4 + 68, 10 + 16 + 17)
     assert work["scores"] == 16 * 32 + 64 * 32 + 64 * 32
     assert work["keeps"] == 4 * (10 + 17 * 18 // 2)
 
 
-# ---- the formulas ----------------------------------------------------------------------------------------------------
+# ---- the formulas --------------------------------------------------------------------------------
 
 
 def test_keys_that_are_re_read():
@@ -244,7 +252,9 @@ def test_the_steps_of_a_prompt_are_those_that_the_engine_takes():
 
 
 def test_the_knee_is_found_in_a_sweep():
-    """The knee is the time of small steps over the slope of large ones; single outliers do not matter."""
+    """The knee is the time of small steps over the slope of large ones; single outliers do not
+    matter.
+    """
     sweep = {size: max(0.025, 0.005 + 0.002 * size) for size in report.SIZES}
     assert report.sweep_knee(sweep) == pytest.approx(12.5)
     assert report.sweep_knee({**sweep, 1: 0.1, 8: 0.2, 16: 0.2}) == pytest.approx(12.5)
@@ -259,7 +269,9 @@ def test_the_knee_by_data_sheets():
 
 
 def test_keys_and_experts_move_the_knee():
-    """Follow the text's examples: a step also reads its decodes' caches, and a token uses only some experts."""
+    """Follow the text's examples: a step also reads its decodes' caches, and a token uses only
+    some experts.
+    """
     gpu, llama, deepseek = get_hardware("H100"), known_model("Llama-3.1-8B"), known_model("DeepSeek-V3")
     dense = lesson.knee(gpu.flops_of("bfloat16"), gpu.bandwidth, 2)
     weights, keys = 2 * num_parameters(llama), 64 * 4096 * kv_bytes_per_token(llama)
@@ -283,7 +295,7 @@ def test_a_step_within_the_budget_ends_in_time():
         assert max(least, most * a_token) <= gap < max(least, (most + 1) * a_token)
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 def test_quick_run(tmp_path):
@@ -317,7 +329,7 @@ def test_bad_input_gets_one_line(arguments, about):
     assert_refuses(lesson, *arguments, about=about)
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 LIMIT, RUNNING, ADMITTED = "chunk_limit", "running_tokens", "admitted_tokens"
 STEPS, AGAIN, BUDGET = "steps_of_a_prompt", "keys_read_again", "budget_for"

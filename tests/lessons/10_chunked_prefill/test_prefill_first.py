@@ -33,7 +33,9 @@ def test_waiting_requests_go_before_running_ones():
 
 
 def test_whole_prompts_share_a_step_while_they_fit():
-    """The third prompt would be cut, so it gets a step of its own, and the running requests wait for it."""
+    """The third prompt would be cut, so it gets a step of its own, and the running requests wait
+    for it.
+    """
     first = steps(SimulatedRequest(8, 3), SimulatedRequest(8, 3), SimulatedRequest(5, 3))[:3]
     assert [step.scheduled for step in first] == [{"0": 8, "1": 8}, {"2": 5}, {"0": 1, "1": 1, "2": 1}]
 

@@ -1,4 +1,6 @@
-"""Lesson 10's widget agrees with closed formulas for every budget, and with a plain simulation's gaps."""
+"""Lesson 10's widget agrees with closed formulas for every budget, and with a plain simulation's
+gaps.
+"""
 
 import itertools
 import re
@@ -74,7 +76,9 @@ def longest_step(serving: runs.Serving, budget: int) -> float:
 
 @pytest.mark.usefixtures("short_runs")
 def test_no_verdict_contradicts_the_formulas():
-    """Check 210 settings: overload and a prompt too slow alone are broken; a gap that no step takes is no stall."""
+    """Check 210 settings: overload and a prompt too slow alone are broken; a gap that no step
+    takes is no stall.
+    """
     assert len(SETTINGS) >= 200
     said = Counter()
     for knobs in SETTINGS:
@@ -109,7 +113,9 @@ def test_no_verdict_contradicts_the_formulas():
 
 
 def made_of(step: StepRecord, serving: runs.Serving) -> Counter:
-    """Count tokens by kind. A decode has one token, and no prompt here leaves a single token for a step."""
+    """Count tokens by kind. A decode has one token, and no prompt here leaves a single token for
+    a step.
+    """
     made = Counter(long=0, chat=0, decodes=0)
     for key, tokens in step.scheduled.items():
         kind = "long" if serving.lengths[int(key)].prompt_tokens > runs.CHAT else "chat"
@@ -129,7 +135,9 @@ def made_of(step: StepRecord, serving: runs.Serving) -> Counter:
     ],
 )
 def test_gaps_and_first_tokens_are_those_of_a_plain_simulation(knobs: dict):
-    """Single steps agree exactly; stretches of similar steps, as the widget runs them, within one percent."""
+    """Single steps agree exactly; stretches of similar steps, as the widget runs them, within
+    one percent.
+    """
     state = here(**knobs)
     serving, budget = state.serving, state.budget
     engine = serving.scheduler(budget, None)

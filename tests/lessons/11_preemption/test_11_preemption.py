@@ -1,4 +1,6 @@
-"""Lesson 11: its steps are the engine's, its kernel and formulas are right, its exercise catches mistakes."""
+"""Lesson 11: its steps are the engine's, its kernel and formulas are right, its exercise catches
+mistakes.
+"""
 
 import random
 
@@ -27,11 +29,13 @@ lesson = load(script_path("11"))
 TEXT = (REPOSITORY / "lessons" / "11_preemption.md").read_text()
 CPU = torch.device("cpu")
 
-# ---- its steps are the engine's --------------------------------------------------------------------------------------
+# ---- its steps are the engine's ------------------------------------------------------------------
 
 
 def workload(seed: int) -> tuple[list[tuple[str, int, int, int]], dict]:
-    """Draw requests (name, prompt, output, priority) that come at once, and settings with a small pool."""
+    """Draw requests (name, prompt, output, priority) that come at once, and settings with a
+    small pool.
+    """
     draw = random.Random(seed)
     requests = [
         (f"r{i}", draw.randint(1, 14), draw.randint(1, 14), draw.randint(0, 2)) for i in range(draw.randint(2, 7))
@@ -149,7 +153,7 @@ def test_a_place_to_resume_that_cannot_be_is_one_line():
         scheduler.schedule()
 
 
-# ---- swap ------------------------------------------------------------------------------------------------------------
+# ---- swap ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gathered", "copies"), [(False, 2 * 3 * 4), (True, 2)])
@@ -188,7 +192,7 @@ def test_the_most_urgent_request_is_never_preempted():
     assert urgent == 0 < sum(others)
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", [1, 16, 129])
@@ -238,11 +242,13 @@ def test_it_compiles():
     assert_compiles(lesson.swap_kernel, arguments | {"TO_STAGING": False})
 
 
-# ---- the formulas ----------------------------------------------------------------------------------------------------
+# ---- the formulas --------------------------------------------------------------------------------
 
 
 def test_the_published_example():
-    """Llama-3-8B on an H100 takes 32 µs to recompute a token, 2.6 to fetch it; break-even 4 and 8 GB/s."""
+    """Llama-3-8B on an H100 takes 32 µs to recompute a token, 2.6 to fetch it; break-even 4 and
+    8 GB/s.
+    """
     parameters, flops, size = 8.03e9, 0.5 * 989e12, 131_072
     again, fetch = lesson.recompute_seconds(1, parameters, flops), lesson.swap_seconds(1, size, 50e9, 1)
     assert round(1e6 * again) == 32
@@ -284,7 +290,7 @@ def test_attention_makes_long_requests_dearer_to_recompute():
     assert f"to {least[3]:.1f} at 32K and to {least[4]:.1f} at 128K" in TEXT
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 def test_quick_run(tmp_path):
@@ -321,7 +327,7 @@ def test_bad_input_gets_one_line(arguments, about):
     assert_refuses(lesson, *arguments, about=about)
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 VICTIM, LOOP, RESUME = "victim", "schedule_running", "resume_at"
 KEY = "lambda request: (request.priority, request.arrival_time)"

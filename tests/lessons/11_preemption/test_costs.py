@@ -22,7 +22,9 @@ FREE = Pieces("without a cost of their own", per_layer=False, seconds=0)
 
 
 def test_llama_8b_on_an_h100_by_hand():
-    """2 x 8.03e9 / (0.5 x 989.4e12) = 32.5 µs to recompute a token; 131,072 B / 50 GB/s = 2.62 µs to copy it."""
+    """2 x 8.03e9 / (0.5 x 989.4e12) = 32.5 µs to recompute a token; 131,072 B / 50 GB/s = 2.62
+    µs to copy it.
+    """
     back, both = (Crossover.of(LLAMA, H100, PCIE5, FREE, directions) for directions in (1, 2))
     assert back.recompute == both.recompute == pytest.approx(2 * 8.03e9 / (0.5 * 989.4e12), rel=1e-3)
     assert back.swap == both.swap / 2 == pytest.approx(2.62e-6, rel=1e-3)
@@ -47,7 +49,9 @@ def test_a_latent_is_one_tensor_a_layer():
 
 
 def test_larger_pieces_make_the_published_difference():
-    """vLLM's blog saw 5 times the throughput with larger pieces; the smallest ones of FlexKV#193 reach 0.11 GB/s."""
+    """vLLM's blog saw 5 times the throughput with larger pieces; the smallest ones of FlexKV#193
+    reach 0.11 GB/s.
+    """
     small, large = (effective_bandwidth(PCIE5, pieces.bytes_of_copy(LLAMA)) for pieces in (SMALL, LARGE))
     assert small == pytest.approx(32768 / (2.3e-6 + 32768 / 50e9))
     assert 4 < large / small < 5

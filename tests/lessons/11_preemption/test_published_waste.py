@@ -1,4 +1,6 @@
-"""Recomputed tokens beside the published table: the same shape, and no token is lost or invented."""
+"""Recomputed tokens beside the published table: the same shape, and no token is lost or
+invented.
+"""
 
 from functools import cache
 
@@ -18,7 +20,9 @@ def test_the_requests_are_as_many_and_about_as_long_as_published():
 
 
 def test_the_shape_of_the_published_table_is_ours():
-    """Admission by the first chunk is within five points of each row, and larger pools waste less."""
+    """Admission by the first chunk is within five points of each row, and larger pools waste
+    less.
+    """
     result = {blocks: by_first_chunk(blocks) for blocks in PUBLISHED}
     for blocks, published in PUBLISHED.items():
         assert result[blocks].share == pytest.approx(published.wasted, abs=0.05)
@@ -28,7 +32,9 @@ def test_the_shape_of_the_published_table_is_ours():
 
 
 def test_the_smallest_loss_and_the_whole_sequence_waste_less():
-    """In the published worst case, both `least computed` and admission of whole requests recompute less."""
+    """In the published worst case, both `least computed` and admission of whole requests
+    recompute less.
+    """
     useful = sum(each.prompt_tokens + each.output_tokens - 1 for each in workload())
     runs = [by_first_chunk(400), waste(400, False, "least computed"), waste(400, True), waste(400, True, caching=True)]
     for each in runs[:3]:

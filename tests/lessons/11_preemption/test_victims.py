@@ -1,4 +1,6 @@
-"""Rules for the preemption victim, and swap: who is preempted, what is recomputed, and that all requests end."""
+"""Rules for the preemption victim, and swap: who is preempted, what is recomputed, and that all
+requests end.
+"""
 
 import itertools
 import random
@@ -26,7 +28,9 @@ def scheduler_with(
 
 
 def step(scheduler: Scheduler) -> tuple[int, set[str]]:
-    """Run a step and sample for each request that has caught up; return computed tokens and preempted requests."""
+    """Run a step and sample for each request that has caught up; return computed tokens and
+    preempted requests.
+    """
     output = scheduler.schedule()
     live = scheduler.requests
     sampled = {
@@ -37,7 +41,9 @@ def step(scheduler: Scheduler) -> tuple[int, set[str]]:
 
 
 def first_victim(victim: str, policy: str = "fcfs") -> str:
-    """Return which of three requests is preempted first: a has most tokens to come, b most blocks, c fewest to come."""
+    """Return which of three requests is preempted first: a has most tokens to come, b most
+    blocks, c fewest to come.
+    """
     scheduler = scheduler_with(victim, 8, policy=policy)
     for name, prompt, answer, priority in (("a", 4, 24, 1), ("b", 14, 9, 2), ("c", 8, 6, 0)):
         scheduler.add_request(Request(name, [1] * prompt, max_tokens=answer, arrival_time=ord(name), priority=priority))
@@ -63,7 +69,9 @@ def test_without_a_rule_the_policy_decides():
 
 
 def run(victim: str, swap: SwapSpace | None, seed: int, budget: int) -> tuple[Scheduler, list[Request], int, list[int]]:
-    """Run random requests in a small pool; return scheduler, requests, computed tokens, blocks copied out and back."""
+    """Run random requests in a small pool; return scheduler, requests, computed tokens, blocks
+    copied out and back.
+    """
     draw = random.Random(seed)
     scheduler = scheduler_with(victim, 10, swap, budget=budget)
     requests = [Request(str(index), [1] * draw.randint(1, 12), max_tokens=draw.randint(1, 20)) for index in range(16)]

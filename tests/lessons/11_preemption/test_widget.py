@@ -1,4 +1,6 @@
-"""Lesson 11's widget agrees with closed formulas for every pool, and with a plain simulation's counts."""
+"""Lesson 11's widget agrees with closed formulas for every pool, and with a plain simulation's
+counts.
+"""
 
 import itertools
 import re
@@ -22,7 +24,9 @@ from widgets.preemption.state import POOLS
 
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch):
-    """Run few requests and count them all, for many settings, without changing other tests' runs."""
+    """Run few requests and count them all, for many settings, without changing other tests'
+    runs.
+    """
     monkeypatch.setattr(preemption_state, "experiment", lru_cache(runs.experiment.__wrapped__))
     monkeypatch.setattr(runs, "COUNTED", 10)
     monkeypatch.setattr(runs, "AFTER", 0)
@@ -79,7 +83,9 @@ def check_crossover(state: widget.State, words: str, said: Counter) -> None:
 
 @pytest.mark.usefixtures("short_runs")
 def test_no_verdict_contradicts_the_formulas():
-    """Check 200 settings: what cannot fit, fills the pool or cannot be in time; tokens and crossover are exact."""
+    """Check 200 settings: what cannot fit, fills the pool or cannot be in time; tokens and
+    crossover are exact.
+    """
     assert len(SETTINGS) >= 200
     said = Counter()
     for knobs in SETTINGS:
@@ -140,7 +146,9 @@ def test_no_verdict_contradicts_the_formulas():
 )
 @pytest.mark.usefixtures("short_runs")
 def test_latencies_and_counts_are_those_of_a_plain_simulation(knobs: dict, monkeypatch: pytest.MonkeyPatch):
-    """Single steps agree exactly; stretches of similar steps, as the widget runs them, within two percent."""
+    """Single steps agree exactly; stretches of similar steps, as the widget runs them, within
+    two percent.
+    """
     monkeypatch.setattr(runs, "COUNTED", 40)
     state = here(**knobs)
     serving, pool = state.serving, state.pool
@@ -221,7 +229,9 @@ SOLUTIONS = (
 
 
 def solved(index: int, **knobs) -> widget.Progress:
-    """Return a challenge's check once it knows the results of this pool and the next smaller one."""
+    """Return a challenge's check once it knows the results of this pool and the next smaller
+    one.
+    """
     for state in widget.sweep(**knobs):
         result = widget.CHALLENGES[index].check(state)
         if result.met or (

@@ -1,4 +1,6 @@
-"""Lesson 12: its kernels are right, its slots and its gate are the engine's, its exercise catches mistakes."""
+"""Lesson 12: its kernels are right, its slots and its gate are the engine's, its exercise
+catches mistakes.
+"""
 
 import itertools
 import math
@@ -25,7 +27,7 @@ lesson = load(script_path("12"))
 WAYS = {"loop": lesson.by_loop, "bgmv": lesson.by_token, "sgmv": lesson.by_segment, "sorted": lesson.by_sorting}
 PAGE = REPOSITORY / "lessons" / "12_multi_lora.md"
 
-# ---- the kernels -----------------------------------------------------------------------------------------------------
+# ---- the kernels ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -79,7 +81,7 @@ def test_the_kernels_compile(rank):
     )  # fmt: skip
 
 
-# ---- lesson form and engine form -------------------------------------------------------------------------------------
+# ---- lesson form and engine form -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=pytest.mark.interpreted)])
@@ -146,7 +148,7 @@ def test_slots_are_the_engines():
     assert refused > 20
 
 
-# ---- weight, merged and applied --------------------------------------------------------------------------------------
+# ---- weight, merged and applied ------------------------------------------------------------------
 
 
 def test_numbers_are_counted_as_the_engine_counts_them():
@@ -169,7 +171,7 @@ def test_the_example_by_hand():
     assert [numbers.tolist() for numbers in groups] == [[1, 4, 0, 3, 5], [0, 2], [0, 2, 5]]
 
 
-# ---- slots and gate --------------------------------------------------------------------------------------------------
+# ---- slots and gate ------------------------------------------------------------------------------
 
 
 def requests_of(seed):
@@ -230,7 +232,7 @@ def test_a_gate_that_cannot_be_is_one_line(admit, about):
         engine_steps([("a", 1, 2, 0), ("b", 2, 2, 0)], 1, 4, learner_policy(admit))
 
 
-# ---- the script from outside -----------------------------------------------------------------------------------------
+# ---- the script from outside ---------------------------------------------------------------------
 
 
 def test_quick_run(tmp_path):
@@ -284,7 +286,7 @@ def test_no_answer_of_the_exercise_stands_before_it():
         assert f"def {name}(" not in before
 
 
-# ---- the exercise ----------------------------------------------------------------------------------------------------
+# ---- the exercise --------------------------------------------------------------------------------
 
 NUMBERS, GROUP, ADMIT = "adapter_numbers", "group_tokens", "admit"
 ACTIVATE, DEACTIVATE, PIN = "AdapterSlots.activate", "AdapterSlots.deactivate", "AdapterSlots.pin"

@@ -1,4 +1,6 @@
-"""Traffic of many adapters and its cost, compared with draws, with the real slots, and with counts by hand."""
+"""Traffic of many adapters and its cost, compared with draws, with the real slots, and with
+counts by hand.
+"""
 
 import random
 

@@ -1,4 +1,6 @@
-"""Lesson 12's widget agrees with closed formulas for every number of slots, and with the engine's steps."""
+"""Lesson 12's widget agrees with closed formulas for every number of slots, and with the
+engine's steps.
+"""
 
 import itertools
 import math
@@ -93,7 +95,9 @@ def adapters_at_once(state: widget.State, most: float = math.inf) -> float:
 
 @pytest.mark.usefixtures("short_runs")
 def test_no_verdict_contradicts_the_formulas():
-    """Check 240 settings: memory decides whether it starts, adapters and slots whether requests queue."""
+    """Check 240 settings: memory decides whether it starts, adapters and slots whether requests
+    queue.
+    """
     assert len(SETTINGS) >= 200
     said = Counter()
     for knobs in SETTINGS:
@@ -128,7 +132,9 @@ def test_no_verdict_contradicts_the_formulas():
 
 @pytest.mark.usefixtures("short_runs")
 def test_too_few_slots_in_the_long_run_are_reported_however_short_the_run():
-    """20 requests a second use 16 adapters at once: twelve slots serve a few of them in time, but not all."""
+    """20 requests a second use 16 adapters at once: twelve slots serve a few of them in time,
+    but not all.
+    """
     for slots, ttft, tone in ((12, 5.0, "tight"), (12, 2.0, "broken"), (8, 5.0, "broken"), (24, 2.0, "fine")):
         state = here(slots=slots, ttft=ttft)
         assert state.first(slots) < ttft

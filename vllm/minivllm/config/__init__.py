@@ -1,4 +1,5 @@
-"""User settings, and the model's own config: one frozen dataclass per subject, checked when it is created.
+"""User settings, and the model's own config: one frozen dataclass per subject, checked when it is
+created.
 
 In vLLM v0.33.0: `vllm/config/`.
 """

@@ -13,14 +13,17 @@ KV_CACHE_DTYPES = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
 }
-"""What the engine can store keys and values as besides the model's own dtype ("auto"): torch's name of the dtype."""
+"""What the engine can store keys and values as besides the model's own dtype ("auto"): torch's
+name of the dtype.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The block pool: `num_gpu_blocks` blocks of `block_size` tokens, including the null block.
 
-    - `enable_prefix_caching`: keep the blocks of what was computed, and take them for prompts that begin alike.
+    - `enable_prefix_caching`: keep the blocks of what was computed, and take them for prompts that
+      begin alike.
     """
 
     num_gpu_blocks: int

@@ -1,12 +1,13 @@
-"""Which models cache the key and value of every token in every layer, and which layers of the others do.
+"""Which models cache the key and value of every token in every layer, and which layers of the
+others do.
 
-Only for the former does one formula give the bytes per token, and only they are run. State-space layers keep one state,
-however long the sequence; sliding-window layers forget old tokens; some layers share another layer's cache, and some
-keep a second one. Such models are listed here with the reason, so that nothing counts their cache as if it were an
-ordinary one.
+Only for the former does one formula give the bytes per token, and only they are run. State-space
+layers keep one state, however long the sequence; sliding-window layers forget old tokens; some
+layers share another layer's cache, and some keep a second one. Such models are listed here with the
+reason, so that nothing counts their cache as if it were an ordinary one.
 
-In vLLM: `vllm/v1/kv_cache_interface.py`, where each layer kind has its own spec (`FullAttentionSpec`,
-`SlidingWindowSpec`, `MambaSpec`, ...).
+In vLLM: `vllm/v1/kv_cache_interface.py`, where each layer kind has its own spec
+(`FullAttentionSpec`, `SlidingWindowSpec`, `MambaSpec`, ...).
 """
 
 from collections.abc import Mapping
@@ -49,7 +50,8 @@ OTHER_TYPES = {
     **dict.fromkeys(("decilm", "nemotron-nas", "openelm"), UNEQUAL),
 }  # fmt: skip
 
-# Config fields that only such models have, whatever their `model_type`. Null, false, zero and empty values are ignored.
+# Config fields that only such models have, whatever their `model_type`. Null, false, zero and empty
+# values are ignored.
 TELLING_FIELDS = {
     **dict.fromkeys((
         "attn_layer_idx", "attn_layer_indices", "attn_layer_period", "block_types", "conv_L_cache", "full_attn_idxs",
@@ -69,8 +71,8 @@ TELLING_FIELDS = {
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
-# Types of layers of several kinds whose cache is counted (`minivllm.memory.kv_layers`): by default every n-th layer
-# keeps every token, and the others are of the second kind.
+# Types of layers of several kinds whose cache is counted (`minivllm.memory.kv_layers`): by default
+# every n-th layer keeps every token, and the others are of the second kind.
 LAYER_PATTERNS = {
     **dict.fromkeys(("gemma2", "gpt_oss", "vaultgemma"), (2, SLIDING)),
     **dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone4", "exaone_moe", "olmo3"), (4, SLIDING)),
@@ -84,8 +86,9 @@ LAYER_PATTERNS = {
 def cache_exception(hf_config: Mapping[str, Any]) -> str | None:
     """Return why this model does not cache every token in every layer, or None if it does.
 
-    A config without `model_type` is judged by its fields alone. An unknown type is rejected, unless `layer_types` says
-    that every layer is full attention: a wrong count is worse than none. For sliding windows, see `window_of_layers`.
+    A config without `model_type` is judged by its fields alone. An unknown type is rejected, unless
+    `layer_types` says that every layer is full attention: a wrong count is worse than none. For
+    sliding windows, see `window_of_layers`.
 
     Args:
         hf_config: the model's (text) config, as in its `config.json`.
@@ -109,10 +112,11 @@ def cache_exception(hf_config: Mapping[str, Any]) -> str | None:
 
 
 def window_of_layers(hf_config: Mapping[str, Any], num_hidden_layers: int) -> tuple[int | None, tuple[str, ...] | None]:
-    """Return the window shared by *every* layer (else None), and each layer's kind if the config lists or implies it.
+    """Return the window shared by *every* layer (else None), and each layer's kind if the config
+    lists or implies it.
 
-    `layer_types` takes precedence over `sliding_window`. Qwen2's `use_sliding_window` turns the window on, and its
-    `max_window_layers` is the index of the first layer that has it.
+    `layer_types` takes precedence over `sliding_window`. Qwen2's `use_sliding_window` turns the
+    window on, and its `max_window_layers` is the index of the first layer that has it.
 
     Returns:
         `(sliding_window, layer_types)`, with the window in tokens.

@@ -11,7 +11,9 @@ from minivllm.errors import MinivllmError
 
 Settings = TypeVar("Settings", bound=type)
 NEAR = 0.75
-"""The least similarity, from 0 to 1 (difflib's ratio), at which an unknown name is taken for a typing error."""
+"""The least similarity, from 0 to 1 (difflib's ratio), at which an unknown name is taken for a
+typing error.
+"""
 
 
 def require(holds: bool, message: str, parameter: str | None = None) -> None:
@@ -23,7 +25,8 @@ def require(holds: bool, message: str, parameter: str | None = None) -> None:
 def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], listed: str = "") -> None:
     """Raise for the first name that is not known, such as `what` "SamplingParams has no argument".
 
-    The message ends with the nearest known name or, if none is near, with `listed`; by default it lists them itself.
+    The message ends with the nearest known name or, if none is near, with `listed`; by default it
+    lists them itself.
     """
     names = list(known)
     for name in given:
@@ -34,7 +37,9 @@ def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], listed
 
 
 def checked_arguments(settings: Settings) -> Settings:
-    """Decorate a dataclass, so that its constructor refuses unknown arguments with a `MinivllmError`."""
+    """Decorate a dataclass, so that its constructor refuses unknown arguments with a
+    `MinivllmError`.
+    """
     make = settings.__init__
     known = [field.name for field in fields(settings)]
     listed = f"help(minivllm.{settings.__name__}) lists those there are"
@@ -49,7 +54,9 @@ def checked_arguments(settings: Settings) -> Settings:
 
 
 def require_flags(settings: object, *names: str) -> None:
-    """Raise unless each of these attributes is True or False: a string such as "no" would count as true."""
+    """Raise unless each of these attributes is True or False: a string such as "no" would count
+    as true.
+    """
     for name in names:
         value = getattr(settings, name)
         require(isinstance(value, bool), f"{name} is {value!r}; it must be True or False")
@@ -62,7 +69,9 @@ def require_choice(name: str, value: object, choices: Iterable[str | None]) -> N
 
 
 def require_counts(settings: object, least: int, *names: str, may_be_none: bool = False) -> None:
-    """Raise unless each of these attributes is an integer of at least `least`, or None where that is allowed."""
+    """Raise unless each of these attributes is an integer of at least `least`, or None where
+    that is allowed.
+    """
     wanted = f"a whole number of at least {least}" if least else "a whole number, and not negative"
     for name in names:
         value = getattr(settings, name)
@@ -80,19 +89,25 @@ def is_count(value: object, least: int) -> bool:
 
 
 def positive_count(name: str, value: int) -> int:
-    """Return the value if it is an integer of at least 1; otherwise raise a `MinivllmError` that names it."""
+    """Return the value if it is an integer of at least 1; otherwise raise a `MinivllmError` that
+    names it.
+    """
     require(is_count(value, 1), f"{name} must be a positive whole number, not {value!r}")
     return value
 
 
 def positive_seconds(name: str, value: Any) -> float:
-    """Return the value if it is a finite number above 0; otherwise raise a `MinivllmError` that names it."""
+    """Return the value if it is a finite number above 0; otherwise raise a `MinivllmError` that
+    names it.
+    """
     require(is_number(value) and value > 0, f"{name} is {value!r}; it must be a number of seconds above 0")
     return float(value)
 
 
 def encodable(text: str, name: str) -> str:
-    """Return the string if it can be encoded as UTF-8; otherwise raise a `MinivllmError` that names it."""
+    """Return the string if it can be encoded as UTF-8; otherwise raise a `MinivllmError` that
+    names it.
+    """
     try:
         # A Python string may hold half of a surrogate pair, which no file and no socket can.
         text.encode()

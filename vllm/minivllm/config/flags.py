@@ -38,12 +38,16 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments as argparse does, but read the underscores of an unknown flag as dashes."""
+        """Parse arguments as argparse does, but read the underscores of an unknown flag as
+        dashes.
+        """
         arguments = [self._known_spelling(arg) for arg in (sys.argv[1:] if args is None else args)]
         return super().parse_known_args(self._joined(arguments), namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments as argparse does; the error for an unknown flag names the nearest known one."""
+        """Parse arguments as argparse does; the error for an unknown flag names the nearest
+        known one.
+        """
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown[0])
@@ -63,7 +67,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return flag.replace("_", "-") + equals + value
 
     def _joined(self, args: Sequence[str]) -> list[str]:
-        """Return the arguments with all `--flag.part` of a flag joined to one JSON value, added to the flag's own."""
+        """Return the arguments with all `--flag.part` of a flag joined to one JSON value, added
+        to the flag's own.
+        """
         kept: list[str] = []
         parts: dict[str, dict[str, Any]] = {}
         pending = list(args)
@@ -84,7 +90,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return kept
 
     def _taken_out(self, args: list[str], flag: str) -> dict[str, Any]:
-        """Remove the flag with its JSON from the arguments, and return that; {} where it is not there."""
+        """Remove the flag with its JSON from the arguments, and return that; {} where it is not
+        there.
+        """
         for index, arg in enumerate(args):
             name, equals, value = arg.partition("=")
             if name == flag and (equals or index + 1 < len(args)):
@@ -124,7 +132,8 @@ def add_flags(
         settings: a dataclass; its docstring has the flags' words.
         groups: titles, and the fields below each.
         left_out: fields that are no flags.
-        with_defaults: a flag that is not given has the field's default in the namespace; otherwise it is not there.
+        with_defaults: a flag that is not given has the field's default in the namespace; otherwise
+            it is not there.
         further_words: of fields that the docstring does not mention.
     """
     hints, by_name = get_type_hints(settings), {field.name: field for field in fields(settings)}
@@ -134,7 +143,8 @@ def add_flags(
         for name in names:
             if name not in left_out:
                 field = by_name[name]
-                # Without a default, a flag that is not given is not in the namespace, and the dataclass decides.
+                # Without a default, a flag that is not given is not in the namespace, and the
+                # dataclass decides.
                 default = _default(field) if with_defaults else argparse.SUPPRESS
                 shown = "" if with_defaults else _shown_default(field)
                 _add_flag(group, name, hints[name], default, words.get(name, "").replace("%", "%%") + shown)

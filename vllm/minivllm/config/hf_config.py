@@ -1,8 +1,8 @@
 """Read the shape of a model from its `config.json`, however its family spells it.
 
-Configs of different families name the same field differently, leave out what is their family's default, and put the
-language model's part of a multimodal model into a nested config. What comes out here are the fields of
-`config.model.ModelConfig`.
+Configs of different families name the same field differently, leave out what is their family's
+default, and put the language model's part of a multimodal model into a nested config. What comes
+out here are the fields of `config.model.ModelConfig`.
 
 In vLLM: `vllm/transformers_utils/model_arch_config_convertor.py`.
 """
@@ -45,7 +45,8 @@ PART_DEFAULTS = {
         "sliding_window": 4096,
     },
 }  # fmt: skip
-# Types of the fields that are read without any other check. If a field is missing or null, the family's default holds.
+# Types of the fields that are read without any other check. If a field is missing or null, the
+# family's default holds.
 KINDS = {
     "model_type": (str, "a text"),
     "architectures": (list, "a list of names"),
@@ -60,7 +61,8 @@ ROPE_NUMBERS = (
     "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
 )  # fmt: skip
 MAX_ROPE_NUMBER = 1e15
-# Settings that make a family compute something other than Llama, and the values at which they have no effect.
+# Settings that make a family compute something other than Llama, and the values at which they have
+# no effect.
 OTHER_COMPUTATION = {
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
@@ -129,7 +131,9 @@ def model_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the language model's config; for a multimodal model, with fields found only in the outer config added."""
+    """Return the language model's config; for a multimodal model, with fields found only in the
+    outer config added.
+    """
     for name in NESTED_TEXT_CONFIGS:
         inner = hf_config.get(name)
         if isinstance(inner, Mapping):
@@ -158,7 +162,9 @@ def _check_kinds(hf: Mapping[str, Any]) -> None:
 
 
 def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """Return an optional count: `default` if the config lacks it, an error if it is not a positive integer."""
+    """Return an optional count: `default` if the config lacks it, an error if it is not a
+    positive integer.
+    """
     value: Any = hf.get(name)
     if isinstance(value, list | tuple) and len(set(map(str, value))) == 1:  # the same number for each layer
         value = value[0]
@@ -170,7 +176,9 @@ def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
 
 
 def _positive(hf: Mapping[str, Any], name: str, default: float) -> float:
-    """Return an optional number: `default` if the config lacks it, an error if it is not above 0."""
+    """Return an optional number: `default` if the config lacks it, an error if it is not above
+    0.
+    """
     value = hf.get(name)
     if value is None:
         return default
@@ -186,7 +194,9 @@ def _required_count(hf: Mapping[str, Any], name: str) -> int:
 
 
 def _attention_shape(hf: Mapping[str, Any], exception: str | None) -> dict[str, Any]:
-    """Return the numbers of layers and heads, and the widths; without attention heads (Mamba) the head counts are 0."""
+    """Return the numbers of layers and heads, and the widths; without attention heads (Mamba)
+    the head counts are 0.
+    """
     # State-space models have layers, but nothing that attends.
     if exception and hf.get("num_attention_heads") is None:
         layers = _count(hf, "num_hidden_layers")
@@ -220,19 +230,25 @@ def _attention_shape(hf: Mapping[str, Any], exception: str | None) -> dict[str, 
 
 
 def _gpt2_mlp(hf: Mapping[str, Any]) -> int:
-    """Return the width of GPT-2's MLP: four times the hidden size, which its config does not say."""
+    """Return the width of GPT-2's MLP: four times the hidden size, which its config does not
+    say.
+    """
     return 4 * _count(hf, "hidden_size") if hf.get("model_type") == "gpt2" else 0
 
 
 def _kv_heads(hf: Mapping[str, Any], heads: int) -> int:
-    """Return the number of KV heads: one if `multi_query` is on (Falcon), and by default as many as query heads."""
+    """Return the number of KV heads: one if `multi_query` is on (Falcon), and by default as many
+    as query heads.
+    """
     if hf.get("multi_query") and not hf.get("new_decoder_architecture"):
         return 1
     return _count(hf, "num_key_value_heads", default=heads)
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Return RoPE base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    """Return RoPE base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and
+    `rope_scaling`.
+    """
     parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if isinstance(parameters.get("full_attention"), Mapping):  # one set of parameters per layer kind
         parameters = parameters["full_attention"]
@@ -250,10 +266,13 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which biases and norms there are: Qwen2's biases are implied by its type, other configs state theirs."""
+    """Return which biases and norms there are: Qwen2's biases are implied by its type, other
+    configs state theirs.
+    """
     family = hf.get("model_type") or ""
     says = bool(hf.get("attention_bias"))
-    # Qwen2 has biases in q, k and v, and none in the output projection; its config does not mention them.
+    # Qwen2 has biases in q, k and v, and none in the output projection; its config does not mention
+    # them.
     qwen2 = family in ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
     return {
         "attention_bias": qwen2 or says,
@@ -271,7 +290,9 @@ def _other_computation(hf: Mapping[str, Any]) -> str | None:
 
 
 def _experts(hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return the experts, if any layer has them: DeepSeek's first layers have none, and that may be all of them."""
+    """Return the experts, if any layer has them: DeepSeek's first layers have none, and that may
+    be all of them.
+    """
     experts = _count(hf, "num_experts")
     # Zero is valid here, and `_count` refuses it.
     dense = _count(hf, "first_k_dense_replace") if hf.get("first_k_dense_replace") else 0
@@ -287,7 +308,9 @@ def _experts(hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _dtype(hf: Mapping[str, Any]) -> str:
-    """Return the dtype of the stored weights; float32 if the config names none, as in transformers."""
+    """Return the dtype of the stored weights; float32 if the config names none, as in
+    transformers.
+    """
     value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     # Some configs were written from torch's own name, "torch.bfloat16".
     name = str(value).removeprefix("torch.")
@@ -304,7 +327,9 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _checkpoint_kv_dtype(quantization: Any) -> str | None:
-    """Return the KV-cache dtype that a quantized checkpoint asks for (ModelOpt, compressed-tensors), or None."""
+    """Return the KV-cache dtype that a quantized checkpoint asks for (ModelOpt,
+    compressed-tensors), or None.
+    """
     if not isinstance(quantization, Mapping):
         return None
     scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")

@@ -32,11 +32,13 @@ class KVTransferConfig:
 
     - `kv_connector`: the connector's name, such as "NixlConnector".
     - `engine_id`: names this engine to others; by default a random UUID.
-    - `kv_role`: "kv_producer" only gives keys and values away, "kv_consumer" only takes them, "kv_both" does both.
-    - `kv_buffer_device`: where a connector that copies keeps its buffer, "cpu" or "cuda"; None: where the cache is.
+    - `kv_role`: "kv_producer" only gives keys and values away, "kv_consumer" only takes them,
+      "kv_both" does both.
+    - `kv_buffer_device`: where a connector that copies keeps its buffer, "cpu" or "cuda"; None:
+      where the cache is.
     - `kv_connector_extra_config`: what only this connector reads.
-    - `kv_load_failure_policy`: what becomes of a request whose keys and values did not arrive. "fail" ends it with an
-      error, "recompute" computes them here.
+    - `kv_load_failure_policy`: what becomes of a request whose keys and values did not arrive.
+      "fail" ends it with an error, "recompute" computes them here.
     """
 
     kv_connector: str

@@ -12,10 +12,11 @@ LORA_DTYPES = ("auto", "float32", "float16", "bfloat16")
 class LoRAConfig:
     """Limits on how many adapters an engine serves at once, and how large they may be.
 
-    - `max_loras`: slots on the device: the most adapters in one step. Each has room for `max_lora_rank` in every linear
-      inside the layers, whatever is loaded into it.
+    - `max_loras`: slots on the device: the most adapters in one step. Each has room for
+      `max_lora_rank` in every linear inside the layers, whatever is loaded into it.
     - `max_lora_rank`: the largest rank, one of `MAX_LORA_RANKS`.
-    - `max_cpu_loras`: adapters kept in host memory, least recently used ones forgotten first; None: `max_loras`.
+    - `max_cpu_loras`: adapters kept in host memory, least recently used ones forgotten first; None:
+      `max_loras`.
     - `lora_dtype`: of the adapters' weights; "auto" is the model's.
     """
 

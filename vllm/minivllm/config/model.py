@@ -1,6 +1,7 @@
 """The shape of a model, as the decoder and the memory arithmetic need it.
 
-`hf_config.py` reads it from the `config.json` of a Hugging Face model, which `model_files.py` finds.
+`hf_config.py` reads it from the `config.json` of a Hugging Face model, which `model_files.py`
+finds.
 
 In vLLM: `vllm/config/model.py`, `ModelConfig`.
 """
@@ -26,7 +27,9 @@ EMBEDDED_SIBLINGS = {kind: MODELS / f"tiny-python-{kind}" for kind in ("mha", "g
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model, for the decoder and the memory arithmetic. Zero: the config does not say."""
+    """The shape of a model, for the decoder and the memory arithmetic. Zero: the config does not
+    say.
+    """
 
     num_hidden_layers: int
     num_attention_heads: int
@@ -44,7 +47,9 @@ class ModelConfig:
     hidden_act: str = "silu"
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    """None for unscaled RoPE, else a dict with the key `rope_type`: linear, dynamic, llama3, yarn, ..."""
+    """None for unscaled RoPE, else a dict with the key `rope_type`: linear, dynamic, llama3,
+    yarn, ...
+    """
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """Whether the q, k and v projections have a bias."""
@@ -56,7 +61,9 @@ class ModelConfig:
     """The window of *every* layer, in tokens; None if there is no window or if layers differ."""
     layer_types: tuple[str, ...] | None = None
     kv_lora_rank: int | None = None
-    """Width of the latent vector of multi-head latent attention (DeepSeek); None for ordinary attention."""
+    """Width of the latent vector of multi-head latent attention (DeepSeek); None for ordinary
+    attention.
+    """
     qk_rope_head_dim: int | None = None
     qk_nope_head_dim: int = 0
     v_head_dim: int = 0
@@ -72,17 +79,27 @@ class ModelConfig:
     quantization: str | None = None
     """Quantization method of the checkpoint (fp8, awq, gptq, ...); None if it is not quantized."""
     quantization_config: dict[str, Any] | None = field(default=None, hash=False)
-    """The checkpoint's own description of its quantization: bits, groups, layers, ..., as its method spells them."""
+    """The checkpoint's own description of its quantization: bits, groups, layers, ..., as its
+    method spells them.
+    """
     checkpoint_kv_dtype: str | None = None
     """The KV-cache dtype that a quantized checkpoint asks for; None if it does not ask for one."""
     other_computation: str | None = None
-    """The first setting that requires a computation the Llama family does not have; None if no setting does."""
+    """The first setting that requires a computation the Llama family does not have; None if no
+    setting does.
+    """
     cache_exception: str | None = None
-    """Why one formula cannot give the bytes per token; None for models that cache every token in every layer."""
+    """Why one formula cannot give the bytes per token; None for models that cache every token in
+    every layer.
+    """
     counted_layer_types: tuple[str, ...] | None = None
-    """The kinds of the layers with a cache of their own, if they differ and are counted (`minivllm.memory`)."""
+    """The kinds of the layers with a cache of their own, if they differ and are counted
+    (`minivllm.memory`).
+    """
     hf_config: dict[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
-    """The contents of the whole `config.json`: of a multimodal model, also the parts beside the language model."""
+    """The contents of the whole `config.json`: of a multimodal model, also the parts beside the
+    language model.
+    """
     checkpoint_bytes: int | None = field(default=None, compare=False)
     """The bytes of the checkpoint's tensors, if it is a local directory that holds them."""
 
@@ -100,17 +117,22 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many numbers of a head are rotated: all, or with a latent cache the part kept beside it."""
+        """Return how many numbers of a head are rotated: all, or with a latent cache the part
+        kept beside it.
+        """
         return self.head_dim if self.kv_lora_rank is None else self.qk_rope_head_dim or 0
 
     @property
     def latent_width(self) -> int:
-        """Return how many numbers a token leaves in one layer's latent cache; 0 for ordinary attention."""
+        """Return how many numbers a token leaves in one layer's latent cache; 0 for ordinary
+        attention.
+        """
         return 0 if self.kv_lora_rank is None else self.kv_lora_rank + self.rotary_dim
 
     @classmethod
     def from_dict(cls, hf_config: Mapping[str, Any]) -> "ModelConfig":
-        """Read the contents of a `config.json`, in the old style or that of transformers 5, nested text configs too.
+        """Read the contents of a `config.json`, in the old style or that of transformers 5, nested
+        text configs too.
 
         Raises:
             MinivllmError: a required field is missing or invalid; the message names it.
@@ -121,10 +143,12 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path_or_name: str | Path) -> "ModelConfig":
-        """Read the config of a local model directory, of a `config.json`, or of a model on the Hugging Face Hub.
+        """Read the config of a local model directory, of a `config.json`, or of a model on the
+        Hugging Face Hub.
 
         Raises:
-            MinivllmError: there is no such model, the Hub cannot be reached, or the file is not a model config.
+            MinivllmError: there is no such model, the Hub cannot be reached, or the file is not a
+                model config.
         """
         path = config_path(path_or_name)
         contents = read_json_object(path)

@@ -26,7 +26,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_bytes(directory: Path) -> int | None:
-    """Return the bytes of the tensors in a directory's safetensors files, or None without such files."""
+    """Return the bytes of the tensors in a directory's safetensors files, or None without such
+    files.
+    """
     # Large checkpoints have several files, and their index knows the total.
     index = directory / "model.safetensors.index.json"
     if index.is_file():
@@ -40,7 +42,8 @@ def checkpoint_bytes(directory: Path) -> int | None:
 
 
 def config_path(path_or_name: str | Path) -> Path:
-    """Return the `config.json` of a local model directory (or that file itself), else of a model on the Hub.
+    """Return the `config.json` of a local model directory (or that file itself), else of a model on
+    the Hub.
 
     Raises:
         MinivllmError: there is no such local file, and no model of that name can be fetched.

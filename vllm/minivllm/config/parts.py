@@ -1,14 +1,15 @@
-"""Parts of the engine that a caller may replace with their own, such as the solutions of the exercises.
+"""Parts of the engine that a caller may replace with their own, such as the solutions of the
+exercises.
 
     LLM(model, parts=Parts(policy=SchedulingPolicy(victim=mine), attention=MyAttention))
 
-A part takes the place of the engine's own and must offer what that one offers; the engine does not check it. Parts are
-Python objects, so those of the core need it in this process: one rank, without `multiprocess` (`AsyncLLM` then runs it
-in a thread). Those of a server's front end do not.
+A part takes the place of the engine's own and must offer what that one offers; the engine does not
+check it. Parts are Python objects, so those of the core need it in this process: one rank, without
+`multiprocess` (`AsyncLLM` then runs it in a thread). Those of a server's front end do not.
 
-In vLLM v0.33.0 the whole scheduler is replaced by `scheduler_cls` (`vllm/config/scheduler.py`), an attention backend by
-`register_backend` (`vllm/v1/attention/backends/registry.py`), a proposer by the method `custom_class`
-(`vllm/config/speculative.py`); the other parts have no such place there.
+In vLLM v0.33.0 the whole scheduler is replaced by `scheduler_cls` (`vllm/config/scheduler.py`), an
+attention backend by `register_backend` (`vllm/v1/attention/backends/registry.py`), a proposer by
+the method `custom_class` (`vllm/config/speculative.py`); the other parts have no such place there.
 """
 
 from __future__ import annotations
@@ -27,24 +28,30 @@ if TYPE_CHECKING:
 class Parts:
     """Parts that take the place of the engine's own; None leaves a part as it is.
 
-    - `policy`: the scheduler's rules, a `core.policy.SchedulingPolicy`; the pool and the hash of its blocks, too.
-    - `attention`: called as `worker.paged_attention.PagedAttention(kv_caches, scale, sliding_window)`, once the caches
-      are allocated.
-    - `draft_proposer`: called as `worker.spec_decode.ngram_proposer.NgramProposer(config, max_model_len)`, where
-      `speculative_config` names a method that reads tokens and runs no model.
-    - `rejection_sample`: called as `kernels.rejection_sample.rejection_sample(arguments)`, in each step with drafts.
-    - `lora_slots`: called as `core.adapter_slots.AdapterSlots(max_loras)`, where there is `enable_lora`.
-    - `kv_connector`: called as `core.kv_connector.KVConnectorBase_V1(config, role)`, once for each side, where there is
-      a `kv_transfer_config`; its `kv_connector` is then not looked up.
+    - `policy`: the scheduler's rules, a `core.policy.SchedulingPolicy`; the pool and the hash of
+      its blocks, too.
+    - `attention`: called as `worker.paged_attention.PagedAttention(kv_caches, scale,
+      sliding_window)`, once the caches are allocated.
+    - `draft_proposer`: called as `worker.spec_decode.ngram_proposer.NgramProposer(config,
+      max_model_len)`, where `speculative_config` names a method that reads tokens and runs no
+      model.
+    - `rejection_sample`: called as `kernels.rejection_sample.rejection_sample(arguments)`, in each
+      step with drafts.
+    - `lora_slots`: called as `core.adapter_slots.AdapterSlots(max_loras)`, where there is
+      `enable_lora`.
+    - `kv_connector`: called as `core.kv_connector.KVConnectorBase_V1(config, role)`, once for each
+      side, where there is a `kv_transfer_config`; its `kv_connector` is then not looked up.
 
     The front end's:
 
-    - `output_collector`: called without arguments, once for each stream: `put(output or exception)` never waits, and
-      `await get()` returns what is unread, joined; as `engine.async_llm.RequestOutputCollector`.
-    - `stop_strings`: called with the list of stop strings, once for each request that has any: `push(text)` returns
-      (the text to show, the stop string that ended it or None), `flush()` what was held back; see
-      `engine.detokenizer.DetokenizerOfParts`.
-    - `until_disconnected`: called as `entrypoints.openai.stream.until_disconnected(work, disconnected)`.
+    - `output_collector`: called without arguments, once for each stream: `put(output or exception)`
+      never waits, and `await get()` returns what is unread, joined; as
+      `engine.async_llm.RequestOutputCollector`.
+    - `stop_strings`: called with the list of stop strings, once for each request that has any:
+      `push(text)` returns (the text to show, the stop string that ended it or None), `flush()` what
+      was held back; see `engine.detokenizer.DetokenizerOfParts`.
+    - `until_disconnected`: called as `entrypoints.openai.stream.until_disconnected(work,
+      disconnected)`.
     """
 
     policy: SchedulingPolicy | None = None
@@ -75,7 +82,9 @@ class Parts:
 
     @property
     def names_in_core(self) -> list[str]:
-        """Return the names of replaced parts that belong to the engine's core, not to its front end."""
+        """Return the names of replaced parts that belong to the engine's core, not to its front
+        end.
+        """
         return [name for name in self.names if name not in FRONT_END]
 
 

@@ -1,4 +1,6 @@
-"""What `start_profile` records, and where it is written. In vLLM v0.33.0: `vllm/config/profiler.py`."""
+"""What `start_profile` records, and where it is written. In vLLM v0.33.0:
+`vllm/config/profiler.py`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,10 +16,10 @@ class ProfilerConfig:
     """Settings of PyTorch's profiler. An invalid value raises a `MinivllmError`.
 
     - `profiler`: "torch", or None for none. `torch_profiler_dir`: the folder for the traces.
-    - `torch_profiler_with_stack`, `…_record_shapes`, `…_with_memory`, `…_with_flops`: what is recorded of each
-      operation. `torch_profiler_use_gzip`: compress the trace.
-    - `delay_iterations`: steps after the start that are left out. `max_iterations`: the most that are recorded; 0: all
-      until the end.
+    - `torch_profiler_with_stack`, `…_record_shapes`, `…_with_memory`, `…_with_flops`: what is
+      recorded of each operation. `torch_profiler_use_gzip`: compress the trace.
+    - `delay_iterations`: steps after the start that are left out. `max_iterations`: the most that
+      are recorded; 0: all until the end.
     """
 
     profiler: str | None = None
@@ -41,7 +43,8 @@ class ProfilerConfig:
 
     @classmethod
     def of(cls, value: "Mapping[str, Any] | ProfilerConfig | None") -> "ProfilerConfig | None":
-        """Return the config that a dictionary, a config or None stands for; None if nothing is to be recorded.
+        """Return the config that a dictionary, a config or None stands for; None if nothing is to
+        be recorded.
 
         Raises:
             MinivllmError: an entry is invalid.

@@ -15,14 +15,18 @@ POLICIES = ("fcfs", "priority")
 class SchedulerConfig:
     """Settings by which requests share the steps of the engine. Lengths are in tokens.
 
-    - `max_num_batched_tokens`: the token budget of a step. vLLM rejects a budget below `max_num_seqs`; here it is
-      allowed, so that you can see what happens.
-    - `long_prefill_token_threshold`: the most tokens of one request per step, unless it is the only request; 0 = off.
-      `long_prefill_token_threshold_adaptive`: this limit is at least a fair share of the budget.
+    - `max_num_batched_tokens`: the token budget of a step. vLLM rejects a budget below
+      `max_num_seqs`; here it is allowed, so that you can see what happens.
+    - `long_prefill_token_threshold`: the most tokens of one request per step, unless it is the only
+      request; 0 = off. `long_prefill_token_threshold_adaptive`: this limit is at least a fair share
+      of the budget.
     - `policy`: "fcfs" or "priority" (a lower value of `Request.priority` goes first).
-    - `enable_chunked_prefill`: if False, a prompt waits until all of it fits into the rest of a step's budget.
-    - `scheduler_reserve_full_isl`: admit a request only if all its known tokens fit, not just the first chunk.
-    - `watermark`: fraction of the pool, from 0 up to 1, that admissions leave free while any request is running.
+    - `enable_chunked_prefill`: if False, a prompt waits until all of it fits into the rest of a
+      step's budget.
+    - `scheduler_reserve_full_isl`: admit a request only if all its known tokens fit, not just the
+      first chunk.
+    - `watermark`: fraction of the pool, from 0 up to 1, that admissions leave free while any
+      request is running.
     - `max_loras`: how many LoRA adapters may run at once; 0 = no request may name one.
     - `drafting`: what to know of speculation, if there is any.
     - `async_scheduling`: schedule a step while the one before it is computed.
@@ -45,7 +49,9 @@ class SchedulerConfig:
 
     @property
     def num_extra_tokens(self) -> int:
-        """Return the most slots that a request may need beyond its tokens: lookahead, and each step's drafts."""
+        """Return the most slots that a request may need beyond its tokens: lookahead, and each
+        step's drafts.
+        """
         # With two steps in flight, the drafts of both may need slots.
         steps = 2 if self.async_scheduling else 1
         return self.drafting.num_speculative_tokens * steps + self.drafting.num_lookahead_tokens

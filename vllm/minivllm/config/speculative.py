@@ -21,18 +21,19 @@ DEFAULT_LOOKUP = 5
 class SpeculativeConfig:
     """Settings of speculation: the method of drafting, and the number of tokens.
 
-    - `method`: "ngram" finds an earlier occurrence of the last tokens in the same request, and drafts what followed it.
-      "draft_model" runs a smaller model with the same vocabulary; in a dictionary with a `model` it is the default.
-      "eagle3" runs a head that was trained for this model, and reads its hidden states.
+    - `method`: "ngram" finds an earlier occurrence of the last tokens in the same request, and
+      drafts what followed it. "draft_model" runs a smaller model with the same vocabulary; in a
+      dictionary with a `model` it is the default. "eagle3" runs a head that was trained for this
+      model, and reads its hidden states.
     - `model`: the drafting model, a directory or a name on the Hugging Face hub.
-    - `draft_sample_method`: how a drafting model chooses. "greedy" takes the most likely token; "probabilistic" draws
-      from the model's distribution q for requests with a temperature, and a draft x is then accepted with probability
-      min(1, p(x) / q(x)).
+    - `draft_sample_method`: how a drafting model chooses. "greedy" takes the most likely token;
+      "probabilistic" draws from the model's distribution q for requests with a temperature, and a
+      draft x is then accepted with probability min(1, p(x) / q(x)).
     - `num_speculative_tokens`: the most draft tokens per request and step.
-    - `prompt_lookup_max`, `prompt_lookup_min`: longest and shortest n-gram to look up, the longest first. If only one
-      is given, the other equals it; if neither is, both are 5.
-    - `num_speculative_tokens_per_batch_size`: (first, last, drafts) for ranges of batch sizes, such as
-      [(1, 8, 4), (9, 64, 2)]; a size beyond a range counts as its last one.
+    - `prompt_lookup_max`, `prompt_lookup_min`: longest and shortest n-gram to look up, the longest
+      first. If only one is given, the other equals it; if neither is, both are 5.
+    - `num_speculative_tokens_per_batch_size`: (first, last, drafts) for ranges of batch sizes, such
+      as [(1, 8, 4), (9, 64, 2)]; a size beyond a range counts as its last one.
     """
 
     num_speculative_tokens: int
@@ -103,10 +104,11 @@ class SpeculativeConfig:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Return how many slots the drafter needs beyond those of a step's tokens; 0 if it has no KV cache.
+        """Return how many slots the drafter needs beyond those of a step's tokens; 0 if it has no
+        KV cache.
 
-        After a step whose drafts were all accepted, the drafter reads the sampled token and all of its drafts but the
-        last one: one slot for each.
+        After a step whose drafts were all accepted, the drafter reads the sampled token and all of
+        its drafts but the last one: one slot for each.
         """
         return self.num_speculative_tokens if self.runs_model else 0
 
@@ -131,9 +133,10 @@ class DraftingConfig:
     """The scheduler's part of the speculation settings; by default there is no speculation.
 
     - `num_speculative_tokens`: the most draft tokens per request and step.
-    - `num_lookahead_tokens`: extra slots to allocate, for a drafter that writes into the same blocks.
-    - `use_eagle`: the drafter's cache depends on the token after each place too, so a prefix hit leaves out its last
-      block.
+    - `num_lookahead_tokens`: extra slots to allocate, for a drafter that writes into the same
+      blocks.
+    - `use_eagle`: the drafter's cache depends on the token after each place too, so a prefix hit
+      leaves out its last block.
     - `num_speculative_tokens_per_batch_size`: when to make fewer drafts, as in `SpeculativeConfig`.
     """
 
@@ -146,9 +149,11 @@ class DraftingConfig:
         require_counts(self, 0, "num_speculative_tokens", "num_lookahead_tokens")
 
     def num_drafts_after(self, num_requests: int) -> int | None:
-        """Return the most drafts for each request after a step of `num_requests`; None: `num_speculative_tokens`.
+        """Return the most drafts for each request after a step of `num_requests`; None:
+        `num_speculative_tokens`.
 
-        A batch size beyond a range of `num_speculative_tokens_per_batch_size` counts as the range's last one.
+        A batch size beyond a range of `num_speculative_tokens_per_batch_size` counts as the range's
+        last one.
         """
         schedule = self.num_speculative_tokens_per_batch_size
         if not schedule or not num_requests:
@@ -162,7 +167,9 @@ NO_DRAFTS = DraftingConfig()
 
 
 def check_schedule(schedule: object) -> None:
-    """Raise unless these are ranges of batch sizes that begin with 1, rise, and do not overlap; None: no schedule."""
+    """Raise unless these are ranges of batch sizes that begin with 1, rise, and do not overlap;
+    None: no schedule.
+    """
     if schedule is None:
         return
     name = "num_speculative_tokens_per_batch_size"

@@ -1,4 +1,6 @@
-"""What a generated text must conform to. In vLLM v0.33.0: `vllm/sampling_params.py` (`StructuredOutputsParams`)."""
+"""What a generated text must conform to. In vLLM v0.33.0: `vllm/sampling_params.py`
+(`StructuredOutputsParams`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +14,15 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(kw_only=True, slots=True)
 class StructuredOutputsParams:
-    """Exactly one constraint; the generated text conforms to it as a whole, unless `max_tokens` cuts it off.
+    """Exactly one constraint; the generated text conforms to it as a whole, unless `max_tokens`
+    cuts it off.
 
     - `json`: a JSON schema, as a dictionary or as text. `json_object`: any JSON object.
     - `regex`: a regular expression without look-around. `choice`: one of these strings.
     - `grammar`: a grammar in Lark's syntax, or in GBNF with the rule `root`.
-    - `whitespace_pattern`: a regular expression for the space between the tokens of JSON; None: at most one space.
-      (vLLM allows any amount by default, and a small greedy model may not find an end of it.)
-      `disable_any_whitespace`: none at all.
+    - `whitespace_pattern`: a regular expression for the space between the tokens of JSON; None: at
+      most one space. (vLLM allows any amount by default, and a small greedy model may not find an
+      end of it.) `disable_any_whitespace`: none at all.
 
     `disable_additional_properties` and `structural_tag` are not served.
     """

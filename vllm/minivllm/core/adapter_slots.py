@@ -1,7 +1,8 @@
 """Which adapter lies in which slot of the device: least recently used first out, pinned ones never.
 
-Bookkeeping only; who owns the tensors copies an adapter's weights in when `activate` gives it a slot that it did not
-have. In vLLM v0.33.0: `vllm/lora/model_manager.py` (`LRUCacheLoRAModelManager`, `AdapterLRUCache`).
+Bookkeeping only; who owns the tensors copies an adapter's weights in when `activate` gives it a
+slot that it did not have. In vLLM v0.33.0: `vllm/lora/model_manager.py`
+(`LRUCacheLoRAModelManager`, `AdapterLRUCache`).
 """
 
 import heapq
@@ -10,7 +11,9 @@ from minivllm.errors import MinivllmError
 
 
 class AdapterSlots:
-    """The adapters in `max_loras` slots, by their ids. All operations take O(log max_loras) at most."""
+    """The adapters in `max_loras` slots, by their ids. All operations take O(log max_loras) at
+    most.
+    """
 
     def __init__(self, max_loras: int) -> None:
         self.slots: list[int | None] = [None] * max_loras
@@ -26,7 +29,8 @@ class AdapterSlots:
     def activate(self, adapter_id: int) -> int:
         """Return an adapter's slot and make it the most recently used.
 
-        One that has no slot gets the first free one, or else that of the least recently used adapter.
+        One that has no slot gets the first free one, or else that of the least recently used
+        adapter.
 
         Raises:
             MinivllmError: no slot is free, and all adapters in them are pinned.

@@ -1,14 +1,17 @@
-"""Scheduling a step while earlier ones are still computed, so that the device does not wait for the host.
+"""Scheduling a step while earlier ones are still computed, so that the device does not wait for the
+host.
 
-The tokens that the steps in flight will sample are not known yet, only that there will be some: each stands as one of
-`num_output_placeholders`, and its value stays with the worker, which fills it into the next step's inputs. Three things
-follow. A stop token is noticed one step late, and what that step has sampled for the request is dropped; `max_tokens`
-and `max_model_len` can be foreseen. A block is published when its last token is known and computed, not when that token
-is scheduled. And a preempted request is resumed only after the outputs that were in flight have arrived.
+The tokens that the steps in flight will sample are not known yet, only that there will be some:
+each stands as one of `num_output_placeholders`, and its value stays with the worker, which fills it
+into the next step's inputs. Three things follow. A stop token is noticed one step late, and what
+that step has sampled for the request is dropped; `max_tokens` and `max_model_len` can be foreseen.
+A block is published when its last token is known and computed, not when that token is scheduled.
+And a preempted request is resumed only after the outputs that were in flight have arrived.
 
-Where the model is a pipeline of stages, several steps are in flight too, but a request's next token is scheduled only
-when the last one has arrived: it has to travel from the last stage to the first. Other requests fill the pipeline,
-unless all were admitted into the same step: the scheduler does not divide them to that end.
+Where the model is a pipeline of stages, several steps are in flight too, but a request's next token
+is scheduled only when the last one has arrived: it has to travel from the last stage to the first.
+Other requests fill the pipeline, unless all were admitted into the same step: the scheduler does
+not divide them to that end.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/async_scheduler.py` (`AsyncScheduler`).
 """
@@ -23,12 +26,15 @@ UNKNOWN_TOKEN = -1
 
 
 class AsyncScheduler(Scheduler):
-    """A scheduler whose `schedule` may be called again before `update_from_output`; outputs come in the same order."""
+    """A scheduler whose `schedule` may be called again before `update_from_output`; outputs come
+    in the same order.
+    """
 
     def _make_output(self, step: Step) -> SchedulerOutput:
         output = super()._make_output(step)
         if not self.config.async_scheduling:
-            # In a pipeline the first stage does not have the token that the last one has sampled: send it along.
+            # In a pipeline the first stage does not have the token that the last one has sampled:
+            # send it along.
             sampled = [[] if request.is_prefill_chunk else [request.all_token_ids[-1]] for request in step.continued]
             output.scheduled_cached_reqs.new_token_ids = sampled
         return output
@@ -54,13 +60,15 @@ class AsyncScheduler(Scheduler):
         return super().cap_num_tokens(request, num_new_tokens, step)
 
     def _may_run_ahead(self, request: Request) -> bool:
-        """Return whether a request with outputs in flight may get a step: not if they are sure to be its last.
+        """Return whether a request with outputs in flight may get a step: not if they are sure to
+        be its last.
 
         Nor if it has a grammar, whose mask depends on them.
         """
         if not self.config.async_scheduling or request.structured_output_request is not None:
             return False
-        # Each step in flight yields at least one token: all placeholders but one may be drafts that are rejected.
+        # Each step in flight yields at least one token: all placeholders but one may be drafts that
+        # are rejected.
         least = request.num_computed_tokens + 2 - request.num_output_placeholders
         return least < request.num_prompt_tokens + request.max_tokens
 
@@ -86,4 +94,6 @@ class AsyncScheduler(Scheduler):
         return new_token_ids, has_stopped
 
     def _cache_accepted(self, request: Request) -> None:
-        """Do nothing: `_update_request_with_output` has published these blocks, with drafts or without."""
+        """Do nothing: `_update_request_with_output` has published these blocks, with drafts or
+        without.
+        """

@@ -1,6 +1,8 @@
-"""The pool of KV-cache blocks: reference counts, the free queue, and the prefix cache's map from hashes to blocks.
+"""The pool of KV-cache blocks: reference counts, the free queue, and the prefix cache's map from
+hashes to blocks.
 
-All bookkeeping is on the host. A block is `block_size` token slots in every layer's cache tensor; its id is its index.
+All bookkeeping is on the host. A block is `block_size` token slots in every layer's cache tensor;
+its id is its index.
 
 In vLLM v0.33.0: `vllm/v1/core/block_pool.py` (`BlockPool`, `BlockHashToBlockMap`) and
 `vllm/v1/core/kv_cache_utils.py` (`KVCacheBlock`, `FreeKVCacheBlockQueue`).
@@ -14,14 +16,17 @@ from minivllm.platforms.collector import at_rest
 
 
 class BlockPoolError(MinivllmError):
-    """A request that would corrupt the pool, such as freeing a block twice or taking more blocks than are free."""
+    """A request that would corrupt the pool, such as freeing a block twice or taking more blocks
+    than are free.
+    """
 
 
 class KVCacheBlock:
     """One block. All blocks are created together with the pool, never on the hot path.
 
-    `ref_cnt` counts the requests that hold the block. At zero it is in the free queue, where it may keep its
-    `block_hash` and so can still be found. The hash is set only while the block is full and published.
+    `ref_cnt` counts the requests that hold the block. At zero it is in the free queue, where it may
+    keep its `block_hash` and so can still be found. The hash is set only while the block is full
+    and published.
     """
 
     __slots__ = ("block_hash", "block_id", "is_null", "next_free_block", "prev_free_block", "ref_cnt")
@@ -42,8 +47,9 @@ class KVCacheBlock:
 class FreeKVCacheBlockQueue:
     """The free blocks, in the order in which they will be reused, from the head.
 
-    A doubly linked list threaded through the blocks themselves, with a sentinel block at either end. A prefix hit takes
-    a block out of the *middle*: O(1) here, O(n) in a deque. Every operation is O(1) per block.
+    A doubly linked list threaded through the blocks themselves, with a sentinel block at either
+    end. A prefix hit takes a block out of the *middle*: O(1) here, O(n) in a deque. Every operation
+    is O(1) per block.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -59,7 +65,9 @@ class FreeKVCacheBlockQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """Take `n` blocks from the head, head first. Raise `BlockPoolError`, taking none, if fewer are free."""
+        """Take `n` blocks from the head, head first. Raise `BlockPoolError`, taking none, if
+        fewer are free.
+        """
         if n > self.num_free_blocks:
             raise BlockPoolError(f"cannot take {n} blocks: {self.num_free_blocks} are free")
         # Unlink `n` blocks in one pass and join the rest of the list once.
@@ -76,7 +84,9 @@ class FreeKVCacheBlockQueue:
         return taken
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Remove one block from anywhere in the queue. Raise `BlockPoolError` if it is not in the queue."""
+        """Remove one block from anywhere in the queue. Raise `BlockPoolError` if it is not in
+        the queue.
+        """
         if block.prev_free_block is None or block.next_free_block is None:
             raise BlockPoolError(f"{block} is not in the free queue")
         _link(block.prev_free_block, block.next_free_block)
@@ -92,7 +102,9 @@ class FreeKVCacheBlockQueue:
         self._insert_between(self._tail.prev_free_block, blocks, self._tail)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put blocks at the head as one group, in the given order; the first one becomes the head."""
+        """Put blocks at the head as one group, in the given order; the first one becomes the
+        head.
+        """
         self._insert_between(self._head, blocks, self._head.next_free_block)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
@@ -133,8 +145,9 @@ def _link(left: KVCacheBlock | None, right: KVCacheBlock | None) -> None:
 class BlockHashToBlockMap:
     """Maps a hash to the blocks that have it, in the order in which they were published.
 
-    Several blocks may hold the same tokens: two requests can each fill one before either can find the other's. They are
-    not merged, because that would change a block table that the device already has.
+    Several blocks may hold the same tokens: two requests can each fill one before either can find
+    the other's. They are not merged, because that would change a block table that the device
+    already has.
     """
 
     def __init__(self) -> None:
@@ -162,10 +175,12 @@ class BlockHashToBlockMap:
 
 
 class BlockPool:
-    """All blocks of one KV cache. Block 0 is the null block: it pads tables and is never allocated or freed.
+    """All blocks of one KV cache. Block 0 is the null block: it pads tables and is never allocated
+    or freed.
 
-    The free queue doubles as the LRU list of cached blocks. Blocks without a hash are freed to its head, since reusing
-    them loses nothing; blocks with a hash go to its tail, so that they stay findable as long as possible.
+    The free queue doubles as the LRU list of cached blocks. Blocks without a hash are freed to its
+    head, since reusing them loses nothing; blocks with a hash go to its tail, so that they stay
+    findable as long as possible.
     """
 
     def __init__(self, num_gpu_blocks: int, enable_caching: bool = True) -> None:
@@ -173,7 +188,8 @@ class BlockPool:
             raise MinivllmError(f"num_gpu_blocks is {num_gpu_blocks}; at least 2 are needed: block 0 is the null block")
         self.num_gpu_blocks = num_gpu_blocks
         self.enable_caching = enable_caching
-        # A hundred thousand objects that live forever: Python's GC need not look at them again and again.
+        # A hundred thousand objects that live forever: Python's GC need not look at them again and
+        # again.
         with at_rest():
             self.blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in range(num_gpu_blocks)]
             self.null_block = self.blocks[0]
@@ -198,7 +214,8 @@ class BlockPool:
         return self.cached_block_hash_to_block.get_one_block(block_hash)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks from the head of the free queue; each loses its hash and gets a reference count of 1.
+        """Take blocks from the head of the free queue; each loses its hash and gets a reference
+        count of 1.
 
         Raise `BlockPoolError`, taking none, if fewer than `num_blocks` are free.
         """
@@ -217,12 +234,15 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop a reference to each block, in the order in which they should be evicted (a block table reversed).
+        """Drop a reference to each block, in the order in which they should be evicted (a block
+        table reversed).
 
-        Blocks whose count drops to zero join the free queue: those without a hash at its head, as one group whose first
-        block is reused next; those with a hash at its tail. Raise `BlockPoolError` for a block that is already free.
+        Blocks whose count drops to zero join the free queue: those without a hash at its head, as
+        one group whose first block is reused next; those with a hash at its tail. Raise
+        `BlockPoolError` for a block that is already free.
         """
-        # Two lists rather than two calls a block: those without a hash keep their order as one group.
+        # Two lists rather than two calls a block: those without a hash keep their order as one
+        # group.
         without_hash: list[KVCacheBlock] = []
         with_hash: list[KVCacheBlock] = []
         for block in ordered_blocks:
@@ -239,7 +259,9 @@ class BlockPool:
     def cache_full_blocks(
         self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[BlockHash], num_cached: int, num_full: int
     ) -> None:
-        """Publish `blocks[num_cached:num_full]` of one request's table under the hashes at the same positions."""
+        """Publish `blocks[num_cached:num_full]` of one request's table under the hashes at the
+        same positions.
+        """
         for index in range(num_cached, num_full):
             block, block_hash = blocks[index], block_hashes[index]
             if block.block_hash == block_hash:
@@ -250,7 +272,9 @@ class BlockPool:
             self.cached_block_hash_to_block.insert(block_hash, block)
 
     def evict_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Remove the hashes of blocks, so that they can no longer be found; reference counts do not change."""
+        """Remove the hashes of blocks, so that they can no longer be found; reference counts do
+        not change.
+        """
         for block in blocks:
             self._withdraw_hash(block)
 

@@ -1,7 +1,8 @@
-"""Messages between the front end and the engine core: plain data, whether or not they share a process.
+"""Messages between the front end and the engine core: plain data, whether or not they share a
+process.
 
-In vLLM v0.33.0: `vllm/v1/engine/__init__.py` (`EngineCoreRequest`, `EngineCoreOutput`, `EngineCoreOutputs`,
-`UtilityOutput`), `vllm/v1/outputs.py` (`LogprobsLists`).
+In vLLM v0.33.0: `vllm/v1/engine/__init__.py` (`EngineCoreRequest`, `EngineCoreOutput`,
+`EngineCoreOutputs`, `UtilityOutput`), `vllm/v1/outputs.py` (`LogprobsLists`).
 """
 
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from minivllm.sampling_params import SamplingParams
 class EngineCoreRequest:
     """A request sent to the core: token ids, no text.
 
-    `arrival_time` is in seconds of `time.monotonic()`, a clock that all processes of a machine share. `sampling_params`
-    are resolved: one completion, a seed, a maximum number of tokens, and the ids of all stop tokens.
-    `data_parallel_rank` is the core that computes it; where it is None, the client chooses.
+    `arrival_time` is in seconds of `time.monotonic()`, a clock that all processes of a machine
+    share. `sampling_params` are resolved: one completion, a seed, a maximum number of tokens, and
+    the ids of all stop tokens. `data_parallel_rank` is the core that computes it; where it is None,
+    the client chooses.
     """
 
     request_id: str
@@ -59,7 +61,8 @@ class EngineCoreRequest:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities at one position: token ids (the chosen one first, then the most likely) and vocabulary ranks.
+    """Log probabilities at one position: token ids (the chosen one first, then the most likely) and
+    vocabulary ranks.
 
     The chosen token appears twice if it is also among the most likely.
     """
@@ -71,13 +74,15 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """The output of one step for one request. `finish_reason`: "stop", "length", "abort", "error"; None if unfinished.
+    """The output of one step for one request. `finish_reason`: "stop", "length", "abort", "error";
+    None if unfinished.
 
-    `stop_reason` is the id of the stop token that ended it; `error` says why it ended with an error, and
-    `invalid_request` that the request asked for what cannot be done: nothing is wrong with the engine.
-    `num_cached_tokens` is the prefix hit at its first admission, in tokens. `new_logprobs` has one entry per new token.
-    `num_preemptions` and `kv_transfer_params`, what the KV connector has to tell the client, are told at its end.
-    `num_external_computed_tokens` are those of the prompt that a connector has loaded.
+    `stop_reason` is the id of the stop token that ended it; `error` says why it ended with an
+    error, and `invalid_request` that the request asked for what cannot be done: nothing is wrong
+    with the engine. `num_cached_tokens` is the prefix hit at its first admission, in tokens.
+    `new_logprobs` has one entry per new token. `num_preemptions` and `kv_transfer_params`, what the
+    KV connector has to tell the client, are told at its end. `num_external_computed_tokens` are
+    those of the prompt that a connector has loaded.
     """
 
     request_id: str
@@ -114,10 +119,12 @@ class UtilityOutput:
 
 @dataclass(slots=True)
 class EngineCoreOutputs:
-    """The outputs of a step and the scheduler's state after it, or only the reply to a utility call.
+    """The outputs of a step and the scheduler's state after it, or only the reply to a utility
+    call.
 
-    `scheduled_req_ids`: the requests that the step has admitted, at `timestamp` in seconds of `time.monotonic()`.
-    `engine_index`: which of several cores. `num_received`: the requests that it has received so far.
+    `scheduled_req_ids`: the requests that the step has admitted, at `timestamp` in seconds of
+    `time.monotonic()`. `engine_index`: which of several cores. `num_received`: the requests that it
+    has received so far.
     """
 
     outputs: list[EngineCoreOutput]
@@ -137,7 +144,8 @@ class EngineCoreOutputs:
 class EngineCoreReady:
     """Sent once, when the core is ready: all that the front end needs to know about it.
 
-    `ledger` is that of the rank with the fewest blocks; None if the number of blocks was set by the user.
+    `ledger` is that of the rank with the fewest blocks; None if the number of blocks was set by the
+    user.
     """
 
     limits: RequestLimits

@@ -1,7 +1,8 @@
-"""Block tables of requests: prefix-cache lookup, allocation of slots for the next tokens, and freeing.
+"""Block tables of requests: prefix-cache lookup, allocation of slots for the next tokens, and
+freeing.
 
-In vLLM v0.33.0: `vllm/v1/core/kv_cache_manager.py` (`KVCacheManager`), here for one KV-cache group of full attention:
-`vllm/v1/core/single_type_kv_cache_manager.py` (`FullAttentionManager`).
+In vLLM v0.33.0: `vllm/v1/core/kv_cache_manager.py` (`KVCacheManager`), here for one KV-cache group
+of full attention: `vllm/v1/core/single_type_kv_cache_manager.py` (`FullAttentionManager`).
 """
 
 from collections.abc import Callable, Sequence
@@ -43,11 +44,13 @@ class KVCacheManager:
         return [block.block_id for block in self.req_to_blocks.get(request_id, ())]
 
     def get_computed_blocks(self, request: Request) -> tuple[list[KVCacheBlock], int]:
-        """Return the longest cached prefix of a request: its blocks, not touched yet, and its length in tokens.
+        """Return the longest cached prefix of a request: its blocks, not touched yet, and its
+        length in tokens.
 
-        It has at most `num_tokens - 1` tokens: the last one must be computed, because its logits are needed.
-        With `use_eagle` the last block that matches is left out: what a drafter has cached at its last place depends on
-        the token after it, which is the same only in the blocks before.
+        It has at most `num_tokens - 1` tokens: the last one must be computed, because its logits
+        are needed. With `use_eagle` the last block that matches is left out: what a drafter has
+        cached at its last place depends on the token after it, which is the same only in the blocks
+        before.
         """
         blocks: list[KVCacheBlock] = []
         if not self.enable_caching or request.skip_reading_prefix_cache:
@@ -75,19 +78,22 @@ class KVCacheManager:
         full_sequence_must_fit: bool = False,
         has_scheduled_reqs: bool = True,
     ) -> Sequence[KVCacheBlock] | None:
-        """Allocate the blocks for a request's next `num_new_tokens` tokens; if they do not fit, change nothing.
+        """Allocate the blocks for a request's next `num_new_tokens` tokens; if they do not fit,
+        change nothing.
 
             | computed | prefix hit            | external                       | new, drafts included | lookahead |
                          `new_computed_blocks`   `num_external_computed_tokens`   `num_lookahead_tokens`
 
-        Return the blocks added to the table, excluding prefix hits, or None if they do not fit. Full blocks are
-        published here, before they are computed: a request that finds them runs in the same forward pass or a later
-        one. Draft tokens are never published.
+        Return the blocks added to the table, excluding prefix hits, or None if they do not fit.
+        Full blocks are published here, before they are computed: a request that finds them runs in
+        the same forward pass or a later one. Draft tokens are never published.
 
-        - `full_sequence_must_fit`: for admissions; all known tokens must fit, not just the new ones.
+        - `full_sequence_must_fit`: for admissions; all known tokens must fit, not just the new
+          ones.
         - `delay_cache_blocks`: publish nothing yet, because the external tokens arrive later.
         - `reserved_blocks`: free blocks that this request must leave to others.
-        - `has_scheduled_reqs`: other requests are running, so an admission must leave the watermark free.
+        - `has_scheduled_reqs`: other requests are running, so an admission must leave the watermark
+          free.
         """
         offset = request.num_computed_tokens % self.block_size
         if offset > 0 and offset + num_new_tokens + num_lookahead_tokens < self.block_size:
@@ -130,7 +136,9 @@ class KVCacheManager:
         return max(0, -(-min(request.num_tokens, self.max_model_len) // self.block_size) - num_held)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Publish those full blocks of a request's first `num_tokens` tokens that are not published yet."""
+        """Publish those full blocks of a request's first `num_tokens` tokens that are not
+        published yet.
+        """
         if not self.enable_caching:
             return
         num_full = num_tokens // self.block_size
@@ -142,12 +150,13 @@ class KVCacheManager:
             self.num_cached_block[request.request_id] = num_full
 
     def free(self, request: Request, *, withdraw_uncomputed: bool = False) -> None:
-        """Free a request's blocks, last block first, so that the tail of a prefix is evicted before its head.
+        """Free a request's blocks, last block first, so that the tail of a prefix is evicted before
+        its head.
 
-        `withdraw_uncomputed`: the request had been scheduled, and its blocks published, in a step that it will not run
-        in. Blocks that are not fully computed lose their hash. vLLM v0.33.0 keeps it, and may then serve keys and
-        values that were never computed; this is the one place where we decide differently. The blocks' positions in
-        the free queue are the same as vLLM's.
+        `withdraw_uncomputed`: the request had been scheduled, and its blocks published, in a step
+        that it will not run in. Blocks that are not fully computed lose their hash. vLLM v0.33.0
+        keeps it, and may then serve keys and values that were never computed; this is the one place
+        where we decide differently. The blocks' positions in the free queue are the same as vLLM's.
         """
         table = self.req_to_blocks.pop(request.request_id, [])
         self.num_cached_block.pop(request.request_id, None)
@@ -156,7 +165,9 @@ class KVCacheManager:
             self.block_pool.evict_blocks(table[request.num_computed_tokens // self.block_size :])
 
     def record_prefix_cache_stats(self, request: Request, num_hit_tokens: int) -> None:
-        """Count the lookup of a request being admitted; lookups that do not lead to an admission are not counted."""
+        """Count the lookup of a request being admitted; lookups that do not lead to an admission
+        are not counted.
+        """
         if self.enable_caching and not request.skip_reading_prefix_cache:
             self.prefix_cache_stats = self.prefix_cache_stats.with_lookup(
                 request.num_tokens, num_hit_tokens, request.num_preemptions > 0

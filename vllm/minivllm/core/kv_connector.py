@@ -1,8 +1,10 @@
-"""The interface of KV connectors, which move keys and values between this engine and others, or a store.
+"""The interface of KV connectors, which move keys and values between this engine and others, or a
+store.
 
-A connector has two sides. One object stands beside the scheduler and decides what is to be moved; one stands in each
-rank and moves it. What the first decides travels to the second with the step, as `KVConnectorMetadata`; what the second
-has done comes back with the step's output, as `KVConnectorOutput`. The engine knows connectors only by this interface.
+A connector has two sides. One object stands beside the scheduler and decides what is to be moved;
+one stands in each rank and moves it. What the first decides travels to the second with the step, as
+`KVConnectorMetadata`; what the second has done comes back with the step's output, as
+`KVConnectorOutput`. The engine knows connectors only by this interface.
 
 Who is called when, in one step:
 
@@ -13,10 +15,12 @@ Who is called when, in one step:
                              wait_for_save, get_finished, get_block_ids_with_load_errors, clear_connector_metadata
     scheduler   update_from_output()   update_connector_output; then what has arrived or was sent is acted on
 
-A step without tokens calls all of the worker's methods but those for each layer. No torch at run time.
+A step without tokens calls all of the worker's methods but those for each layer. No torch at run
+time.
 
-In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` (`KVConnectorBase_V1`), `vllm/v1/outputs.py`
-(`KVConnectorOutput`), `vllm/distributed/kv_transfer/kv_connector/utils.py` (`KVOutputAggregator`).
+In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` (`KVConnectorBase_V1`),
+`vllm/v1/outputs.py` (`KVConnectorOutput`), `vllm/distributed/kv_transfer/kv_connector/utils.py`
+(`KVOutputAggregator`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,12 +38,16 @@ if TYPE_CHECKING:
     from minivllm.core.scheduler_output import SchedulerOutput
 
 KVTransferParams = dict[str, Any]
-"""`kv_transfer_params` of a request: what a proxy, or another engine, tells the connector. Plain data, as in JSON."""
+"""`kv_transfer_params` of a request: what a proxy, or another engine, tells the connector. Plain
+data, as in JSON.
+"""
 KVCaches = Mapping[str, "tuple[torch.Tensor, ...]"]
-"""The cache by layer, in the order of the layers. Each has keys and values, [blocks, block_size, kv_heads, head_dim]
-each; an int8 cache then has their scales, [blocks, kv_heads, block_size] each, float32. Latent attention (MLA) has one
-tensor, [blocks, block_size, head_dim], as if of one head. All are contiguous, and the first dimension is the block's
-id. A connector moves all tensors of a layer."""
+"""The cache by layer, in the order of the layers. Each has keys and values, [blocks, block_size,
+kv_heads, head_dim] each; an int8 cache then has their scales, [blocks, kv_heads, block_size] each,
+float32. Latent attention (MLA) has one tensor, [blocks, block_size, head_dim], as if of one head.
+All are contiguous, and the first dimension is the block's id. A connector moves all tensors of a
+layer.
+"""
 
 
 class KVConnectorRole(Enum):
@@ -53,13 +61,14 @@ class KVConnectorRole(Enum):
 class KVConnectorConfig:
     """A connector's view of the engine it belongs to.
 
-    - `model_fingerprint`: equal for two engines that compute the same keys and values for the same tokens, but for
-      rounding: the model, its weights, the dtype of the computation, and what drafts.
+    - `model_fingerprint`: equal for two engines that compute the same keys and values for the same
+      tokens, but for rounding: the model, its weights, the dtype of the computation, and what
+      drafts.
     - `block_size` in tokens, `num_gpu_blocks` of the pool, the null block (id 0) included.
-    - `num_layers`, `num_kv_heads`, `head_dim`: of the whole model; a rank holds
-      max(1, num_kv_heads // tensor_parallel_size) heads. `kv_cache_dtype`: what the cache stores, such as "float32".
-    - `tensor_parallel_rank`, `pipeline_parallel_rank`: 0 on the scheduler's side. `data_parallel_rank`: which of
-      several cores.
+    - `num_layers`, `num_kv_heads`, `head_dim`: of the whole model; a rank holds max(1, num_kv_heads
+      // tensor_parallel_size) heads. `kv_cache_dtype`: what the cache stores, such as "float32".
+    - `tensor_parallel_rank`, `pipeline_parallel_rank`: 0 on the scheduler's side.
+      `data_parallel_rank`: which of several cores.
     - `max_num_batched_tokens`: of a step. `use_eagle`: as in `SchedulerConfig`.
     - `device`: "cpu" or "cuda".
     """
@@ -85,7 +94,9 @@ class KVConnectorConfig:
 
 
 class KVConnectorMetadata:
-    """Orders of the scheduler's side to the workers' sides for one step: plain data, of each connector's own class."""
+    """Orders of the scheduler's side to the workers' sides for one step: plain data, of each
+    connector's own class.
+    """
 
 
 @dataclass(slots=True)
@@ -95,8 +106,9 @@ class KVConnectorOutput:
     - `finished_sending`, `finished_recving`: requests whose transfer is over, on all ranks.
       `failed_recving`: those of the latter of which nothing has arrived that could be used.
     - `invalid_block_ids`: blocks that should have been loaded and hold nothing valid.
-    - `kv_connector_stats`: counts for metrics, of the connector's own making; `kv_connector_worker_meta`: what else
-      ranks have to tell the scheduler's side (`build_connector_worker_meta`), a list of what each rank has told.
+    - `kv_connector_stats`: counts for metrics, of the connector's own making;
+      `kv_connector_worker_meta`: what else ranks have to tell the scheduler's side
+      (`build_connector_worker_meta`), a list of what each rank has told.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -131,11 +143,13 @@ def joined_stats(stats: Sequence[dict[str, Any] | None]) -> dict[str, Any] | Non
 class KVConnectorBase_V1:
     """One side of a connector. Methods of the other side are never called on it.
 
-    The two sides may be classes of their own, each with its half of these methods, or one class that is made twice.
-    Those that raise `NotImplementedError` are what each side must have; any other may be left out.
+    The two sides may be classes of their own, each with its half of these methods, or one class
+    that is made twice. Those that raise `NotImplementedError` are what each side must have; any
+    other may be left out.
 
-    The constructor must not block on other engines. Whatever a method raises ends the step as any other failure does,
-    so what can go wrong with another engine is told by `KVConnectorOutput` instead.
+    The constructor must not block on other engines. Whatever a method raises ends the step as any
+    other failure does, so what can go wrong with another engine is told by `KVConnectorOutput`
+    instead.
     """
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole) -> None:
@@ -165,22 +179,30 @@ class KVConnectorBase_V1:
         raise NotImplementedError
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return once this layer's keys and values, of those loaded within the step, are in the cache."""
+        """Return once this layer's keys and values, of those loaded within the step, are in the
+        cache.
+        """
 
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
-        """Begin to save this layer, now that the step's keys and values are in it; see `KVCaches` for `kv_layer`.
+        """Begin to save this layer, now that the step's keys and values are in it; see `KVCaches`
+        for `kv_layer`.
 
-        `attn_metadata` is None where the layers ran in a CUDA graph: then it is called for all of them afterwards.
+        `attn_metadata` is None where the layers ran in a CUDA graph: then it is called for all of
+        them afterwards.
         """
 
     def wait_for_save(self) -> None:
-        """Return once the cache may be overwritten by a later step, as far as saves of this step are concerned."""
+        """Return once the cache may be overwritten by a later step, as far as saves of this step
+        are concerned.
+        """
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the requests that this rank has (sent, received) since the last call, of asynchronous transfers.
+        """Return the requests that this rank has (sent, received) since the last call, of
+        asynchronous transfers.
 
-        `finished_req_ids`: requests that have finished since the last step. Only ids of requests for which
-        `request_finished` said to delay, and which were loaded asynchronously, may be returned, each once.
+        `finished_req_ids`: requests that have finished since the last step. Only ids of requests
+        for which `request_finished` said to delay, and which were loaded asynchronously, may be
+        returned, each once.
         """
         return set(), set()
 
@@ -194,84 +216,104 @@ class KVConnectorBase_V1:
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that were to be loaded and could not be, since the last call.
 
-        Of an asynchronous load, they must be told no later than the request is returned as received.
+        Of an asynchronous load, they must be told no later than the request is returned as
+        received.
         """
         return set()
 
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
-        """Return the counts since the last call, for metrics; None for none. Of a rank; see also `take_stats`."""
+        """Return the counts since the last call, for metrics; None for none. Of a rank; see also
+        `take_stats`.
+        """
         return None
 
     def build_connector_worker_meta(self) -> Any:
-        """Return what else the scheduler's side should be told after this step; None for nothing."""
+        """Return what else the scheduler's side should be told after this step; None for
+        nothing.
+        """
         return None
 
     def get_handshake_metadata(self) -> Any:
-        """Return what other engines need to reach this rank; plain data, or None. Asked once, after `register`."""
+        """Return what other engines need to reach this rank; plain data, or None. Asked once,
+        after `register`.
+        """
         return None
 
     def reset(self) -> None:
         """Give up all loads on this rank, after a failed step. Sends go on; see `start_over`.
 
-        When it returns, nothing writes into the cache any more, and no load will be told as received or failed.
+        When it returns, nothing writes into the cache any more, and no load will be told as
+        received or failed.
         """
 
     # The scheduler's side
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """Take the `get_handshake_metadata` of all ranks, by rank; called once, before the first step."""
+        """Take the `get_handshake_metadata` of all ranks, by rank; called once, before the first
+        step.
+        """
 
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
-        """Take the block pool; called at first and whenever the engine starts over with a new one."""
+        """Take the block pool; called at first and whenever the engine starts over with a new
+        one.
+        """
 
     def on_new_request(self, request: "Request") -> None:
         """Check a new request; called before any other method that gets it.
 
         Raises:
-            MinivllmError: what the request's `kv_transfer_params` say cannot be; the request is refused.
+            MinivllmError: what the request's `kv_transfer_params` say cannot be; the request is
+                refused.
         """
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Say how many tokens beyond the first `num_computed_tokens`, which are in the cache, it could load.
+        """Say how many tokens beyond the first `num_computed_tokens`, which are in the cache, it
+        could load.
 
         May be asked several times for one request and must have no effects.
 
         Returns:
-            (n, False): n tokens, which are loaded within the step that admits the request.
-            (n, True): n > 0 tokens, which are loaded while other steps run; the request waits, and holds blocks.
-            (None, False): not known yet. Others go first, and it is asked again in the next step.
+            (n, False): n tokens, which are loaded within the step that admits the request. (n,
+            True): n > 0 tokens, which are loaded while other steps run; the request waits, and
+            holds blocks. (None, False): not known yet. Others go first, and it is asked again in
+            the next step.
 
-            Of a request whose load has failed it is not asked again, nor of one that must compute its whole prompt
-            (`Request.skip_reading_prefix_cache`): `update_state_after_alloc` then says 0 tokens.
+            Of a request whose load has failed it is not asked again, nor of one that must compute
+            its whole prompt (`Request.skip_reading_prefix_cache`): `update_state_after_alloc` then
+            says 0 tokens.
 
-            `num_computed_tokens` + n may be all tokens of the request: the last one is computed all the same. Loaded
-            within the step, they must be at most all but the last.
+            `num_computed_tokens` + n may be all tokens of the request: the last one is computed all
+            the same. Loaded within the step, they must be at most all but the last.
         """
         raise NotImplementedError
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Note that a request has its blocks, those of its whole table, and how many tokens to load into them.
+        """Note that a request has its blocks, those of its whole table, and how many tokens to load
+        into them.
 
-        Called for each request that is admitted, with 0 as well. A block with a hash holds tokens already; those that
-        are loaded asynchronously have none.
+        Called for each request that is admitted, with 0 as well. A block with a hash holds tokens
+        already; those that are loaded asynchronously have none.
         """
         raise NotImplementedError
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """Return what the ranks are to do in this step, and forget it. Must leave `scheduler_output` as it is."""
+        """Return what the ranks are to do in this step, and forget it. Must leave
+        `scheduler_output` as it is.
+        """
         raise NotImplementedError
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take note of what the ranks have done."""
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
-        """Take note that a request has ended, in whatever state; called once, before its blocks are freed.
+        """Take note that a request has ended, in whatever state; called once, before its blocks are
+        freed.
 
         Returns:
-            Whether it still needs the blocks: then they are kept until `finished_sending` names the request; and what
-            its client is told as `kv_transfer_params`.
+            Whether it still needs the blocks: then they are kept until `finished_sending` names the
+            request; and what its client is told as `kv_transfer_params`.
         """
         return False, None
 
@@ -283,10 +325,12 @@ class KVConnectorBase_V1:
         return False
 
     def release_gpu_blocks(self) -> bool:
-        """Give back at once the blocks that it holds for copies out of the cache; return whether any is free now.
+        """Give back at once the blocks that it holds for copies out of the cache; return whether
+        any is free now.
 
-        Asked where a running request finds no block, before another one loses its own. The ranks end these copies
-        before the next forward pass. Not in vLLM, where requests are preempted although blocks are about to be free.
+        Asked where a running request finds no block, before another one loses its own. The ranks
+        end these copies before the next forward pass. Not in vLLM, where requests are preempted
+        although blocks are about to be free.
         """
         return False
 
@@ -295,19 +339,25 @@ class KVConnectorBase_V1:
         return None
 
     def tier_state(self) -> dict[str, int] | None:
-        """Return the counts of "blocks", "used", "loading" and "storing" of the connector's own tier, for display."""
+        """Return the counts of "blocks", "used", "loading" and "storing" of the connector's own
+        tier, for display.
+        """
         return None
 
     def reset_cache(self) -> bool | None:
-        """Forget what is stored elsewhere, with `reset_prefix_cache`. Return whether it did; None: nothing to do."""
+        """Forget what is stored elsewhere, with `reset_prefix_cache`. Return whether it did;
+        None: nothing to do.
+        """
         return None
 
     def start_over(self) -> None:
-        """Start over after a failed step, in which the ranks may or may not have followed their orders. Not in vLLM.
+        """Start over after a failed step, in which the ranks may or may not have followed their
+        orders. Not in vLLM.
 
-        Requests that do not end with it are computed here from their first token; what they were loading is given up.
-        Blocks that `request_finished` said to keep are still kept, unchanged: the ranks must be told again, with the
-        next step, of all sends that `update_connector_output` has not named. They may have been told before.
+        Requests that do not end with it are computed here from their first token; what they were
+        loading is given up. Blocks that `request_finished` said to keep are still kept, unchanged:
+        the ranks must be told again, with the next step, of all sends that
+        `update_connector_output` has not named. They may have been told before.
         """
 
     # Both sides

@@ -1,11 +1,12 @@
 """Decide what running requests keep when blocks that should have been loaded hold nothing valid.
 
-Blocks are published when they are scheduled, so other requests may have found them, and those that were computed behind
-them. The first request in the batch with such a block computes it again, and all of its own behind it. Others that have
-it too only wait for that: they share the block.
+Blocks are published when they are scheduled, so other requests may have found them, and those that
+were computed behind them. The first request in the batch with such a block computes it again, and
+all of its own behind it. Others that have it too only wait for that: they share the block.
 
-In vLLM v0.33.0: `_update_requests_with_invalid_blocks` in `vllm/v1/core/sched/scheduler.py`, which goes by the blocks
-that were to be loaded, but not by those computed behind them, and lets the others run at once.
+In vLLM v0.33.0: `_update_requests_with_invalid_blocks` in `vllm/v1/core/sched/scheduler.py`, which
+goes by the blocks that were to be loaded, but not by those computed behind them, and lets the
+others run at once.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,10 +30,11 @@ class LoadFailures:
         manager: KVCacheManager,
         given_back: Collection[Sequence[int]] = (),
     ) -> list[Request]:
-        """Set `num_computed_tokens` of each request that has an invalid block to what is valid, or will be soon.
+        """Set `num_computed_tokens` of each request that has an invalid block to what is valid, or
+        will be soon.
 
-        Blocks to be computed again lose their hashes, and so do those of tables that were `given_back` since the step
-        was scheduled. Returns these requests.
+        Blocks to be computed again lose their hashes, and so do those of tables that were
+        `given_back` since the step was scheduled. Returns these requests.
         """
         requests = list(requests)
         self._owners = {}
@@ -45,7 +47,9 @@ class LoadFailures:
         return affected
 
     def _withdraw(self, tables: Iterable[Sequence[int]], manager: KVCacheManager) -> None:
-        """Withdraw the hashes of blocks behind an invalid one in these tables: they were computed with it."""
+        """Withdraw the hashes of blocks behind an invalid one in these tables: they were
+        computed with it.
+        """
         blocks = manager.block_pool.blocks
         for block_ids in tables:
             start = next((place for place, block_id in enumerate(block_ids) if self._is_bad(block_id)), len(block_ids))
@@ -53,7 +57,9 @@ class LoadFailures:
             self._bad.update(block_ids[start:])
 
     def _wait_no_more(self, request: Request, manager: KVCacheManager) -> None:
-        """Let a request compute itself what others were to compute for it, as long as they may fail again."""
+        """Let a request compute itself what others were to compute for it, as long as they may
+        fail again.
+        """
         if request.request_id in self._needs:
             start, _ = self._needs.pop(request.request_id)
             set_computed(request, min(start, request.num_computed_tokens // manager.block_size), manager)
@@ -83,7 +89,8 @@ class LoadFailures:
         return True
 
     def must_wait(self, request: Request, also: Mapping[str, int], manager: KVCacheManager) -> bool:
-        """Return whether others still compute blocks that this request reads; `also`: tokens of this step.
+        """Return whether others still compute blocks that this request reads; `also`: tokens of
+        this step.
 
         If one of those does not run any more, the request computes the blocks itself.
         """
@@ -114,7 +121,9 @@ class LoadFailures:
 
 
 def set_computed(request: Request, num_blocks: int, manager: KVCacheManager) -> None:
-    """Let a request go on behind its first blocks; what it has computed behind them is not published any more."""
+    """Let a request go on behind its first blocks; what it has computed behind them is not
+    published any more.
+    """
     name = request.request_id
     table = manager.req_to_blocks[name]
     manager.block_pool.evict_blocks(table[num_blocks:])

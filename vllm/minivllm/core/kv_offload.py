@@ -1,20 +1,24 @@
-"""Keep the books of a second tier of the KV cache: which blocks lie in host memory, and which of them go first.
+"""Keep the books of a second tier of the KV cache: which blocks lie in host memory, and which of
+them go first.
 
-The tier is a second block pool, keyed by the same hashes as the first one. No block table points into it: a block is
-copied there when it is full, and copied back into a block of the first pool when a request's prefix is found there but
-not here. So it extends the prefix cache, and a request that was preempted profits like any other.
+The tier is a second block pool, keyed by the same hashes as the first one. No block table points
+into it: a block is copied there when it is full, and copied back into a block of the first pool
+when a request's prefix is found there but not here. So it extends the prefix cache, and a request
+that was preempted profits like any other.
 
 A copy takes time, so each comes as a pair, and between its two calls the blocks are pinned:
 
     prepare_store ──▶ copy ──▶ complete_store      in between the key is HIT_PENDING, and its block is not evicted
     prepare_load  ──▶ copy ──▶ complete_load       in between the key stays a HIT, and its block is not evicted
 
-The pool's own free queue says which key is evicted: the least recently used one. All keys of a request are touched
-together, its last block first, so the tail of a prefix goes before its head, without which it is of no use.
+The pool's own free queue says which key is evicted: the least recently used one. All keys of a
+request are touched together, its last block first, so the tail of a prefix goes before its head,
+without which it is of no use.
 
 In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py`, whose second `BlockPool` this is;
 `vllm/v1/kv_offload/cpu/manager.py` (`CPUOffloadingManager`), which can also evict by ARC
-(`vllm/v1/kv_offload/cpu/policies/`) and have further tiers below (`vllm/v1/kv_offload/tiering/`). No torch.
+(`vllm/v1/kv_offload/cpu/policies/`) and have further tiers below (`vllm/v1/kv_offload/tiering/`).
+No torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -68,7 +72,9 @@ class CPUOffloadingManager:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Return the number of blocks that are being stored or loaded, or are promised to a request."""
+        """Return the number of blocks that are being stored or loaded, or are promised to a
+        request.
+        """
         return self.num_blocks - self.block_pool.get_num_free_blocks()
 
     def lookup(self, key: BlockHash) -> LookupResult:
@@ -78,14 +84,19 @@ class CPUOffloadingManager:
         return LookupResult.HIT_PENDING if key in self._pending else LookupResult.MISS
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
-        """Take note that a request with these keys has come, or has ended: they are evicted later than others."""
-        # Holding a block and letting it go puts it at the end of the free queue: so it counts as used just now.
+        """Take note that a request with these keys has come, or has ended: they are evicted
+        later than others.
+        """
+        # Holding a block and letting it go puts it at the end of the free queue: so it counts as
+        # used just now.
         hits = [key for key in keys if self.lookup(key) is LookupResult.HIT]
         self.prepare_load(hits)
         self.complete_load(hits)
 
     def prepare_load(self, keys: Iterable[BlockHash]) -> list[int]:
-        """Pin the blocks of these keys, all of them hits, and return their ids. Several loads may overlap."""
+        """Pin the blocks of these keys, all of them hits, and return their ids. Several loads
+        may overlap.
+        """
         blocks = self._blocks_of(keys)
         self.block_pool.touch(blocks)
         return [block.block_id for block in blocks]
@@ -95,10 +106,12 @@ class CPUOffloadingManager:
         self.block_pool.free_blocks(reversed(self._blocks_of(keys)))
 
     def prepare_store(self, keys: Iterable[BlockHash]) -> PrepareStoreOutput | None:
-        """Take a block for each of a request's keys that is not there, as far as there are any; others are left out.
+        """Take a block for each of a request's keys that is not there, as far as there are any;
+        others are left out.
 
-        Those that are there stay, and count as used just now, as in vLLM's `CPUOffloadingManager`: the block of an
-        offered key was just read, or is about to leave the cache. None: not one block can be had, since all are pinned.
+        Those that are there stay, and count as used just now, as in vLLM's `CPUOffloadingManager`:
+        the block of an offered key was just read, or is about to leave the cache. None: not one
+        block can be had, since all are pinned.
         """
         results = {key: self.lookup(key) for key in keys}
         missing = [key for key, result in results.items() if result is LookupResult.MISS]

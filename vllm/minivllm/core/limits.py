@@ -1,4 +1,5 @@
-"""Which requests can be served at all. The front end checks before it sends one, the scheduler before it queues one.
+"""Which requests can be served at all. The front end checks before it sends one, the scheduler
+before it queues one.
 
 In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor._validate_model_inputs`).
 """
@@ -12,7 +13,8 @@ from minivllm.errors import MinivllmError
 class RequestLimits:
     """The sizes of the pool and of a request, in tokens and blocks.
 
-    `num_extra_tokens`: slots that a request may need beyond its tokens, for draft tokens and lookahead.
+    `num_extra_tokens`: slots that a request may need beyond its tokens, for draft tokens and
+        lookahead.
     """
 
     max_model_len: int
@@ -24,7 +26,8 @@ class RequestLimits:
         """Reject a request that could never finish.
 
         Raises:
-            MinivllmError: its prompt leaves no room to generate, or it may need more blocks than the pool has.
+            MinivllmError: its prompt leaves no room to generate, or it may need more blocks than
+                the pool has.
         """
         if num_prompt_tokens >= self.max_model_len:
             raise MinivllmError(

@@ -11,12 +11,15 @@ from minivllm.errors import MinivllmError
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter: its name, its id (1 or more; 0 means the base model) and the folder that it is loaded from.
+    """An adapter: its name, its id (1 or more; 0 means the base model) and the folder that it is
+    loaded from.
 
-    - `base_model_name`: the model that it was trained for, if anybody says so; a list of models shows it.
+    - `base_model_name`: the model that it was trained for, if anybody says so; a list of models
+      shows it.
     - `load_inplace`: load the folder again if the id is known already.
-    - `fingerprint`: of what was read from the folder; the core sets it. A rank that reads the folder again refuses
-      anything else, and cached blocks go by it, so that those of a folder which was rewritten are others. Not in vLLM.
+    - `fingerprint`: of what was read from the folder; the core sets it. A rank that reads the
+      folder again refuses anything else, and cached blocks go by it, so that those of a folder
+      which was rewritten are others. Not in vLLM.
     """
 
     lora_name: str

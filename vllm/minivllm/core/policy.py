@@ -3,9 +3,9 @@
     Scheduler(scheduler_config, cache_config, SchedulingPolicy(victim=mine))
     LLM(model, parts=Parts(policy=SchedulingPolicy(chunk_limit=mine)))
 
-A rule answers for one request and changes nothing. Only `schedule` acts: it fills a step by calling the scheduler's
-public methods (`schedule_running`, `schedule_waiting`, `admit`, `preempt`) and those of the step. The scheduler checks
-no answer.
+A rule answers for one request and changes nothing. Only `schedule` acts: it fills a step by calling
+the scheduler's public methods (`schedule_running`, `schedule_waiting`, `admit`, `preempt`) and
+those of the step. The scheduler checks no answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def running_then_waiting(scheduler: Scheduler, step: Step) -> None:
 
 
 def chunk_limit(token_budget: int, threshold: int, num_requests: int, adaptive: bool) -> int:
-    """Return the most tokens that one request may get in a step; `num_requests` counts all that are unfinished."""
+    """Return the most tokens that one request may get in a step; `num_requests` counts all that
+    are unfinished.
+    """
     if threshold == 0 or num_requests <= 1:  # a lone request starves no other
         return token_budget
     return max(threshold, token_budget // num_requests) if adaptive else threshold
@@ -46,7 +48,9 @@ def running_tokens(missing: int, limit: int, budget_left: int) -> int:
 
 
 def admitted_tokens(missing: int, limit: int, budget_left: int, may_be_cut: bool) -> int:
-    """Return how many of its missing tokens a waiting request gets; 0: it waits until they fit into a step whole."""
+    """Return how many of its missing tokens a waiting request gets; 0: it waits until they fit
+    into a step whole.
+    """
     chunk = min(missing, limit)
     if chunk > budget_left and not may_be_cut:
         return 0
@@ -54,7 +58,9 @@ def admitted_tokens(missing: int, limit: int, budget_left: int, may_be_cut: bool
 
 
 def may_admit(request: Request, running_loras: Collection[int], max_loras: int) -> bool:
-    """Return whether a request needs no adapter, one that has a LoRA slot already, or one for which a slot is free."""
+    """Return whether a request needs no adapter, one that has a LoRA slot already, or one for
+    which a slot is free.
+    """
     if request.lora_request is None or request.lora_request.lora_int_id in running_loras:
         return True
     return len(running_loras) < max_loras
@@ -67,13 +73,16 @@ def victim(running: Sequence[Request], policy: str, blocks: Mapping[str, Sequenc
     """
     if policy == "fcfs":
         return running[-1]
-    # Ids break ties, as in the waiting queue. vLLM v0.33.0 takes the first of equal requests; where a first chunk
-    # is enough to be admitted, two of them can then preempt each other forever (tests/core/test_scheduler.py).
+    # Ids break ties, as in the waiting queue. vLLM v0.33.0 takes the first of equal requests; where
+    # a first chunk is enough to be admitted, two of them can then preempt each other forever
+    # (tests/core/test_scheduler.py).
     return max(running, key=Request.sort_key)
 
 
 def find_prefix(request: Request, manager: KVCacheManager) -> Prefix:
-    """Return what a waiting request takes over of the prefix cache. Not asked where there is a KV connector."""
+    """Return what a waiting request takes over of the prefix cache. Not asked where there is a
+    KV connector.
+    """
     return Prefix(*manager.get_computed_blocks(request))
 
 
@@ -81,9 +90,10 @@ def find_prefix(request: Request, manager: KVCacheManager) -> Prefix:
 class SchedulingPolicy:
     """The rules of one scheduler; the functions of this module document their arguments.
 
-    `schedule` says in which order a step is filled, `chunk_limit`, `running_tokens` and `admitted_tokens` how long a
-    chunk may be, `may_admit` who may be admitted, `victim` who is preempted, `find_prefix` what is not computed again,
-    `hash_block_tokens` how a block is hashed, and `block_pool` which block is reused next.
+    `schedule` says in which order a step is filled, `chunk_limit`, `running_tokens` and
+    `admitted_tokens` how long a chunk may be, `may_admit` who may be admitted, `victim` who is
+    preempted, `find_prefix` what is not computed again, `hash_block_tokens` how a block is hashed,
+    and `block_pool` which block is reused next.
     """
 
     schedule: Callable[[Scheduler, Step], None] = running_then_waiting

@@ -1,24 +1,27 @@
-"""The scheduler's dealings with a KV connector: requests that wait for keys and values, and blocks still in use.
+"""The scheduler's dealings with a KV connector: requests that wait for keys and values, and blocks
+still in use.
 
 A request whose prefix comes from elsewhere is in one of these places:
 
     waiting ──▶ kv_holding_waiting ──▶ received ──▶ running
                 WAITING_FOR_REMOTE_KVS
 
-Those that have received go first, whatever the policy: else one that does not fit before they have ended could stand in
-their way for ever. Among them the order is that of their admission, which left room for all that were admitted before,
-and not that of their arrival. A request holds blocks from the start, without hashes until they are filled;
-`num_computed_tokens` counts the tokens to come. A connector that loads within the step that admits a request needs none
-of this: the request runs at once.
+Those that have received go first, whatever the policy: else one that does not fit before they have
+ended could stand in their way for ever. Among them the order is that of their admission, which left
+room for all that were admitted before, and not that of their arrival. A request holds blocks from
+the start, without hashes until they are filled; `num_computed_tokens` counts the tokens to come. A
+connector that loads within the step that admits a request needs none of this: the request runs at
+once.
 
-A request that has ended may leave its blocks behind, until the ranks say that they are sent; one that was aborted while
-it waited, until they say that nothing is written into them any more.
+A request that has ended may leave its blocks behind, until the ranks say that they are sent; one
+that was aborted while it waited, until they say that nothing is written into them any more.
 
-In vLLM v0.33.0 these are methods of `Scheduler` in `vllm/v1/core/sched/scheduler.py` (`_update_waiting_for_remote_kv`,
-`_update_from_kv_xfer_finished`, `_update_requests_with_invalid_blocks`, `_inflight_prefill_reserved_blocks`,
-`_connector_finished`). Two things are kept otherwise on purpose: a request that has lost a load does not ask the
-connector again, which might promise the same for ever; and what was computed from invalid blocks is followed up
-(`core.kv_load_failures`).
+In vLLM v0.33.0 these are methods of `Scheduler` in `vllm/v1/core/sched/scheduler.py`
+(`_update_waiting_for_remote_kv`, `_update_from_kv_xfer_finished`,
+`_update_requests_with_invalid_blocks`, `_inflight_prefill_reserved_blocks`, `_connector_finished`).
+Two things are kept otherwise on purpose: a request that has lost a load does not ask the connector
+again, which might promise the same for ever; and what was computed from invalid blocks is followed
+up (`core.kv_load_failures`).
 """
 
 from collections import Counter
@@ -39,7 +42,8 @@ LOAD_FAILED = 'its keys and values could not be loaded from elsewhere, and kv_lo
 
 
 class Prefix(NamedTuple):
-    """The part of a request that needs no computing: `blocks` of `num_local` cached tokens, and more from elsewhere.
+    """The part of a request that needs no computing: `blocks` of `num_local` cached tokens, and
+    more from elsewhere.
 
     `loads_async`: the `num_external` tokens are loaded while other steps run.
     """
@@ -56,7 +60,9 @@ class Prefix(NamedTuple):
 
 
 class RemoteKV:
-    """The requests of one scheduler that a connector has to do with. `recomputes`: what is lost is computed here."""
+    """The requests of one scheduler that a connector has to do with. `recomputes`: what is lost
+    is computed here.
+    """
 
     def __init__(self, connector: KVConnectorBase_V1, manager: KVCacheManager, recomputes: bool) -> None:
         self.connector = connector
@@ -64,7 +70,9 @@ class RemoteKV:
         self.recomputes = recomputes
         self.kv_holding_waiting: dict[str, Request] = {}
         self.received = create_request_queue("fcfs")
-        """Requests whose blocks are filled, and which wait for their turn, in order of admission."""
+        """Requests whose blocks are filled, and which wait for their turn, in order of
+        admission.
+        """
         self.finished_recving_kv_req_ids: set[str] = set()
         self.failed_recving_kv_req_ids: set[str] = set()
         self.releasing: dict[str, Request] = {}
@@ -80,7 +88,8 @@ class RemoteKV:
         connector.bind_gpu_block_pool(manager.block_pool)
 
     def _forget_steps(self) -> None:
-        # Steps under way that compute with a request's blocks, and those of them that are worth nothing.
+        # Steps under way that compute with a request's blocks, and those of them that are worth
+        # nothing.
         self._in_flight: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
         self._given_back: dict[str, list[int]] = {}  # block tables, by request, that a step in flight computes with
@@ -98,7 +107,9 @@ class RemoteKV:
         self.connector.on_new_request(request)
 
     def find_prefix(self, request: Request) -> Prefix | None:
-        """Return the longest prefix of a waiting request, here and elsewhere; None: nobody knows yet."""
+        """Return the longest prefix of a waiting request, here and elsewhere; None: nobody knows
+        yet.
+        """
         if request.num_computed_tokens > 0:
             return Prefix((), request.num_computed_tokens)  # it was loaded, and lies in its blocks
         blocks, num_local = self.manager.get_computed_blocks(request)
@@ -117,7 +128,8 @@ class RemoteKV:
     def num_reserved_blocks(self, running: Iterable[Request]) -> int:
         """Return how many blocks prompts under way, running or being loaded, still need.
 
-        A request that loads holds its blocks without progress and cannot be preempted, so it must not take these.
+        A request that loads holds its blocks without progress and cannot be preempted, so it must
+        not take these.
         """
         # Decodes are left out: they can be preempted if the pool runs short.
         prefills = (request for request in running if request.num_computed_tokens < request.num_tokens)
@@ -125,8 +137,11 @@ class RemoteKV:
         return sum(map(self.manager.num_missing_blocks, others))
 
     def allocated(self, request: Request, prefix: Prefix) -> None:
-        """Take note that a request has got blocks, and holds it back if they are to be filled while others run."""
-        # The whole table, not only the new blocks: the connector needs to know where the cached ones end.
+        """Take note that a request has got blocks, and holds it back if they are to be filled
+        while others run.
+        """
+        # The whole table, not only the new blocks: the connector needs to know where the cached
+        # ones end.
         blocks = self.manager.req_to_blocks.get(request.request_id, [])
         self.connector.update_state_after_alloc(request, blocks, prefix.num_external)
         if request.num_computed_tokens > 0:
@@ -176,7 +191,9 @@ class RemoteKV:
     # The end of a request
 
     def keeps_blocks(self, request: Request) -> bool:
-        """Tell the connector that a request has ended; return whether its blocks are still needed."""
+        """Tell the connector that a request has ended; return whether its blocks are still
+        needed.
+        """
         name = request.request_id
         # Ask while the blocks are still the request's.
         delays, params = self.connector.request_finished(request, self.manager.get_block_ids(name))
@@ -197,7 +214,9 @@ class RemoteKV:
         return delays
 
     def lost_its_blocks(self, request: Request) -> None:
-        """Forget what is known of the blocks of a request that is preempted, or has ended; before they are free."""
+        """Forget what is known of the blocks of a request that is preempted, or has ended;
+        before they are free.
+        """
         # A step under way still computes with these blocks. Should one of them turn out to be
         # invalid, what follows in the table must be withdrawn.
         if self._in_flight[request.request_id]:
@@ -206,14 +225,18 @@ class RemoteKV:
         self._failures.forget(request)
 
     def take_params(self) -> dict[str, KVTransferParams]:
-        """Return what the clients of requests that have ended are told, by request id, and forget it."""
+        """Return what the clients of requests that have ended are told, by request id, and
+        forget it.
+        """
         params, self._params = self._params, {}
         return params
 
     # A step
 
     def complete(self, output: SchedulerOutput) -> None:
-        """Add to a step what the ranks must know: of transfers, and which tokens they have sampled in vain."""
+        """Add to a step what the ranks must know: of transfers, and which tokens they have
+        sampled in vain.
+        """
         output.kv_connector_metadata = self.connector.build_connector_meta(output)
         self._in_flight.update(output.num_scheduled_tokens.keys())
         if self._truncated:
@@ -223,15 +246,19 @@ class RemoteKV:
             continued.num_known_tokens = {name: self._truncated.pop(name).num_tokens for name in again}
 
     def must_wait(self, request: Request, also: Mapping[str, int]) -> bool:
-        """Return whether a running request needs blocks that others are to compute; see `LoadFailures.must_wait`."""
+        """Return whether a running request needs blocks that others are to compute; see
+        `LoadFailures.must_wait`.
+        """
         return self._failures.must_wait(request, also, self.manager)
 
     def begin_update(
         self, step: SchedulerOutput, output: KVConnectorOutput | None, requests: Mapping[str, Request]
     ) -> tuple[set[str], list[Request]]:
-        """Take in which loads have failed, before the step's tokens; `requests` are all unfinished ones.
+        """Take in which loads have failed, before the step's tokens; `requests` are all unfinished
+        ones.
 
-        Return the requests whose tokens are worth nothing, and those that end, as `kv_load_failure_policy` says.
+        Return the requests whose tokens are worth nothing, and those that end, as
+        `kv_load_failure_policy` says.
         """
         ignored = self._take_stale(step)
         if output is None or not (output.invalid_block_ids or output.failed_recving):
@@ -242,7 +269,8 @@ class RemoteKV:
         running = self._truncate_running(step, output.invalid_block_ids, requests)
         self._forget_given_back()
         ignored.update(request.request_id for request in running)
-        # A request that was preempted meanwhile has lost its blocks, so it is recomputed in any case.
+        # A request that was preempted meanwhile has lost its blocks, so it is recomputed in any
+        # case.
         still_running = [request for request in running if request.status is RequestStatus.RUNNING]
         ended = [] if self.recomputes else [*loading, *still_running]
         return ignored, ended
@@ -261,7 +289,9 @@ class RemoteKV:
                 self.manager.free(self.releasing.pop(name))
 
     def _take_stale(self, step: SchedulerOutput) -> set[str]:
-        """Return the requests of a step in flight that were found to have computed with invalid blocks."""
+        """Return the requests of a step in flight that were found to have computed with invalid
+        blocks.
+        """
         names = step.num_scheduled_tokens.keys()
         stale = {name for name in names if self._stale[name] > 0}
         self._stale.subtract(stale)
@@ -277,7 +307,9 @@ class RemoteKV:
             }
 
     def _truncate_loading(self, request: Request, output: KVConnectorOutput) -> bool:
-        """Count what a waiting request will have got, if some of it is invalid; return whether it is."""
+        """Count what a waiting request will have got, if some of it is invalid; return whether
+        it is.
+        """
         name = request.request_id
         num_valid = request.num_computed_tokens
         if name in output.failed_recving:
@@ -299,7 +331,8 @@ class RemoteKV:
     ) -> list[Request]:
         """Let requests that have computed with invalid blocks do so again; return them.
 
-        One that was preempted meanwhile has lost its blocks, and nobody knows any more whether they were valid.
+        One that was preempted meanwhile has lost its blocks, and nobody knows any more whether they
+        were valid.
         """
         if not invalid_block_ids:
             return []
@@ -323,13 +356,16 @@ class RemoteKV:
         for request in affected:
             request.spec_token_ids = []
             request.num_output_placeholders = 0
-            # Steps that were scheduled before this was known have computed with invalid keys and values.
+            # Steps that were scheduled before this was known have computed with invalid keys and
+            # values.
             if num_in_flight := self._in_flight[request.request_id]:
                 self._stale[request.request_id] = num_in_flight
         return affected
 
     def _restart_behind(self, requests: Iterable[Request]) -> None:
-        """Let requests that do not run yet look up their prefix again if some of its blocks will be recomputed."""
+        """Let requests that do not run yet look up their prefix again if some of its blocks will
+        be recomputed.
+        """
         for request in requests:
             if request.status is RequestStatus.RUNNING or not self._failures.concern(request, self.manager):
                 continue
@@ -342,7 +378,8 @@ class RemoteKV:
     def start_over(self, manager: KVCacheManager, lost: Iterable[Request]) -> None:
         """Take a manager with a new pool after a failed step; `lost` requests have ended with it.
 
-        Blocks that are being sent stay as they are: what they hold was computed by earlier steps. Loads are given up.
+        Blocks that are being sent stay as they are: what they hold was computed by earlier steps.
+        Loads are given up.
         """
         for request in lost:
             self.connector.request_finished(request, [])

@@ -1,4 +1,5 @@
-"""One request, from arrival to its last token: its tokens, how many are computed, and its block hashes.
+"""One request, from arrival to its last token: its tokens, how many are computed, and its block
+hashes.
 
 In vLLM v0.33.0: `vllm/v1/request.py` (`Request`, `RequestStatus`).
 """
@@ -39,7 +40,9 @@ class RequestStatus(IntEnum):
 
     @property
     def finish_reason(self) -> str | None:
-        """Return the reason given to clients: "stop", "length", "abort" or "error"; None while unfinished."""
+        """Return the reason given to clients: "stop", "length", "abort" or "error"; None while
+        unfinished.
+        """
         return _FINISH_REASONS.get(self)
 
 
@@ -54,10 +57,11 @@ _FINISH_REASONS = {
 class Request:
     """The scheduler's record of one request. Lengths and positions are in tokens.
 
-    There are no phases. A request has `num_tokens_with_spec` tokens; the keys and values of `num_computed_tokens` of
-    them are in the cache or being computed. Each step moves the second number towards the first. A prefill, a chunk of
-    one, a decode and a verification of draft tokens differ only in the size of the gap. `num_output_placeholders` count
-    tokens that steps in flight may sample; they are 0 unless steps are scheduled ahead (`AsyncScheduler`).
+    There are no phases. A request has `num_tokens_with_spec` tokens; the keys and values of
+    `num_computed_tokens` of them are in the cache or being computed. Each step moves the second
+    number towards the first. A prefill, a chunk of one, a decode and a verification of draft tokens
+    differ only in the size of the gap. `num_output_placeholders` count tokens that steps in flight
+    may sample; they are 0 unless steps are scheduled ahead (`AsyncScheduler`).
     """
 
     __slots__ = (
@@ -110,11 +114,11 @@ class Request:
         sampling_params: Any = None,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> None:
-        """Create a waiting request. A lower `priority` goes first. The scheduler passes `sampling_params` on unread;
-        the KV connector reads and writes `kv_transfer_params`.
+        """Create a waiting request. A lower `priority` goes first. The scheduler passes
+        `sampling_params` on unread; the KV connector reads and writes `kv_transfer_params`.
 
-        As in vLLM, the sampler enforces `min_tokens` by masking stop tokens. A request for prompt log probabilities
-        sets `skip_reading_prefix_cache`, because a prefix hit computes no logits.
+        As in vLLM, the sampler enforces `min_tokens` by masking stop tokens. A request for prompt
+        log probabilities sets `skip_reading_prefix_cache`, because a prefix hit computes no logits.
         Raise `MinivllmError` for an empty prompt or `max_tokens` below 1.
         """
         if not prompt_token_ids:
@@ -189,7 +193,9 @@ class Request:
 
     @property
     def samples_by_grammar(self) -> bool:
-        """Return whether the step that was just scheduled samples for it, and a grammar says which tokens fit."""
+        """Return whether the step that was just scheduled samples for it, and a grammar says
+        which tokens fit.
+        """
         return self.structured_output_request is not None and not self.is_prefill_chunk
 
     def append_output_token_id(self, token_id: int) -> None:
@@ -200,7 +206,9 @@ class Request:
             self._hash_new_full_blocks()
 
     def enable_block_hashes(self, block_size: int, hash_block: HashBlockTokens = hash_block_tokens) -> None:
-        """Hash all full blocks of `block_size` tokens now, and later each block that a new token fills."""
+        """Hash all full blocks of `block_size` tokens now, and later each block that a new token
+        fills.
+        """
         self._block_size = block_size
         self._hash_block = hash_block
         self._extra_keys = (

@@ -1,6 +1,7 @@
 """The waiting queue: first come, first served, or by priority.
 
-In vLLM v0.33.0: `vllm/v1/core/sched/request_queue.py` (`RequestQueue`, `FCFSRequestQueue`, `PriorityRequestQueue`).
+In vLLM v0.33.0: `vllm/v1/core/sched/request_queue.py` (`RequestQueue`, `FCFSRequestQueue`,
+`PriorityRequestQueue`).
 """
 
 import heapq
@@ -13,7 +14,9 @@ from minivllm.core.request import Request
 
 
 class RequestQueue(Protocol):
-    """The queue interface that the scheduler uses. Iteration is in the order in which requests would be popped."""
+    """The queue interface that the scheduler uses. Iteration is in the order in which requests
+    would be popped.
+    """
 
     def add_request(self, request: Request) -> None:
         """Add a new request."""
@@ -77,7 +80,9 @@ class FCFSRequestQueue:
 
 
 class PriorityRequestQueue:
-    """A heap ordered by (priority, arrival time, id), least first. The key alone decides the order."""
+    """A heap ordered by (priority, arrival time, id), least first. The key alone decides the
+    order.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, float, str], Request]] = []
@@ -107,7 +112,9 @@ class PriorityRequestQueue:
         heapq.heapify(self._heap)
 
     def head(self, n: int) -> Iterator[Request]:
-        """Return the `n` requests with the least keys, without removing them. O(length of the queue)."""
+        """Return the `n` requests with the least keys, without removing them. O(length of the
+        queue).
+        """
         return (request for _, request in heapq.nsmallest(n, self._heap, key=lambda entry: entry[0]))
 
     def __len__(self) -> int:

@@ -1,14 +1,16 @@
 """How many tokens each request gets in the next step: continuous batching under one token budget.
 
-There is no prefill phase and no decode phase. In each step every request tries to catch up: `num_computed_tokens` moves
-towards `num_tokens_with_spec`. Running requests go first, in order of admission, then waiting ones; prefills, chunks of
-prefills, decodes and draft tokens to verify share the step. If there is no free block for a running request, a request
-is preempted: it loses its blocks, keeps its tokens and is recomputed later.
+There is no prefill phase and no decode phase. In each step every request tries to catch up:
+`num_computed_tokens` moves towards `num_tokens_with_spec`. Running requests go first, in order of
+admission, then waiting ones; prefills, chunks of prefills, decodes and draft tokens to verify share
+the step. If there is no free block for a running request, a request is preempted: it loses its
+blocks, keeps its tokens and is recomputed later.
 
-In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_preempt_request`, `_update_after_schedule`,
-`update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs. The rules that a
-caller may replace: `minivllm.core.policy`. What a KV connector has to do with requests: `minivllm.core.remote_kv`.
-Steps in flight: `minivllm.core.async_scheduler`. Each of several cores has a scheduler of its own.
+In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_preempt_request`,
+`_update_after_schedule`, `update_from_output`, `add_request`, `finish_requests`, `_free_request`).
+Not here: encoder inputs. The rules that a caller may replace: `minivllm.core.policy`. What a KV
+connector has to do with requests: `minivllm.core.remote_kv`. Steps in flight:
+`minivllm.core.async_scheduler`. Each of several cores has a scheduler of its own.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,12 +32,13 @@ from minivllm.errors import MinivllmError
 
 
 class Scheduler:
-    """Decides each step, and keeps track of `running` (in order of admission), `waiting` and the block tables.
+    """Decides each step, and keeps track of `running` (in order of admission), `waiting` and the
+    block tables.
 
-    One iteration is `schedule()`, a forward pass, `update_from_output()`. `core.policy` has the rules by which it
-    decides: replace one of them, and derive no class. `AsyncScheduler` alone does; it extends `cap_num_tokens`,
-    `_is_blocked`, `_make_output`, `_update_after_schedule`, `_roll_back_rejected`, `_update_request_with_output` and
-    `_cache_accepted`.
+    One iteration is `schedule()`, a forward pass, `update_from_output()`. `core.policy` has the
+    rules by which it decides: replace one of them, and derive no class. `AsyncScheduler` alone
+    does; it extends `cap_num_tokens`, `_is_blocked`, `_make_output`, `_update_after_schedule`,
+    `_roll_back_rejected`, `_update_request_with_output` and `_cache_accepted`.
     """
 
     def __init__(
@@ -46,7 +49,8 @@ class Scheduler:
         self.policy = policy
         self.drafting = scheduler_config.drafting
         self.kv_cache_manager = self._make_kv_cache_manager()
-        # The front end gets a copy of these limits, so that it can refuse a request where the caller stands.
+        # The front end gets a copy of these limits, so that it can refuse a request where the
+        # caller stands.
         self.limits = RequestLimits(
             scheduler_config.max_model_len,
             cache_config.block_size,
@@ -66,7 +70,9 @@ class Scheduler:
         self.pinned_loras: set[int] = set()
         """Adapters that keep a slot even when no request uses them."""
         self.lora_slots: list[tuple[str, bool]] = [("", False)] * scheduler_config.max_loras
-        """What the ranks' slots held after the last step: an adapter's name ("": none), and whether it is pinned."""
+        """What the ranks' slots held after the last step: an adapter's name ("": none), and
+        whether it is pinned.
+        """
 
     def use_connector(self, connector: KVConnectorBase_V1, recompute_kv_load_failures: bool = False) -> None:
         """Attach a KV connector; call it before the first request."""
@@ -75,7 +81,9 @@ class Scheduler:
     # Adding and removing requests
 
     def add_request(self, request: Request) -> None:
-        """Add a request to the waiting queue. Raise `MinivllmError` for one that cannot be served."""
+        """Add a request to the waiting queue. Raise `MinivllmError` for one that cannot be
+        served.
+        """
         self._check_request(request)
         if self.remote is not None:
             self.remote.added(request)
@@ -86,9 +94,11 @@ class Scheduler:
         self.waiting.add_request(request)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
-        """End requests from outside (the client left: FINISHED_ABORTED; a stop string was found: FINISHED_STOPPED).
+        """End requests from outside (the client left: FINISHED_ABORTED; a stop string was found:
+        FINISHED_STOPPED).
 
-        Unknown and already finished ids are ignored. Returns the ids of the requests ended, in the given order.
+        Unknown and already finished ids are ignored. Returns the ids of the requests ended, in the
+        given order.
         """
         assert status.is_finished
         # `fromkeys` removes duplicates and keeps the order.
@@ -102,7 +112,9 @@ class Scheduler:
         return [request.request_id for request in ended]
 
     def unsent(self, request_ids: Iterable[str]) -> set[str]:
-        """Return those of these ids that no worker has, since they wait; none where a KV connector must hear of all."""
+        """Return those of these ids that no worker has, since they wait; none where a KV
+        connector must hear of all.
+        """
         if self.remote is not None:
             return set()
         known = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
@@ -131,10 +143,12 @@ class Scheduler:
         )
 
     def start_over(self, lost: Collection[str]) -> None:
-        """Discard everything that a failed step may have left half done: the pool, all cached blocks, the batch.
+        """Discard everything that a failed step may have left half done: the pool, all cached
+        blocks, the batch.
 
-        Requests in `lost` are dropped. All others wait again in the order in which they were added; they keep their
-        tokens and are recomputed from the first. The worker must forget all requests too.
+        Requests in `lost` are dropped. All others wait again in the order in which they were added;
+        they keep their tokens and are recomputed from the first. The worker must forget all
+        requests too.
         """
         # Counts are since the start of the engine, so they outlive the pool.
         counted = self.kv_cache_manager.prefix_cache_stats
@@ -162,7 +176,9 @@ class Scheduler:
     # One step
 
     def schedule(self) -> SchedulerOutput:
-        """Return the next step. `num_computed_tokens` includes its tokens at once, before they are computed."""
+        """Return the next step. `num_computed_tokens` includes its tokens at once, before they
+        are computed.
+        """
         budget = self.config.max_num_batched_tokens
         threshold = self.config.long_prefill_token_threshold
         adaptive = self.config.long_prefill_token_threshold_adaptive
@@ -177,7 +193,9 @@ class Scheduler:
         return output
 
     def schedule_running(self, step: Step) -> None:
-        """Schedule running requests in order of admission. One that can get no tokens is skipped and blocks none."""
+        """Schedule running requests in order of admission. One that can get no tokens is skipped
+        and blocks none.
+        """
         running = self.running
         remote = self.remote
         allocate_slots = self.kv_cache_manager.allocate_slots
@@ -188,7 +206,8 @@ class Scheduler:
             if remote is not None and self._waits_for_others(request, step):
                 step.position += 1
                 continue
-            # With async scheduling, placeholders stand for tokens that a step in flight is sampling.
+            # With async scheduling, placeholders stand for tokens that a step in flight is
+            # sampling.
             num_placeholders = request.num_output_placeholders
             num_new_tokens = request.num_tokens_with_spec + num_placeholders - request.num_computed_tokens
             # A plain decode is one token, which no limit cuts; most requests of a step are decodes.
@@ -202,7 +221,8 @@ class Scheduler:
                 new_blocks = allocate_slots(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
                 if new_blocks is not None:
                     break
-                # Blocks that wait for a copy to host memory are cheaper to give up than a request's progress.
+                # Blocks that wait for a copy to host memory are cheaper to give up than a request's
+                # progress.
                 if remote is not None and remote.connector.release_gpu_blocks():
                     continue
                 victim = self.policy.victim(running, self.config.policy, self.kv_cache_manager.req_to_blocks)
@@ -215,19 +235,24 @@ class Scheduler:
             step.position += 1
 
     def _waits_for_others(self, request: Request, step: Step) -> bool:
-        """Return whether a request needs blocks that others recompute, and have not by this step."""
+        """Return whether a request needs blocks that others recompute, and have not by this
+        step.
+        """
         assert self.remote is not None
         # By priority, one of the others could still be preempted in this step.
         return self.remote.must_wait(request, step.num_scheduled_tokens if self.config.policy == "fcfs" else {})
 
     def cap_num_tokens(self, request: Request, num_new_tokens: int, step: Step) -> int:
         """Return how many of its missing tokens a running request may get in this step."""
-        # Draft tokens must not take the last position: the token sampled after it would exceed max_model_len.
+        # Draft tokens must not take the last position: the token sampled after it would exceed
+        # max_model_len.
         up_to_last = self.config.max_model_len - 1 - request.num_computed_tokens
         return min(self.policy.running_tokens(num_new_tokens, step.chunk_limit, step.token_budget), up_to_last)
 
     def preempt(self, request: Request, step: Step) -> None:
-        """Free a running request's blocks and put it back into the queue (FCFS: at the head). It keeps its tokens."""
+        """Free a running request's blocks and put it back into the queue (FCFS: at the head). It
+        keeps its tokens.
+        """
         # FCFS always takes the last one, so do not search the list for it.
         position = len(self.running) - 1 if request is self.running[-1] else self.running.index(request)
         del self.running[position]
@@ -248,17 +273,21 @@ class Scheduler:
         step.preempted_req_ids.add(request.request_id)
 
     def schedule_waiting(self, step: Step) -> None:
-        """Admit waiting requests; before them those that have received keys and values from elsewhere."""
+        """Admit waiting requests; before them those that have received keys and values from
+        elsewhere.
+        """
         if self.config.static_batching and self.running:
             return
         if (self.remote is None or self._schedule_received(step)) and self.waiting:
             self._admit_from(self.waiting, step)
 
     def _schedule_received(self, step: Step) -> bool:
-        """Admit requests that have received what they waited for; return whether there is room for others.
+        """Admit requests that have received what they waited for; return whether there is room for
+        others.
 
-        Whatever their priority, they go first: their blocks are of no use to anybody before they have run. Nobody waits
-        for those that cannot run however many others end, since pinned adapters have all slots.
+        Whatever their priority, they go first: their blocks are of no use to anybody before they
+        have run. Nobody waits for those that cannot run however many others end, since pinned
+        adapters have all slots.
         """
         assert self.remote is not None
         # What comes back here has received nothing, and starts again as a waiting request.
@@ -270,7 +299,8 @@ class Scheduler:
     def _admit_from(self, queue: RequestQueue, step: Step) -> None:
         """Admit requests of a queue. One that does not fit blocks those behind it.
 
-        One that waits for its grammar, for a LoRA slot or for the word of a KV connector blocks nobody.
+        One that waits for its grammar, for a LoRA slot or for the word of a KV connector blocks
+        nobody.
         """
         skipped: list[Request] = []
         # Computed once and kept up to date below: it goes through all running requests.
@@ -296,7 +326,9 @@ class Scheduler:
         queue.prepend_requests(skipped)
 
     def running_loras(self) -> set[int]:
-        """Return the adapters that need a slot: those of all running requests, scheduled or not, and pinned ones."""
+        """Return the adapters that need a slot: those of all running requests, scheduled or not,
+        and pinned ones.
+        """
         if not self.config.max_loras:
             return set()
         running = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
@@ -316,15 +348,19 @@ class Scheduler:
         self._failed.append(EngineCoreOutput.failed(request.request_id, failure, invalid_request=True))
 
     def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
-        """Return whether a waiting request must wait on: its grammar is not compiled, or the policy refuses it."""
+        """Return whether a waiting request must wait on: its grammar is not compiled, or the
+        policy refuses it.
+        """
         if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return True
         return not self.policy.may_admit(request, running_loras, self.config.max_loras)
 
     def admit(self, queue: RequestQueue, step: Step) -> bool | None:
-        """Move the head of a waiting queue to `running`, scheduled, or to those that load keys and values.
+        """Move the head of a waiting queue to `running`, scheduled, or to those that load keys and
+        values.
 
-        Return False, and change nothing, if it does not fit; None: a KV connector does not know yet.
+        Return False, and change nothing, if it does not fit; None: a KV connector does not know
+        yet.
         """
         request = queue.peek_request()
         if self.remote is None:
@@ -348,7 +384,8 @@ class Scheduler:
             delay_cache_blocks=prefix.loads_async,
             reserved_blocks=self.remote.num_reserved_blocks(self.running) if self.remote and prefix.loads_async else 0,
             full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
-            # The watermark applies only while others run: an empty engine must admit any request that fits.
+            # The watermark applies only while others run: an empty engine must admit any request
+            # that fits.
             has_scheduled_reqs=bool(self.running),
         )
         if new_blocks is None:
@@ -367,7 +404,9 @@ class Scheduler:
         return True
 
     def _start_running(self, request: Request, step: Step, num_found: int, num_new_tokens: int) -> None:
-        """Put a request that has been admitted into the step, to be computed behind what was found of its prefix."""
+        """Put a request that has been admitted into the step, to be computed behind what was
+        found of its prefix.
+        """
         # Otherwise it was preempted, and what is not found again is computed for a second time.
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_found
@@ -399,7 +438,8 @@ class Scheduler:
         )
 
     def _update_after_schedule(self, output: SchedulerOutput) -> None:
-        # Updated before the forward pass, so that the next step can be scheduled while this one is computed.
+        # Updated before the forward pass, so that the next step can be scheduled while this one is
+        # computed.
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             request.num_computed_tokens += num_tokens
@@ -413,10 +453,11 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Process the sampled tokens of a step: roll back rejected draft tokens, append tokens, end requests.
+        """Process the sampled tokens of a step: roll back rejected draft tokens, append tokens, end
+        requests.
 
-        Return one output per request that sampled tokens, in scheduling order; aborted requests have none. Before
-        them stand those whose grammar has failed.
+        Return one output per request that sampled tokens, in scheduling order; aborted requests
+        have none. Before them stand those whose grammar has failed.
         """
         ignored = () if self.remote is None else self._take_load_failures(scheduler_output, model_runner_output)
         outputs, self._failed = self._failed, []
@@ -424,7 +465,8 @@ class Scheduler:
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             sampled = model_runner_output.sampled_token_ids.get(request_id)
-            # It was aborted while the step ran, or its prompt is not complete, or a load of it failed.
+            # It was aborted while the step ran, or its prompt is not complete, or a load of it
+            # failed.
             if request is None or not sampled or request_id in ignored:
                 continue
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id)
@@ -451,7 +493,9 @@ class Scheduler:
         return outputs
 
     def _take_load_failures(self, step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
-        """End requests whose load has failed, if they are to; return all whose tokens in this step are invalid."""
+        """End requests whose load has failed, if they are to; return all whose tokens in this
+        step are invalid.
+        """
         assert self.remote is not None
         ignored, ended = self.remote.begin_update(step, output.kv_connector_output, self.requests)
         self.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ERROR)
@@ -459,7 +503,9 @@ class Scheduler:
         return ignored
 
     def _end_transfers(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
-        """Act on what the ranks have sent and received; what connectors say of ended requests joins their outputs."""
+        """Act on what the ranks have sent and received; what connectors say of ended requests
+        joins their outputs.
+        """
         assert self.remote is not None
         if output.kv_connector_output is not None:
             self.remote.end_update(output.kv_connector_output)
@@ -469,7 +515,9 @@ class Scheduler:
                 request_output.kv_transfer_params = params.get(request_output.request_id)
 
     def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
-        """Set the draft tokens to verify in the next step, by request id. Ignored for unfinished prefills."""
+        """Set the draft tokens to verify in the next step, by request id. Ignored for unfinished
+        prefills.
+        """
         for request_id, drafts in draft_token_ids.items():
             if len(drafts) > self.drafting.num_speculative_tokens:
                 raise MinivllmError(
@@ -484,13 +532,16 @@ class Scheduler:
                 )
 
     def _roll_back_rejected(self, request: Request, num_drafts: int, num_accepted: int, num_invalid: int) -> None:
-        # Keys and values of rejected draft tokens stay in the blocks as garbage; the next tokens overwrite them.
+        # Keys and values of rejected draft tokens stay in the blocks as garbage; the next tokens
+        # overwrite them.
         request.num_computed_tokens -= num_drafts - num_accepted
         if num_drafts > num_invalid:
             self.spec_decoding_stats.observe_draft(num_drafts - num_invalid, num_accepted)
 
     def _cache_accepted(self, request: Request) -> None:
-        """Publish the blocks that accepted draft tokens, which are known tokens now, have filled."""
+        """Publish the blocks that accepted draft tokens, which are known tokens now, have
+        filled.
+        """
         self._cache_known(request)
 
     def _cache_known(self, request: Request) -> None:
@@ -498,7 +549,9 @@ class Scheduler:
         self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
 
     def _update_request_with_output(self, request: Request, sampled: list[int]) -> tuple[list[int], bool]:
-        """Append tokens one by one; return those kept, and whether the last of them ended the request."""
+        """Append tokens one by one; return those kept, and whether the last of them ended the
+        request.
+        """
         for num_kept, token_id in enumerate(sampled, start=1):
             request.append_output_token_id(token_id)
             has_stopped = check_stop(request, token_id, self.config.max_model_len)

@@ -1,7 +1,7 @@
 """Messages between the scheduler and the worker.
 
-In vLLM v0.33.0: `vllm/v1/core/sched/output.py` (`SchedulerOutput`, `NewRequestData`, `CachedRequestData`),
-`vllm/v1/outputs.py` (`ModelRunnerOutput`).
+In vLLM v0.33.0: `vllm/v1/core/sched/output.py` (`SchedulerOutput`, `NewRequestData`,
+`CachedRequestData`), `vllm/v1/outputs.py` (`ModelRunnerOutput`).
 """
 
 from collections.abc import Callable
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class NewRequestData:
-    """Full data of a request that the worker does not know: a new one, or one that resumes after a preemption.
+    """Full data of a request that the worker does not know: a new one, or one that resumes after a
+    preemption.
 
     `prefill_token_ids` are all known tokens: the prompt, then what was sampled before a preemption.
     """
@@ -47,11 +48,13 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """Updates of requests that the worker already knows: entry i of each list belongs to `req_ids[i]`.
+    """Updates of requests that the worker already knows: entry i of each list belongs to
+    `req_ids[i]`.
 
-    `new_block_ids` are to be appended to the block table (None: no new block). `num_computed_tokens` is the position of
-    this step's first token; it is sent because rejected draft tokens move it back. `new_token_ids` are the
-    tokens sampled since the request's last step, for stages that did not sample them; with one stage the list is empty.
+    `new_block_ids` are to be appended to the block table (None: no new block).
+    `num_computed_tokens` is the position of this step's first token; it is sent because rejected
+    draft tokens move it back. `new_token_ids` are the tokens sampled since the request's last step,
+    for stages that did not sample them; with one stage the list is empty.
     """
 
     req_ids: list[str] = field(default_factory=list)
@@ -59,18 +62,22 @@ class CachedRequestData:
     num_computed_tokens: list[int] = field(default_factory=list)
     new_token_ids: list[list[int]] = field(default_factory=list)
     num_known_tokens: dict[str, int] = field(default_factory=dict)
-    """How many tokens stand, of requests that have sampled some with blocks that were not loaded as they should."""
+    """How many tokens stand, of requests that have sampled some with blocks that were not loaded
+    as they should.
+    """
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step. `num_scheduled_tokens` maps each request to its number of tokens, in scheduling order.
+    """One step. `num_scheduled_tokens` maps each request to its number of tokens, in scheduling
+    order.
 
-    `scheduled_spec_decode_tokens` are the draft tokens among them, the last of their request's tokens; -1 stands for
-    one that only the worker knows, if it has drafted any (`AsyncScheduler`). The worker forgets `preempted_req_ids`,
-    which will be sent again as new, and `finished_req_ids`, finished since the last step.
-    With `has_structured_output_requests` it waits for a `GrammarOutput` before it samples. After the step it makes
-    `num_spec_tokens_to_schedule` drafts for each request at most; None: as many as it is set to make.
+    `scheduled_spec_decode_tokens` are the draft tokens among them, the last of their request's
+    tokens; -1 stands for one that only the worker knows, if it has drafted any (`AsyncScheduler`).
+    The worker forgets `preempted_req_ids`, which will be sent again as new, and `finished_req_ids`,
+    finished since the last step. With `has_structured_output_requests` it waits for a
+    `GrammarOutput` before it samples. After the step it makes `num_spec_tokens_to_schedule` drafts
+    for each request at most; None: as many as it is set to make.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -94,9 +101,11 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class GrammarOutput:
-    """The tokens that fit the grammars of these requests: `grammar_bitmask` [rows, ceil(vocab / 32)], int32.
+    """The tokens that fit the grammars of these requests: `grammar_bitmask` [rows, ceil(vocab /
+    32)], int32.
 
-    Bit i of word w is token 32 w + i. A request has a row for its next token, then one after each of its drafts.
+    Bit i of word w is token 32 w + i. A request has a row for its next token, then one after each
+    of its drafts.
     """
 
     structured_output_request_ids: list[str]
@@ -105,11 +114,13 @@ class GrammarOutput:
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """Sampled tokens by request id: accepted draft tokens and one more. An unfinished prompt chunk has none.
+    """Sampled tokens by request id: accepted draft tokens and one more. An unfinished prompt chunk
+    has none.
 
-    `logprobs`, if requested, has one entry per token; the scheduler truncates it together with the tokens, but does not
-    read it. `prompt_logprobs` come once, with the first sampled token. `num_invalid_spec_tokens`: how many of a
-    request's scheduled drafts were only placeholders that the worker had no draft for.
+    `logprobs`, if requested, has one entry per token; the scheduler truncates it together with the
+    tokens, but does not read it. `prompt_logprobs` come once, with the first sampled token.
+    `num_invalid_spec_tokens`: how many of a request's scheduled drafts were only placeholders that
+    the worker had no draft for.
     """
 
     sampled_token_ids: dict[str, list[int]]

@@ -14,7 +14,8 @@ from typing import Any
 class PrefixCacheStats:
     """Counts since the start: requests that looked up their prefix, tokens queried, tokens found.
 
-    Requests that resume after a preemption mostly find their own blocks, so they are counted separately.
+    Requests that resume after a preemption mostly find their own blocks, so they are counted
+    separately.
     """
 
     requests: int = 0
@@ -25,7 +26,9 @@ class PrefixCacheStats:
     preempted_hits: int = 0
 
     def with_lookup(self, num_tokens: int, num_hits: int, preempted: bool) -> "PrefixCacheStats":
-        """Return the counts after one more lookup of `num_tokens` tokens, of which `num_hits` were cached."""
+        """Return the counts after one more lookup of `num_tokens` tokens, of which `num_hits`
+        were cached.
+        """
         prefix = "preempted_" if preempted else ""
         added = {"requests": 1, "queries": num_tokens, "hits": num_hits}
         return replace(self, **{prefix + name: getattr(self, prefix + name) + count for name, count in added.items()})
@@ -33,7 +36,8 @@ class PrefixCacheStats:
 
 @dataclass(slots=True)
 class SpecDecodingStats:
-    """Counts since the start: drafts (one per verification), draft tokens, accepted tokens, the last also by position.
+    """Counts since the start: drafts (one per verification), draft tokens, accepted tokens, the
+    last also by position.
 
     `since` gives those between two snapshots. Rates are 0 where nothing was drafted.
     """
@@ -59,7 +63,9 @@ class SpecDecodingStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return the mean number of tokens that a verification yields: the accepted ones, and one more."""
+        """Return the mean number of tokens that a verification yields: the accepted ones, and
+        one more.
+        """
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     @property
@@ -73,7 +79,9 @@ class SpecDecodingStats:
         return [count / max(1, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count a verification of `num_draft_tokens` tokens, the first `num_accepted_tokens` of them accepted."""
+        """Count a verification of `num_draft_tokens` tokens, the first `num_accepted_tokens` of
+        them accepted.
+        """
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
@@ -85,7 +93,8 @@ class SpecDecodingStats:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """The scheduler's current state, and its counts since the start. `kv_cache_usage` is a fraction, 0 to 1.
+    """The scheduler's current state, and its counts since the start. `kv_cache_usage` is a
+    fraction, 0 to 1.
 
     A snapshot: reading it resets nothing, and the difference of two gives the counts between them.
     """
@@ -97,13 +106,17 @@ class SchedulerStats:
     spec_decoding_stats: SpecDecodingStats
     num_preemptions: int
     num_recomputed_tokens: int = 0
-    """Tokens of preempted requests that were computed before, and are not found anywhere when these resume."""
+    """Tokens of preempted requests that were computed before, and are not found anywhere when
+    these resume.
+    """
     connector_prefix_cache_stats: PrefixCacheStats | None = None
     """Lookups with a KV connector: of what the prefix cache did not have; None without one."""
 
 
 def summed_stats(engines: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Return the state of several engines as one: counts are added, the cache's usage is their mean."""
+    """Return the state of several engines as one: counts are added, the cache's usage is their
+    mean.
+    """
     if len(engines) == 1:
         return engines[0]
     total = _sum(engines)

@@ -1,4 +1,6 @@
-"""A step under construction: who gets how many tokens of its budget, and who was preempted for it."""
+"""A step under construction: who gets how many tokens of its budget, and who was preempted for
+it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +11,9 @@ from minivllm.core.request import Request
 
 @dataclass(slots=True)
 class Step:
-    """A step under construction. `position` is the index in `running` of the request being scheduled."""
+    """A step under construction. `position` is the index in `running` of the request being
+    scheduled.
+    """
 
     token_budget: int
     """Tokens that are left."""
@@ -24,7 +28,9 @@ class Step:
     preempted_req_ids: set[str] = field(default_factory=set)
 
     def continue_running(self, request: Request, num_new_tokens: int, new_blocks: Sequence[KVCacheBlock]) -> None:
-        """Schedule a running request whose new blocks are allocated; drop drafts that do not fit into the step."""
+        """Schedule a running request whose new blocks are allocated; drop drafts that do not fit
+        into the step.
+        """
         request_id = request.request_id
         self.num_scheduled_tokens[request_id] = num_new_tokens
         self.token_budget -= num_new_tokens
@@ -40,7 +46,9 @@ class Step:
             request.spec_token_ids = []
 
     def unschedule(self, request: Request) -> bool:
-        """Remove a running request from the step and refund its tokens to the budget. Return whether it was in."""
+        """Remove a running request from the step and refund its tokens to the budget. Return
+        whether it was in.
+        """
         request_id = request.request_id
         if request_id not in self.num_scheduled_tokens:
             return False

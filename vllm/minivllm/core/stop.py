@@ -1,4 +1,6 @@
-"""The conditions that end a request. In vLLM v0.33.0: `vllm/v1/core/sched/utils.py` (`check_stop`)."""
+"""The conditions that end a request. In vLLM v0.33.0: `vllm/v1/core/sched/utils.py`
+(`check_stop`).
+"""
 
 from minivllm.core.request import Request, RequestStatus
 
@@ -6,8 +8,8 @@ from minivllm.core.request import Request, RequestStatus
 def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
     """Return whether `token_id`, just appended, ends the request; if so, set its final status.
 
-    The order matters: EOS, then the request's own stop tokens, then length. Stop tokens and length end the request even
-    below `min_tokens`, which the sampler enforces.
+    The order matters: EOS, then the request's own stop tokens, then length. Stop tokens and length
+    end the request even below `min_tokens`, which the sampler enforces.
     """
     # No `stop_reason`: clients tell EOS from their own stop tokens by it.
     if token_id in request.eos_token_ids:
@@ -24,10 +26,11 @@ def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
 
 
 def check_grammar(request: Request, token_id: int) -> bool:
-    """Move the request's grammar on; return whether that ends the request, and if so, set its final status.
+    """Move the request's grammar on; return whether that ends the request, and if so, set its final
+    status.
 
-    An end-of-sequence token fits only where the grammar may end, and nothing fits after it. So it ends the request with
-    `ignore_eos`, too.
+    An end-of-sequence token fits only where the grammar may end, and nothing fits after it. So it
+    ends the request with `ignore_eos`, too.
     """
     assert request.structured_output_request is not None
     grammar = request.structured_output_request.grammar

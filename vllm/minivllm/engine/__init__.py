@@ -1,1 +1,3 @@
-"""From prompts to completions: input and output processing around the core's schedule-execute-update loop."""
+"""From prompts to completions: input and output processing around the core's
+schedule-execute-update loop.
+"""

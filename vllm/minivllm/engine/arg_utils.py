@@ -85,62 +85,77 @@ FLAG_GROUPS = {
 @checked_arguments
 @dataclass(kw_only=True, slots=True)
 class EngineArgs:
-    """The arguments of one engine. Names and defaults are vLLM's unless noted; None always means the default.
+    """The arguments of one engine. Names and defaults are vLLM's unless noted; None always means
+    the default.
 
-    They may be assigned. They are checked when the object is created, and again when an engine is made of it.
+    They may be assigned. They are checked when the object is created, and again when an engine is
+    made of it.
 
     - `model`: a local directory or a name on the Hugging Face Hub; by default the embedded one.
       `tokenizer`: a directory or a name, if it is not the model's own.
-    - `dtype`: of weights and computation. "auto": the checkpoint's on a GPU; float32 on a CPU, which is what our CPU
-      kernels use.
-    - `kv_cache_dtype`: the storage dtype of keys and values. "auto": same as `dtype`; "int8_per_token_head" or "int8":
-      integers with one scale per token and head; "fp8_e4m3" or "fp8": without scales, on GPUs that support it.
-    - `quantization`: quantize the layers' weights at load time to "int8", with one scale per row, or "int4", with one
-      scale per group of 16 to 128 values. None: as in the checkpoint.
+    - `dtype`: of weights and computation. "auto": the checkpoint's on a GPU; float32 on a CPU,
+      which is what our CPU kernels use.
+    - `kv_cache_dtype`: the storage dtype of keys and values. "auto": same as `dtype`;
+      "int8_per_token_head" or "int8": integers with one scale per token and head; "fp8_e4m3" or
+      "fp8": without scales, on GPUs that support it.
+    - `quantization`: quantize the layers' weights at load time to "int8", with one scale per row,
+      or "int4", with one scale per group of 16 to 128 values. None: as in the checkpoint.
     - `device`: "auto" is the GPU if there is one.
     - `load_format`: "dummy" uses random weights instead of reading the checkpoint's.
     - `max_model_len`: limit of prompt plus output, in tokens; None: the model's own.
     - `block_size`: tokens per KV-cache block.
-    - `max_num_seqs`, `max_num_batched_tokens`: the most requests and tokens per step; None: depends on the device.
-    - `gpu_memory_utilization`: fraction of the device's memory that the engine may use, 0 to 1; on a CPU, of the
-      available memory. `num_gpu_blocks_override`: the number of blocks to use instead of what fits.
-    - `use_kv_cache`: if False, every step recomputes all tokens of its requests; the keys and values are used only
-      within that step. Not in vLLM; it serves to measure what the cache is worth.
-    - `attention_backend`: None is the unified kernel; "naive" is its predecessor (`unified_attention`).
-    - `speculative_config`: a dictionary as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 4}.
-      `spec_method`, `spec_model`, `spec_tokens`: three of its entries, by names of their own.
+    - `max_num_seqs`, `max_num_batched_tokens`: the most requests and tokens per step; None: depends
+      on the device.
+    - `gpu_memory_utilization`: fraction of the device's memory that the engine may use, 0 to 1; on
+      a CPU, of the available memory. `num_gpu_blocks_override`: the number of blocks to use instead
+      of what fits.
+    - `use_kv_cache`: if False, every step recomputes all tokens of its requests; the keys and
+      values are used only within that step. Not in vLLM; it serves to measure what the cache is
+      worth.
+    - `attention_backend`: None is the unified kernel; "naive" is its predecessor
+      (`unified_attention`).
+    - `speculative_config`: a dictionary as in vLLM, such as {"method": "ngram",
+      "num_speculative_tokens": 4}. `spec_method`, `spec_model`, `spec_tokens`: three of its
+      entries, by names of their own.
     - `multiprocess`: run the core in a separate process. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
-    - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on one CPU.
-    - `pipeline_parallel_size`: number of stages that the layers are divided over, each of `tensor_parallel_size` ranks.
-      As many steps are in flight, each of other requests; not with `speculative_config`.
-    - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own, "ray"
-      each in an actor of a Ray cluster (`uv sync --group dist`). None: "uni" for one rank, else "mp".
-    - `data_parallel_size`: number of cores, each a process with the whole model and a cache of its own. A request
-      goes to the least loaded one (`load_balancing`); one's death is the end of all.
-      `data_parallel_backend`: "mp" runs the cores on this machine, "ray" each in an actor anywhere in a Ray cluster
-      (`uv sync --group dist`) that takes a GPU, or a CPU, for each of its ranks. The model must lie at the same place
-      on every machine. Messages between them are encrypted.
-    - `async_scheduling`: schedule a step while the one before it is computed. None: on a GPU, unless `parts` replace
-      the scheduler. On a CPU the host's work and the model's share the same cores, so there is little to gain.
-    - `enable_lora`: serve LoRA adapters, which requests name (`lora_request`). `max_loras`: slots on the device, the
-      most adapters that run at once. `max_lora_rank`: the largest rank of an adapter; every slot has room for it.
-      `max_cpu_loras`: adapters kept in host memory; None: as many as slots. `lora_dtype`: of the adapters' weights;
-      "auto" is the model's.
+    - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on
+      one CPU.
+    - `pipeline_parallel_size`: number of stages that the layers are divided over, each of
+      `tensor_parallel_size` ranks. As many steps are in flight, each of other requests; not with
+      `speculative_config`.
+    - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank
+      in its own, "ray" each in an actor of a Ray cluster (`uv sync --group dist`). None: "uni" for
+      one rank, else "mp".
+    - `data_parallel_size`: number of cores, each a process with the whole model and a cache of its
+      own. A request goes to the least loaded one (`load_balancing`); one's death is the end of all.
+      `data_parallel_backend`: "mp" runs the cores on this machine, "ray" each in an actor anywhere
+      in a Ray cluster (`uv sync --group dist`) that takes a GPU, or a CPU, for each of its ranks.
+      The model must lie at the same place on every machine. Messages between them are encrypted.
+    - `async_scheduling`: schedule a step while the one before it is computed. None: on a GPU,
+      unless `parts` replace the scheduler. On a CPU the host's work and the model's share the same
+      cores, so there is little to gain.
+    - `enable_lora`: serve LoRA adapters, which requests name (`lora_request`). `max_loras`: slots
+      on the device, the most adapters that run at once. `max_lora_rank`: the largest rank of an
+      adapter; every slot has room for it. `max_cpu_loras`: adapters kept in host memory; None: as
+      many as slots. `lora_dtype`: of the adapters' weights; "auto" is the model's.
     - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
     - `seed`: seeds the random seeds of requests that do not set one.
     - `disable_log_stats`: do not count for `get_metrics`. A server always counts.
-    - `profiler_config`: what `start_profile` records, such as {"profiler": "torch", "torch_profiler_dir": "traces"}.
-    - `kv_transfer_config`: the connector that moves keys and values to and from other engines, such as
-      {"kv_connector": "NixlConnector", "kv_role": "kv_both"} (`config.kv_transfer`).
-    - `kv_offloading_size`: GiB of host memory for a second tier of the KV cache, which extends the prefix cache; those
-      of all ranks together, and of each core its own. `kv_offloading_backend`: "native", the only one. Further options,
-      such as `lazy_offload`, stand in `kv_transfer_config`'s `kv_connector_extra_config`
-      (`kv_connector.offload.settings`).
-    - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
+    - `profiler_config`: what `start_profile` records, such as {"profiler": "torch",
+      "torch_profiler_dir": "traces"}.
+    - `kv_transfer_config`: the connector that moves keys and values to and from other engines, such
+      as {"kv_connector": "NixlConnector", "kv_role": "kv_both"} (`config.kv_transfer`).
+    - `kv_offloading_size`: GiB of host memory for a second tier of the KV cache, which extends the
+      prefix cache; those of all ranks together, and of each core its own. `kv_offloading_backend`:
+      "native", the only one. Further options, such as `lazy_offload`, stand in
+      `kv_transfer_config`'s `kv_connector_extra_config` (`kv_connector.offload.settings`).
+    - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it
+      serves the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
 
-    Scripts for vLLM often pass those of `IGNORED`. They change nothing here; one line of the log names those given,
-    and what works in their place: the environment's HF_TOKEN for `hf_token`, HF_HOME for `download_dir`.
+    Scripts for vLLM often pass those of `IGNORED`. They change nothing here; one line of the log
+    names those given, and what works in their place: the environment's HF_TOKEN for `hf_token`,
+    HF_HOME for `download_dir`.
     """
 
     model: str | Path = EMBEDDED_MODEL
@@ -358,12 +373,16 @@ class EngineArgs:
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:
-        """Return the KV connector's settings, those of `kv_offloading_size` included; None without a connector."""
+        """Return the KV connector's settings, those of `kv_offloading_size` included; None
+        without a connector.
+        """
         return with_offloading(self.kv_transfer_config, self.kv_offloading_size)
 
     @property
     def host_tier_bytes(self) -> int:
-        """Return the bytes of host memory that a tier may take; 0 without one, or if its size is given in blocks."""
+        """Return the bytes of host memory that a tier may take; 0 without one, or if its size is
+        given in blocks.
+        """
         transfer = self.kv_transfer
         if transfer is None or not is_tier(transfer):
             return 0
@@ -400,7 +419,8 @@ class EngineArgs:
         self.spec_method = self.spec_model = self.spec_tokens = None
 
     def scheduler_config(self, config: ModelConfig, gpu_memory: int | None) -> SchedulerConfig:
-        """Return the scheduler's settings for this model; `gpu_memory` is the GPU's in bytes, None on a CPU.
+        """Return the scheduler's settings for this model; `gpu_memory` is the GPU's in bytes, None
+        on a CPU.
 
         Raises:
             MinivllmError: `max_model_len` exceeds the model's, or settings are incompatible.
@@ -433,11 +453,14 @@ class EngineArgs:
         return on_gpu and not self._own_steps and self.pipeline_parallel_size == 1
 
     def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> "WorkerSettings":
-        """Return the ranks' settings; `device` is "cpu" or "cuda", `num_threads` the CPU threads of all ranks."""
+        """Return the ranks' settings; `device` is "cpu" or "cuda", `num_threads` the CPU threads
+        of all ranks.
+        """
         from minivllm.kernels.rejection_sample import rejection_sample
         from minivllm.worker.settings import WorkerSettings
 
-        # Later ones go before earlier ones: the scheduler's limits are resolved, those of `self` may be None.
+        # Later ones go before earlier ones: the scheduler's limits are resolved, those of `self`
+        # may be None.
         own = _shared_fields(self, WorkerSettings) | _shared_fields(scheduler, WorkerSettings)
         own |= _shared_fields(self.parts, WorkerSettings) | {
             "device": device,
@@ -457,7 +480,9 @@ AsyncEngineArgs = EngineArgs
 
 
 def _shared_fields(source: object, settings: type) -> dict[str, Any]:
-    """Return the values of those fields of a settings class that `source` has under the same name."""
+    """Return the values of those fields of a settings class that `source` has under the same
+    name.
+    """
     names = [field.name for field in fields(settings)]
     return {name: getattr(source, name) for name in names if hasattr(source, name)}
 

@@ -1,8 +1,9 @@
-"""The engine for an event loop: any number of requests at once, each an async generator of its outputs.
+"""The engine for an event loop: any number of requests at once, each an async generator of its
+outputs.
 
-Each core runs in a process of its own, or, with `Parts` of a caller's, in a thread. One task receives the outputs and
-hands them to the requests' collectors; a request whose reader is slow finds its outputs merged there, and holds up
-nobody else.
+Each core runs in a process of its own, or, with `Parts` of a caller's, in a thread. One task
+receives the outputs and hands them to the requests' collectors; a request whose reader is slow
+finds its outputs merged there, and holds up nobody else.
 
 In vLLM v0.33.0: `vllm/v1/engine/async_llm.py` (`AsyncLLM`), `RequestOutputCollector` in
 `vllm/v1/engine/output_processor.py`.
@@ -35,7 +36,9 @@ OUTPUTS_AT_ONCE = 128
 
 
 def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
-    """Start the cores: processes, or a thread for a caller's own parts, which no message could carry."""
+    """Start the cores: processes, or a thread for a caller's own parts, which no message could
+    carry.
+    """
     if not args.parts.names_in_core:
         return AsyncMPClient(args)
     from minivllm.engine.async_thread_client import AsyncThreadClient  # it loads the core, and torch with it
@@ -44,7 +47,9 @@ def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
 
 
 class RequestOutputCollector:
-    """Between the task that receives outputs and the reader of one request: holds what is unread, as one output."""
+    """Between the task that receives outputs and the reader of one request: holds what is
+    unread, as one output.
+    """
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._merges = kind is RequestOutputKind.DELTA
@@ -53,9 +58,11 @@ class RequestOutputCollector:
         self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Add an output. A delta is joined to what is unread; an output of another kind replaces it.
+        """Add an output. A delta is joined to what is unread; an output of another kind replaces
+        it.
 
-        An exception is read after all that came before it, and by every later reader: what comes after it is dropped.
+        An exception is read after all that came before it, and by every later reader: what comes
+        after it is dropped.
         """
         if self._error is not None:
             return
@@ -84,7 +91,8 @@ class RequestOutputCollector:
 
 
 class Collector:
-    """One request's unread outputs, in the engine's own collector or in the part `output_collector`.
+    """One request's unread outputs, in the engine's own collector or in the part
+    `output_collector`.
 
     `on_ready` is called whenever there is something to read where there was nothing.
     """
@@ -98,7 +106,8 @@ class Collector:
     def put(self, output: RequestOutput | Exception) -> None:
         """Add an output, or the exception that ends the request."""
         self._unread.put(output)
-        # An error is read after an output, by a second call of `get`, so it needs a call of its own.
+        # An error is read after an output, by a second call of `get`, so it needs a call of its
+        # own.
         if self._on_ready is not None and (not self._has_called or isinstance(output, Exception)):
             self._has_called = True
             self._on_ready()
@@ -118,7 +127,9 @@ class AsyncLLM(FrontEnd):
     """
 
     def __init__(self, args: EngineArgs, engine_core: "AsyncThreadClient | None" = None) -> None:
-        """Start the cores, each in a process, or in a thread if there are parts, unless a client is given."""
+        """Start the cores, each in a process, or in a thread if there are parts, unless a client
+        is given.
+        """
         self.engine_core = engine_core or make_async_client(args)
         super().__init__(args, self.engine_core)
         self._collectors: dict[str, Collector] = {}
@@ -219,13 +230,16 @@ class AsyncLLM(FrontEnd):
         self._abort_in_core(self._forgotten(request_ids))
 
     def decline(self, kv_transfer_params: Any) -> None:
-        """Let the KV connector know that a request was refused: what these say is kept for it will not be read.
+        """Let the KV connector know that a request was refused: what these say is kept for it will
+        not be read.
 
-        To the core it is a request that ends before it begins. Params that say nothing of the kind are ignored.
+        To the core it is a request that ends before it begins. Params that say nothing of the kind
+        are ignored.
         """
         if not isinstance(kv_transfer_params, dict) or kv_transfer_params.get("do_remote_prefill") is not True:
             return
-        # The core has no message for this, but each connector gives back what an aborted request would have read.
+        # The core has no message for this, but each connector gives back what an aborted request
+        # would have read.
         name = f"declined-{uuid.uuid4()}"
         nothing = SamplingParams(max_tokens=1, seed=0)
         request = EngineCoreRequest(name, [0], nothing, (), time.monotonic(), kv_transfer_params=kv_transfer_params)
@@ -238,7 +252,8 @@ class AsyncLLM(FrontEnd):
         return await self._utility("reset_prefix_cache")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, again.
+        """Read an adapter from its folder into host memory, unless it is known; with
+        `load_inplace`, again.
 
         Raises:
             MinivllmError: it cannot be served.
@@ -246,7 +261,9 @@ class AsyncLLM(FrontEnd):
         return await self._utility("add_lora", lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter, once the requests that use it have ended; return whether it was there."""
+        """Forget an adapter, once the requests that use it have ended; return whether it was
+        there.
+        """
         return await self._utility("remove_lora", lora_id)
 
     async def list_loras(self) -> set[int]:
@@ -262,7 +279,9 @@ class AsyncLLM(FrontEnd):
         return await self._utility("pin_lora", lora_id)
 
     async def start_step_events(self) -> None:
-        """Send `step_watchers` a snapshot of each step from now on, see `engine.step_recorder`; the first is of now."""
+        """Send `step_watchers` a snapshot of each step from now on, see `engine.step_recorder`;
+        the first is of now.
+        """
         await self._utility("start_step_events")
 
     async def stop_step_events(self) -> None:
@@ -280,7 +299,9 @@ class AsyncLLM(FrontEnd):
         await self._ended.wait()
 
     def end_requests(self) -> None:
-        """Fail requests under way with `EngineStoppedError`, and new ones too. The core goes on without them."""
+        """Fail requests under way with `EngineStoppedError`, and new ones too. The core goes on
+        without them.
+        """
         # Free their blocks; the front end answers their readers itself.
         self._abort_in_core(list(self.output_processor.states))
         self._die(EngineStoppedError("the server is shutting down"))
@@ -329,7 +350,9 @@ class AsyncLLM(FrontEnd):
             self._die(error)
 
     async def _take_in(self, outputs: EngineCoreOutputs) -> None:
-        """Hand the outputs of a step to their readers, in chunks, so that a large step does not hold up the loop."""
+        """Hand the outputs of a step to their readers, in chunks, so that a large step does not
+        hold up the loop.
+        """
         shown: list[RequestOutput] = []
         self.output_processor.note_scheduled(outputs.scheduled_req_ids, outputs.timestamp)
         # A step of a large batch has thousands of outputs, and the loop has other readers to serve.

@@ -1,7 +1,8 @@
-"""Talk to cores in separate processes from an event loop: nothing here blocks once the cores are ready.
+"""Talk to cores in separate processes from an event loop: nothing here blocks once the cores are
+ready.
 
-Sending never waits, since the sockets keep whatever has not gone out yet. Receiving is one task, which ends with a
-core.
+Sending never waits, since the sockets keep whatever has not gone out yet. Receiving is one task,
+which ends with a core.
 
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`AsyncMPClient`, `DPLBAsyncMPClient`).
 """
@@ -20,7 +21,9 @@ from minivllm.errors import EngineDeadError
 
 
 class AsyncMPClient(MPClient):
-    """A client for `AsyncLLM`. Its constructor blocks until the cores are ready; the rest runs in one event loop."""
+    """A client for `AsyncLLM`. Its constructor blocks until the cores are ready; the rest runs
+    in one event loop.
+    """
 
     def __init__(self, args: EngineArgs) -> None:
         self._calls: dict[tuple[int, int], asyncio.Future[UtilityOutput]] = {}
@@ -51,7 +54,8 @@ class AsyncMPClient(MPClient):
                 call.set_result(answer)
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
-        """Call one of `UTILITIES` in every core and return the result; somebody must be reading outputs meanwhile.
+        """Call one of `UTILITIES` in every core and return the result; somebody must be reading
+        outputs meanwhile.
 
         Raises:
             MinivllmError: the arguments ask for what cannot be done.
@@ -69,7 +73,9 @@ class AsyncMPClient(MPClient):
         super().shutdown()
 
     def _stop_listening(self, error: Exception) -> None:
-        """Take the sockets away from the loop before they are closed; calls under way fail with this error."""
+        """Take the sockets away from the loop before they are closed; calls under way fail with
+        this error.
+        """
         if self._death is not None and not self._death.get_loop().is_closed():
             for lifeline in self.cores.lifelines:
                 self._death.get_loop().remove_reader(lifeline)
@@ -81,7 +87,9 @@ class AsyncMPClient(MPClient):
         self._calls.clear()
 
     def _unreachable(self, rank: int) -> None:
-        """Fail only this message: the task that receives outputs notices the core's end and reads its last words."""
+        """Fail only this message: the task that receives outputs notices the core's end and
+        reads its last words.
+        """
         raise EngineDeadError(died(rank, self.cores.names(), "has ended"))
 
     async def _next_message(self) -> list[bytes]:

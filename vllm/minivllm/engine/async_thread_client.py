@@ -1,6 +1,8 @@
-"""The client of a core in a thread of this process, for an event loop: what `Parts` of the core need.
+"""The client of a core in a thread of this process, for an event loop: what `Parts` of the core
+need.
 
-The kernels let other threads run while they compute; Python code does not, so the event loop waits for the scheduler.
+The kernels let other threads run while they compute; Python code does not, so the event loop waits
+for the scheduler.
 """
 
 import asyncio
@@ -23,7 +25,9 @@ SECONDS_TO_LEAVE = 10.0
 
 
 class AsyncThreadClient(EngineCoreClient):
-    """A client for `AsyncLLM`. The thread starts with the first call for outputs, in the loop that asks."""
+    """A client for `AsyncLLM`. The thread starts with the first call for outputs, in the loop
+    that asks.
+    """
 
     def __init__(self, args: EngineArgs) -> None:
         self.engine_core = EngineCore(args)
@@ -38,7 +42,9 @@ class AsyncThreadClient(EngineCoreClient):
         self._to_do.put(partial(self.engine_core.add_request, request))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """End requests; outputs already on their way still arrive, and the caller must ignore them."""
+        """End requests; outputs already on their way still arrive, and the caller must ignore
+        them.
+        """
         self._to_do.put(partial(abort_requests, self.engine_core, list(request_ids), self._send))
 
     async def get_output_async(self) -> EngineCoreOutputs:

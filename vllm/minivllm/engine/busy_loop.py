@@ -19,7 +19,8 @@ Put = Callable[[EngineCoreOutputs], object]
 
 
 def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | None]", put: Put) -> None:
-    """Run steps while requests are unfinished, else wait for the next action. None in the queue ends the loop.
+    """Run steps while requests are unfinished, else wait for the next action. None in the queue
+    ends the loop.
 
     Raises:
         WorkerDiedError: a rank has died, which the engine cannot survive.

@@ -10,7 +10,9 @@ from minivllm.platforms.interrupts import InterruptsHeld
 
 
 class CallLock:
-    """Rejects a second caller: another thread, a signal handler during a call, or a forked process."""
+    """Rejects a second caller: another thread, a signal handler during a call, or a forked
+    process.
+    """
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -18,7 +20,8 @@ class CallLock:
 
     @contextmanager
     def held(self) -> Iterator[InterruptsHeld]:
-        """Hold the lock for the duration of one call, and Ctrl-C with it: neither is left half done.
+        """Hold the lock for the duration of one call, and Ctrl-C with it: neither is left half
+        done.
 
         Raises:
             MinivllmError: another call is in progress, or this is another process.

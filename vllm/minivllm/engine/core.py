@@ -1,9 +1,10 @@
 """The core's loop: schedule, execute, update. Token ids in, token ids out; it never sees text.
 
-A step is all or nothing. Blocks are published when they are scheduled, before they are computed, so a step that fails
-halfway leaves hashes for keys and values that were never computed. After any exception in a step, the core starts over:
-the step's requests end with an error, the block pool is recreated empty, the worker forgets its batch, and all other
-requests are recomputed from their first token. Steps that were in flight behind it are dropped with it.
+A step is all or nothing. Blocks are published when they are scheduled, before they are computed, so
+a step that fails halfway leaves hashes for keys and values that were never computed. After any
+exception in a step, the core starts over: the step's requests end with an error, the block pool is
+recreated empty, the worker forgets its batch, and all other requests are recomputed from their
+first token. Steps that were in flight behind it are dropped with it.
 
 In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.step`, `_initialize_kv_caches`).
 """
@@ -50,7 +51,9 @@ logger = init_logger(__name__)
 SECONDS_BETWEEN_EMPTY_STEPS = 0.001
 """The pace of steps without tokens, while keys and values are on their way."""
 SECONDS_WITHOUT_A_STEP = 0.005
-"""How long the core waits for a grammar when it has nothing else to do: then it looks for new requests again."""
+"""How long the core waits for a grammar when it has nothing else to do: then it looks for new
+requests again.
+"""
 
 
 class _Batch(NamedTuple):
@@ -64,8 +67,8 @@ class _Batch(NamedTuple):
 class EngineCore:
     """A scheduler and the executor that runs its steps.
 
-    `ledger` says where the memory of the rank with the fewest blocks went; None if `num_gpu_blocks_override` set the
-    number of blocks.
+    `ledger` says where the memory of the rank with the fewest blocks went; None if
+    `num_gpu_blocks_override` set the number of blocks.
     """
 
     def __init__(self, args: EngineArgs) -> None:
@@ -88,13 +91,15 @@ class EngineCore:
             self.ledger = profile_ranks(args, config, self._stage_configs, self.executor)
             num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
             assert num_blocks is not None
-            # All ranks get as many blocks as the smallest one has room for: they share the block ids.
+            # All ranks get as many blocks as the smallest one has room for: they share the block
+            # ids.
             self.executor.collective_rpc("initialize_kv_cache", num_blocks)
             connector = self._make_connector(args) if args.kv_transfer is not None else None
         except BaseException:
             self.executor.shutdown()
             raise
-        # With several steps in flight, the scheduler must not wait for the tokens of the one before.
+        # With several steps in flight, the scheduler must not wait for the tokens of the one
+        # before.
         ahead = self.executor.max_concurrent_batches > 1
         scheduler_class = AsyncScheduler if ahead else Scheduler
         policy = args.parts.policy or DEFAULT_POLICY
@@ -118,10 +123,13 @@ class EngineCore:
         return EngineCoreReady(self.scheduler.limits, num_blocks, self.ledger, self.scheduler.make_stats())
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Add a request to the queue. A rejected one ends with an error, which the next step returns."""
+        """Add a request to the queue. A rejected one ends with an error, which the next step
+        returns.
+        """
         with self._all_or_nothing((request.request_id,)):
             try:
-                # The adapter is read now, so that one which cannot be served is refused to its first request.
+                # The adapter is read now, so that one which cannot be served is refused to its
+                # first request.
                 if request.lora_request is not None:
                     request = replace(request, lora_request=self.loras.add(request.lora_request))
                 added = request.to_request()
@@ -151,12 +159,14 @@ class EngineCore:
 
         Raises:
             WorkerDiedError: a rank has died, and the engine with it.
-            Exception: whatever the step raised. The requests in it (after `NonFiniteLogitsError`, only those it names)
-                end with an error, which the next step returns; the others continue.
+            Exception: whatever the step raised. The requests in it (after `NonFiniteLogitsError`,
+                only those it names) end with an error, which the next step returns; the others
+                continue.
         """
         if self.batch_queue is not None:
             return self._step_with_batch_queue(self.batch_queue)
-        # None while scheduling: a failure there may have touched any request, later only those of the step.
+        # None while scheduling: a failure there may have touched any request, later only those of
+        # the step.
         scheduled: Collection[str] | None = None
         now = time.monotonic()
         try:
@@ -198,7 +208,9 @@ class EngineCore:
             raise self._start_over(failure, self.scheduler.requests if concerned is None else concerned) from None
 
     def _schedule(self, waits: bool = True) -> SchedulerOutput:
-        """Schedule a step. If there is nothing to compute, it `waits` for a grammar, if one is being compiled."""
+        """Schedule a step. If there is nothing to compute, it `waits` for a grammar, if one is
+        being compiled.
+        """
         with record_function_or_nullcontext("minivllm::schedule"):
             scheduler_output = self.scheduler.schedule()
         if logger.isEnabledFor(logging.DEBUG):
@@ -213,7 +225,9 @@ class EngineCore:
         return self.executor.execute_model(scheduler_output)
 
     def _start(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Start the step. The grammars' bitmask is filled while the forward pass runs, and applied before sampling."""
+        """Start the step. The grammars' bitmask is filled while the forward pass runs, and
+        applied before sampling.
+        """
         future = self.executor.execute_model(scheduler_output, non_block=True)
         if not scheduler_output.has_structured_output_requests:
             return future
@@ -227,8 +241,11 @@ class EngineCore:
     def _update(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, timestamp: float
     ) -> EngineCoreOutputs:
-        """Take in the output of a step scheduled at `timestamp`; return it, and what is still undelivered."""
-        # Only the requests with NaN or infinite logits end; the rest of the step is valid, but it is recomputed.
+        """Take in the output of a step scheduled at `timestamp`; return it, and what is still
+        undelivered.
+        """
+        # Only the requests with NaN or infinite logits end; the rest of the step is valid, but it
+        # is recomputed.
         nonfinite = [name for name in model_runner_output.nonfinite_req_ids if name in self.scheduler.requests]
         if nonfinite:
             raise NonFiniteLogitsError(nonfinite)
@@ -264,7 +281,9 @@ class EngineCore:
         return delivered
 
     def reset_prefix_cache_and_connector(self) -> bool:
-        """Forget all cached blocks, and what the KV connector has stored elsewhere; return False if it could not."""
+        """Forget all cached blocks, and what the KV connector has stored elsewhere; return False
+        if it could not.
+        """
         remote = self.scheduler.remote
         return self.reset_prefix_cache() and (remote is None or remote.connector.reset_cache() is not False)
 
@@ -274,7 +293,8 @@ class EngineCore:
             return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def add_lora(self, lora_request: LoRARequest | dict[str, Any]) -> bool:
-        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, again.
+        """Read an adapter from its folder into host memory, unless it is known; with
+        `load_inplace`, again.
 
         Raises:
             MinivllmError: it cannot be served.
@@ -285,7 +305,9 @@ class EngineCore:
             return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter, once the requests that use it have ended; return whether it was there."""
+        """Forget an adapter, once the requests that use it have ended; return whether it was
+        there.
+        """
         with self._all_or_nothing(()):
             return self.loras.remove(lora_id)
 
@@ -305,7 +327,9 @@ class EngineCore:
             return True
 
     def start_step_events(self) -> None:
-        """Describe each step from now on, and each change between steps, in the outputs' `step_snapshot`."""
+        """Describe each step from now on, and each change between steps, in the outputs'
+        `step_snapshot`.
+        """
         self.step_recorder = self.step_recorder or StepRecorder(self.scheduler)
 
     def stop_step_events(self) -> str:
@@ -319,7 +343,9 @@ class EngineCore:
         return EngineCoreOutputs([], self.scheduler.make_stats(), step_snapshot=self._snapshot())
 
     def reset_running_requests(self) -> bool:
-        """Forget all cached blocks, those of running requests too, which wait again and are recomputed."""
+        """Forget all cached blocks, those of running requests too, which wait again and are
+        recomputed.
+        """
         with self._all_or_nothing(()):
             self._restart(())
         return True
@@ -327,7 +353,8 @@ class EngineCore:
     def shutdown(self) -> None:
         """End the processes of the ranks, if any; without them no step can run.
 
-        The scheduler's side of a connector comes last: it may hold what the ranks' sides write to, such as a folder.
+        The scheduler's side of a connector comes last: it may hold what the ranks' sides write to,
+        such as a folder.
         """
         try:
             self.executor.shutdown()
@@ -336,7 +363,9 @@ class EngineCore:
                 self.scheduler.remote.connector.shutdown()
 
     def _snapshot(self, step: SchedulerOutput | None = None, outputs: Sequence[EngineCoreOutput] = ()) -> str:
-        """Describe the state, if anybody watches. Whatever fails here costs no request its answer."""
+        """Describe the state, if anybody watches. Whatever fails here costs no request its
+        answer.
+        """
         if self.step_recorder is None:
             return ""
         try:
@@ -348,7 +377,9 @@ class EngineCore:
 
     @contextmanager
     def _all_or_nothing(self, request_ids: Collection[str]) -> Iterator[None]:
-        """Start over without these requests if the block fails, but not for an adapter that is refused."""
+        """Start over without these requests if the block fails, but not for an adapter that is
+        refused.
+        """
         try:
             yield
         except AdapterRefused:  # it has changed nothing
@@ -357,7 +388,9 @@ class EngineCore:
             raise self._start_over(failure, request_ids) from None
 
     def _start_over(self, failure: BaseException, request_ids: Collection[str]) -> BaseException:
-        """End these requests with an error and has all others recomputed. Return the error to raise."""
+        """End these requests with an error and has all others recomputed. Return the error to
+        raise.
+        """
         # Without its ranks the engine cannot go on.
         if isinstance(failure, WorkerDiedError):
             return failure
@@ -392,7 +425,9 @@ class EngineCore:
         self.executor.collective_rpc("reset")
 
     def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
-        """Create the connector's sides in the ranks, then the scheduler's, which is told how to reach them."""
+        """Create the connector's sides in the ranks, then the scheduler's, which is told how to
+        reach them.
+        """
         handshakes = self.executor.collective_rpc("initialize_kv_connector")
         # All ranks return the same config but for their rank; the scheduler's side takes rank 0's.
         connector = create_connector(handshakes[0][0], KVConnectorRole.SCHEDULER, args.parts)

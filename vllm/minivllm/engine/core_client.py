@@ -1,10 +1,11 @@
 """The engine core as the front end sees it, in the same process or a separate one.
 
-They exchange only the plain data of `minivllm.core.engine_messages`. The front end never reads the core's scheduler:
-`ready` says once what it needs to know, and each `get_output` brings the state after a step.
+They exchange only the plain data of `minivllm.core.engine_messages`. The front end never reads the
+core's scheduler: `ready` says once what it needs to know, and each `get_output` brings the state
+after a step.
 
-Nothing here loads torch: where the core is another process (`mp_client.py`, `async_mp_client.py`), the front end starts
-without it.
+Nothing here loads torch: where the core is another process (`mp_client.py`, `async_mp_client.py`),
+the front end starts without it.
 
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`EngineCoreClient`).
 """
@@ -30,7 +31,9 @@ class EngineCoreClient(ABC):
 
     @property
     def ready(self) -> EngineCoreReady:
-        """Return the message of the core with the fewest blocks: a request that fits there fits anywhere."""
+        """Return the message of the core with the fewest blocks: a request that fits there fits
+        anywhere.
+        """
         return min(self.engines, key=lambda engine: engine.num_gpu_blocks)
 
     @abstractmethod
@@ -47,7 +50,9 @@ class EngineCoreClient(ABC):
 
 
 class SyncEngineCoreClient(EngineCoreClient):
-    """One that blocks, for `LLM`. Those for an event loop have `get_output_async` and `call_utility_async` instead."""
+    """One that blocks, for `LLM`. Those for an event loop have `get_output_async` and
+    `call_utility_async` instead.
+    """
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -59,11 +64,14 @@ class SyncEngineCoreClient(EngineCoreClient):
 
     @abstractmethod
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        """Call one of `UTILITIES` in every core and return whether all have succeeded, or what the first returns."""
+        """Call one of `UTILITIES` in every core and return whether all have succeeded, or what
+        the first returns.
+        """
 
 
 def joined_answers(method: str, answers: Sequence[UtilityOutput]) -> Any:
-    """Return the cores' answers to a call as one: whether all have succeeded, or what the first returns.
+    """Return the cores' answers to a call as one: whether all have succeeded, or what the first
+    returns.
 
     Raises:
         MinivllmError: the arguments ask for what cannot be done.

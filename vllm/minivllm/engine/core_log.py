@@ -1,6 +1,8 @@
-"""Find out how many blocks the ranks' memory has room for, and log where it goes and what each step does.
+"""Find out how many blocks the ranks' memory has room for, and log where it goes and what each step
+does.
 
-In vLLM v0.33.0: `EngineCore._initialize_kv_caches` in `vllm/v1/engine/core.py`, `vllm/v1/core/kv_cache_utils.py`.
+In vLLM v0.33.0: `EngineCore._initialize_kv_caches` in `vllm/v1/engine/core.py`,
+`vllm/v1/core/kv_cache_utils.py`.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,8 @@ logger = init_logger(__name__)
 def profile_ranks(
     args: EngineArgs, config: SchedulerConfig, stage_configs: Sequence[ModelConfig], executor: Executor
 ) -> MemoryLedger | None:
-    """Return the ledger of the rank with the fewest blocks; None if `num_gpu_blocks_override` says how many.
+    """Return the ledger of the rank with the fewest blocks; None if `num_gpu_blocks_override` says
+    how many.
 
     Raises:
         MinivllmError: a request of `max_model_len` tokens would not fit.

@@ -1,9 +1,11 @@
-"""Entry point of a core's process: `python -m minivllm.engine.core_main FOLDER LIFELINE PARENT RANK`.
+"""Entry point of a core's process: `python -m minivllm.engine.core_main FOLDER LIFELINE PARENT
+RANK`.
 
-`core_process_manager.py` starts it. Its standard input is a pipe that is never written to and that closes when the
-front end ends. A thread waits for that before anything large is imported, so that no process is left over, whenever
-that is. LIFELINE is a file descriptor whose only purpose is to close when this process ends. PARENT is the front end's
-process: where a fork of it holds the pipe open, the parent of this process changes all the same.
+`core_process_manager.py` starts it. Its standard input is a pipe that is never written to and that
+closes when the front end ends. A thread waits for that before anything large is imported, so that
+no process is left over, whenever that is. LIFELINE is a file descriptor whose only purpose is to
+close when this process ends. PARENT is the front end's process: where a fork of it holds the pipe
+open, the parent of this process changes all the same.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def end_with_parent(parent: int, end: Callable[[], object]) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process once all has been given back: taking the interpreter apart would take a second, for torch."""
+    """End this process once all has been given back: taking the interpreter apart would take a
+    second, for torch.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

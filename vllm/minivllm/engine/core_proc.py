@@ -1,8 +1,11 @@
-"""Run a core in its own process: its loop (`busy_loop`) in the main thread, its sockets in two other threads.
+"""Run a core in its own process: its loop (`busy_loop`) in the main thread, its sockets in two
+other threads.
 
-While a step computes, the GIL is free most of the time, so requests are decoded and outputs encoded meanwhile.
+While a step computes, the GIL is free most of the time, so requests are decoded and outputs encoded
+meanwhile.
 
-In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc`, `process_input_sockets`, `process_output_sockets`).
+In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc`, `process_input_sockets`,
+`process_output_sockets`).
 """
 
 import queue
@@ -30,7 +33,9 @@ SECONDS_TO_SEND = 2.0
 
 
 class EngineCoreProc:
-    """Says hello, receives the engine's arguments, creates the core, and serves its client until it fails."""
+    """Says hello, receives the engine's arguments, creates the core, and serves its client until
+    it fails.
+    """
 
     def __init__(self, sockets: CoreSockets, rank: int = 0) -> None:
         """Take the sockets of the front end that starts this core, and the core's rank."""
@@ -109,7 +114,9 @@ class EngineCoreProc:
         self._outputs.put(outputs)
 
     def _receive(self, socket: zmq.Socket) -> None:
-        """Queue what arrives, in a thread. Its failure ends the loop too, so the front end does not wait in vain."""
+        """Queue what arrives, in a thread. Its failure ends the loop too, so the front end does
+        not wait in vain.
+        """
         try:
             while True:
                 kind, payload = socket.recv_multipart()

@@ -1,12 +1,14 @@
-"""Start the processes of the cores, one for each data-parallel replica, exchange settings with them, and end them.
+"""Start the processes of the cores, one for each data-parallel replica, exchange settings with
+them, and end them.
 
-A core is a fresh Python process that runs `core_main.py`. The script of the user is not imported there, so it needs no
-`if __name__ == "__main__"`. A core ignores Ctrl-C, which the front end handles. Each side notices the other's end by a
-pipe that closes with it: the core's standard input, and the lifeline.
+A core is a fresh Python process that runs `core_main.py`. The script of the user is not imported
+there, so it needs no `if __name__ == "__main__"`. A core ignores Ctrl-C, which the front end
+handles. Each side notices the other's end by a pipe that closes with it: the core's standard input,
+and the lifeline.
 
-A core first says hello on the handshake's socket and receives the engine's arguments. From then on it talks to the
-client over two other sockets (`mp_client.py`). All sockets lie in a folder that only this user can read
-(`core_sockets.py`). `ray_cores.py` has cores on other machines.
+A core first says hello on the handshake's socket and receives the engine's arguments. From then on
+it talks to the client over two other sockets (`mp_client.py`). All sockets lie in a folder that
+only this user can read (`core_sockets.py`). `ray_cores.py` has cores on other machines.
 
 In vLLM v0.33.0: `vllm/v1/engine/utils.py` (`CoreEngineProcManager`, `wait_for_engine_startup`).
 """
@@ -34,7 +36,9 @@ from minivllm.platforms.child_processes import ChildProcess, how_it_ended, wait_
 from minivllm.platforms.device import pick_device
 
 SECONDS_TO_LEAVE = 10.0
-"""Cores told to leave are killed after this time. It is generous because a core ends its ranks first."""
+"""Cores told to leave are killed after this time. It is generous because a core ends its ranks
+first.
+"""
 MILLISECONDS_FOR_LAST_WORDS = 500
 """How long a core that has ended may still be heard: its last message may be on its way."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -43,7 +47,8 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 class CoreProcesses:
     """`args.data_parallel_size` cores. In the process that made them, and only there.
 
-    `lifelines` are file descriptors, one for each core, which become readable when the core's process has ended.
+    `lifelines` are file descriptors, one for each core, which become readable when the core's
+    process has ended.
     """
 
     def __init__(self, args: EngineArgs) -> None:
@@ -81,7 +86,9 @@ class CoreProcesses:
         return [process.pid for process in self.processes]
 
     def end(self) -> None:
-        """Let the processes go, kills those that stay, and give all else back. A second call does nothing."""
+        """Let the processes go, kills those that stay, and give all else back. A second call
+        does nothing.
+        """
         if os.getpid() != self._owner:
             return  # a fork
         # All of them first, then wait: so their ends overlap.
@@ -90,7 +97,9 @@ class CoreProcesses:
         self._give_back()
 
     def tell_to_leave(self) -> None:
-        """Let the processes go without waiting for them. Those that are computing end after their step."""
+        """Let the processes go without waiting for them. Those that are computing end after
+        their step.
+        """
         while self._inputs:
             self._inputs.pop().close()
 
@@ -113,8 +122,11 @@ class CoreProcesses:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_one(self, rank: int, environment: Mapping[str, str]) -> None:
-        """Start a core's process. Our end of its lifeline becomes readable as soon as the process has ended."""
-        # The core holds one end of this pipe, so ours becomes readable when the core ends, however it does.
+        """Start a core's process. Our end of its lifeline becomes readable as soon as the
+        process has ended.
+        """
+        # The core holds one end of this pipe, so ours becomes readable when the core ends, however
+        # it does.
         ours, theirs = os.pipe()
         self.lifelines.append(ours)
         command = [sys.executable, "-P", "-m", "minivllm.engine.core_main", self.folder, str(theirs), str(self._owner)]
@@ -135,7 +147,9 @@ class CoreProcesses:
             os.close(theirs)
 
     def _meet(self, handshake: zmq.Socket) -> list[EngineCoreReady]:
-        """Wait for each core's hello, send it the engine's arguments, and wait until all are ready."""
+        """Wait for each core's hello, send it the engine's arguments, and wait until all are
+        ready.
+        """
         settings = {field.name: getattr(self._args, field.name) for field in fields(self._args)}
         del settings["parts"]  # Python objects; EngineArgs has refused any
         ready: dict[int, EngineCoreReady] = {}
@@ -182,7 +196,9 @@ def died(rank: int, pids: Sequence[int | str], how: str) -> str:
 
 
 def _environment(args: EngineArgs, rank: int) -> dict[str, str]:
-    """Return a core's environment: where modules are and, with several cores, which GPUs it may use."""
+    """Return a core's environment: where modules are and, with several cores, which GPUs it may
+    use.
+    """
     home = str(Path(errors.__file__).resolve().parents[1])
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH")))))
     if args.data_parallel_size > 1 and pick_device(args.device).type == "cuda":

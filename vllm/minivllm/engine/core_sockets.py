@@ -1,8 +1,10 @@
-"""Where the sockets between cores and their clients lie: in a folder of this machine, or on TCP ports.
+"""Where the sockets between cores and their clients lie: in a folder of this machine, or on TCP
+ports.
 
-In a folder that only this user can read, nobody else can connect. On TCP everybody can, so messages are encrypted
-(CURVE). The front end makes a pair of keys at its start and shows its "public" key to nobody: Ray brings it to the
-cores. A handshake never sends that key, and cannot begin without it, so only the cores can connect.
+In a folder that only this user can read, nobody else can connect. On TCP everybody can, so messages
+are encrypted (CURVE). The front end makes a pair of keys at its start and shows its "public" key to
+nobody: Ray brings it to the cores. A handshake never sends that key, and cannot begin without it,
+so only the cores can connect.
 
 In vLLM v0.33.0: `EngineZmqAddresses` in `vllm/v1/engine/utils.py`; its TCP sockets are open to all.
 """
@@ -35,7 +37,8 @@ class TcpSockets:
 
     def connect(self, socket: zmq.Socket, name: str) -> None:
         socket.curve_serverkey = self.server_key
-        # A key pair of its own for each socket: the server checks nobody's identity, only that they know its key.
+        # A key pair of its own for each socket: the server checks nobody's identity, only that they
+        # know its key.
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.connect(self.addresses[name])
 
@@ -47,8 +50,9 @@ CoreSockets = FolderSockets | TcpSockets
 class OwnSockets:
     """The sockets of one side, and the end of all of them.
 
-    pyzmq's context has only weak references to its sockets. When the garbage collector takes both, those are gone
-    before a finalizer runs, and the context would wait for sockets that nobody can close any more.
+    pyzmq's context has only weak references to its sockets. When the garbage collector takes both,
+    those are gone before a finalizer runs, and the context would wait for sockets that nobody can
+    close any more.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,13 @@
-"""Incremental detokenization: the text never ends in half a character, nor a stream in half a stop string.
+"""Incremental detokenization: the text never ends in half a character, nor a stream in half a stop
+string.
 
-A token may end in the middle of a character, and a character may be spread over four tokens. So tokens become bytes,
-and the bytes become text: an incremental UTF-8 decoder keeps the bytes of an unfinished character until the next token.
-No window of earlier tokens is decoded again, so there is none that could begin inside a character.
+A token may end in the middle of a character, and a character may be spread over four tokens. So
+tokens become bytes, and the bytes become text: an incremental UTF-8 decoder keeps the bytes of an
+unfinished character until the next token. No window of earlier tokens is decoded again, so there is
+none that could begin inside a character.
 
-In vLLM v0.33.0: `vllm/v1/engine/detokenizer.py` (`IncrementalDetokenizer`, `check_stop_strings`), which decodes the
-tokens behind the last complete character again in each step.
+In vLLM v0.33.0: `vllm/v1/engine/detokenizer.py` (`IncrementalDetokenizer`, `check_stop_strings`),
+which decodes the tokens behind the last complete character again in each step.
 """
 
 import codecs
@@ -26,11 +28,13 @@ _byte_piece = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes that each token adds in the middle of a text, looked up when they are first asked for.
+    """The bytes that each token adds in the middle of a text, looked up when they are first asked
+    for.
 
-    Byte-level vocabularies (GPT-2, Llama-3, Qwen) spell each byte as a printable character; those of SentencePiece
-    (Llama-2, Mistral) have words, and `<0xE2>` for bytes of characters that have no token. Decoders that put a space
-    behind a token, such as `BPEDecoder` with its `</w>`, are not handled.
+    Byte-level vocabularies (GPT-2, Llama-3, Qwen) spell each byte as a printable character; those
+    of SentencePiece (Llama-2, Mistral) have words, and `<0xE2>` for bytes of characters that have
+    no token. Decoders that put a space behind a token, such as `BPEDecoder` with its `</w>`, are
+    not handled.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -80,7 +84,9 @@ _tables: WeakKeyDictionary[Tokenizer, dict[bool, TokenBytes]] = WeakKeyDictionar
 
 
 def token_bytes(tokenizer: Tokenizer, skip_special_tokens: bool) -> TokenBytes:
-    """Return the tokenizer's table, which all its requests share and which lives as long as it does."""
+    """Return the tokenizer's table, which all its requests share and which lives as long as it
+    does.
+    """
     tables = _tables.setdefault(tokenizer, {})
     if skip_special_tokens not in tables:
         tables[skip_special_tokens] = TokenBytes(proxy(tokenizer), skip_special_tokens)
@@ -107,10 +113,12 @@ class IncrementalDetokenizer:
         self._utf8.decode(end)  # keeps the bytes of a character that the prompt has begun
 
     def update(self, new_token_ids: Sequence[int], stopped_by_token: bool = False) -> str | None:
-        """Add tokens to the text. Return the stop string found, if any; the text is truncated there.
+        """Add tokens to the text. Return the stop string found, if any; the text is truncated
+        there.
 
-        The token that completes the stop string is the last one decoded (`num_tokens`). `stopped_by_token`: the last
-        new token is a stop token, which is left out of the text unless `include_stop_str_in_output` is set.
+        The token that completes the stop string is the last one decoded (`num_tokens`).
+        `stopped_by_token`: the last new token is a stop token, which is left out of the text unless
+        `include_stop_str_in_output` is set.
         """
         if stopped_by_token and not self._params.include_stop_str_in_output:
             new_token_ids = new_token_ids[:-1]
@@ -130,14 +138,18 @@ class IncrementalDetokenizer:
         return None
 
     def finish(self) -> str | None:
-        """Add the text that was held back, since no more tokens will come. Return a stop string, as `update` does."""
+        """Add the text that was held back, since no more tokens will come. Return a stop string,
+        as `update` does.
+        """
         num_before = len(self.text)
         # An incomplete character at the end becomes a replacement character.
         self.text += self._utf8.decode(b"", final=True)
         return self._cut_at_stop_string(num_before)
 
     def streamable_length(self) -> int:
-        """Return how much of `text` an unfinished stream may send: all but a possible start of a stop string."""
+        """Return how much of `text` an unfinished stream may send: all but a possible start of a
+        stop string.
+        """
         if self._params.include_stop_str_in_output or not self._stop_strings:
             return len(self.text)
         # What may be the start of a stop string must not be sent: it would have to be taken back.
@@ -172,7 +184,8 @@ class IncrementalDetokenizer:
 
 
 class DetokenizerOfParts(IncrementalDetokenizer):
-    """Its text has gone through the part `stop_strings`, which holds back what may begin one of them.
+    """Its text has gone through the part `stop_strings`, which holds back what may begin one of
+    them.
 
     Text of the first `min_tokens` tokens does not go through it.
     """
@@ -204,7 +217,9 @@ class DetokenizerOfParts(IncrementalDetokenizer):
 def make_detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams, parts: Parts
 ) -> IncrementalDetokenizer:
-    """Return the detokenizer of a request; it uses the part `stop_strings` if there is one and the request has any."""
+    """Return the detokenizer of a request; it uses the part `stop_strings` if there is one and
+    the request has any.
+    """
     if parts.stop_strings is None or not params.stop_strings:
         return IncrementalDetokenizer(tokenizer, prompt_token_ids, params)
     stop_strings = parts.stop_strings(list(params.stop_strings))
@@ -212,10 +227,11 @@ def make_detokenizer(
 
 
 def find_stop_string(text: str, stop_strings: Sequence[str], num_before: int) -> tuple[str, int] | None:
-    """Return the stop string that is completed first after the first `num_before` characters, and where it ends.
+    """Return the stop string that is completed first after the first `num_before` characters, and
+    where it ends.
 
-    It is the one that would be found if the text arrived character by character. Of two that end at the same place,
-    the first in the list wins.
+    It is the one that would be found if the text arrived character by character. Of two that end at
+    the same place, the first in the list wins.
     """
     # By where they end, not by where they begin: as if the text came character by character.
     ends = [(_first_end(text, stop, num_before), stop) for stop in stop_strings]

@@ -1,6 +1,7 @@
 """Turn prompts into requests for the core, and its outputs into texts: the engine on a user's side.
 
-`LLMEngine` drives a core step by step, `AsyncLLM` serves an event loop. Both are front ends with a client of the core.
+`LLMEngine` drives a core step by step, `AsyncLLM` serves an event loop. Both are front ends with a
+client of the core.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
 
 class FrontEnd:
-    """Input processor and output processor, and which of the core's requests belong to which of the user's."""
+    """Input processor and output processor, and which of the core's requests belong to which of
+    the user's.
+    """
 
     def __init__(self, args: EngineArgs, client: EngineCoreClient) -> None:
         self.engine_args = args
@@ -57,11 +60,15 @@ class FrontEnd:
         self.stat_logger: PrometheusStatLogger | None = None
         """Records what was measured, after each step; None: nobody asks for metrics."""
         self.step_watchers: list[Callable[[int, str], None]] = []
-        """Called with a core's index and a line of `engine.step_recorder`, after `start_step_events`."""
+        """Called with a core's index and a line of `engine.step_recorder`, after
+        `start_step_events`.
+        """
 
     @property
     def stats(self) -> SchedulerStats:
-        """Return the state after the last step, of all cores' schedulers together. Reading it resets nothing."""
+        """Return the state after the last step, of all cores' schedulers together. Reading it
+        resets nothing.
+        """
         return summed_stats(self.engine_stats)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -1,4 +1,5 @@
-"""A model's `generation_config.json`: additional end-of-sequence tokens, and default sampling parameters.
+"""A model's `generation_config.json`: additional end-of-sequence tokens, and default sampling
+parameters.
 
 In vLLM v0.33.0: `ModelConfig.get_diff_sampling_param` in `vllm/config/model.py`,
 `SamplingParams.update_from_generation_config` in `vllm/sampling_params.py`.
@@ -24,7 +25,8 @@ SAMPLING_FIELDS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """End-of-sequence ids from all of a model's configs, and the sampling defaults of its generation config.
+    """End-of-sequence ids from all of a model's configs, and the sampling defaults of its
+    generation config.
 
     The tokenizer's own end-of-sequence token, if it names one, comes first.
     """
@@ -36,7 +38,8 @@ class GenerationConfig:
     def of(
         cls, path_or_name: str | Path, config: ModelConfig, tokenizer: Tokenizer | None = None
     ) -> "GenerationConfig":
-        """Read the file beside the model; if there is none, use only the configs of the model and the tokenizer.
+        """Read the file beside the model; if there is none, use only the configs of the model and
+        the tokenizer.
 
         Ids outside the vocabulary are left out, because they can never be sampled.
 
@@ -77,7 +80,9 @@ def _read(path_or_name: str | Path, filename: str) -> dict[str, Any]:
 
 
 def tokenizer_and_ends(args: EngineArgs) -> tuple[str, tuple[int, ...]]:
-    """Return the tokenizer as JSON, and the model's end-of-sequence tokens: what grammars need to know."""
+    """Return the tokenizer as JSON, and the model's end-of-sequence tokens: what grammars need
+    to know.
+    """
     tokenizer = load_tokenizer(args.tokenizer or args.model)
     # Grammars tokenize on their own, and must see tokens as the engine does.
     tokenizer.no_padding()

@@ -26,12 +26,13 @@ from minivllm.structured_output.grammar_text import check_grammar
 class InputProcessor:
     """Tokenizes prompts, and checks and resolves parameters.
 
-    `eos_token_ids` are the model's end-of-sequence tokens. The core treats only the first as EOS, and the others as
-    stop tokens like those of a request, so that `stop_reason` tells them apart.
+    `eos_token_ids` are the model's end-of-sequence tokens. The core treats only the first as EOS,
+    and the others as stop tokens like those of a request, so that `stop_reason` tells them apart.
 
-    The core knows each request by an id that is never used twice: the user's with a running number behind it. A user
-    may abort "a" and add another "a" at once; outputs of the first that are still on their way from the core's process
-    must not be taken for the second's. vLLM appends random characters.
+    The core knows each request by an id that is never used twice: the user's with a running number
+    behind it. A user may abort "a" and add another "a" at once; outputs of the first that are still
+    on their way from the core's process must not be taken for the second's. vLLM appends random
+    characters.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class InputProcessor:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> tuple[str | None, EngineCoreRequest]:
-        """Return the prompt's text, if it has one, and the request for the core, under an id of its own.
+        """Return the prompt's text, if it has one, and the request for the core, under an id of its
+        own.
 
         Raises:
-            MinivllmError: the prompt or the parameters are invalid; the message says what would be valid.
+            MinivllmError: the prompt or the parameters are invalid; the message says what would be
+                valid.
         """
         # Python counts True as an int.
         if not isinstance(priority, int) or isinstance(priority, bool):
@@ -92,16 +95,20 @@ class InputProcessor:
 
     @functools.cached_property
     def max_prompt_characters(self) -> int:
-        """Return the most characters that `max_model_len` tokens can have. In vLLM: `vllm/renderers/params.py`."""
+        """Return the most characters that `max_model_len` tokens can have. In vLLM:
+        `vllm/renderers/params.py`.
+        """
         if self.tokenizer is None:
             return sys.maxsize
         return self.limits.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def check_length(self, text: str) -> None:
-        """Refuse a text that cannot fit, whatever its tokens are: to tokenize it may take minutes and gigabytes.
+        """Refuse a text that cannot fit, whatever its tokens are: to tokenize it may take minutes
+        and gigabytes.
 
         Raises:
-            MinivllmError: it has too many characters. Clients look for "maximum context length" in the message.
+            MinivllmError: it has too many characters. Clients look for "maximum context length" in
+                the message.
         """
         if len(text) > self.max_prompt_characters:
             raise MinivllmError(
@@ -138,7 +145,9 @@ class InputProcessor:
             raise MinivllmError(f"the prompt has the token id {outside}; the vocabulary is 0 to {self.vocab_size - 1}")
 
     def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Return a checked copy of the parameters with `seed`, `max_tokens` and all token ids filled in."""
+        """Return a checked copy of the parameters with `seed`, `max_tokens` and all token ids
+        filled in.
+        """
         if not isinstance(params, SamplingParams):
             raise MinivllmError(f"sampling_params are {type(params).__name__}; they must be SamplingParams")
         # The caller may change its object while the request runs.
@@ -177,14 +186,17 @@ class InputProcessor:
             )
 
     def _bad_words_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word at the start of a text and after a space; a word of only spaces as it is.
+        """Return the tokens of each word at the start of a text and after a space; a word of only
+        spaces as it is.
 
-        vLLM skips the second variant if it has more tokens than the first; here it is forbidden too.
+        vLLM skips the second variant if it has more tokens than the first; here it is forbidden
+        too.
         """
         spellings = set()
         for word in params.bad_words or ():
             assert self.tokenizer is not None
-            # Most vocabularies have a token for a word at the start of a text and another for it after a space.
+            # Most vocabularies have a token for a word at the start of a text and another for it
+            # after a space.
             bare = word.lstrip()
             for text in (bare, " " + bare) if bare else (word,):
                 spellings.add(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids))

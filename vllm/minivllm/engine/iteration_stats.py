@@ -1,7 +1,7 @@
 """What the front end measures of requests: tokens, latencies, and how each of them ended.
 
-Times are differences of `time.monotonic()`, in seconds. Arrival and tokens are seen by the front end, scheduling by the
-core; the clock is one.
+Times are differences of `time.monotonic()`, in seconds. Arrival and tokens are seen by the front
+end, scheduling by the core; the clock is one.
 
 In vLLM v0.33.0: `vllm/v1/metrics/stats.py` (`IterationStats`, `FinishedRequestStats`).
 """
@@ -16,7 +16,9 @@ from minivllm.outputs import RequestMetrics
 
 @dataclass(slots=True)
 class FinishedRequestStats:
-    """One completion that has ended. Queued until first scheduled; prefill until the first token; then decode."""
+    """One completion that has ended. Queued until first scheduled; prefill until the first
+    token; then decode.
+    """
 
     finish_reason: str
     num_prompt_tokens: int
@@ -49,7 +51,8 @@ class FinishedRequestStats:
 class IterationStats:
     """One step, or all since the last look.
 
-    `finished_parents`: for each prompt whose completions have all ended, how many they are, and tokens of the longest.
+    `finished_parents`: for each prompt whose completions have all ended, how many they are, and
+        tokens of the longest.
     """
 
     num_prompt_tokens: int = 0
@@ -75,7 +78,9 @@ class IterationStats:
     def observe_tokens(
         self, metrics: RequestMetrics, output: EngineCoreOutput, num_prompt_tokens: int, now: float
     ) -> None:
-        """Count the tokens of an output that came at this time, and note the time in its request's metrics."""
+        """Count the tokens of an output that came at this time, and note the time in its
+        request's metrics.
+        """
         self.num_generation_tokens += len(output.new_token_ids)
         if metrics.first_token_time is None:
             # The prompt is counted with the first token, when all of it is computed.
@@ -91,7 +96,8 @@ class IterationStats:
     def observe_finished(self, metrics: RequestMetrics, parent: tuple[int, int] | None, **counts: Any) -> None:
         """Count a completion that has ended; `parent` is its prompt's entry if it was the last one.
 
-        A request that was aborted early has neither been scheduled nor got a token: then those times count as now.
+        A request that was aborted early has neither been scheduled nor got a token: then those
+        times count as now.
         """
         now = time.monotonic()
         scheduled = metrics.scheduled_time or now

@@ -83,8 +83,8 @@ class LLMEngine(FrontEnd):
     def step(self) -> list[RequestOutput]:
         """Run one step of the core; return the outputs of requests that have something new.
 
-        All or nothing: Ctrl-C waits for the end of the step, and if processing the outputs fails, their requests are
-        aborted.
+        All or nothing: Ctrl-C waits for the end of the step, and if processing the outputs fails,
+        their requests are aborted.
         """
         outputs: EngineCoreOutputs | None = None
         with InterruptsHeld():
@@ -117,11 +117,12 @@ class LLMEngine(FrontEnd):
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Record the steps from now on until `stop_profile`. Arguments that are given replace `profiler_config`'s.
+        """Record the steps from now on until `stop_profile`. Arguments that are given replace
+        `profiler_config`'s.
 
         Raises:
-            MinivllmError: the engine was made without `profiler_config`, is recording already, or computes in other
-                processes.
+            MinivllmError: the engine was made without `profiler_config`, is recording already, or
+                computes in other processes.
         """
         from minivllm.engine.profiler import make_profiler  # brings torch
 
@@ -142,14 +143,16 @@ class LLMEngine(FrontEnd):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached blocks. Do nothing and return False while any request holds a block.
 
-        With `reset_running_requests`, such requests wait again, and are computed again from their first token. With
-        `reset_connector`, what the KV connector has stored elsewhere is forgotten too.
+        With `reset_running_requests`, such requests wait again, and are computed again from their
+        first token. With `reset_connector`, what the KV connector has stored elsewhere is forgotten
+        too.
         """
         method = "reset_prefix_cache_and_connector" if reset_connector else "reset_prefix_cache"
         return self._utility("reset_running_requests" if reset_running_requests else method)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter from its folder into host memory, unless it is known; with `load_inplace`, again.
+        """Read an adapter from its folder into host memory, unless it is known; with
+        `load_inplace`, again.
 
         A request that names an adapter does that by itself.
 
@@ -159,7 +162,9 @@ class LLMEngine(FrontEnd):
         return self._utility("add_lora", lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter, once the requests that use it have ended; return whether it was there."""
+        """Forget an adapter, once the requests that use it have ended; return whether it was
+        there.
+        """
         return self._utility("remove_lora", lora_id)
 
     def list_loras(self) -> set[int]:
@@ -175,7 +180,9 @@ class LLMEngine(FrontEnd):
         return self._utility("pin_lora", lora_id)
 
     def shutdown(self) -> None:
-        """End the processes that the engine has started, if any; without them it cannot be used any more."""
+        """End the processes that the engine has started, if any; without them it cannot be used
+        any more.
+        """
         self.engine_core.shutdown()
 
     def _utility(self, method: str, *arguments: Any) -> Any:
@@ -211,7 +218,8 @@ class LLMEngine(FrontEnd):
 
 
 def make_client(args: EngineArgs) -> SyncEngineCoreClient:
-    """Start a core and return its client once it is ready: in this process, or with `multiprocess` in its own.
+    """Start a core and return its client once it is ready: in this process, or with `multiprocess`
+    in its own.
 
     Several cores are always processes, and so are those that Ray places.
 

@@ -1,10 +1,10 @@
 """Choose which of several cores gets a request.
 
-A core's score is waiting x 4 + running: what it last reported, and the requests sent since that it has not counted yet.
-The lowest score wins.
+A core's score is waiting x 4 + running: what it last reported, and the requests sent since that it
+has not counted yet. The lowest score wins.
 
-In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`DPLBAsyncMPClient.get_core_engine_for_request`), with the counts of
-`vllm/v1/engine/coordinator.py`.
+In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`DPLBAsyncMPClient.get_core_engine_for_request`),
+with the counts of `vllm/v1/engine/coordinator.py`.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ WAITING_WEIGHT = 4
 
 @dataclass
 class _Core:
-    """Counts of one core. `num_sent` counts our requests, `num_received` those that its counts include."""
+    """Counts of one core. `num_sent` counts our requests, `num_received` those that its counts
+    include.
+    """
 
     waiting: int = 0
     running: int = 0

@@ -1,4 +1,6 @@
-"""Log probabilities from the core's arrays to entries by token. In vLLM v0.33.0: `vllm/v1/engine/logprobs.py`."""
+"""Log probabilities from the core's arrays to entries by token. In vLLM v0.33.0:
+`vllm/v1/engine/logprobs.py`.
+"""
 
 from collections.abc import Sequence
 
@@ -24,7 +26,9 @@ def chosen(entry: dict[int, Logprob] | None) -> Logprob:
 
 
 def _decoded(token_id: int, tokenizer: Tokenizer | None) -> str | None:
-    """Return a token as it stands in the middle of a text: SentencePiece strips the space that begins one."""
+    """Return a token as it stands in the middle of a text: SentencePiece strips the space that
+    begins one.
+    """
     if tokenizer is None:
         return None
     return token_bytes(tokenizer, skip_special_tokens=False)[token_id].decode(errors="replace")

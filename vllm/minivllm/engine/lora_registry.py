@@ -1,10 +1,11 @@
 """Keep track of a core's adapters. The ranks read them; the scheduler counts those that run.
 
-An adapter is read when it is added, or when the first request names it, so that a request for one that cannot be served
-is refused. An adapter that is removed while requests use it goes when the last of them has ended.
+An adapter is read when it is added, or when the first request names it, so that a request for one
+that cannot be served is refused. An adapter that is removed while requests use it goes when the
+last of them has ended.
 
-In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`, `list_loras`, `pin_lora`). It removes
-an adapter at once.
+In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`, `list_loras`,
+`pin_lora`). It removes an adapter at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ class AdapterRefused(MinivllmError):
 class LoRARegistry:
     """Adapters by id, with the fingerprints of what was read, by which cached blocks go.
 
-    What host memory has forgotten is read from its folder again, and refused if it is not what it was: a folder that is
-    rewritten must be added again (`load_inplace`).
+    What host memory has forgotten is read from its folder again, and refused if it is not what it
+    was: a folder that is rewritten must be added again (`load_inplace`).
     """
 
     def __init__(self, executor: Executor, scheduler: Callable[[], Scheduler]) -> None:
@@ -37,10 +38,12 @@ class LoRARegistry:
         self._slots: Sequence[int | None] = ()
 
     def add(self, lora_request: LoRARequest) -> LoRARequest:
-        """Return the adapter as its requests are to name it. It is read if it is not known, or `load_inplace` is set.
+        """Return the adapter as its requests are to name it. It is read if it is not known, or
+        `load_inplace` is set.
 
         Raises:
-            AdapterRefused: it cannot be served, its id is another one's, or it would take the place of one in use.
+            AdapterRefused: it cannot be served, its id is another one's, or it would take the place
+                of one in use.
         """
         self._check_enabled(lora_request)
         # Two requests for the same adapter may differ in these, and are equal for us.
@@ -66,7 +69,9 @@ class LoRARegistry:
         return added
 
     def _read(self, adapter: LoRARequest, known: LoRARequest | None) -> str:
-        """Have all ranks read an adapter, and return its fingerprint. While `known` is used, nothing else may come."""
+        """Have all ranks read an adapter, and return its fingerprint. While `known` is used,
+        nothing else may come.
+        """
         # Running requests hold blocks that were computed with the known weights.
         if known is not None and known.lora_int_id in self._used():
             adapter = replace(adapter, load_inplace=True, fingerprint=known.fingerprint)
@@ -94,14 +99,17 @@ class LoRARegistry:
         return True
 
     def could_not_be_read(self, lora_id: int) -> None:
-        """Forget an adapter that made a step fail, so that its next request reads it before it is scheduled."""
+        """Forget an adapter that made a step fail, so that its next request reads it before it
+        is scheduled.
+        """
         self._unreadable.add(lora_id)
 
     def pin(self, lora_id: int) -> None:
         """Keep an adapter in a slot, whether or not anybody uses it.
 
         Raises:
-            AdapterRefused: it was not added, or nobody else could run beside it and those that run now.
+            AdapterRefused: it was not added, or nobody else could run beside it and those that run
+                now.
         """
         if lora_id not in self._adapters or lora_id in self._leaving:
             raise AdapterRefused(f"there is no adapter {lora_id} to pin; add it first")
@@ -132,7 +140,9 @@ class LoRARegistry:
             self._ask_for_slots()
 
     def note_slots(self, lora_ids: Sequence[int | None]) -> None:
-        """Tell the scheduler, and so the page that shows it, which adapters lie in the ranks' slots."""
+        """Tell the scheduler, and so the page that shows it, which adapters lie in the ranks'
+        slots.
+        """
         if not lora_ids or lora_ids == self._slots:
             return
         scheduler = self._scheduler()

@@ -1,8 +1,8 @@
 """Talk to cores in separate processes: send to them, receive from them, notice their end.
 
-A client starts the cores (`core_process_manager.py`) and has two sockets. One sends requests, addressed to a core's
-identity; the other receives the outputs of all cores (`socket_messages.py`). Each request goes to one core
-(`load_balancing.py`), and so does its abort.
+A client starts the cores (`core_process_manager.py`) and has two sockets. One sends requests,
+addressed to a core's identity; the other receives the outputs of all cores (`socket_messages.py`).
+Each request goes to one core (`load_balancing.py`), and so does its abort.
 
 `async_mp_client.py` has the client for an event loop.
 
@@ -67,7 +67,9 @@ class MPClient(EngineCoreClient):
         self._send(Kind.ADD, request, rank)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """End requests; outputs already on their way still arrive, and the caller must ignore them."""
+        """End requests; outputs already on their way still arrive, and the caller must ignore
+        them.
+        """
         if self._dead is not None:
             return
         by_rank: dict[int, list[str]] = {}
@@ -108,7 +110,9 @@ class MPClient(EngineCoreClient):
             self._unreachable(rank)
 
     def _unpacked(self, kind: bytes, payload: bytes) -> EngineCoreOutputs:
-        """Return the outputs in a message of a core, or raise the failure that is its last message."""
+        """Return the outputs in a message of a core, or raise the failure that is its last
+        message.
+        """
         if kind == Kind.FAILED:
             self._dead = decode(payload, Failure).error()
             raise self._dead
@@ -121,7 +125,9 @@ class MPClient(EngineCoreClient):
         return outputs
 
     def _wait(self, socket: zmq.Socket) -> None:
-        """Wait for the next message, or raise `EngineDeadError` if a core's process has ended without one."""
+        """Wait for the next message, or raise `EngineDeadError` if a core's process has ended
+        without one.
+        """
         if self._dead is not None:
             raise self._dead
         ended = wait_for_message(socket, self._ranks_by_lifeline)
@@ -132,7 +138,9 @@ class MPClient(EngineCoreClient):
         raise self._died(rank)
 
     def _died(self, rank: int) -> Exception:
-        """End the engine with a core whose process has ended; return the error that says how it did."""
+        """End the engine with a core whose process has ended; return the error that says how it
+        did.
+        """
         self._dead = EngineDeadError(self.cores.obituary(rank))
         self._finalizer()
         return self._dead
@@ -149,7 +157,9 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
         return self._early.pop(0) if self._early else self._receive()
 
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        """Call a utility in every core. Outputs that arrive before the replies are kept for `get_output`."""
+        """Call a utility in every core. Outputs that arrive before the replies are kept for
+        `get_output`.
+        """
         call_id = self._send_call(method, arguments)
         answers: dict[int, UtilityOutput] = {}
         while len(answers) < len(self.engines):
@@ -169,7 +179,9 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
 
 
 def cores_for(args: EngineArgs) -> CoreProcesses:
-    """Return the cores' processes, on this machine or on those of a Ray cluster; they are not started yet."""
+    """Return the cores' processes, on this machine or on those of a Ray cluster; they are not
+    started yet.
+    """
     if args.data_parallel_backend != "ray":
         return CoreProcesses(args)
     from minivllm.engine.ray_cores import RayCores  # Ray may not be installed

@@ -1,4 +1,5 @@
-"""Turn sampled tokens into outputs for the user: text, stop strings, log probabilities, completions grouped by prompt.
+"""Turn sampled tokens into outputs for the user: text, stop strings, log probabilities, completions
+grouped by prompt.
 
 In vLLM v0.33.0: `vllm/v1/engine/output_processor.py` (`OutputProcessor`, `RequestState`).
 """
@@ -22,7 +23,9 @@ from minivllm.sampling_params import RequestOutputKind
 
 @dataclass(slots=True)
 class RequestState:
-    """The front end's state of one child request. `num_sent_…`: how much a DELTA stream has been sent."""
+    """The front end's state of one child request. `num_sent_…`: how much a DELTA stream has been
+    sent.
+    """
 
     request: EngineCoreRequest
     prompt: str | None
@@ -44,7 +47,9 @@ class RequestState:
     num_sent_characters: int = 0
 
     def drop_tokens_behind(self, num_tokens: int) -> None:
-        """Keep `num_tokens` tokens: accepted draft tokens may follow the one that completes a stop string."""
+        """Keep `num_tokens` tokens: accepted draft tokens may follow the one that completes a
+        stop string.
+        """
         del self.token_ids[num_tokens:]
         if self.logprobs is not None:
             del self.logprobs[num_tokens:]
@@ -73,7 +78,8 @@ class OutputProcessor:
         self.states[request.request_id] = state
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """Process a step's outputs. Return outputs for the user, and the ids of requests ended by a stop string.
+        """Process a step's outputs. Return outputs for the user, and the ids of requests ended by a
+        stop string.
 
         The core must abort the latter: it does not see text, and would continue them.
         """
@@ -98,7 +104,9 @@ class OutputProcessor:
         return shown, to_abort
 
     def note_scheduled(self, request_ids: Iterable[str], now: float) -> None:
-        """Take note of when the core has first admitted these requests; preempted ones are admitted again."""
+        """Take note of when the core has first admitted these requests; preempted ones are
+        admitted again.
+        """
         for request_id in request_ids:
             state = self.states.get(request_id)
             if state is not None and state.metrics.scheduled_time is None:
@@ -109,7 +117,9 @@ class OutputProcessor:
         return sum(len(state.request.prompt_token_ids) for state in self.states.values())
 
     def lora_names(self) -> tuple[set[str], set[str]]:
-        """Return the names of the adapters of unfinished requests: of those that were admitted, and of the others."""
+        """Return the names of the adapters of unfinished requests: of those that were admitted,
+        and of the others.
+        """
         running, waiting = set[str](), set[str]()
         for state in self.states.values():
             if (adapter := state.request.lora_request) is not None:
@@ -173,7 +183,8 @@ class OutputProcessor:
         return self._stats[state.request.data_parallel_rank or 0]
 
     def _detokenize(self, state: RequestState) -> bool:
-        """Turn new tokens into text. Return whether a stop string ended a request that the core would continue.
+        """Turn new tokens into text. Return whether a stop string ended a request that the core
+        would continue.
 
         If only the final output is wanted and there are no stop strings, decodes once, at the end.
         """
@@ -197,7 +208,9 @@ class OutputProcessor:
         return not finished
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
-        """Return the request's next output; None for FINAL_ONLY while completions of the prompt are unfinished."""
+        """Return the request's next output; None for FINAL_ONLY while completions of the prompt
+        are unfinished.
+        """
         kind = state.request.sampling_params.output_kind
         parent = state.parent
         parent.observe(self._completion(state, kind))

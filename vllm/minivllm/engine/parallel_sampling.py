@@ -1,4 +1,5 @@
-"""`n` completions of one prompt are `n` requests, which share the prompt's blocks through the prefix cache.
+"""`n` completions of one prompt are `n` requests, which share the prompt's blocks through the
+prefix cache.
 
 In vLLM v0.33.0: `vllm/v1/engine/parallel_sampling.py` (`ParentRequest`).
 """
@@ -11,7 +12,9 @@ from minivllm.outputs import CompletionOutput
 
 
 class ParentRequest:
-    """Collects the completions of its children by index. `request_id` is the user's id, not the core's."""
+    """Collects the completions of its children by index. `request_id` is the user's id, not the
+    core's.
+    """
 
     def __init__(self, request_id: str, n: int) -> None:
         self.request_id = request_id
@@ -31,7 +34,9 @@ class ParentRequest:
             self.unfinished.discard(completion.index)
 
     def end(self, index: int, num_tokens: int) -> tuple[int, int] | None:
-        """Take note of one child's end. Return (n, tokens of the longest) at the end of the last one, else None."""
+        """Take note of one child's end. Return (n, tokens of the longest) at the end of the last
+        one, else None.
+        """
         self._longest = max(self._longest, num_tokens)
         self._running.discard(index)
         return None if self._running else (self.n, self._longest)
@@ -44,8 +49,8 @@ class ParentRequest:
 def child_requests(request: EngineCoreRequest) -> list[EngineCoreRequest]:
     """Split a request for `n` completions into `n` requests; return the request itself if n is 1.
 
-    The KV connector is told of the first one only: a transfer is read once, and the others share the first one's blocks
-    or compute their own.
+    The KV connector is told of the first one only: a transfer is read once, and the others share
+    the first one's blocks or compute their own.
     """
     params = request.sampling_params
     if params.n == 1:

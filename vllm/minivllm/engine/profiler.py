@@ -1,4 +1,6 @@
-"""Traces of steps by PyTorch's profiler. In vLLM v0.33.0: `vllm/profiler/wrapper.py` (`TorchProfilerWrapper`)."""
+"""Traces of steps by PyTorch's profiler. In vLLM v0.33.0: `vllm/profiler/wrapper.py`
+(`TorchProfilerWrapper`).
+"""
 
 import os
 import time
@@ -17,7 +19,9 @@ logger = init_logger(__name__)
 
 
 class TorchProfiler:
-    """Records the steps of an engine in this process, and writes them as a trace for a browser's trace viewer."""
+    """Records the steps of an engine in this process, and writes them as a trace for a browser's
+    trace viewer.
+    """
 
     def __init__(self, config: ProfilerConfig, prefix: str | None = None) -> None:
         self._config = config
@@ -47,7 +51,9 @@ class TorchProfiler:
             self.stop()
 
     def stop(self) -> Path | None:
-        """Stop recording and return the trace that was written; None if no step was recorded since."""
+        """Stop recording and return the trace that was written; None if no step was recorded
+        since.
+        """
         self._done = True
         profile, self._profile = self._profile, None
         if profile is None:
@@ -63,7 +69,8 @@ class TorchProfiler:
 
 
 def make_profiler(args: EngineArgs, prefix: str | None, limits: Mapping[str, int | None]) -> TorchProfiler:
-    """Start a profiler with these limits, as far as they are not None, in place of `profiler_config`'s.
+    """Start a profiler with these limits, as far as they are not None, in place of
+    `profiler_config`'s.
 
     Raises:
         MinivllmError: there is no `profiler_config`, or the engine computes in other processes.

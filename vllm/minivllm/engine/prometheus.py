@@ -1,7 +1,7 @@
 """What the engine measures, for Prometheus: vLLM's names, types, labels and buckets.
 
-`METRICS` says what there is, and `PrometheusStatLogger` fills it in. In vLLM v0.33.0: `vllm/v1/metrics/loggers.py`
-(`PrometheusStatLogger`).
+`METRICS` says what there is, and `PrometheusStatLogger` fills it in. In vLLM v0.33.0:
+`vllm/v1/metrics/loggers.py` (`PrometheusStatLogger`).
 """
 
 from collections import defaultdict
@@ -38,9 +38,9 @@ NO_LOOKUPS = PrefixCacheStats()
 class Metric(NamedTuple):
     """A metric, and the function that reads its value.
 
-    `read` gets the scheduler's state after a step, and what the front end measured of the requests in it. It returns
-    the value now (gauge), the total since the start (total), the increase (counter), or a list of observations
-    (histogram, whose buckets have these upper bounds).
+    `read` gets the scheduler's state after a step, and what the front end measured of the requests
+    in it. It returns the value now (gauge), the total since the start (total), the increase
+    (counter), or a list of observations (histogram, whose buckets have these upper bounds).
     """
 
     kind: Literal["gauge", "total", "counter", "histogram"]
@@ -184,7 +184,8 @@ class PrometheusStatLogger:
             self._children[_key("request_success", "finished_reason", finished.finish_reason), engine_idx].inc()
 
     def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Record what a core's KV connector has counted in a step; these metrics are shown from the first such step on.
+        """Record what a core's KV connector has counted in a step; these metrics are shown from the
+        first such step on.
 
         Counts of other people's connectors that have no name here are ignored.
         """
@@ -207,7 +208,8 @@ class PrometheusStatLogger:
     def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
         """Record which adapters are in use; those of earlier steps are not shown any more."""
         if self._lora_info is not None:
-            # The labels are the adapters in use: without this, every combination ever seen would stay.
+            # The labels are the adapters in use: without this, every combination ever seen would
+            # stay.
             self._lora_info.clear()
             labels = (str(self._max_loras), ",".join(sorted(running)), ",".join(sorted(waiting)))
             self._lora_info.labels(*labels).set_to_current_time()
@@ -249,14 +251,17 @@ class PrometheusStatLogger:
         if (key, engine) not in self._children:
             name, _, pair = key.partition("{")
             label, _, value = pair.strip('}"').partition('="')
-            # A key is a name, or a name with one label as Prometheus writes it: name{label="value"}.
+            # A key is a name, or a name with one label as Prometheus writes it:
+            # name{label="value"}.
             labels = {label: value} if label else {}
             family = self._family(kind, name, text, labels, **settings)
             self._children[key, engine] = self._labelled(family, engine, labels)
         return self._children[key, engine]
 
     def _family(self, kind: Any, name: str, text: str, labels: Iterable[str], **settings: Any) -> Any:
-        """Return the metric of this name, which all cores share; vLLM's unless it says whose it is."""
+        """Return the metric of this name, which all cores share; vLLM's unless it says whose it
+        is.
+        """
         if name not in self._families:
             full_name, labels = name if ":" in name else f"vllm:{name}", ("model_name", "engine", *labels)
             self._families[name] = kind(full_name, text, labels, registry=self.registry, **settings)

@@ -1,9 +1,11 @@
 """The cores as Ray actors, on any machines of a Ray cluster: `data_parallel_backend="ray"`.
 
-Ray places and starts them (`ray_actors.py`). From then on they are as those of this machine, only over TCP: a core's
-lifeline is the connection that its actor has made, and its sockets are encrypted (`core_sockets.py`).
+Ray places and starts them (`ray_actors.py`). From then on they are as those of this machine, only
+over TCP: a core's lifeline is the connection that its actor has made, and its sockets are encrypted
+(`core_sockets.py`).
 
-In vLLM v0.33.0: `vllm/v1/engine/utils.py` (`CoreEngineActorManager`), `vllm/v1/engine/core.py` (`EngineCoreActor`).
+In vLLM v0.33.0: `vllm/v1/engine/utils.py` (`CoreEngineActorManager`), `vllm/v1/engine/core.py`
+(`EngineCoreActor`).
 """
 
 from dataclasses import replace

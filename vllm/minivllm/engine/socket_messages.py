@@ -1,9 +1,10 @@
 """Encode the messages on the sockets between a front end and a core's process.
 
-A message is a one-byte kind and a payload: plain data in MessagePack, never pickle, which would run code it is sent.
+A message is a one-byte kind and a payload: plain data in MessagePack, never pickle, which would run
+code it is sent.
 
-In vLLM v0.33.0: `vllm/v1/serial_utils.py` (`MsgpackEncoder`, `MsgpackDecoder`), `EngineCoreRequestType` in
-`vllm/v1/engine/__init__.py`.
+In vLLM v0.33.0: `vllm/v1/serial_utils.py` (`MsgpackEncoder`, `MsgpackDecoder`),
+`EngineCoreRequestType` in `vllm/v1/engine/__init__.py`.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -26,8 +27,8 @@ def identity(rank: int) -> bytes:
 class Kind:
     """Kinds of messages.
 
-    A core sends HELLO and READY or FAILED in the handshake; then to each client HELLO, OUTPUTS, and FAILED as its last
-    message. The other kinds are sent to it.
+    A core sends HELLO and READY or FAILED in the handshake; then to each client HELLO, OUTPUTS, and
+    FAILED as its last message. The other kinds are sent to it.
     """
 
     HELLO, READY, OUTPUTS, FAILED = b"h", b"r", b"o", b"f"
@@ -36,7 +37,9 @@ class Kind:
 
 @dataclass
 class Failure:
-    """The reason why a core failed to start or died: the class name of an exception, and its message."""
+    """The reason why a core failed to start or died: the class name of an exception, and its
+    message.
+    """
 
     name: str
     text: str
@@ -47,7 +50,9 @@ class Failure:
         return cls(type(error).__name__, str(error))
 
     def error(self) -> Exception:
-        """Return the exception for the caller: the core's own if the user can act on it, else `EngineDeadError`."""
+        """Return the exception for the caller: the core's own if the user can act on it, else
+        `EngineDeadError`.
+        """
         known = (MinivllmError, UnsupportedModelError, WorkerDiedError)
         kind = {error_class.__name__: error_class for error_class in known}.get(self.name)
         return kind(self.text) if kind else EngineDeadError(f"the engine's core has ended: {self.name}: {self.text}")
@@ -59,7 +64,9 @@ def encode(message: Any) -> bytes:
 
 
 def decode(payload: bytes, kind: type[Message]) -> Message:
-    """Decode a message of this type. Raise `msgspec.ValidationError` if the bytes hold something else."""
+    """Decode a message of this type. Raise `msgspec.ValidationError` if the bytes hold something
+    else.
+    """
     return msgspec.msgpack.decode(payload, type=kind)
 
 

@@ -1,13 +1,16 @@
-"""Describe the scheduler after a step as one line of JSON, for a page that shows it and for recordings.
+"""Describe the scheduler after a step as one line of JSON, for a page that shows it and for
+recordings.
 
 A line is a snapshot that needs no other line:
 
-    {"step": 7, "t": 0.41, "running": [{"number": 3, "blocks": [40, 41], …}], "batch": [[3, 64, 0, 1, 16]], …}
+    {"step": 7, "t": 0.41, "running": [{"number": 3, "blocks": [40, 41], …}], "batch": [[3, 64, 0,
+    1, 16]], …}
 
-`batch` has a row for each request of the step: its number, tokens computed, drafts among them, tokens sampled, and how
-many tokens of an admitted request were cached (-1: it ran already). Requests are numbered in the order in which they
-are first seen. With async scheduling the next step is scheduled already, so its blocks and tokens are in the state.
-There are ids, counts and block numbers in a line, no token and no text.
+`batch` has a row for each request of the step: its number, tokens computed, drafts among them,
+tokens sampled, and how many tokens of an admitted request were cached (-1: it ran already).
+Requests are numbered in the order in which they are first seen. With async scheduling the next step
+is scheduled already, so its blocks and tokens are in the state. There are ids, counts and block
+numbers in a line, no token and no text.
 
 In vLLM v0.33.0 nothing writes steps.
 """

@@ -1,7 +1,8 @@
-"""Logs throughput, running and waiting requests, cache usage and the fate of drafts every few seconds of work.
+"""Logs throughput, running and waiting requests, cache usage and the fate of drafts every few
+seconds of work.
 
-In vLLM v0.33.0: `vllm/v1/metrics/loggers.py` (`LoggingStatLogger`), `vllm/v1/spec_decode/metrics.py`
-(`SpecDecodingLogging`).
+In vLLM v0.33.0: `vllm/v1/metrics/loggers.py` (`LoggingStatLogger`),
+`vllm/v1/spec_decode/metrics.py` (`SpecDecodingLogging`).
 """
 
 import time
@@ -14,7 +15,9 @@ SECONDS = 5.0
 
 
 class ThroughputLog:
-    """Counts tokens between two log lines. Idle time is excluded, so it does not look like low throughput."""
+    """Counts tokens between two log lines. Idle time is excluded, so it does not look like low
+    throughput.
+    """
 
     def __init__(self) -> None:
         self._drafts = SpecDecodingStats()
@@ -26,7 +29,9 @@ class ThroughputLog:
         self._prompt_tokens = self._generation_tokens = 0
 
     def observe(self, prompt_tokens: int, generation_tokens: int, stats: SchedulerStats) -> None:
-        """Count a step's tokens, those of prompts that were computed and those generated; log when it is time."""
+        """Count a step's tokens, those of prompts that were computed and those generated; log
+        when it is time.
+        """
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += generation_tokens
         seconds = time.monotonic() - self._since

@@ -1,10 +1,12 @@
-"""Beam search on top of ordinary requests: each step of the search is a request of one token for each open sequence.
+"""Beam search on top of ordinary requests: each step of the search is a request of one token for
+each open sequence.
 
-Nothing is forked. A sequence's request finds the full blocks of its parent in the prefix cache, so it computes at most
-one block of tokens.
+Nothing is forked. A sequence's request finds the full blocks of its parent in the prefix cache, so
+it computes at most one block of tokens.
 
-In vLLM v0.33.0: `vllm/entrypoints/generate/beam_search/offline.py` (`BeamSearchOfflineMixin.beam_search`). The
-mechanism on block tables of its own is in lesson 02, `minivllm_lab.paged_attention.beam_search`.
+In vLLM v0.33.0: `vllm/entrypoints/generate/beam_search/offline.py`
+(`BeamSearchOfflineMixin.beam_search`). The mechanism on block tables of its own is in lesson 02,
+`minivllm_lab.paged_attention.beam_search`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +24,9 @@ Run = Callable[[list[TokensPrompt], SamplingParams, list[int], list[LoRARequest 
 
 @dataclass
 class Search:
-    """The sequences of one prompt: those that go on, and those that have ended. `steps`: how many more there may be."""
+    """The sequences of one prompt: those that go on, and those that have ended. `steps`: how
+    many more there may be.
+    """
 
     prompt: TokensPrompt
     priority: int
@@ -41,7 +45,9 @@ class Search:
 
 
 class BeamSearcher:
-    """Searches for several prompts at once. `eos_token_ids` end a sequence, unless the parameters ignore them."""
+    """Searches for several prompts at once. `eos_token_ids` end a sequence, unless the
+    parameters ignore them.
+    """
 
     def __init__(
         self, params: BeamSearchParams, eos_token_ids: Sequence[int], vocab_size: int, max_model_len: int, run: Run
@@ -49,7 +55,8 @@ class BeamSearcher:
         self._params = params
         self._ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._allowed = None if params.allowed_token_ids is None else frozenset(params.allowed_token_ids)
-        # Twice the width: even if half of a sequence's candidates end, enough go on. All, if some may not be taken.
+        # Twice the width: even if half of a sequence's candidates end, enough go on. All, if some
+        # may not be taken.
         num_candidates = -1 if self._allowed is not None else min(2 * params.beam_width, vocab_size)
         self._sampling_params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_candidates, detokenize=False)
         self._max_model_len = max_model_len
@@ -62,7 +69,9 @@ class BeamSearcher:
         after_step: Callable[[int], None],
         adapters: Adapters | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return the best sequences of each prompt, without texts. `after_step` is told how many were extended."""
+        """Return the best sequences of each prompt, without texts. `after_step` is told how many
+        were extended.
+        """
         searches = [
             Search(prompt, priority, self._num_steps(prompt), adapter)
             for prompt, priority, adapter in zip(prompts, priorities, adapters or [None] * len(prompts), strict=True)

@@ -58,12 +58,14 @@ class LLM:
 
         Args:
             model: a local directory, or a model's name on the Hugging Face Hub.
-            chat_template: a file or a template, in place of the model's own; or the name of one of the model's.
+            chat_template: a file or a template, in place of the model's own; or the name of one of
+                the model's.
             disable_log_stats: if False, the engine counts for `get_metrics`.
             engine_args: see `minivllm.engine.arg_utils.EngineArgs`.
 
         Raises:
-            MinivllmError: an argument is invalid, or one request of `max_model_len` does not fit into the KV cache.
+            MinivllmError: an argument is invalid, or one request of `max_model_len` does not fit
+                into the KV cache.
             UnsupportedModelError: the decoder does not support this model.
         """
         self._start(EngineArgs(model=model, disable_log_stats=disable_log_stats, **engine_args), chat_template)
@@ -98,17 +100,22 @@ class LLM:
         """Return the completions of all prompts, in order.
 
         Args:
-            prompts: one or several; each a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": …}.
+            prompts: one or several; each a string, a list of token ids, {"prompt": …} or
+                {"prompt_token_ids": …}.
             sampling_params: one for all prompts, or one for each; None: the model's own defaults.
             use_tqdm: show a progress bar; or what makes one, such as tqdm's class.
-            priority: one number for all or for each prompt, for the scheduling policy "priority"; lower goes first.
-            lora_request: the adapter of all prompts, or one (or None) for each; the engine needs `enable_lora`.
-            tokenization_kwargs: {"add_special_tokens": False} leaves the special tokens out of prompts that are texts.
+            priority: one number for all or for each prompt, for the scheduling policy "priority";
+                lower goes first.
+            lora_request: the adapter of all prompts, or one (or None) for each; the engine needs
+                `enable_lora`.
+            tokenization_kwargs: {"add_special_tokens": False} leaves the special tokens out of
+                prompts that are texts.
 
         Raises:
-            MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or no prompt has an answer,
-                because each failed while it ran. If only some did, nothing is raised: the others keep their answers,
-                and the completions of those that failed have the finish reason "error" and the message in `error`.
+            MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or no
+                prompt has an answer, because each failed while it ran. If only some did, nothing is
+                raised: the others keep their answers, and the completions of those that failed have
+                the finish reason "error" and the message in `error`.
         """
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
         # Ctrl-C is held for the call, and let through between two steps.
@@ -133,10 +140,12 @@ class LLM:
         """Return the answers to a conversation or several, in order. The rest is as in `generate`.
 
         Args:
-            messages: a list of messages such as {"role": "user", "content": "…"}, or several such lists.
-            chat_template: makes a prompt of messages, in Jinja; by default the model's own. As in the constructor.
-            chat_template_content_format: a message's content is "string" or (parts) "openai"; "auto": as the template
-                expects it.
+            messages: a list of messages such as {"role": "user", "content": "…"}, or several such
+                lists.
+            chat_template: makes a prompt of messages, in Jinja; by default the model's own. As in
+                the constructor.
+            chat_template_content_format: a message's content is "string" or (parts) "openai";
+                "auto": as the template expects it.
             add_generation_prompt: let the template add what an answer begins with.
             continue_final_message: the last message is not ended; the answer goes on with it.
             tools: definitions of functions that the template shows to the model.
@@ -223,7 +232,8 @@ class LLM:
             return request_ids
 
     def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
-        """Return the completions of what was enqueued, in order; prompts that fail are as in `generate`.
+        """Return the completions of what was enqueued, in order; prompts that fail are as in
+        `generate`.
 
         `output_type` can only be `RequestOutput`.
         """
@@ -242,11 +252,15 @@ class LLM:
     # What there is besides
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer as transformers has it. The engine's own is `llm_engine.tokenizer`."""
+        """Return the tokenizer as transformers has it. The engine's own is
+        `llm_engine.tokenizer`.
+        """
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` uses if it is given no sampling parameters: the model's generation config."""
+        """Return what `generate` uses if it is given no sampling parameters: the model's
+        generation config.
+        """
         return self.llm_engine.generation_config.default_sampling_params()
 
     def get_metrics(self) -> list[Metric]:
@@ -284,7 +298,8 @@ class LLM:
             return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def shutdown(self) -> None:
-        """End this LLM's processes now, and with them this LLM. Without this call they end with it or with Python.
+        """End this LLM's processes now, and with them this LLM. Without this call they end with it
+        or with Python.
 
         An LLM that runs in this process only has none to end, and can still be used.
         """
@@ -297,7 +312,9 @@ class LLM:
     # Prompts
 
     def _tokenized(self, prompts: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
-        """Return the prompts, those that are texts as token ids if special tokens are to be left out."""
+        """Return the prompts, those that are texts as token ids if special tokens are to be left
+        out.
+        """
         options = _keywords("tokenization_kwargs", options)
         refuse_unknown("tokenization_kwargs has no key", options, ("add_special_tokens",))
         adds = options.get("add_special_tokens", True)
@@ -400,12 +417,15 @@ class LLM:
             raise
 
     def _run(self, request_ids: Sequence[str], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
-        """Run steps until all requests have ended, enqueued ones too; return the outputs of these."""
+        """Run steps until all requests have ended, enqueued ones too; return the outputs of
+        these.
+        """
         finished: dict[str, RequestOutput] = {}
         while self.llm_engine.has_unfinished_requests():
             interrupts.deliver()
             for output in self.llm_engine.step():
-                # An interrupted `wait_for_completion` may have left requests of its own in the engine.
+                # An interrupted `wait_for_completion` may have left requests of its own in the
+                # engine.
                 outputs = self._enqueued if output.request_id in self._enqueued else finished
                 outputs[output.request_id] = output
                 advance(sum(len(completion.token_ids) for completion in output.outputs))
@@ -413,7 +433,9 @@ class LLM:
 
 
 def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """Return the outputs, with a warning for each that has an error; raise if there is no answer at all."""
+    """Return the outputs, with a warning for each that has an error; raise if there is no answer
+    at all.
+    """
     errors = {index: error for index, output in enumerate(outputs) if (error := _error_of(output)) is not None}
     # Some answers are worth returning; with none at all, an exception is clearer.
     nothing = all(completion.error for output in outputs for completion in output.outputs)
@@ -435,7 +457,9 @@ def _keywords(name: str, value: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _one_each(name: str, value: Any, prompts: Sequence[object]) -> list[Any]:
-    """Return one value per prompt, repeating a single value; raise if a list has another length than `prompts`."""
+    """Return one value per prompt, repeating a single value; raise if a list has another length
+    than `prompts`.
+    """
     if isinstance(value, list | tuple):
         if len(value) != len(prompts):
             raise MinivllmError(

@@ -1,4 +1,6 @@
-"""The progress bar of `LLM`'s calls. vLLM's is tqdm's; so is ours if the caller brings it, else it is rich's."""
+"""The progress bar of `LLM`'s calls. vLLM's is tqdm's; so is ours if the caller brings it, else
+it is rich's.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +15,9 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def progress(use_tqdm: bool | Callable[..., Any], what: str, total: int) -> Iterator[Advance]:
-    """Show a bar for the duration of a block. `use_tqdm`: whether to, or a class like tqdm's that makes it."""
+    """Show a bar for the duration of a block. `use_tqdm`: whether to, or a class like tqdm's
+    that makes it.
+    """
     if callable(use_tqdm):
         bar = use_tqdm(total=total, desc=what)
         try:

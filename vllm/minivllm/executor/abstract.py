@@ -1,6 +1,7 @@
 """Where the ranks run: a single one in the engine's process, or each in a separate process.
 
-Every rank gets the same calls in the same order. In vLLM v0.33.0: `vllm/v1/executor/abstract.py` (`Executor`).
+Every rank gets the same calls in the same order. In vLLM v0.33.0: `vllm/v1/executor/abstract.py`
+(`Executor`).
 """
 
 from abc import ABC, abstractmethod
@@ -14,20 +15,23 @@ from minivllm.worker.settings import WorkerSettings
 class Executor(ABC):
     """The engine core's interface to the ranks.
 
-    All methods but `shutdown` raise `WorkerDiedError` if a rank has died, and the engine ends. If a call fails on a
-    rank, they raise the rank's own error or `WorkerFailedError`. Then a `collective_rpc("reset")` is due, which makes
-    the ranks forget all requests and meet again; until it, ranks in processes raise the same for every call. It is due
-    as well after an exception in the middle of a method, such as Ctrl-C: the ranks may or may not have run the call.
+    All methods but `shutdown` raise `WorkerDiedError` if a rank has died, and the engine ends. If a
+    call fails on a rank, they raise the rank's own error or `WorkerFailedError`. Then a
+    `collective_rpc("reset")` is due, which makes the ranks forget all requests and meet again;
+    until it, ranks in processes raise the same for every call. It is due as well after an exception
+    in the middle of a method, such as Ctrl-C: the ranks may or may not have run the call.
 
-    What the ranks survive: on CPUs, any exception on any of them. On GPUs, one that all of them raise at the same
-    place, such as a bad argument; if only some raise it, the others wait for them in NCCL, do not answer the reset, and
-    the engine ends.
+    What the ranks survive: on CPUs, any exception on any of them. On GPUs, one that all of them
+    raise at the same place, such as a bad argument; if only some raise it, the others wait for them
+    in NCCL, do not answer the reset, and the engine ends.
     """
 
     max_ranks: int | None = None
     """The most ranks that it can run; None: any number."""
     max_concurrent_batches: int
-    """How many steps the core should have in flight: 1, 2 with `async_scheduling`, or one for each stage."""
+    """How many steps the core should have in flight: 1, 2 with `async_scheduling`, or one for
+    each stage.
+    """
 
     @abstractmethod
     def __init__(self, settings: WorkerSettings) -> None:
@@ -48,18 +52,21 @@ class Executor(ABC):
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """Run one step on all ranks; return the sampling rank's output or, with `non_block`, a future of it.
+        """Run one step on all ranks; return the sampling rank's output or, with `non_block`, a
+        future of it.
 
-        Several steps may be in flight. They run in order, each with the tokens sampled by those before it, which the
-        caller need not know yet. A step's exceptions are raised by its future.
+        Several steps may be in flight. They run in order, each with the tokens sampled by those
+        before it, which the caller need not know yet. A step's exceptions are raised by its future.
 
-        If any of its requests has a grammar, the step is not over: it ends with `sample_tokens`, which must come next.
+        If any of its requests has a grammar, the step is not over: it ends with `sample_tokens`,
+        which must come next.
         """
         future = self._start("execute_model", scheduler_output)
         return future if non_block else future.result()
 
     def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
-        """End the step that `execute_model` began, on all ranks: sample tokens that fit the grammars.
+        """End the step that `execute_model` began, on all ranks: sample tokens that fit the
+        grammars.
 
         Return a future of the output of the rank that samples.
         """
@@ -67,7 +74,9 @@ class Executor(ABC):
 
     @abstractmethod
     def _start(self, method: str, argument: SchedulerOutput | GrammarOutput) -> Future[ModelRunnerOutput]:
-        """Start this method of `Worker` on all ranks; return a future of the output of the rank that samples."""
+        """Start this method of `Worker` on all ranks; return a future of the output of the rank
+        that samples.
+        """
 
     @abstractmethod
     def take_draft_token_ids(self) -> dict[str, list[int]]:

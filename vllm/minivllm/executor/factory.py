@@ -1,4 +1,6 @@
-"""The executors by name. In vLLM v0.33.0: `Executor.get_class` in `vllm/v1/executor/abstract.py`."""
+"""The executors by name. In vLLM v0.33.0: `Executor.get_class` in
+`vllm/v1/executor/abstract.py`.
+"""
 
 from typing import Any
 

@@ -11,7 +11,9 @@ from minivllm.core.scheduler_output import ModelRunnerOutput
 
 
 class KVOutputAggregator:
-    """Finishes a transfer when all ranks have, in whichever steps; it has failed if it has on any of them."""
+    """Finishes a transfer when all ranks have, in whichever steps; it has failed if it has on
+    any of them.
+    """
 
     def __init__(self, size: int, output_rank: int = 0) -> None:
         self.size = size
@@ -19,13 +21,17 @@ class KVOutputAggregator:
         self.reset()
 
     def reset(self) -> None:
-        """Forget transfers that only some ranks have finished: after a failed step all ranks report them again."""
+        """Forget transfers that only some ranks have finished: after a failed step all ranks
+        report them again.
+        """
         self._sent: defaultdict[str, set[int]] = defaultdict(set)
         self._received: defaultdict[str, set[int]] = defaultdict(set)
         self._failed: set[str] = set()
 
     def aggregate(self, outputs: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """Return the output of the rank that samples, with what all ranks say of their connectors."""
+        """Return the output of the rank that samples, with what all ranks say of their
+        connectors.
+        """
         by_rank = {rank: output.kv_connector_output for rank, output in enumerate(outputs)}
         reports = {rank: report for rank, report in by_rank.items() if report is not None}
         joined = KVConnectorOutput()
@@ -44,7 +50,9 @@ class KVOutputAggregator:
         return output
 
     def _finished(self, ranks_of: defaultdict[str, set[int]], rank: int, request_ids: set[str]) -> set[str]:
-        """Note that a rank has finished these requests; return those that all ranks have finished."""
+        """Note that a rank has finished these requests; return those that all ranks have
+        finished.
+        """
         for request_id in request_ids:
             ranks_of[request_id].add(rank)
         finished = {request_id for request_id in request_ids if len(ranks_of[request_id]) == self.size}

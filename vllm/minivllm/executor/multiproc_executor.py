@@ -1,7 +1,8 @@
-"""One process per rank. In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`).
+"""One process per rank. In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py`
+(`MultiprocExecutor`).
 
-Rank 0 has its own process too, so the engine's process never blocks in an all-reduce: it notices at once when a rank
-dies, and can kill the others wherever they are stuck.
+Rank 0 has its own process too, so the engine's process never blocks in an all-reduce: it notices at
+once when a rank dies, and can kill the others wherever they are stuck.
 """
 
 import socket
@@ -25,8 +26,9 @@ from minivllm.worker.worker import LOOPBACK_ADDRESS, worker_of_rank
 class MultiprocExecutor(Executor):
     """One process per rank.
 
-    Several steps may be in flight: the ranks share the sampled tokens among themselves, so the next step can be sent
-    before this one's output has been read. The ranks handle all calls in the order in which they were made.
+    Several steps may be in flight: the ranks share the sampled tokens among themselves, so the next
+    step can be sent before this one's output has been read. The ranks handle all calls in the order
+    in which they were made.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -66,9 +68,11 @@ class MultiprocExecutor(Executor):
 
 
 def rendezvous(size: int, host: str = LOOPBACK_ADDRESS) -> dist.TCPStore:
-    """Return the store through which `size` ranks find each other, served by this process on a free port.
+    """Return the store through which `size` ranks find each other, served by this process on a free
+    port.
 
-    It listens on this address only. Without a socket from us, torch would listen on every interface.
+    It listens on this address only. Without a socket from us, torch would listen on every
+    interface.
     """
     with socket.create_server((host, 0), backlog=128) as listener:
         port, fd = listener.getsockname()[1], listener.detach()

@@ -1,8 +1,9 @@
 """Run one rank: create its object, and handle calls one after another until there are no more.
 
-A rank survives an exception in a call. It leaves its group, so that no other rank waits for it in vain, and replies
-with the exception. It answers all further calls with the same failure, without running them, until the call `reset`: a
-step that was already on its way would find the ranks in different states.
+A rank survives an exception in a call. It leaves its group, so that no other rank waits for it in
+vain, and replies with the exception. It answers all further calls with the same failure, without
+running them, until the call `reset`: a step that was already on its way would find the ranks in
+different states.
 
 In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`WorkerProc.worker_busy_loop`).
 """
@@ -19,9 +20,9 @@ from minivllm.platforms.collector import while_loading
 class RankLoop:
     """One rank's object, and the failure that it has not been reset after.
 
-    Besides the methods that are called on it, the object has `reset`, which forgets what earlier calls have left and
-    joins the other ranks again, and `leave_group`, which ends the connections to the other ranks: those that wait in
-    one of them raise `LostPeerError`.
+    Besides the methods that are called on it, the object has `reset`, which forgets what earlier
+    calls have left and joins the other ranks again, and `leave_group`, which ends the connections
+    to the other ranks: those that wait in one of them raise `LostPeerError`.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -29,7 +30,9 @@ class RankLoop:
         self.failure: Failure | None = None
 
     def answer(self, call: Call) -> Reply:
-        """Handle a call. An exception in a reset, or on leaving the group, propagates: it ends the rank."""
+        """Handle a call. An exception in a reset, or on leaving the group, propagates: it ends
+        the rank.
+        """
         if call.method == RESET:
             self.failure = None
             return Reply(call.number, self._run(call))
@@ -37,7 +40,8 @@ class RankLoop:
             try:
                 return Reply(call.number, self._run(call))
             except Exception as error:
-                # Remember it: calls that were sent before the failure was known get it as their answer.
+                # Remember it: calls that were sent before the failure was known get it as their
+                # answer.
                 self.failure = Failure.of(error)
             # Other ranks may wait for this one in a collective operation; now they fail instead.
             self.worker.leave_group()

@@ -1,8 +1,8 @@
 """The script that a rank's process runs: `rank_main.py SOCKET_FD PARENT_PID SYS_PATH_AS_JSON`.
 
-It imports only the standard library until a thread watches for the parent's end, because other imports can take long:
-minivllm, torch, and whatever module defines the rank's function. The parent's script is not imported, so it may start
-ranks at its top level.
+It imports only the standard library until a thread watches for the parent's end, because other
+imports can take long: minivllm, torch, and whatever module defines the rank's function. The
+parent's script is not imported, so it may start ranks at its top level.
 """
 
 import json

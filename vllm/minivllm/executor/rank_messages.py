@@ -1,4 +1,6 @@
-"""Messages on the socket between the engine's process and a rank. They are pickles, for both run the same code."""
+"""Messages on the socket between the engine's process and a rank. They are pickles, for both run
+the same code.
+"""
 
 import traceback
 from dataclasses import dataclass
@@ -13,7 +15,9 @@ RESET = "reset"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `method(*arguments)` on every rank; only the rank `replies` (None: all) replies, and any that fails."""
+    """A call of `method(*arguments)` on every rank; only the rank `replies` (None: all) replies,
+    and any that fails.
+    """
 
     number: int
     method: str
@@ -23,7 +27,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on a rank. `refusal`: the same as an error that the user can act on; `lost_peer`: another rank's."""
+    """An exception on a rank. `refusal`: the same as an error that the user can act on;
+    `lost_peer`: another rank's.
+    """
 
     text: str
     traceback: str = ""
@@ -38,7 +44,9 @@ class Failure:
         return cls(text, traceback.format_exc(), refusal, isinstance(error, LostPeerError))
 
     def error(self, otherwise: Exception) -> Exception:
-        """Return the refusal, if there is one, else the given error with the traceback as a note."""
+        """Return the refusal, if there is one, else the given error with the traceback as a
+        note.
+        """
         if self.refusal is not None:
             return self.refusal
         otherwise.add_note(self.traceback)

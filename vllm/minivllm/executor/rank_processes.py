@@ -1,20 +1,21 @@
 """Start rank processes, call the same methods on all of them in the same order, and end them.
 
-A call is pickled once and sent to every rank over its own socket. A thread for each rank receives the replies, which
-carry the number of their call. What a caller may rely on:
+A call is pickled once and sent to every rank over its own socket. A thread for each rank receives
+the replies, which carry the number of their call. What a caller may rely on:
 
-- If a call fails on one rank, the caller gets an error that says which rank and why. The ranks live on and answer all
-  calls with that failure until the call `reset` (`rank_loop`). If a rank dies, the others are killed, and the error
-  says which died and why. Ranks wait for each other, so the first to report is often not the first that failed: it
-  reports a lost peer (`LostPeerError`), and the others get time to report before any is blamed.
+- If a call fails on one rank, the caller gets an error that says which rank and why. The ranks live
+  on and answer all calls with that failure until the call `reset` (`rank_loop`). If a rank dies,
+  the others are killed, and the error says which died and why. Ranks wait for each other, so the
+  first to report is often not the first that failed: it reports a lost peer (`LostPeerError`), and
+  the others get time to report before any is blamed.
 - Ranks that do not answer a reset in time are killed.
-- Ctrl-C during a call leaves the ranks usable: a call goes to all of them or to none, and the reply to an abandoned
-  call is recognized by its number.
-- The ranks end with the object that started them, with `shutdown`, with the interpreter, and with the process that
-  started them, whatever kills it and however early (`rank_main`).
+- Ctrl-C during a call leaves the ranks usable: a call goes to all of them or to none, and the reply
+  to an abandoned call is recognized by its number.
+- The ranks end with the object that started them, with `shutdown`, with the interpreter, and with
+  the process that started them, whatever kills it and however early (`rank_main`).
 
-In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`, `WorkerProc`, `FutureWrapper`), where
-calls travel through a ring buffer in shared memory.
+In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`, `WorkerProc`,
+`FutureWrapper`), where calls travel through a ring buffer in shared memory.
 """
 
 import contextlib
@@ -42,13 +43,17 @@ from minivllm.platforms.child_processes import ChildProcess, how_it_ended, wait_
 from minivllm.platforms.interrupts import InterruptsHeld
 
 SECONDS_A_TURN = 0.5
-"""The longest single wait: a signal delivered to another thread of this process is noticed only after it."""
+"""The longest single wait: a signal delivered to another thread of this process is noticed only
+after it.
+"""
 SECONDS_FOR_REPORTS = 1.0
 """How long the other ranks may take to report after one has lost a peer."""
 SECONDS_TO_LEAVE = 2.0
 """Ranks told to leave are killed after this time."""
 SECONDS_FOR_RESET = 60.0
-"""Ranks that have not answered a reset after this time are killed. It includes the rest of the step before."""
+"""Ranks that have not answered a reset after this time are killed. It includes the rest of the
+step before.
+"""
 END = -1
 """The number of the reply that stands for a rank's end."""
 Join = Callable[[list[Any]], Any]
@@ -58,8 +63,8 @@ Join = Callable[[list[Any]], Any]
 class RankFuture(Future[Any]):
     """The result of a call that has been sent.
 
-    It raises `WorkerFailedError` if the call has failed on a rank, `WorkerDiedError` if a rank has died, and a
-    `MinivllmError` if a rank rejected the call.
+    It raises `WorkerFailedError` if the call has failed on a rank, `WorkerDiedError` if a rank has
+    died, and a `MinivllmError` if a rank rejected the call.
     """
 
     def __init__(self) -> None:
@@ -117,7 +122,9 @@ class _PendingCall:
 
 
 class _Ranks:
-    """The processes and their pending calls, shared by `RankProcesses` and the threads that receive replies."""
+    """The processes and their pending calls, shared by `RankProcesses` and the threads that
+    receive replies.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -126,7 +133,8 @@ class _Ranks:
         self.waiting: dict[int, _PendingCall] = {}
         self.dead: Exception | None = None
         self._owner = os.getpid()
-        # The ranks' ends are collected like replies, so that the first that failed is blamed for them too.
+        # The ranks' ends are collected like replies, so that the first that failed is blamed for
+        # them too.
         self._ends = _PendingCall(size, list)
         self._lock = threading.RLock()
 
@@ -182,7 +190,8 @@ class _Ranks:
             if not failures:
                 self._settle_if_complete(reply.number, call)
             elif len(call.replies) < self.size and all(failure.lost_peer for failure in failures):
-                # The rank that was lost has not reported yet. If it never does, blame one that missed it.
+                # The rank that was lost has not reported yet. If it never does, blame one that
+                # missed it.
                 timer = threading.Timer(SECONDS_FOR_REPORTS, self._blame, (reply.number,))
                 timer.daemon = True
                 timer.start()
@@ -199,7 +208,9 @@ class _Ranks:
             call.future.settle(None, error)
 
     def _blame(self, number: int) -> None:
-        """Fail a call, or all of them after a rank's end, with the best reason that a rank has given."""
+        """Fail a call, or all of them after a rank's end, with the best reason that a rank has
+        given.
+        """
         with self._lock:
             call = self._ends if number == END else self.waiting.pop(number, None)
         if call is None:
@@ -231,8 +242,8 @@ def start_here(rank: int) -> tuple[socket.socket, ChildProcess]:
         script = Path(__file__).with_name("rank_main.py")
         fd = str(theirs.fileno())
         command = [sys.executable, "-P", str(script), fd, str(os.getpid()), json.dumps(list(map(str, sys.path)))]
-        # A terminal sends Ctrl-C to its whole foreground process group. Each rank gets its own session, so that
-        # only this process receives it.
+        # A terminal sends Ctrl-C to its whole foreground process group. Each rank gets its own
+        # session, so that only this process receives it.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
         )
@@ -242,8 +253,8 @@ def start_here(rank: int) -> tuple[socket.socket, ChildProcess]:
 class RankProcesses:
     """`size` processes; rank r holds the object that `make(*arguments, r)` returned.
 
-    All calls must be made from one thread. Several may be in flight: each rank handles them in the order
-    in which they were made.
+    All calls must be made from one thread. Several may be in flight: each rank handles them in the
+    order in which they were made.
     """
 
     def __init__(
@@ -254,7 +265,8 @@ class RankProcesses:
         output_rank: int = 0,
         start: RankStarter = start_here,
     ) -> None:
-        """Start the ranks, each with `start`, by default on this machine, and wait until all are ready.
+        """Start the ranks, each with `start`, by default on this machine, and wait until all are
+        ready.
 
         Raises:
             MinivllmError: a rank rejected its arguments.
@@ -287,7 +299,9 @@ class RankProcesses:
         return self._ranks.processes
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Return the method's results on every rank; raises as `RankFuture`, as soon as a rank has failed."""
+        """Return the method's results on every rank; raises as `RankFuture`, as soon as a rank
+        has failed.
+        """
         future = self.send_for_all(method, *arguments, join=list)
         if method != RESET:
             return future.result()
@@ -305,11 +319,15 @@ class RankProcesses:
         return self.send_for_one(method, *arguments).result()
 
     def send_for_one(self, method: str, *arguments: Any) -> RankFuture:
-        """Send a call to all ranks; return a future of the result of the rank `output_rank`, without waiting."""
+        """Send a call to all ranks; return a future of the result of the rank `output_rank`,
+        without waiting.
+        """
         return self._send(method, arguments, self.output_rank, _PendingCall(1, itemgetter(0)))
 
     def send_for_all(self, method: str, *arguments: Any, join: Join) -> RankFuture:
-        """Send a call to all ranks; return a future of what `join` makes of their results, without waiting."""
+        """Send a call to all ranks; return a future of what `join` makes of their results,
+        without waiting.
+        """
         return self._send(method, arguments, None, _PendingCall(self.size, join))
 
     def shutdown(self) -> None:

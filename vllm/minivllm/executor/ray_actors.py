@@ -1,10 +1,13 @@
-"""Start processes on any machines of a Ray cluster, for ranks (`ray_executor.py`) and cores (`engine/ray_cores.py`).
+"""Start processes on any machines of a Ray cluster, for ranks (`ray_executor.py`) and cores
+(`engine/ray_cores.py`).
 
-Ray only places and starts them. A placement group has one bundle for each, so either all of them get a place or none.
-Each actor then connects back over TCP and first sends a token that only it knows. The connection closes with either
-end, and keepalive closes it when a machine has gone silent.
+Ray only places and starts them. A placement group has one bundle for each, so either all of them
+get a place or none. Each actor then connects back over TCP and first sends a token that only it
+knows. The connection closes with either end, and keepalive closes it when a machine has gone
+silent.
 
-In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py`, `CoreEngineActorManager` in `vllm/v1/engine/utils.py`.
+In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py`, `CoreEngineActorManager` in
+`vllm/v1/engine/utils.py`.
 """
 
 import contextlib
@@ -32,7 +35,9 @@ KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TC
 """Notice within about ten seconds that a machine has gone silent; Ray takes a minute."""
 SECONDS_A_LOOK, MILLISECONDS_A_LOOK = 1.0, 500
 UV_VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
-"""Below `uv run`, Ray would install the project once more for every actor. It is there already, on every machine."""
+"""Below `uv run`, Ray would install the project once more for every actor. It is there already,
+on every machine.
+"""
 SECONDS_TO_END = 2.0
 
 
@@ -71,7 +76,8 @@ class RayActors:
     def start(self, name: str, index: int, actor_class: type, *arguments: Any) -> tuple[socket.socket, "RayProcess"]:
         """Start an actor in its bundle, and return our end of its connection.
 
-        Its method `live` gets the address to connect to, the token, and the arguments (`connected_actor`).
+        Its method `live` gets the address to connect to, the token, and the arguments
+        (`connected_actor`).
 
         Raises:
             WorkerDiedError: it has not connected in time. `name` is its name in the message.
@@ -144,7 +150,8 @@ class RayProcess:
 
 @contextlib.contextmanager
 def connected_actor(address: tuple[str, int], token: bytes, clean_up: Callable[[], object] | None = None):
-    """Yield an actor's connection to those who have started it; the actor's process ends when they close it.
+    """Yield an actor's connection to those who have started it; the actor's process ends when they
+    close it.
 
     `clean_up` is called before, if the actor is still at work then.
     """
@@ -176,7 +183,8 @@ def import_ray() -> Any:
 
 
 def place(ray: Any, size: int, device: str, each: int = 1) -> Any:
-    """Return a placement group of `size` bundles, each of `each` GPUs or CPUs, close together where there is room.
+    """Return a placement group of `size` bundles, each of `each` GPUs or CPUs, close together where
+    there is room.
 
     Raises:
         MinivllmError: the cluster has no room for it.

@@ -1,10 +1,11 @@
 """Ranks as Ray actors, on any machines of a Ray cluster.
 
-Ray only places the ranks and starts their processes (`ray_actors.py`). Each then lives on its connection to the
-executor as the rank of a process on this machine does (`rank_loop.py`), so calls, failures and ends are those of
-`MultiprocExecutor`.
+Ray only places the ranks and starts their processes (`ray_actors.py`). Each then lives on its
+connection to the executor as the rank of a process on this machine does (`rank_loop.py`), so calls,
+failures and ends are those of `MultiprocExecutor`.
 
-In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py` (`RayExecutorV2`), which is a multiprocess executor, too.
+In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py` (`RayExecutorV2`), which is a multiprocess
+executor, too.
 """
 
 import os
@@ -20,7 +21,9 @@ from minivllm.worker.settings import WorkerSettings
 
 
 class RayExecutor(MultiprocExecutor):
-    """One actor per rank, each with its own bundle. Joins a running cluster (`RAY_ADDRESS`), or starts one here."""
+    """One actor per rank, each with its own bundle. Joins a running cluster (`RAY_ADDRESS`), or
+    starts one here.
+    """
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Place and start the ranks, which load their models.

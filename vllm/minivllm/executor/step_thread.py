@@ -1,11 +1,13 @@
 """Run a rank's calls in order in a thread, so that the caller can schedule the next step meanwhile.
 
-PyTorch's kernels and the waits for a GPU release the GIL, so the two run at the same time. As with a rank in a process
-(`rank_loop`), a failed step's failure answers all further calls until the call `reset`: steps that were already waiting
-behind it would find the rank in an unknown state. A reset answers the steps that still wait for it in the same way.
+PyTorch's kernels and the waits for a GPU release the GIL, so the two run at the same time. As with
+a rank in a process (`rank_loop`), a failed step's failure answers all further calls until the call
+`reset`: steps that were already waiting behind it would find the rank in an unknown state. A reset
+answers the steps that still wait for it in the same way.
 
-vLLM v0.33.0 needs no such thread: `UniProcExecutor` in `vllm/v1/executor/uniproc_executor.py` runs the call, which only
-queues work for the GPU, and returns an `AsyncOutputFuture` that waits for the result when it is read.
+vLLM v0.33.0 needs no such thread: `UniProcExecutor` in `vllm/v1/executor/uniproc_executor.py` runs
+the call, which only queues work for the GPU, and returns an `AsyncOutputFuture` that waits for the
+result when it is read.
 """
 
 from collections.abc import Callable

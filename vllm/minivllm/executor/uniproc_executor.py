@@ -1,4 +1,6 @@
-"""One rank, in the engine's process. In vLLM v0.33.0: `vllm/v1/executor/uniproc_executor.py` (`UniProcExecutor`)."""
+"""One rank, in the engine's process. In vLLM v0.33.0: `vllm/v1/executor/uniproc_executor.py`
+(`UniProcExecutor`).
+"""
 
 from concurrent.futures import Future
 from typing import Any
@@ -11,7 +13,9 @@ from minivllm.worker.worker import Worker
 
 
 class OutputFuture(Future[ModelRunnerOutput]):
-    """The output of a step that a thread runs. Who asks for it waits for its tokens too, in the thread's place."""
+    """The output of a step that a thread runs. Who asks for it waits for its tokens too, in the
+    thread's place.
+    """
 
     def __init__(self, step: Future[ModelRunnerOutput | AsyncModelRunnerOutput]) -> None:
         super().__init__()
@@ -28,7 +32,9 @@ class OutputFuture(Future[ModelRunnerOutput]):
 
 
 class UniprocExecutor(Executor):
-    """One rank, in this process. If several steps are to be in flight, a thread of its own runs all of its calls."""
+    """One rank, in this process. If several steps are to be in flight, a thread of its own runs
+    all of its calls.
+    """
 
     max_ranks = 1
 

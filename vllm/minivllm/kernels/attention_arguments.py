@@ -1,4 +1,6 @@
-"""The arguments of every form of attention (`AttentionArguments`, `MLAArguments`), and their validation."""
+"""The arguments of every form of attention (`AttentionArguments`, `MLAArguments`), and their
+validation.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class MLAArguments(NamedTuple):
 
 
 def check_arguments(arguments: AttentionArguments) -> None:
-    """Raise `MinivllmError` if shapes, types or values are invalid; the message says what is expected."""
+    """Raise `MinivllmError` if shapes, types or values are invalid; the message says what is
+    expected.
+    """
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, *scales = arguments
     _check_queries_and_caches(q, k_cache, v_cache)
     check_scales(k_cache, *scales)
@@ -91,7 +95,9 @@ def check_mla_arguments(arguments: MLAArguments) -> None:
 
 
 def check_tables(query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
-    """Raise `MinivllmError` if the tables of a ragged batch do not fit each other, or are not int32."""
+    """Raise `MinivllmError` if the tables of a ragged batch do not fit each other, or are not
+    int32.
+    """
     if query_start_loc.shape != (len(seq_lens) + 1,) or block_table.dim() != 2 or len(block_table) < len(seq_lens):
         raise MinivllmError(
             f"{len(seq_lens)} sequences need query_start_loc [{len(seq_lens) + 1}] and a block_table row each, "

@@ -1,6 +1,8 @@
-"""Launch configurations of `unified_attention.py`'s kernel: tile sizes by GPU and kind of step, and KV splits.
+"""Launch configurations of `unified_attention.py`'s kernel: tile sizes by GPU and kind of step, and
+KV splits.
 
-The tables hold a short list for each, best guess first; `tuning.fastest` measures which is best on the actual GPU.
+The tables hold a short list for each, best guess first; `tuning.fastest` measures which is best on
+the actual GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from minivllm.platforms.triton_utils import triton
 
 @dataclass(frozen=True)
 class Configuration:
-    """Launch configuration of the kernel: rows and keys per tile, warps per program, pipeline stages."""
+    """Launch configuration of the kernel: rows and keys per tile, warps per program, pipeline
+    stages.
+    """
 
     block_m: int
     tile: int
@@ -43,11 +47,12 @@ _PREFILL_OF_BYTES = _PREFILL | {"sm_90": ((64, 128, 4, 2),)}
 def configurations(
     gpu: str, rows: int, group: int, padded_dim: int, element_bytes: int, cache_bytes: int = 2
 ) -> list[Configuration]:
-    """Return candidates for a batch of `rows` query rows (positions × group) per sequence, best guess first.
+    """Return candidates for a batch of `rows` query rows (positions × group) per sequence, best
+    guess first.
 
-    `gpu` is a key of the tables above; `element_bytes` are those of a query's number, `cache_bytes` of a key's. Matrix
-    products of fp32 run outside the matrix units, with few registers to spare, so fp32 has one small configuration, and
-    so has a head wider than 128.
+    `gpu` is a key of the tables above; `element_bytes` are those of a query's number, `cache_bytes`
+    of a key's. Matrix products of fp32 run outside the matrix units, with few registers to spare,
+    so fp32 has one small configuration, and so has a head wider than 128.
     """
     smallest = max(16, triton.next_power_of_2(group))
     of_bytes = cache_bytes == 1 and padded_dim <= 128
@@ -67,7 +72,9 @@ def configurations(
 
 
 def is_decode(rows: int, group: int) -> bool:
-    """Return whether a batch with this many query rows per sequence is memory-bound, like decodes and verifications."""
+    """Return whether a batch with this many query rows per sequence is memory-bound, like
+    decodes and verifications.
+    """
     return rows <= 32 or group > 64
 
 

@@ -1,4 +1,6 @@
-"""What the launches of both attention kernels share: `unified_attention.py` and `mla_attention.py`."""
+"""What the launches of both attention kernels share: `unified_attention.py` and
+`mla_attention.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,19 @@ Arguments = TypeVar("Arguments", AttentionArguments, MLAArguments)
 
 
 def padded(head_dim: int) -> int:
-    """Return the head dim that the kernel works with: the matrix units take powers of two from 16 on."""
+    """Return the head dim that the kernel works with: the matrix units take powers of two from
+    16 on.
+    """
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def dot_type(q: torch.dtype, cache: torch.dtype) -> tl.dtype:
-    """Return the input type of the matrix products: the queries' own, but fp16 where bf16 meets an fp8 cache.
+    """Return the input type of the matrix products: the queries' own, but fp16 where bf16 meets an
+    fp8 cache.
 
-    An e4m3 becomes fp16 in one instruction, and exactly, but bf16 in several, which took a decode of 64 × 4,096 tokens
-    from 167 to 242 µs on an H200. Queries, rotated or normed, are far below fp16's 65,504.
+    An e4m3 becomes fp16 in one instruction, and exactly, but bf16 in several, which took a decode
+    of 64 × 4,096 tokens from 167 to 242 µs on an H200. Queries, rotated or normed, are far below
+    fp16's 65,504.
     """
     if INTERPRETED:
         return tl.float32  # the interpreter's NumPy has no bf16
@@ -32,7 +38,9 @@ def dot_type(q: torch.dtype, cache: torch.dtype) -> tl.dtype:
 
 
 def offset_type(cache: Tensor) -> tl.dtype:
-    """Return the type in which offsets into the cache are computed: 64 bits where 32 would overflow."""
+    """Return the type in which offsets into the cache are computed: 64 bits where 32 would
+    overflow.
+    """
     return tl.int32 if cache.shape[0] * cache.stride(0) < 2**31 else tl.int64
 
 
@@ -45,12 +53,15 @@ def with_contiguous_heads(arguments: Arguments) -> Arguments:
 
 
 def splits_for(programs: int, keys: int, device: torch.device, per_multiprocessor: int = 1) -> int:
-    """Choose how many programs share a sequence's keys: about `per_multiprocessor` on each, see `automatic_splits`."""
+    """Choose how many programs share a sequence's keys: about `per_multiprocessor` on each, see
+    `automatic_splits`.
+    """
     return 1 if INTERPRETED else automatic_splits(programs, keys, per_multiprocessor * multiprocessors(device))
 
 
 def partials_for(q: Tensor, out: Tensor, num_splits: int, padded_dim: int) -> tuple[Tensor, Tensor]:
-    """Allocate what splits write, (sums, peaks and totals): fp32 [tokens, heads, splits, padded_dim] and [..., 2].
+    """Allocate what splits write, (sums, peaks and totals): fp32 [tokens, heads, splits,
+    padded_dim] and [..., 2].
 
     Without splits, return `out` twice: the kernel does not touch it as such.
     """

@@ -1,11 +1,12 @@
-"""Blocks of the paged cache, those of all layers at once, into one contiguous staging buffer and back.
+"""Blocks of the paged cache, those of all layers at once, into one contiguous staging buffer and
+back.
 
     gather_blocks     staging ← cache     before blocks are sent to another engine (lesson 08) or to host memory (lesson 11)
     scatter_blocks    cache ← staging     after they have arrived
 
-A *region* is one tensor of the cache: a layer's keys, its values, or the scales of either where the cache is int8. All have
-the pool's blocks as their first dimension, so one block id names a piece of every region. Bytes are moved as they are:
-a dtype plays no part.
+A *region* is one tensor of the cache: a layer's keys, its values, or the scales of either where the
+cache is int8. All have the pool's blocks as their first dimension, so one block id names a piece of
+every region. Bytes are moved as they are: a dtype plays no part.
 
 Layouts
     regions    [blocks, ...], any dtype; a block contiguous, from block to block any stride (K and V may be interleaved)
@@ -16,17 +17,20 @@ Layouts
                region after region (the default)   offset of region × capacity + slot × bytes of region: layers can be sent one by one
                block after block (`block_major`)   slot × record + offset of region: one contiguous copy for each block
 
-Grid: a program for each (block, region, 16 KiB of the largest region). Programs of small regions, such as scales, beyond their
-last byte do nothing. One launch for all layers: a launch for each of 32 layers' K and V would cost 64 × ~5 µs before the first byte.
+Grid: a program for each (block, region, 16 KiB of the largest region). Programs of small regions,
+such as scales, beyond their last byte do nothing. One launch for all layers: a launch for each of
+32 layers' K and V would cost 64 × ~5 µs before the first byte.
 
-Must move: every byte read once and written once, 2 × n × record; the table and the ids add 32 + 16 bytes a program of 16 KiB. A thread
-moves 16 bytes at a time where all addresses and sizes are multiples of 16, as they are in every common model; else 4, 2 or 1.
+Must move: every byte read once and written once, 2 × n × record; the table and the ids add 32 + 16
+bytes a program of 16 KiB. A thread moves 16 bytes at a time where all addresses and sizes are
+multiples of 16, as they are in every common model; else 4, 2 or 1.
 
-In vLLM v0.33.0: `vllm/v1/kv_offload/cpu/gpu_worker.py`, `vllm/v1/kv_offload/cpu/swap_blocks_triton.py` (`swap_blocks_batch`) and
-`csrc/cache_kernels.cu` copy a list of pieces;
-NIXL's own backend reads the pieces in place.
+In vLLM v0.33.0: `vllm/v1/kv_offload/cpu/gpu_worker.py`,
+`vllm/v1/kv_offload/cpu/swap_blocks_triton.py` (`swap_blocks_batch`) and `csrc/cache_kernels.cu`
+copy a list of pieces; NIXL's own backend reads the pieces in place.
 
-The CPU twin is in `cpu/block_copy_calls.py`; `benchmarks/kv_transfer.py` measures both beside a plain copy.
+The CPU twin is in `cpu/block_copy_calls.py`; `benchmarks/kv_transfer.py` measures both beside a
+plain copy.
 """
 
 from __future__ import annotations
@@ -50,11 +54,13 @@ _LARGEST_GRID = 65535  # of a grid's second and third dimension
 
 @dataclass(frozen=True, eq=False)
 class BlockRegions:
-    """The tensors of a paged cache as the copying kernels see them: a table of addresses, made once for a cache.
+    """The tensors of a paged cache as the copying kernels see them: a table of addresses, made once
+    for a cache.
 
     - `tensors`: the regions, each [blocks, ...]; kept, so that the addresses stay valid.
     - `table`: int64 [regions, 4] on their device, as described above.
-    - `block_bytes`: bytes of a block in each region. `unit`: what all addresses and sizes are multiples of, 16 bytes at most.
+    - `block_bytes`: bytes of a block in each region. `unit`: what all addresses and sizes are
+      multiples of, 16 bytes at most.
     """
 
     tensors: tuple[Tensor, ...]
@@ -67,7 +73,8 @@ class BlockRegions:
         """Describe these tensors as regions, in this order; a tensor may occur twice.
 
         Raises:
-            MinivllmError: there are none, they lie on several devices, differ in blocks, or a block is not contiguous.
+            MinivllmError: there are none, they lie on several devices, differ in blocks, or a block
+                is not contiguous.
         """
         _check_regions(tensors)
         sizes = tuple(tensor[0].numel() * tensor.element_size() for tensor in tensors)
@@ -143,7 +150,8 @@ def copy_regions_kernel(
         place = offset * capacity + slot * size
     cell = (address + tl.load(blocks + number).to(tl.int64) * stride).to(tl.pointer_type(WORD))
     staged = (staging + place).to(tl.pointer_type(WORD))
-    # Told what all addresses are multiples of, the compiler moves 16 bytes at a time where that is possible.
+    # Told what all addresses are multiples of, the compiler moves 16 bytes at a time where that is
+    # possible.
     cells = tl.multiple_of(cell, UNIT) + word
     staged_words = tl.multiple_of(staged, UNIT) + word
     mask = word < words
@@ -165,9 +173,9 @@ def gather_blocks(
 ) -> None:
     """Copy these blocks of all regions into the staging buffer, or, unless `gather`, out of it.
 
-    `blocks` and `slots` are int32 or int64 `[n]` on the cache's device, `staging` uint8 with room for whole records.
-    `backend` is "triton" or "cpu"; None follows the device. Ids are not checked: one outside the pool or the buffer
-    reads or writes foreign memory.
+    `blocks` and `slots` are int32 or int64 `[n]` on the cache's device, `staging` uint8 with room
+    for whole records. `backend` is "triton" or "cpu"; None follows the device. Ids are not checked:
+    one outside the pool or the buffer reads or writes foreign memory.
 
     Raises:
         MinivllmError: the staging buffer does not fit, or the backend is unknown.
@@ -200,7 +208,9 @@ scatter_blocks = functools.partial(gather_blocks, gather=False)
 
 
 def _check_staging(regions: BlockRegions, blocks: Tensor, staging: Tensor, slots: Tensor | None) -> int:
-    """Return the number of records that the staging buffer has room for, or raise if it does not fit the blocks."""
+    """Return the number of records that the staging buffer has room for, or raise if it does not
+    fit the blocks.
+    """
     record = regions.record_bytes
     if staging.dtype != torch.uint8 or staging.dim() != 1 or not staging.is_contiguous() or staging.numel() % record:
         actual = f"{staging.dtype} {list(staging.shape)}"

@@ -1,24 +1,28 @@
-"""The small operations between the matrix products of a decoder layer, each in one pass over its data.
+"""The small operations between the matrix products of a decoder layer, each in one pass over its
+data.
 
-In torch, each of them takes two to six calls. Every call reads and writes all of its data, and has its own overhead: a
-launch on a GPU, some microseconds on a CPU.
+In torch, each of them takes two to six calls. Every call reads and writes all of its data, and has
+its own overhead: a launch on a GPU, some microseconds on a CPU.
 
     add_rms_norm    residual += x;  out = residual / rms(residual) × weight     moves 4 × tokens × width elements
     silu_and_mul    out = silu(gate) × up                                       moves 3 × tokens × width elements
     rotate_heads    turns each pair of a head's elements by its position        moves 2 × tokens × heads × head_dim
 
-Layouts: rows are contiguous; a row of `gate_up` holds gate, then up; a row of the rotary `table` holds the cosines of a
-position, then the sines. The arithmetic is fp32. Grid: a program for each token; in `rotate_heads` for each token and head.
+Layouts: rows are contiguous; a row of `gate_up` holds gate, then up; a row of the rotary `table`
+holds the cosines of a position, then the sines. The arithmetic is fp32. Grid: a program for each
+token; in `rotate_heads` for each token and head.
 
-On a CPU numba compiles the same passes (`cpu/elementwise_loops.py`) for fp32 and bf16, and rows that are a multiple of
-16; others, and machines without numba, take the torch calls. Measured on one core, µs, 128 tokens of the embedded model:
+On a CPU numba compiles the same passes (`cpu/elementwise_loops.py`) for fp32 and bf16, and rows
+that are a multiple of 16; others, and machines without numba, take the torch calls. Measured on one
+core, µs, 128 tokens of the embedded model:
 
                     torch, fp32    one pass    torch, bf16    one pass
     add_rms_norm             35          13             48          17
     silu_and_mul             61          29             91          44
     rotate_heads             76          16            105          17
 
-In vLLM v0.33.0: `fused_add_rms_norm`, `silu_and_mul`, `rotary_embedding`, registered in `csrc/torch_bindings.cpp`.
+In vLLM v0.33.0: `fused_add_rms_norm`, `silu_and_mul`, `rotary_embedding`, registered in
+`csrc/torch_bindings.cpp`.
 """
 
 from __future__ import annotations
@@ -83,7 +87,9 @@ def rotate_heads_kernel(heads, positions, table, token_stride, HEAD_DIM: tl.cons
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
-    """Add `x` to `residual`, in place, and return the sum's norm; all [tokens, width], weight [width]."""
+    """Add `x` to `residual`, in place, and return the sum's norm; all [tokens, width], weight
+    [width].
+    """
     width = x.shape[-1]
     if choose_backend(backend, x) == "triton":
         out = torch.empty_like(x)
@@ -114,10 +120,12 @@ def silu_and_mul(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
 def rotate_heads(
     heads: Tensor, positions: Tensor, table: Tensor, num_heads: int | None = None, *, backend: str | None = None
 ) -> None:
-    """Turn heads [tokens, heads, head_dim] in place; positions [tokens], integers; table [positions, head_dim].
+    """Turn heads [tokens, heads, head_dim] in place; positions [tokens], integers; table
+    [positions, head_dim].
 
-    `(a, b) -> (a cos - b sin, b cos + a sin)`, where a and b are the halves of a head. The heads of a token are
-    contiguous; there may be gaps between tokens. `num_heads` limits the rotation to the first heads of each token.
+    `(a, b) -> (a cos - b sin, b cos + a sin)`, where a and b are the halves of a head. The heads of
+    a token are contiguous; there may be gaps between tokens. `num_heads` limits the rotation to the
+    first heads of each token.
     """
     tokens, heads_of_token, head_dim = heads.shape
     num_heads = heads_of_token if num_heads is None else num_heads

@@ -7,11 +7,12 @@ Layouts
     bitmask   int32 [masked, ceil(vocab / 32)]: bit i of word w is token 32 w + i; the bits behind the vocabulary do not count
     rows      int32 [masked]: the row of logits that each row of the bitmask is for; no row twice
 
-Grid: a program for each (masked row, 2,048 tokens), which are 64 words. It loads its words and writes the −inf; logits are
-not read, and rows that have no grammar are neither read nor written.
+Grid: a program for each (masked row, 2,048 tokens), which are 64 words. It loads its words and
+writes the −inf; logits are not read, and rows that have no grammar are neither read nor written.
 
-Must move: masked × vocab / 8 bytes of bitmask, and 4 bytes for each token that is not allowed: at most 1/32 of the logits read
-and the logits written once. A mask of bytes would be eight times as large, and it crosses from host to device in each step.
+Must move: masked × vocab / 8 bytes of bitmask, and 4 bytes for each token that is not allowed: at
+most 1/32 of the logits read and the logits written once. A mask of bytes would be eight times as
+large, and it crosses from host to device in each step.
 
 On a CPU numpy unpacks the words.
 
@@ -49,7 +50,8 @@ def apply_grammar_bitmask_kernel(
 def apply_grammar_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor, *, backend: str | None = None) -> None:
     """Set the logits of tokens that are not allowed to minus infinity, in place.
 
-    logits [rows, vocab]; bitmask [masked, ceil(vocab / 32)], int32; rows [masked], int32, each at most once.
+    logits [rows, vocab]; bitmask [masked, ceil(vocab / 32)], int32; rows [masked], int32, each at
+    most once.
     """
     masked, num_words = bitmask.shape
     if not masked:

@@ -1,7 +1,9 @@
-"""`y += B (A x)` for every row with an adapter, all adapters of a step in two launches: shrink, then expand.
+"""`y += B (A x)` for every row with an adapter, all adapters of a step in two launches: shrink,
+then expand.
 
-A linear may be several merged ones, side by side in y (q, k and v; gate and up): its slices. An adapter has an A and a B
-for each slice, or none, each of a rank of its own up to `max_rank`. It lies in a slot of two stacked tensors.
+A linear may be several merged ones, side by side in y (q, k and v; gate and up): its slices. An
+adapter has an A and a B for each slice, or none, each of a rank of its own up to `max_rank`. It
+lies in a slot of two stacked tensors.
 
 Layouts
     x        [rows, in], a row contiguous
@@ -15,16 +17,18 @@ Layouts
 Grid
     shrink  (row tiles × rank tiles × splits, slices, active slots)
     expand  (row tiles × column tiles of the widest slice, slices, active slots)
-A program beyond its slot's rows, rank or slice ends at once, so a slot pays for the rows and ranks that it has; only its
-memory is that of `max_rank`. A decode has few rows, and a long sum for each: the shrink divides it into `splits`, whose
-parts the expand adds in one order, so that results do not depend on which program is first. vLLM adds them atomically.
+A program beyond its slot's rows, rank or slice ends at once, so a slot pays for the rows and ranks
+that it has; only its memory is that of `max_rank`. A decode has few rows, and a long sum for each:
+the shrink divides it into `splits`, whose parts the expand adds in one order, so that results do
+not depend on which program is first. vLLM adds them atomically.
 
-Must move, for each active slot: its A once per row tile and its B, rank × (slices × in + out) numbers; x, and y twice,
-once for each slice or column tile. 2 × rows × rank × (slices × in + out) FLOPs. For few rows the bytes of A and B are
-all that counts.
+Must move, for each active slot: its A once per row tile and its B, rank × (slices × in + out)
+numbers; x, and y twice, once for each slice or column tile. 2 × rows × rank × (slices × in + out)
+FLOPs. For few rows the bytes of A and B are all that counts.
 
-In vLLM v0.33.0: `vllm/lora/ops/triton_ops/lora_shrink_op.py` (`_lora_shrink_kernel`), `lora_expand_op.py`
-(`_lora_expand_kernel`), called by `vllm/lora/punica_wrapper/punica_gpu.py` (`add_lora_linear`).
+In vLLM v0.33.0: `vllm/lora/ops/triton_ops/lora_shrink_op.py` (`_lora_shrink_kernel`),
+`lora_expand_op.py` (`_lora_expand_kernel`), called by `vllm/lora/punica_wrapper/punica_gpu.py`
+(`add_lora_linear`).
 """
 
 from __future__ import annotations
@@ -201,7 +205,9 @@ def lora_linear(
 
 
 def tiles(most_rows: int, width: int, max_rank: int) -> dict[str, int]:
-    """Return the kernels' constants for the most rows of a slot, the width of x and `max_rank`; BLOCK_K is the shrink's."""
+    """Return the kernels' constants for the most rows of a slot, the width of x and `max_rank`;
+    BLOCK_K is the shrink's.
+    """
     block_r = max(16, min(32, triton.next_power_of_2(max_rank)))
     if most_rows > FEW_ROWS:
         return {"SPLITS": 1, "BLOCK_M": 32, "BLOCK_R": block_r, "BLOCK_K": BLOCK_K // 2}

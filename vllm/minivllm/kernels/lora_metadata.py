@@ -1,12 +1,13 @@
-"""Which rows of a step use which adapter: the rows' indices stably sorted by slot, and where each slot's begin.
+"""Which rows of a step use which adapter: the rows' indices stably sorted by slot, and where each
+slot's begin.
 
     slot of each row      2  -1   0   2   0          (-1: none)
     sorted indices        1 | 2   4 | 0   3
     active slots              0       2
     starts, counts            1, 2    3, 2           places in the sorted indices
 
-One launch serves all adapters: a program takes a tile of the rows of one active slot. The sort costs the host a few
-microseconds a step; all linears of the step share it.
+One launch serves all adapters: a program takes a tile of the rows of one active slot. The sort
+costs the host a few microseconds a step; all linears of the step share it.
 
 In vLLM v0.33.0: `vllm/lora/ops/triton_ops/lora_kernel_metadata.py` (`LoRAKernelMeta`).
 """
@@ -35,10 +36,13 @@ class Adapters(NamedTuple):
 
 
 class LoRAKernelMeta:
-    """The rows of one step at fixed addresses, so that a CUDA graph can read them; `prepare` refills them.
+    """The rows of one step at fixed addresses, so that a CUDA graph can read them; `prepare`
+    refills them.
 
-    - `indices` `[max_rows]`, `active` (-1 beyond the active slots), `starts`, `counts` `[max_loras]`: int32, as above.
-    - `num_rows`; `num_active`: slots with rows; `most_rows`: the most rows of one of them. On the host.
+    - `indices` `[max_rows]`, `active` (-1 beyond the active slots), `starts`, `counts`
+      `[max_loras]`: int32, as above.
+    - `num_rows`; `num_active`: slots with rows; `most_rows`: the most rows of one of them. On the
+      host.
     """
 
     def __init__(self, max_rows: int, max_loras: int, device: torch.device) -> None:
@@ -61,7 +65,9 @@ class LoRAKernelMeta:
         self._parts = np.split(self._host, np.cumsum(sizes[:-1]))
 
     def prepare(self, slots: np.ndarray) -> None:
-        """Set the slot of each row, -1 for none: int32 `[rows]`. More than `max_rows` get new buffers."""
+        """Set the slot of each row, -1 for none: int32 `[rows]`. More than `max_rows` get new
+        buffers.
+        """
         if self._prepared is not None and np.array_equal(slots, self._prepared):
             return  # most steps decode for the same requests as the one before
         self._prepared = slots.copy()

@@ -1,8 +1,10 @@
-"""Attention over a paged cache of latents (MLA): writing it, and the absorbed form of attention, in one ragged batch.
+"""Attention over a paged cache of latents (MLA): writing it, and the absorbed form of attention, in
+one ragged batch.
 
-`concat_and_cache_mla(...)` writes a step's latents; `mla_attention(...)` attends. Queries have been brought into the
-latent space before, and what comes out is expanded to values after (`minivllm.models.latent_attention`): so all heads
-read the same keys, and the values are the first `kv_lora_rank` numbers of these keys.
+`concat_and_cache_mla(...)` writes a step's latents; `mla_attention(...)` attends. Queries have been
+brought into the latent space before, and what comes out is expanded to values after
+(`minivllm.models.latent_attention`): so all heads read the same keys, and the values are the first
+`kv_lora_rank` numbers of these keys.
 
 Layouts, with width = kv_lora_rank + rope_dim
     q            [tokens, heads, width]: the query of the latents, then the rotated part
@@ -16,21 +18,24 @@ Grid
     mla_attention_kernel           (query blocks, blocks of heads, splits): rows of the matrix products are
                                    position × head within the block
 
-A program loads each tile of the cache once and uses it three times: the latents for the scores and as values, the
-rotated keys for the scores. With ordinary heads a cache would have to be read once for the keys and once for the values.
-All heads fit one block up to 16; more take further blocks, since BLOCK_M × kv_lora_rank sums must fit the registers, and
-each block of heads reads the cache again (from the L2 cache, where they run side by side).
+A program loads each tile of the cache once and uses it three times: the latents for the scores and
+as values, the rotated keys for the scores. With ordinary heads a cache would have to be read once
+for the keys and once for the values. All heads fit one block up to 16; more take further blocks,
+since BLOCK_M × kv_lora_rank sums must fit the registers, and each block of heads reads the cache
+again (from the L2 cache, where they run side by side).
 
 Must move, per layer: keys × width × bytes once per query block and block of heads; q and out once.
-Must compute: 2 × heads × (width + kv_lora_rank) FLOPs for each (query, key) pair that is seen. In a decode this is
-heads × (2 − rope_dim / width) × 2 / bytes FLOPs per byte: 16 heads of a DeepSeek-V2-Lite in bf16 do 30 where a group of
-four ordinary heads does 4. So with many heads even a decode comes to be bound by arithmetic.
+Must compute: 2 × heads × (width + kv_lora_rank) FLOPs for each (query, key) pair that is seen. In a
+decode this is heads × (2 − rope_dim / width) × 2 / bytes FLOPs per byte: 16 heads of a
+DeepSeek-V2-Lite in bf16 do 30 where a group of four ordinary heads does 4. So with many heads even
+a decode comes to be bound by arithmetic.
 
-In vLLM v0.33.0: `concat_and_cache_mla` in `csrc/cache_kernels.cu`; `vllm/v1/attention/backends/mla/triton_mla.py` with
+In vLLM v0.33.0: `concat_and_cache_mla` in `csrc/cache_kernels.cu`;
+`vllm/v1/attention/backends/mla/triton_mla.py` with
 `vllm/v1/attention/ops/triton_decode_attention.py`. DeepSeek-V2, arXiv 2405.04434, section 2.1.
 
-The CPU twin is in `cpu/mla_calls.py`; what the launch shares with that of `unified_attention.py`, in
-`attention_launch.py`.
+The CPU twin is in `cpu/mla_calls.py`; what the launch shares with that of `unified_attention.py`,
+in `attention_launch.py`.
 """
 
 from __future__ import annotations
@@ -66,7 +71,7 @@ from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 MOST_HEADS = 16
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -100,10 +105,11 @@ def concat_and_cache_mla_kernel(
 def concat_and_cache_mla(
     latent: Tensor, k_rope: Tensor, cache: Tensor, slot_mapping: Tensor, *, backend: str | None = None
 ) -> None:
-    """Write each token's latent `[tokens, rank]` and rotated key `[tokens, rope_dim]` into its slot of the cache.
+    """Write each token's latent `[tokens, rank]` and rotated key `[tokens, rope_dim]` into its slot
+    of the cache.
 
-    Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot. `backend` is "triton" or "cpu";
-    None follows the device.
+    Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot. `backend`
+    is "triton" or "cpu"; None follows the device.
 
     Raises:
         MinivllmError: shapes or types do not match, or the backend is unknown.
@@ -134,7 +140,7 @@ def concat_and_cache_mla(
         )  # fmt: skip
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -161,7 +167,9 @@ def attend_latents(
     OFFSET_TYPE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the keys of [key_begin, key_end) to the running softmax. Unless MASKED, every row must see all of them."""
+    """Add the keys of [key_begin, key_end) to the running softmax. Unless MASKED, every row must
+    see all of them.
+    """
     rank = tl.arange(0, PADDED_RANK)
     rope = tl.arange(0, PADDED_ROPE)
     column = tl.arange(0, TILE)
@@ -239,7 +247,8 @@ def mla_attention_kernel(
     q_latent = load_rows(q_rows + rank[None, :], row_is_real, rank, RANK, PADDED_RANK, True).to(DOT_TYPE)
     q_rope = load_rows(q_rows + RANK + rope[None, :], row_is_real, rope, ROPE, PADDED_ROPE, True).to(DOT_TYPE)
 
-    # The tiles that some row sees are [first, end), those that every row sees whole [first, whole_end).
+    # The tiles that some row sees are [first, end), those that every row sees whole [first,
+    # whole_end).
     last_position = context + tl.minimum(first_query + BLOCK_Q, query_len) - 1
     first = 0
     end = tl.cdiv(last_position + 1, TILE)
@@ -295,11 +304,15 @@ def mla_attention(
     Args:
         scale: the factor of q · k, greater than 0.
         kv_lora_rank: how many of a row's numbers are the latent.
-        out: the output tensor; rows of padding tokens (beyond `query_start_loc[-1]`) are left unchanged.
+        out: the output tensor; rows of padding tokens (beyond `query_start_loc[-1]`) are left
+            unchanged.
         num_kv_splits: programs that share a sequence's keys; None chooses. Ignored on the CPU.
-        max_seq_len: the longest sequence, if the host knows; it only helps to choose the number of splits.
-        backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's interpreter.
-        checked: skip the checks, since a call with the same shapes and types has passed them (a step's first layer).
+        max_seq_len: the longest sequence, if the host knows; it only helps to choose the number of
+            splits.
+        backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's
+            interpreter.
+        checked: skip the checks, since a call with the same shapes and types has passed them (a
+            step's first layer).
 
     Returns:
         `out` `[tokens, heads, kv_lora_rank]`, of q's dtype.
@@ -322,10 +335,11 @@ def mla_attention(
 
 
 def mla_configurations(gpu: str, element_bytes: int) -> list[Configuration]:
-    """Return candidates, best guess first; `gpu` is a key of the tables in `attention_configurations.py`.
+    """Return candidates, best guess first; `gpu` is a key of the tables in
+    `attention_configurations.py`.
 
-    The sums of all rows must fit the registers, so there are few rows, and wide tiles would only fill shared memory. fp32
-    fits for latents of up to 128 numbers; wider ones spill.
+    The sums of all rows must fit the registers, so there are few rows, and wide tiles would only
+    fill shared memory. fp32 fits for latents of up to 128 numbers; wider ones spill.
     """
     if element_bytes > 2:
         return [Configuration(16, 16, 8, 1)]
@@ -356,7 +370,9 @@ def _launch_fastest(out: Tensor, arguments: MLAArguments, num_kv_splits: int | N
 
 
 def launch_triton(out: Tensor, arguments: MLAArguments, num_splits: int, configuration: Configuration) -> None:
-    """Launch once with the given configuration, twice if `num_splits` > 1. A token's heads in q must be contiguous."""
+    """Launch once with the given configuration, twice if `num_splits` > 1. A token's heads in q
+    must be contiguous.
+    """
     q, cache, query_start_loc, seq_lens, block_table, scale, rank = arguments
     tokens, heads, width = q.shape
     padded_rank = padded(rank)

@@ -1,9 +1,11 @@
 """The noise of random draws: a hash of a row's key and a token id, in torch and in Triton.
 
-`cpu/gumbel_loops.py` has it for numba. All of them give the same 32 bits, and the same float32 v from 0 to 1 of them. The
-waiting time E = -log(1 - v) is then exponential, and -log(E) is Gumbel noise.
+`cpu/gumbel_loops.py` has it for numba. All of them give the same 32 bits, and the same float32 v
+from 0 to 1 of them. The waiting time E = -log(1 - v) is then exponential, and -log(E) is Gumbel
+noise.
 
-`DECISION` is the id of no token: the hash with it is a row's one number that is independent of the noise of its tokens.
+`DECISION` is the id of no token: the hash with it is a row's one number that is independent of the
+noise of its tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ DECISION = -1
 
 
 def waiting_times(keys: Tensor, vocab: int) -> Tensor:
-    """Return -log(1 - v) of every token, float32 [rows, vocab]; the noise is minus its logarithm. `keys` is int32 [rows, 2]."""
+    """Return -log(1 - v) of every token, float32 [rows, vocab]; the noise is minus its
+    logarithm. `keys` is int32 [rows, 2].
+    """
     bits = hashed(keys, torch.arange(vocab, dtype=torch.int32, device=keys.device))
     return uniform_numbers(bits).neg_().log1p_().neg_()
 
@@ -25,23 +29,27 @@ def waiting_times(keys: Tensor, vocab: int) -> Tensor:
 def uniform_numbers(bits: Tensor) -> Tensor:
     """Return v, from 0 to 1, float32, of int32 `bits`.
 
-    Both halves are exact in float32, so their sum is rounded once, as it is where an unsigned integer is converted.
+    Both halves are exact in float32, so their sum is rounded once, as it is where an unsigned
+    integer is converted.
     """
     v = ((bits >> 16) & 0xFFFF).float().mul_(65536.0).add_((bits & 0xFFFF).float())
     return v.add_(0.5).mul_(2.0**-32)
 
 
 def decision_numbers(keys: Tensor) -> Tensor:
-    """Return one uniform number of each row, float32 [rows], a multiple of 2^-24 from 0 to below 1. `keys` is int32 [rows, 2]."""
+    """Return one uniform number of each row, float32 [rows], a multiple of 2^-24 from 0 to below
+    1. `keys` is int32 [rows, 2].
+    """
     x = hashed(keys, torch.full((1,), DECISION, dtype=torch.int32, device=keys.device))
     return ((x[:, 0] >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
 def hashed(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the bits of each row and token, int32 [rows, tokens]; `keys` int32 [rows, 2], `token_ids` int32 [tokens].
+    """Return the bits of each row and token, int32 [rows, tokens]; `keys` int32 [rows, 2],
+    `token_ids` int32 [tokens].
 
-    This is uint32 arithmetic done in int32, since torch does not support uint32 on all devices: products wrap around,
-    and the sign bits that a right shift brings in are masked out.
+    This is uint32 arithmetic done in int32, since torch does not support uint32 on all devices:
+    products wrap around, and the sign bits that a right shift brings in are masked out.
     """
     x = token_ids * (0x9E3779B9 - 2**32)
     x = x ^ keys[:, :1]
@@ -56,7 +64,9 @@ def hashed(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 @triton.jit
 def hashed_bits(token, first, second):
-    """Compute `hashed` in a kernel: uint32 of int32 token ids and the two halves of a key, int32."""
+    """Compute `hashed` in a kernel: uint32 of int32 token ids and the two halves of a key,
+    int32.
+    """
     x = (token.to(tl.uint32, bitcast=True) * 0x9E3779B9) ^ first.to(tl.uint32, bitcast=True)
     x ^= x >> 16
     x = (x * 0x7FEB352D) ^ second.to(tl.uint32, bitcast=True)

@@ -1,20 +1,21 @@
 """Weights as small integers with scales: quantizing, packing and dequantizing.
 
-A row of a weight `[out, in]` is cut into groups of equal size, or is one group. A number is an integer times the scale
-of its group. Rounding is to the nearest and symmetric: there is no zero point, and zero stays zero.
+A row of a weight `[out, in]` is cut into groups of equal size, or is one group. A number is an
+integer times the scale of its group. Rounding is to the nearest and symmetric: there is no zero
+point, and zero stays zero.
 
     int8    int8  [out, in], from −127 to 127; scales fp32 [out, 1], a row being one group
     int4    uint8 [out, in / 2], two numbers in a byte, the lower half first, each stored plus 8;
             scales bf16 [out, in / group size]
 
-Read as int32, eight numbers at a time, the bytes of int4 are the "pack-quantized" format of compressed-tensors, and
-turned on their side those of GPTQ: such checkpoints are loaded as they are.
+Read as int32, eight numbers at a time, the bytes of int4 are the "pack-quantized" format of
+compressed-tensors, and turned on their side those of GPTQ: such checkpoints are loaded as they are.
 
-The scale of int8 is the largest magnitude / 127. In int4 every integer counts: the number of the largest magnitude
-becomes −8, and the scale has the sign that this needs, so that all sixteen integers are used. A number is off by half
-a scale at most, in int4 by a whole one where it lies opposite the largest, beyond 7. bf16 has the range of fp32, and
-that it rounds a scale harms little: the integers are chosen for the rounded scale. A number of int4 costs
-4 + 16 / group size bits.
+The scale of int8 is the largest magnitude / 127. In int4 every integer counts: the number of the
+largest magnitude becomes −8, and the scale has the sign that this needs, so that all sixteen
+integers are used. A number is off by half a scale at most, in int4 by a whole one where it lies
+opposite the largest, beyond 7. bf16 has the range of fp32, and that it rounds a scale harms little:
+the integers are chosen for the rounded scale. A number of int4 costs 4 + 16 / group size bits.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def quantize_weight(weight: Tensor, quantization: str, group_size: int | None = 
 
 
 def default_group_size(width: int) -> int:
-    """Return the group size of int4 in rows of `width`: 128, or 32 if `width` is below 1,024; halved until it divides the row.
+    """Return the group size of int4 in rows of `width`: 128, or 32 if `width` is below 1,024;
+    halved until it divides the row.
 
     Raises:
         MinivllmError: the row is not even divisible by 16.
@@ -65,10 +67,11 @@ def default_group_size(width: int) -> int:
 
 
 def check_group_size(group_size: int, width: int) -> None:
-    """Reject unsupported group sizes; supported are whole rows, and powers of two from 16 on.
+    """Reject unsupported group sizes; supported are whole rows, and powers of two, at least 16.
 
     Raises:
-        MinivllmError: the size is neither, or does not divide `width`; the message says what would work.
+        MinivllmError: the size is neither, or does not divide `width`; the message says what would
+            work.
     """
     power_of_two = group_size >= SMALLEST_GROUP and group_size & (group_size - 1) == 0
     if group_size == width or (power_of_two and width % group_size == 0):
@@ -80,7 +83,9 @@ def check_group_size(group_size: int, width: int) -> None:
 
 
 def pack_int4(integers: Tensor) -> Tensor:
-    """Pack integers `[out, in]` from −8 to 7 into uint8 `[out, in / 2]`. Raises `MinivllmError` if `in` is odd."""
+    """Pack integers `[out, in]` from −8 to 7 into uint8 `[out, in / 2]`. Raises `MinivllmError`
+    if `in` is odd.
+    """
     if integers.shape[1] % 2:
         raise MinivllmError(f"rows of {integers.shape[1]} weights, an odd number, cannot be packed two in a byte")
     stored = (integers + 8).to(torch.uint8)  # 0 to 15

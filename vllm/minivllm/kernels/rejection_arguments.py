@@ -1,4 +1,6 @@
-"""The arguments of every form of `rejection_sample` (`RejectionArguments`), and their validation."""
+"""The arguments of every form of `rejection_sample` (`RejectionArguments`), and their
+validation.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class RejectionArguments(NamedTuple):
         draft_token_ids  int32 [sum of drafts]; -1 is always rejected
         num_drafts       int32 [requests], 0 and more
         draft_logits     float32 [sum of drafts, vocab]: what random requests' drafts were drawn from, by noise other than
-                         `keys` give (`draft_keys` in `worker/sample/gumbel.py`); None: nothing was drawn (n-grams, argmax)
+                         `keys` give (`draft_keys` in `worker/sample/gumbel.py`); None: nothing was
+                         drawn (n-grams, argmax)
         is_greedy        bool [requests]
         keys             int32 [sum of (drafts + 1), 2]: each row's key (`row_keys` in `worker/sample/gumbel.py`)
     """

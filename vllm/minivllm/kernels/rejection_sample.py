@@ -1,21 +1,25 @@
-"""Verifying drafts: `rejection_sample` says which are accepted, and what comes after them (lesson 07).
+"""Verifying drafts: `rejection_sample` says which are accepted, and what comes after them (lesson
+07).
 
-Of a request with the drafts x_1 ... x_n, row i of the target's logits is after its last known token and i drafts:
+Of a request with the drafts x_1 ... x_n, row i of the target's logits is after its last known token
+and i drafts:
 
     greedy                      x is accepted if it is the argmax; else the argmax replaces it
     random, x a point mass      a draw from p, by Gumbel noise, is accepted or replaces it: the token it is without drafts
     random, x drawn from q      x is accepted if u < p(x) / q(x); else argmax of max(p - q, 0) / E replaces it
     after the last draft        the argmax, or a draw from p
 
-p and q are the softmax of the target's and the draft's logits, u the row's `decision_number`, E each token's waiting
-time (`noise.py`). A race of waiting times E / w is won by a token in proportion to its weight w, so no sum of
-max(p - q, 0) is needed. A draft of -1 was not drawn: there the rule of a point mass applies, and rejects it.
+p and q are the softmax of the target's and the draft's logits, u the row's `decision_number`, E
+each token's waiting time (`noise.py`). A race of waiting times E / w is won by a token in
+proportion to its weight w, so no sum of max(p - q, 0) is needed. A draft of -1 was not drawn: there
+the rule of a point mass applies, and rejects it.
 
 Layouts
     target_logits [sum of (drafts + 1), vocab], draft_logits [sum of drafts, vocab]: fp32, rows contiguous
     starts        int32 [requests + 1]: each request's first row of target_logits; its draft of row i has number i - request
     partials      of (row, chunk of the vocabulary), [rows, chunks]: fp32 scores and int32 tokens of the best; fp32
-                  largest and sums [2, rows, chunks] of p (first) and q: the largest logit, and the sum of exp(logit - it)
+                  largest and sums [2, rows, chunks] of p (first) and q: the largest logit, and the
+                  sum of exp(logit - it)
 
 Grid
     reduce_rows   (requests, most drafts + 1, chunks): the best score of a chunk, or its parts of two softmax sums
@@ -23,17 +27,19 @@ Grid
     recover       (requests, chunks), if drafts were drawn: the best of max(p - q, 0) / E, where something was rejected
     replace       (requests,), likewise: the best of all chunks into the output
 
-Must move: each row of logits read once, 4 × vocab × (drafts + requests) bytes of the target and 4 × vocab × drafts of the
-draft; recovery reads one more row of each, since p and q are known only when their sums are. Partials are 8 to 16 bytes for
-each 16 KB read. Arithmetic: 10 integer operations and two logarithms for each token that is drawn, an exponential for each
-of p and q that is summed up. Rows behind the first rejection are read in vain; to wait for it would leave most of a GPU
-idle, since requests are few.
+Must move: each row of logits read once, 4 × vocab × (drafts + requests) bytes of the target and 4 ×
+vocab × drafts of the draft; recovery reads one more row of each, since p and q are known only when
+their sums are. Partials are 8 to 16 bytes for each 16 KB read. Arithmetic: 10 integer operations
+and two logarithms for each token that is drawn, an exponential for each of p and q that is summed
+up. Rows behind the first rejection are read in vain; to wait for it would leave most of a GPU idle,
+since requests are few.
 
-A logit that is NaN or infinity excludes its token, as -inf does: such a row gets some token of the vocabulary, no other row
-notices, and the engine ends its request (`nonfinite_req_ids`).
+A logit that is NaN or infinity excludes its token, as -inf does: such a row gets some token of the
+vocabulary, no other row notices, and the engine ends its request (`nonfinite_req_ids`).
 
-In vLLM v0.33.0: `vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py` (`_compute_local_logits_stats_kernel`,
-`_rejection_kernel`, `_resample_kernel`, `_insert_resampled_kernel`).
+In vLLM v0.33.0: `vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py`
+(`_compute_local_logits_stats_kernel`, `_rejection_kernel`, `_resample_kernel`,
+`_insert_resampled_kernel`).
 
 The CPU twin is in `cpu/rejection_loops.py`; it stops at the first rejection.
 """
@@ -50,13 +56,16 @@ from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.triton_utils import tl, triton
 
 CHUNK = 4096  # tokens per program
-# These arguments change from step to step, and Triton must not compile a kernel for each of their values.
+# These arguments change from step to step, and Triton must not compile a kernel for each of their
+# values.
 CHANGING = ("num_rows", "width")
 
 
 @triton.jit
 def load_logits(row_of_logits, token, VOCAB: tl.constexpr):
-    """Load logits of one row, -inf beyond the vocabulary and for what is not a number below infinity."""
+    """Load logits of one row, -inf beyond the vocabulary and for what is not a number below
+    infinity.
+    """
     logits = tl.load(row_of_logits + token, mask=token < VOCAB, other=float("-inf"))
     return tl.where(logits < float("inf"), logits, float("-inf"))
 
@@ -89,7 +98,9 @@ def store_sum(largest, sums, at, logits):
 
 @triton.jit
 def log_sum(largest, sums, row, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
-    """Return the logarithm of the sum of a row's exponentials; infinity if all are 0, so that every probability is 0."""
+    """Return the logarithm of the sum of a row's exponentials; infinity if all are 0, so that
+    every probability is 0.
+    """
     chunk = tl.arange(0, PADDED_CHUNKS)
     tops = tl.load(largest + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
     parts = tl.load(sums + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
@@ -183,7 +194,8 @@ def walk_drafts_kernel(
     PADDED_CHUNKS: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """Grid (requests,). `rejected` [requests]: the row to recover from, or -1; `normalizers` [requests, 2]: its sums.
+    """Grid (requests,). `rejected` [requests]: the row to recover from, or -1; `normalizers`
+    [requests, 2]: its sums.
 
     A draft that was drawn and rejected stands in the output until it is replaced.
     """
@@ -252,7 +264,9 @@ def recover_kernel(
 
 @triton.jit(do_not_specialize=CHANGING)
 def replace_kernel(out, rejected, starts, scores, tokens, width, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
-    """Grid (requests,). Where nothing is left of p, p and q differ by rounding alone: the draft stays."""
+    """Grid (requests,). Where nothing is left of p, p and q differ by rounding alone: the draft
+    stays.
+    """
     request = tl.program_id(0)
     row = tl.load(rejected + request)
     if row >= 0:
@@ -262,9 +276,11 @@ def replace_kernel(out, rejected, starts, scores, tokens, width, CHUNKS: tl.cons
 
 
 def rejection_sample(arguments: RejectionArguments, *, backend: str | None = None) -> Tensor:
-    """Return each request's accepted drafts and the token after them: int64 [requests, most drafts + 1], then -1.
+    """Return each request's accepted drafts and the token after them: int64 [requests, most drafts
+    + 1], then -1.
 
-    `num_drafts` is read on the host: if it is on a GPU, the host waits for it. `backend` "triton" or "cpu"; None follows the device.
+    `num_drafts` is read on the host: if it is on a GPU, the host waits for it. `backend` "triton"
+    or "cpu"; None follows the device.
 
     Raises:
         MinivllmError: shapes do not match, or the backend is unknown.
@@ -284,7 +300,9 @@ def rejection_sample(arguments: RejectionArguments, *, backend: str | None = Non
 
 
 def launch(out: Tensor, arguments: RejectionArguments, starts: Tensor) -> None:
-    """Run the kernels; `out` [requests, most drafts + 1] is written in full. All are on one device; `starts` as above."""
+    """Run the kernels; `out` [requests, most drafts + 1] is written in full. All are on one
+    device; `starts` as above.
+    """
     target_logits, draft_token_ids, _, draft_logits, is_greedy, keys = arguments
     requests, width = out.shape
     rows, vocab = target_logits.shape

@@ -11,13 +11,15 @@ Grid
     ... to int8         a program for each (token, head): it finds K's and V's largest number, writes scale = largest / 127
                         and the nearest integers
 
-Must move: each K and V byte read once and written once, 4 × tokens × kv_heads × head_dim × bytes; no arithmetic. In int8
-what is written, and later read at every step, is head_dim + 4 bytes a head instead. Rounding is off by half a scale
-at most, 1/254 of the head's largest number: one outlier spoils its own token and head, not the cache. fp8 has no scale:
-numbers beyond its largest, 448, are written as that.
+Must move: each K and V byte read once and written once, 4 × tokens × kv_heads × head_dim × bytes;
+no arithmetic. In int8 what is written, and later read at every step, is head_dim + 4 bytes a head
+instead. Rounding is off by half a scale at most, 1/254 of the head's largest number: one outlier
+spoils its own token and head, not the cache. fp8 has no scale: numbers beyond its largest, 448, are
+written as that.
 
-In vLLM v0.33.0: `vllm/v1/attention/ops/triton_reshape_and_cache_flash.py`, `reshape_and_cache_kernel_flash`;
-"int8_per_token_head" and "fp8" among its values of `kv_cache_dtype`.
+In vLLM v0.33.0: `vllm/v1/attention/ops/triton_reshape_and_cache_flash.py`,
+`reshape_and_cache_kernel_flash`; "int8_per_token_head" and "fp8" among its values of
+`kv_cache_dtype`.
 
 The CPU twin is in `cpu/cache_calls.py`; `benchmarks/kernels.py` measures it beside a plain copy.
 """
@@ -68,7 +70,9 @@ def reshape_and_cache_kernel(
 
 @triton.jit
 def quantize_head(source, target, scale_target, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Quantize one head to integers from −127 to 127, and write the scale that dequantizes them: NaN if one was."""
+    """Quantize one head to integers from −127 to 127, and write the scale that dequantizes them:
+    NaN if one was.
+    """
     dim = tl.arange(0, PADDED_DIM)
     numbers = tl.load(source + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(numbers), 0)
@@ -122,14 +126,17 @@ def reshape_and_cache(
     backend: str | None = None,
     checked: bool = False,
 ) -> None:
-    """Write each token's key and value into its slot. `backend` "triton" or "cpu"; None follows the tensors' device.
+    """Write each token's key and value into its slot. `backend` "triton" or "cpu"; None follows the
+    tensors' device.
 
-    Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot. int8 caches need the scales.
-    `checked`: skip the checks, since a call with the same shapes and types has passed them (a step's first layer).
+    Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot. int8 caches
+    need the scales. `checked`: skip the checks, since a call with the same shapes and types has
+    passed them (a step's first layer).
 
     Raises:
         MinivllmError: shapes do not match, or the backend is unknown.
-        IndexError: a slot is not in the caches. A GPU's kernel does not look: it would write to foreign memory.
+        IndexError: a slot is not in the caches. A GPU's kernel does not look: it would write to
+            foreign memory.
     """
     if not checked:
         _check_write(key, value, key_cache, value_cache, slot_mapping)
@@ -184,7 +191,9 @@ def _check_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Ten
 
 
 def check_scales(cache: Tensor, *scales: Tensor | None) -> None:
-    """Reject scales that are missing or do not match the caches `[blocks, block_size, kv_heads, head_dim]`."""
+    """Reject scales that are missing or do not match the caches `[blocks, block_size, kv_heads,
+    head_dim]`.
+    """
     blocks, block_size, kv_heads, _ = cache.shape
     shape = (blocks, kv_heads, block_size)
     for scale in scales:

@@ -1,8 +1,10 @@
-"""Autotuning: find the fastest of a few configurations, once per class of shapes, on the caller's own data.
+"""Autotuning: find the fastest of a few configurations, once per class of shapes, on the caller's
+own data.
 
-Kernels pass a short list, best guess first. The first call of each class on a GPU times every entry; later calls look
-up the winner. While a CUDA graph is being captured nothing can be timed, so an unknown class takes the first entry
-(run each shape once before capturing it, as the engine does). `MINIVLLM_AUTOTUNE=0` always takes the first.
+Kernels pass a short list, best guess first. The first call of each class on a GPU times every
+entry; later calls look up the winner. While a CUDA graph is being captured nothing can be timed, so
+an unknown class takes the first entry (run each shape once before capturing it, as the engine
+does). `MINIVLLM_AUTOTUNE=0` always takes the first.
 """
 
 from __future__ import annotations

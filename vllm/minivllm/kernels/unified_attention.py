@@ -1,8 +1,10 @@
-"""One attention kernel for every step: prefill, chunks, decode and draft verification in one ragged batch.
+"""One attention kernel for every step: prefill, chunks, decode and draft verification in one ragged
+batch.
 
-`unified_attention(...)`, at the end, is the entry point. On a GPU (and under Triton's interpreter) it launches the
-kernel below, configured by `attention_configurations.py`; on a CPU it calls the counterpart, `cpu/attention_calls.py`.
-What its launch shares with that of `mla_attention.py` is in `attention_launch.py`.
+`unified_attention(...)`, at the end, is the entry point. On a GPU (and under Triton's interpreter)
+it launches the kernel below, configured by `attention_configurations.py`; on a CPU it calls the
+counterpart, `cpu/attention_calls.py`. What its launch shares with that of `mla_attention.py` is in
+`attention_launch.py`.
 
 Layouts
     q, out            [tokens, heads, head_dim], the queries of all sequences end to end
@@ -12,34 +14,41 @@ Layouts
     seq_lens          int32 [sequences]: keys of each sequence, those of its new tokens included
     block_table       int32 [sequences, most blocks]: the blocks of each sequence, in order
 
-Query i of a sequence sits at position seq_len − query_len + i and sees the keys up to itself: causality needs nothing
-but this offset, so a decode is a query of length 1, a chunk one of length n, a prefill one whose offset is 0.
+Query i of a sequence sits at position seq_len − query_len + i and sees the keys up to itself:
+causality needs nothing but this offset, so a decode is a query of length 1, a chunk one of length
+n, a prefill one whose offset is 0.
 
-Grid (query blocks, kv_heads, splits). Every head of a group reads the same keys, so a program takes BLOCK_Q positions
-and all heads of one group: BLOCK_M = rows of a matrix product, row = position × group + head. There are
-tokens // BLOCK_Q + sequences query blocks, at least as many as needed whatever the lengths are, so the host need not
-know them; a program finds its sequence by binary search in query_start_loc, and those left over return at once. The
-heaviest programs (late positions) start first. Where the host knows that no sequence has more than one query, as in a
-step of decodes, program i takes sequence i: the search is some ten loads that wait for each other.
+Grid (query blocks, kv_heads, splits). Every head of a group reads the same keys, so a program takes
+BLOCK_Q positions and all heads of one group: BLOCK_M = rows of a matrix product, row = position ×
+group + head. There are tokens // BLOCK_Q + sequences query blocks, at least as many as needed
+whatever the lengths are, so the host need not know them; a program finds its sequence by binary
+search in query_start_loc, and those left over return at once. The heaviest programs (late
+positions) start first. Where the host knows that no sequence has more than one query, as in a step
+of decodes, program i takes sequence i: the search is some ten loads that wait for each other.
 
-A program walks the keys in tiles of TILE, looks each key's block up in the table, and keeps the online softmax's
-running (peak, total, weighted sum) in fp32. Scores are in units of log2, so that exp is the hardware's exp2. Tiles that
-all rows see whole need no mask; they are a loop of their own.
+A program walks the keys in tiles of TILE, looks each key's block up in the table, and keeps the
+online softmax's running (peak, total, weighted sum) in fp32. Scores are in units of log2, so that
+exp is the hardware's exp2. Tiles that all rows see whole need no mask; they are a loop of their
+own.
 
-Splits. One decode of a long context has few programs and much to read. With splits > 1 each program reads its share of
-the tiles and writes a partial (peak, total, weighted sum); `combine_kernel` merges them. Splits that hold no key write
-a total of 0 and are ignored; rows of `out` that belong to no sequence (padding of a CUDA graph) are never touched.
+Splits. One decode of a long context has few programs and much to read. With splits > 1 each program
+reads its share of the tiles and writes a partial (peak, total, weighted sum); `combine_kernel`
+merges them. Splits that hold no key write a total of 0 and are ignored; rows of `out` that belong
+to no sequence (padding of a CUDA graph) are never touched.
 
-Quantized caches. Integers go into the matrix products as they are. A key's scale multiplies its column of scores, and
-a value's scale its column of weights, so no tile is ever dequantized as a whole.
+Quantized caches. Integers go into the matrix products as they are. A key's scale multiplies its
+column of scores, and a value's scale its column of weights, so no tile is ever dequantized as a
+whole.
 
-Must move, per layer: K and V once per (sequence, query block), 2 × keys × kv_heads × head_dim × bytes; q and out once.
-Must compute: 4 × head_dim × heads FLOPs for each (query, key) pair that is seen.
-A decode does 2 × group / bytes FLOPs for each byte of K and V (a group of 4 in bf16: 4), far below what a GPU can, so it
-runs at the speed of memory; a prefill of n tokens does about n / 2 times more and runs at that of the matrix units.
+Must move, per layer: K and V once per (sequence, query block), 2 × keys × kv_heads × head_dim ×
+bytes; q and out once. Must compute: 4 × head_dim × heads FLOPs for each (query, key) pair that is
+seen. A decode does 2 × group / bytes FLOPs for each byte of K and V (a group of 4 in bf16: 4), far
+below what a GPU can, so it runs at the speed of memory; a prefill of n tokens does about n / 2
+times more and runs at that of the matrix units.
 
-In vLLM v0.33.0: `vllm/v1/attention/ops/triton_unified_attention.py`, `kernel_unified_attention` and `reduce_segments`.
-Dao et al. 2022, arXiv:2205.14135 (tiles and the online softmax); Dao et al. 2023, "Flash-Decoding" (splits).
+In vLLM v0.33.0: `vllm/v1/attention/ops/triton_unified_attention.py`, `kernel_unified_attention` and
+`reduce_segments`. Dao et al. 2022, arXiv:2205.14135 (tiles and the online softmax); Dao et al.
+2023, "Flash-Decoding" (splits).
 """
 
 from __future__ import annotations
@@ -68,17 +77,20 @@ from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 
 LOG2E: Any = tl.constexpr(1.4426950408889634)
 LOWEST: Any = tl.constexpr(-3.0e38)
-# These arguments change from step to step. Triton would compile a kernel again where one is 1, or a multiple of 16.
+# These arguments change from step to step. Triton would compile a kernel again where one is 1, or a
+# multiple of 16.
 CHANGING = ("num_seqs", "num_splits", "table_stride")
 COMBINED_AT_ONCE = 16  # splits
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 
 
 @triton.jit
 def find_sequence(query_start_loc, index, num_seqs, BLOCK_Q: tl.constexpr):
-    """Return the sequence of a query block: the last whose first block, start // BLOCK_Q + sequence, is not after it."""
+    """Return the sequence of a query block: the last whose first block, start // BLOCK_Q +
+    sequence, is not after it.
+    """
     low = 0
     high = num_seqs
     while low < high:
@@ -92,7 +104,9 @@ def find_sequence(query_start_loc, index, num_seqs, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, row_is_real, dim, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Load `[rows, PADDED_DIM]`, with 0 for rows that are not real (if MASKED) and dimensions beyond HEAD_DIM."""
+    """Load `[rows, PADDED_DIM]`, with 0 for rows that are not real (if MASKED) and dimensions
+    beyond HEAD_DIM.
+    """
     if MASKED:
         return tl.load(rows, mask=row_is_real[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM != PADDED_DIM:
@@ -105,7 +119,8 @@ def load_rows(rows, row_is_real, dim, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.con
 def softmax_step(peak, total, scores, to_log2, MASKED: tl.constexpr):
     """Take one tile's scores `[rows, TILE]` into the running softmax.
 
-    Return the new peak and total, the weights of the tile's keys, and the factor by which older sums shrink.
+    Return the new peak and total, the weights of the tile's keys, and the factor by which older
+    sums shrink.
     """
     new_peak = tl.maximum(peak, tl.max(scores, 1) * to_log2)
     reference = new_peak
@@ -148,7 +163,9 @@ def attend_tiles(
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the keys of [key_begin, key_end) to the running softmax. Unless MASKED, every row must see all of them."""
+    """Add the keys of [key_begin, key_end) to the running softmax. Unless MASKED, every row must
+    see all of them.
+    """
     dim = tl.arange(0, PADDED_DIM)
     column = tl.arange(0, TILE)
     # Block numbers are loaded one tile ahead, so that no load of keys waits for another load.
@@ -250,7 +267,8 @@ def unified_attention_kernel(
     q_rows = q + token[:, None] * q_stride + head[:, None] * HEAD_DIM + dim[None, :]
     queries = load_rows(q_rows, row_is_real, dim, HEAD_DIM, PADDED_DIM, True).to(DOT_TYPE)
 
-    # The tiles that some row sees are [first, end), those that every row sees whole [whole_first, whole_end).
+    # The tiles that some row sees are [first, end), those that every row sees whole [whole_first,
+    # whole_end).
     first_position = context + first_query
     last_position = context + tl.minimum(first_query + BLOCK_Q, query_len) - 1
     first = 0
@@ -277,7 +295,8 @@ def unified_attention_kernel(
     scale_stride = tl.num_programs(1) * BLOCK_SIZE
     table = block_table + sequence.to(tl.int64) * table_stride
     position = context + query
-    # Tiles at the window's edge, whole ones, and those at the end, which causality cuts: only the middle needs no mask.
+    # Tiles at the window's edge, whole ones, and those at the end, which causality cuts: only the
+    # middle needs no mask.
     edges = (first, whole_first, whole_end, end)
     for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
         peak, total, acc = attend_tiles(
@@ -312,7 +331,9 @@ def combine_kernel(
     PADDED_DIM: tl.constexpr,
     SPLITS: tl.constexpr,  # that are loaded at once
 ):
-    """Grid (tokens, heads): combine partial outputs into one row, weighted by exp2(peak − highest peak)."""
+    """Grid (tokens, heads): combine partial outputs into one row, weighted by exp2(peak −
+    highest peak).
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     if token >= tl.load(query_start_loc + num_seqs):  # padding of a CUDA graph
@@ -339,7 +360,7 @@ def combine_kernel(
     tl.store(at, (acc / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-# ---- the entrance ----------------------------------------------------------------------------------------------------
+# ---- the entrance --------------------------------------------------------------------------------
 
 
 def unified_attention(
@@ -367,19 +388,21 @@ def unified_attention(
     Args:
         scale: the factor of q · k, greater than 0 (usually head_dim ** −0.5).
         k_scales, v_scales: of int8 caches, see the head of this file.
-        out: the output tensor, `[tokens, heads, head_dim]`; rows of padding tokens (beyond `query_start_loc[-1]`) are
-            left unchanged.
+        out: the output tensor, `[tokens, heads, head_dim]`; rows of padding tokens (beyond
+            `query_start_loc[-1]`) are left unchanged.
         sliding_window: a query sees itself and the `sliding_window` − 1 keys before it.
         soft_cap: scores become soft_cap × tanh(score / soft_cap).
         num_kv_splits: programs that share a sequence's keys; None chooses. Ignored on the CPU.
-        max_seq_len: the longest sequence, if the host knows; else the block table's width bounds it. It only helps to
-            choose the number of splits: a wrong value costs time, never correctness.
-        max_query_len: the most queries of a sequence, if the host knows. 1 saves the search for each program's sequence;
-            it must be true.
-        backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's interpreter. "naive"
-            is a baseline: PyTorch, one sequence at a time, with its keys and values gathered and the full score matrix
-            materialized.
-        checked: skip the checks, since a call with the same shapes and types has passed them (a step's first layer).
+        max_seq_len: the longest sequence, if the host knows; else the block table's width bounds
+            it. It only helps to choose the number of splits: a wrong value costs time, never
+            correctness.
+        max_query_len: the most queries of a sequence, if the host knows. 1 saves the search for
+            each program's sequence; it must be true.
+        backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's
+            interpreter. "naive" is a baseline: PyTorch, one sequence at a time, with its keys and
+            values gathered and the full score matrix materialized.
+        checked: skip the checks, since a call with the same shapes and types has passed them (a
+            step's first layer).
 
     Returns:
         `out`, of q's dtype.
@@ -422,7 +445,8 @@ def _launch_fastest(
 
     def launch(configuration: Configuration) -> None:
         programs = max(sequences, tokens * group // configuration.block_m) * kv_heads
-        # Two programs a multiprocessor for one-byte caches: with one, a long decode was slower there (PERFORMANCE.md).
+        # Two programs a multiprocessor for one-byte caches: with one, a long decode was slower
+        # there (PERFORMANCE.md).
         splits = num_kv_splits or splits_for(programs, keys, q.device, 1 if k_cache.itemsize > 1 else 2)
         launch_triton(out, arguments, splits, configuration, single)
 
@@ -441,7 +465,8 @@ def _launch_fastest(
 def launch_triton(
     out: Tensor, arguments: AttentionArguments, num_splits: int, configuration: Configuration, single: bool = False
 ) -> None:
-    """Launch once with the given configuration, twice if `num_splits` > 1. A token's heads in q must be contiguous.
+    """Launch once with the given configuration, twice if `num_splits` > 1. A token's heads in q
+    must be contiguous.
 
     `single`: no sequence has more than one query.
     """
@@ -478,7 +503,9 @@ def launch_triton(
 
 
 def combine_splits(out: Tensor, partial_acc: Tensor, partial_stats: Tensor, query_start_loc: Tensor) -> None:
-    """Launch `combine_kernel`: out `[tokens, heads, dim]`, partial_acc `[tokens, heads, splits, padded dim]`."""
+    """Launch `combine_kernel`: out `[tokens, heads, dim]`, partial_acc `[tokens, heads, splits,
+    padded dim]`.
+    """
     tokens, heads, num_splits, padded_dim = partial_acc.shape
     combine_kernel[(tokens, heads)](
         out, partial_acc, partial_stats, query_start_loc, len(query_start_loc) - 1, num_splits, out.stride(0),

@@ -1,7 +1,8 @@
 """Connectors by name.
 
-In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/factory.py` (`KVConnectorFactory`). There, a connector is
-one class, which asks a scheduler's or a worker's object of its own; here those two are the connector.
+In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/factory.py` (`KVConnectorFactory`).
+There, a connector is one class, which asks a scheduler's or a worker's object of its own; here
+those two are the connector.
 """
 
 import importlib
@@ -18,7 +19,9 @@ CONNECTORS = {
     "SimpleCPUOffloadConnector": TIER,
     "TCPConnector": ("tcp.scheduler.TCPConnectorScheduler", "tcp.worker.TCPConnectorWorker"),
 }
-"""Where the scheduler's and the worker's side of each lie in this package. A side is imported when it is made."""
+"""Where the scheduler's and the worker's side of each lie in this package. A side is imported
+when it is made.
+"""
 
 
 def get_connector_class(name: str, role: KVConnectorRole) -> type[KVConnectorBase_V1]:

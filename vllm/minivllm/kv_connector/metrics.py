@@ -1,15 +1,17 @@
 """Names, texts and buckets of what connectors count, for Prometheus.
 
-NIXL's and those of offloading are vLLM's (`vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py`,
-`vllm/distributed/kv_transfer/kv_connector/v1/offloading/metrics.py`); over TCP the same things as NIXL's have the same
-names but for their beginning.
+NIXL's and those of offloading are vLLM's
+(`vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py`,
+`vllm/distributed/kv_transfer/kv_connector/v1/offloading/metrics.py`); over TCP the same things as
+NIXL's have the same names but for their beginning.
 """
 
 from typing import Literal, NamedTuple
 
 
 class KVMetric(NamedTuple):
-    """A metric of a connector, which gives the value of a gauge, the increase of a counter, a list for a histogram.
+    """A metric of a connector, which gives the value of a gauge, the increase of a counter, a list
+    for a histogram.
 
     With a `label`, it gives a number for each "name.value".
     """

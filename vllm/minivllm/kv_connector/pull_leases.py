@@ -1,7 +1,8 @@
 """Keep blocks for other engines under leases, which heartbeats renew and a finished read ends.
 
-The decode engine may have died, or the request may have been cancelled at the proxy, so a lease ends by itself after
-`duration` seconds. Each heartbeat of a decode engine that still wants the blocks renews it for two thirds of that.
+The decode engine may have died, or the request may have been cancelled at the proxy, so a lease
+ends by itself after `duration` seconds. Each heartbeat of a decode engine that still wants the
+blocks renews it for two thirds of that.
 
 In vLLM v0.33.0: `_reqs_to_send`, `_reqs_to_process`, `_handle_heartbeat` and `_get_new_notifs` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py`.
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 
 HEARTBEATS_PER_LEASE = 6
 REMEMBERED = 4096
-"""Releases that are kept in mind: one may come before its lease begins, which a step in flight has yet to tell."""
+"""Releases that are kept in mind: one may come before its lease begins, which a step in flight
+has yet to tell.
+"""
 
 
 @dataclass(slots=True)
@@ -24,7 +27,9 @@ class _Lease:
 
 
 class Leases:
-    """The requests whose blocks one rank keeps for others. Any thread may call; times are in seconds of `clock`."""
+    """The requests whose blocks one rank keeps for others. Any thread may call; times are in
+    seconds of `clock`.
+    """
 
     def __init__(self, duration: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.duration = duration
@@ -36,10 +41,13 @@ class Leases:
         self._changed = threading.Condition()
 
     def grant(self, block_ids: Mapping[str, Sequence[int]]) -> None:
-        """Begin leases of these requests' blocks, or restart them. One that was released already ends at once."""
+        """Begin leases of these requests' blocks, or restart them. One that was released already
+        ends at once.
+        """
         with self._changed:
             for request_id, ids in block_ids.items():
-                # The decode engine was faster than the step that tells this rank to keep the blocks.
+                # The decode engine was faster than the step that tells this rank to keep the
+                # blocks.
                 if request_id in self._released:
                     self._ended.add(request_id)
                 else:
@@ -49,7 +57,8 @@ class Leases:
     def renew(self, request_ids: Iterable[str]) -> None:
         """Renew the leases of those requests that have one."""
         with self._changed:
-            # Shorter than a new lease: a heartbeat shows that the other engine lives, so less patience is needed.
+            # Shorter than a new lease: a heartbeat shows that the other engine lives, so less
+            # patience is needed.
             until = self._clock() + self.duration * 2 / 3
             for lease in (self._kept[request_id] for request_id in request_ids if request_id in self._kept):
                 lease.until = max(lease.until, until)
@@ -66,7 +75,9 @@ class Leases:
                     del self._released[next(iter(self._released))]
 
     def take_ended(self) -> tuple[set[str], set[str]]:
-        """Return the requests that were released since the last call, and those whose lease has run out."""
+        """Return the requests that were released since the last call, and those whose lease has
+        run out.
+        """
         with self._changed:
             now = self._clock()
             expired = {request_id for request_id, lease in self._kept.items() if lease.until <= now}
@@ -76,7 +87,9 @@ class Leases:
             return ended, expired
 
     def blocks_of(self, request_id: str, seconds: float = 0.0) -> tuple[int, ...] | None:
-        """Return the blocks that are kept for a request, waiting up to `seconds` for its lease; None for none."""
+        """Return the blocks that are kept for a request, waiting up to `seconds` for its lease;
+        None for none.
+        """
         with self._changed:
             self._changed.wait_for(lambda: request_id in self._kept, seconds)
             lease = self._kept.get(request_id)

@@ -1,10 +1,13 @@
-"""Read and write `kv_transfer_params` as NIXL's connector does: what a proxy carries between two engines.
+"""Read and write `kv_transfer_params` as NIXL's connector does: what a proxy carries between two
+engines.
 
-The proxy asks a prefill engine with `do_remote_decode`, and gives its answer to a decode engine, with the same prompt.
-Any client of the decode engine can write anything here, so all of it is checked before use.
+The proxy asks a prefill engine with `do_remote_decode`, and gives its answer to a decode engine,
+with the same prompt. Any client of the decode engine can write anything here, so all of it is
+checked before use.
 
-One key is not NIXL's: `remote_prompt_digest`, of the tokens that were computed. Keys and values of another prompt would
-be used without a sign, and published for that prompt; so where the key is present, the prompt must be the same.
+One key is not NIXL's: `remote_prompt_digest`, of the tokens that were computed. Keys and values of
+another prompt would be used without a sign, and published for that prompt; so where the key is
+present, the prompt must be the same.
 
 In vLLM v0.33.0: `request_finished` and `update_state_after_alloc` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py`, which check less.
@@ -20,7 +23,9 @@ from typing import Any
 from minivllm.errors import MinivllmError
 
 MAX_ID_LENGTH = 2048
-"""A client's `X-Request-Id` may have 1,024 characters; the prefill engine's id of that request has some more."""
+"""A client's `X-Request-Id` may have 1,024 characters; the prefill engine's id of that request
+has some more.
+"""
 MAX_SHOWN = 80
 MAX_NUMBER = (1 << 31) - 1
 """No cache has as many blocks or tokens."""
@@ -32,8 +37,8 @@ GENERATIONS_JOINED_BY = "."
 class RemotePrefill:
     """A prompt that another engine has computed, and where its blocks are.
 
-    `num_tokens` of it are computed there; None: all of it. `generation` is that of the other's registered memory,
-    empty if it has told none; so is `prompt_digest`.
+    `num_tokens` of it are computed there; None: all of it. `generation` is that of the other's
+    registered memory, empty if it has told none; so is `prompt_digest`.
     """
 
     engine_id: str
@@ -50,8 +55,8 @@ class RemotePrefill:
         """Read the params of a request with `do_remote_prefill`.
 
         Raises:
-            MinivllmError: a key is missing, or its value is not what a prefill engine answers, or that engine is
-                divided otherwise than this one.
+            MinivllmError: a key is missing, or its value is not what a prefill engine answers, or
+                that engine is divided otherwise than this one.
         """
         for key, own in (("tp_size", tensor_parallel_size), ("dcp_size", 1), ("pp_size", 1)):
             value = params.get(key)
@@ -77,7 +82,9 @@ class RemotePrefill:
         )
 
     def is_of(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Return whether what the other engine has computed is this prompt, or its beginning, as far as it has told."""
+        """Return whether what the other engine has computed is this prompt, or its beginning, as
+        far as it has told.
+        """
         return not self.prompt_digest or self.prompt_digest == digest(prompt_token_ids[: self.num_tokens])
 
 
@@ -91,7 +98,9 @@ def digest(token_ids: Sequence[int]) -> str:
 
 
 def check_flags(params: dict[str, Any]) -> tuple[bool, bool]:
-    """Return (`do_remote_prefill`, `do_remote_decode`). Raise `MinivllmError` if one is no bool, or both are true."""
+    """Return (`do_remote_prefill`, `do_remote_decode`). Raise `MinivllmError` if one is no bool,
+    or both are true.
+    """
     flags = []
     for key in ("do_remote_prefill", "do_remote_decode"):
         value = params.get(key)
@@ -123,7 +132,8 @@ def _number(params: dict[str, Any], key: str, least: int, most: int) -> int:
 
 
 def _block_ids(params: dict[str, Any]) -> tuple[int, ...]:
-    """Return the blocks of the only group of layers: a list in a list or, from older engines, a plain list.
+    """Return the blocks of the only group of layers: a list in a list or, from older engines, a
+    plain list.
 
     No request has a block twice.
     """

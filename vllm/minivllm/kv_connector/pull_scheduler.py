@@ -1,10 +1,12 @@
-"""The scheduler's side of connectors that pull: which blocks are kept for others, and which to read from others.
+"""The scheduler's side of connectors that pull: which blocks are kept for others, and which to read
+from others.
 
-On a prefill engine a request with `do_remote_decode` keeps its blocks when it ends, for as long as its lease runs,
-and its client is told where they lie. On a decode engine a request with `do_remote_prefill` waits while the ranks
-read what the prefix cache lacks. Each remote request is read once and let go of once, however many requests here are
-to use it (with n > 1, say): one reads, the others wait and find its blocks in the prefix cache, the last one to leave
-unread tells the prefill engine.
+On a prefill engine a request with `do_remote_decode` keeps its blocks when it ends, for as long as
+its lease runs, and its client is told where they lie. On a decode engine a request with
+`do_remote_prefill` waits while the ranks read what the prefix cache lacks. Each remote request is
+read once and let go of once, however many requests here are to use it (with n > 1, say): one reads,
+the others wait and find its blocks in the prefix cache, the last one to leave unread tells the
+prefill engine.
 
 In vLLM v0.33.0: `NixlPullConnectorScheduler` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py`, `base_scheduler.py`.
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """An order to every rank: read tokens `start` to `end` of `remote`; `block_ids[0]` begins with token `start`."""
+    """An order to every rank: read tokens `start` to `end` of `remote`; `block_ids[0]` begins
+    with token `start`.
+    """
 
     remote: RemotePrefill
     block_ids: tuple[int, ...]
@@ -50,8 +54,10 @@ class ReadOrder:
 class PullConnectorMetadata(KVConnectorMetadata):
     """Orders to the ranks for one step; requests by id.
 
-    - `reqs_to_recv`: to be read. `reqs_to_release`: nothing of them is wanted, which the prefill engine should know.
-    - `reqs_to_send`: these blocks of theirs are kept, so nobody can read others. One may be told twice.
+    - `reqs_to_recv`: to be read. `reqs_to_release`: nothing of them is wanted, which the prefill
+      engine should know.
+    - `reqs_to_send`: these blocks of theirs are kept, so nobody can read others. One may be told
+      twice.
     - `heartbeats`: whose leases are to be renewed.
     """
 
@@ -63,7 +69,9 @@ class PullConnectorMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class _Claim:
-    """The requests here that are to use a remote one. `reader` reads; `is_over`: read, or lost, or given back."""
+    """The requests here that are to use a remote one. `reader` reads; `is_over`: read, or lost,
+    or given back.
+    """
 
     remote: RemotePrefill
     members: set[str] = field(default_factory=set)
@@ -72,7 +80,9 @@ class _Claim:
 
 
 class PullConnectorScheduler(KVConnectorBase_V1):
-    """Connectors that build on this say where other engines reach them: `host`, `port`, and a `generation` if any."""
+    """Connectors that build on this say where other engines reach them: `host`, `port`, and a
+    `generation` if any.
+    """
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole, lease_duration: float) -> None:
         super().__init__(config, role)
@@ -90,7 +100,9 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         self._next = PullConnectorMetadata()
 
     def is_held(self, request_id: str) -> bool:
-        """Return whether this request's blocks are kept for others; can be called from any thread."""
+        """Return whether this request's blocks are kept for others; can be called from any
+        thread.
+        """
         with self._held_lock:
             return request_id in self._held
 
@@ -121,7 +133,9 @@ class PullConnectorScheduler(KVConnectorBase_V1):
             )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return all of the prompt that the prefill engine has; None while another request reads the same."""
+        """Return all of the prompt that the prefill engine has; None while another request reads
+        the same.
+        """
         claim = self._claim_of.get(request.request_id)
         if claim is None or claim.is_over:
             return 0, False
@@ -136,14 +150,17 @@ class PullConnectorScheduler(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Order the read. A request that finds everything in the prefix cache gives the remote blocks back."""
+        """Order the read. A request that finds everything in the prefix cache gives the remote
+        blocks back.
+        """
         claim = self._claim_of.get(request.request_id)
         if claim is None or claim.is_over:
             return
         if num_external_tokens == 0:
             self._leave(request.request_id)
             return
-        # Blocks with a hash come from the prefix cache and are filled already; only those behind them are read.
+        # Blocks with a hash come from the prefix cache and are filled already; only those behind
+        # them are read.
         num_cached = sum(1 for _ in takewhile(lambda block: block.block_hash is not None, blocks))
         start = num_cached * self.config.block_size
         block_ids = tuple(block.block_id for block in blocks[num_cached:])
@@ -152,7 +169,9 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         self._next.reqs_to_recv[request.request_id] = order
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PullConnectorMetadata:
-        """Return what was decided since the last call, with heartbeats, six in the time of a lease."""
+        """Return what was decided since the last call, with heartbeats, six in the time of a
+        lease.
+        """
         metadata, self._next = self._next, PullConnectorMetadata()
         now = time.monotonic()
         # Whatever is not read yet must still be there when its turn comes.
@@ -180,7 +199,9 @@ class PullConnectorScheduler(KVConnectorBase_V1):
                 del self._num_untold[request_id]
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
-        """Keep the blocks of a prefill that ended as it should; any other request's are free at once."""
+        """Keep the blocks of a prefill that ended as it should; any other request's are free at
+        once.
+        """
         self._leave(request.request_id)
         params = request.kv_transfer_params
         if params is None or not params.get("do_remote_decode"):
@@ -202,7 +223,9 @@ class PullConnectorScheduler(KVConnectorBase_V1):
         return bool(self._untold)
 
     def start_over(self) -> None:
-        """Start over after a failed step: ranks have given up their reads, and get all other orders again."""
+        """Start over after a failed step: ranks have given up their reads, and get all other
+        orders again.
+        """
         self._next = PullConnectorMetadata()
         with self._held_lock:
             # The failed step may or may not have told the ranks which blocks to keep; to be told

@@ -1,4 +1,5 @@
-"""The ranks' side of connectors that pull: what has arrived, what is lost, and which blocks need not be kept any more.
+"""The ranks' side of connectors that pull: what has arrived, what is lost, and which blocks need
+not be kept any more.
 
 The connectors that build on this move the bytes, and call `receive` or `lose` once for each read.
 """
@@ -15,7 +16,9 @@ logger = init_logger(__name__)
 
 
 class PullConnectorWorker(KVConnectorBase_V1):
-    """Leases, results and counts of one rank. `kind`, such as "tcp", begins the names of what it counts."""
+    """Leases, results and counts of one rank. `kind`, such as "tcp", begins the names of what it
+    counts.
+    """
 
     kind: str
 
@@ -46,7 +49,9 @@ class PullConnectorWorker(KVConnectorBase_V1):
         self._invalid_block_ids.update(block_ids)
 
     def tell(self, request_id: str) -> None:
-        """Take note that a prefill engine knows that its blocks are not wanted, or cannot be told."""
+        """Take note that a prefill engine knows that its blocks are not wanted, or cannot be
+        told.
+        """
         self._told.append(request_id)
 
     def count(self, name: str, by: int = 1) -> None:

@@ -2,14 +2,15 @@
 
     y = base(x);  y += B_slot (A_slot x)   for each row that has an adapter
 
-`LoRALinearMethod` wraps whatever method the linear had: plain, in panels, or quantized. Merged projections keep one A
-and one B each (slices). Of a tensor-parallel linear, a rank has the same part as of the base. One that is divided by
-its outputs has all of A and its rows of B. One that is divided by its inputs has its columns of A and all of B: its
-part of A x gives its part of B A x, which the all-reduce that follows adds up with the base's. So nothing more is
-exchanged.
+`LoRALinearMethod` wraps whatever method the linear had: plain, in panels, or quantized. Merged
+projections keep one A and one B each (slices). Of a tensor-parallel linear, a rank has the same
+part as of the base. One that is divided by its outputs has all of A and its rows of B. One that is
+divided by its inputs has its columns of A and all of B: its part of A x gives its part of B A x,
+which the all-reduce that follows adds up with the base's. So nothing more is exchanged.
 
-In vLLM v0.33.0: `vllm/lora/layers/` (`MergedColumnParallelLinearWithLoRA`, `QKVParallelLinearWithLoRA`,
-`RowParallelLinearWithLoRA`), `vllm/lora/punica_wrapper/punica_base.py` (`PunicaWrapperBase.update_metadata`).
+In vLLM v0.33.0: `vllm/lora/layers/` (`MergedColumnParallelLinearWithLoRA`,
+`QKVParallelLinearWithLoRA`, `RowParallelLinearWithLoRA`), `vllm/lora/punica_wrapper/punica_base.py`
+(`PunicaWrapperBase.update_metadata`).
 """
 
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ from minivllm.models.linear import Linear, LinearMethod
 
 
 class LoRAStep:
-    """Which slot each row of the present step uses. All linears read it; the runner sets it before each forward pass.
+    """The LoRA slot of each row of the present step. All linears read it; the runner sets it before
+    each forward pass.
 
-    The last layer goes on with some of the rows only: then there are two sets of rows, which their numbers tell apart.
+    The last layer goes on with some of the rows only: then there are two sets of rows, which their
+    numbers tell apart.
     """
 
     def __init__(self) -> None:
@@ -38,7 +41,8 @@ class LoRAStep:
     def meta_of(self, x: Tensor) -> LoRAKernelMeta | None:
         """Return the slots of x's rows, or None if none of them has an adapter."""
         rows = x.shape[0]
-        # Sets of rows are told apart by their number: all tokens, or only those that the last layer goes on with.
+        # Sets of rows are told apart by their number: all tokens, or only those that the last layer
+        # goes on with.
         for meta in self.metas:
             if meta.num_rows == rows:
                 return meta if meta.num_active or self.fixed_grid else None
@@ -48,7 +52,8 @@ class LoRAStep:
 
 @dataclass(frozen=True)
 class Slice:
-    """One stored projection of a linear: outputs `first` to `last` here, and which part of it a rank has.
+    """One stored projection of a linear: outputs `first` to `last` here, and which part of it a
+    rank has.
 
     `part` is (index, parts) of the inputs if `divides_inputs`, else of the outputs.
     """
@@ -62,8 +67,8 @@ class Slice:
 
 @dataclass
 class LoRALayerWeights:
-    """An adapter's share of one linear on one rank, as the slot takes it: for each slice A `[rank, in]` and the
-    transposed B `[rank, out]`, or None.
+    """An adapter's share of one linear on one rank, as the slot takes it: for each slice A `[rank,
+    in]` and the transposed B `[rank, out]`, or None.
     """
 
     slices: list[tuple[Tensor, Tensor] | None]
@@ -75,7 +80,9 @@ class LoRALayerWeights:
 
 
 class LoRALinearMethod(LinearMethod):
-    """The method of one linear: `base`, and slots of stacked matrices in the layouts of `kernels/lora_linear.py`."""
+    """The method of one linear: `base`, and slots of stacked matrices in the layouts of
+    `kernels/lora_linear.py`.
+    """
 
     def __init__(
         self,
@@ -88,7 +95,9 @@ class LoRALinearMethod(LinearMethod):
         max_rank: int,
         dtype: torch.dtype,
     ) -> None:
-        """Allocate the slots; `ranks` `[slices, slots]`, int32, is on the device, and is set when a slot is filled."""
+        """Allocate the slots; `ranks` `[slices, slots]`, int32, is on the device, and is set
+        when a slot is filled.
+        """
         self.base = base
         self.slices = slices
         self.step = step
@@ -118,7 +127,9 @@ class LoRALinearMethod(LinearMethod):
         return y
 
     def apply_gated(self, linear: Linear, x: Tensor) -> Tensor:
-        """Multiply and apply the activation. The base may fuse it only if no adapter comes between."""
+        """Multiply and apply the activation. The base may fuse it only if no adapter comes
+        between.
+        """
         meta = self.step.meta_of(x)
         if meta is None:
             return self.base.apply_gated(linear, x)
@@ -127,7 +138,9 @@ class LoRALinearMethod(LinearMethod):
         return silu_and_mul(y)
 
     def set_lora(self, slot: int, weights: LoRALayerWeights | None) -> np.ndarray:
-        """Copy an adapter's matrices into a slot. Return the rank of each slice `[slices]`, 0 for none."""
+        """Copy an adapter's matrices into a slot. Return the rank of each slice `[slices]`, 0
+        for none.
+        """
         # A slot keeps numbers of an earlier adapter beyond these ranks; nothing reads them.
         ranks = np.zeros(len(self.slices), np.int32)
         for index, piece in enumerate(self.slices):

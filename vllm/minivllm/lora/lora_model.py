@@ -1,4 +1,5 @@
-"""An adapter's matrices, read from its safetensors file: A `[rank, in]` and B `[out, rank]` of each adapted module.
+"""An adapter's matrices, read from its safetensors file: A `[rank, in]` and B `[out, rank]` of each
+adapted module.
 
 In vLLM v0.33.0: `vllm/lora/lora_model.py` (`LoRAModel.from_local_checkpoint`), `vllm/lora/utils.py`
 (`parse_fine_tuned_lora_name`).
@@ -40,7 +41,8 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
     """Return all pairs of an adapter in a local PEFT folder, in fp32, in memory of their own.
 
     Raises:
-        MinivllmError: there is no adapter, it does not fit the model, or it has something that is not served.
+        MinivllmError: there is no adapter, it does not fit the model, or it has something that is
+            not served.
     """
     helper = PEFTHelper.from_local_dir(folder, max_lora_rank)
     stored: dict[ModuleName, dict[str, Tensor]] = {}

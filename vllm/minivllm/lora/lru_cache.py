@@ -1,6 +1,7 @@
 """A dictionary of limited size that evicts what was used least recently, unless it is pinned.
 
-In vLLM v0.33.0: `vllm/utils/cache.py` (`LRUCache`), `vllm/lora/model_manager.py` (`AdapterLRUCache`).
+In vLLM v0.33.0: `vllm/utils/cache.py` (`LRUCache`), `vllm/lora/model_manager.py`
+(`AdapterLRUCache`).
 """
 
 from collections import OrderedDict
@@ -13,7 +14,9 @@ Value = TypeVar("Value")
 
 
 class AdapterLRUCache(Generic[Value]):
-    """Adapters by id, at most `capacity`. `on_remove` is called with the id of each that is removed."""
+    """Adapters by id, at most `capacity`. `on_remove` is called with the id of each that is
+    removed.
+    """
 
     def __init__(self, capacity: int, on_remove: Callable[[int], None], what: str) -> None:
         """Hold up to `capacity` adapters; `what` names the places in messages."""
@@ -42,7 +45,9 @@ class AdapterLRUCache(Generic[Value]):
         self._items.move_to_end(key)
 
     def put(self, key: int, value: Value) -> None:
-        """Add or replace an adapter, as used just now. If the cache is full, call `make_room` first."""
+        """Add or replace an adapter, as used just now. If the cache is full, call `make_room`
+        first.
+        """
         assert key in self._items or len(self._items) < self.capacity
         self._items[key] = value
         self.touch(key)

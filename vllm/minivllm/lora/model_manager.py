@@ -1,7 +1,8 @@
-"""The two tiers of adapters: a few in slots on the device, more in host memory; both evict the least recently used.
+"""The two tiers of adapters: a few in slots on the device, more in host memory; both evict the
+least recently used.
 
-Every adapter in a slot is in host memory too, so emptying a slot costs nothing, and filling it is one copy. What host
-memory has evicted is read from its folder again.
+Every adapter in a slot is in host memory too, so emptying a slot costs nothing, and filling it is
+one copy. What host memory has evicted is read from its folder again.
 
 In vLLM v0.33.0: `vllm/lora/model_manager.py` (`LoRAModelManager`, `LRUCacheLoRAModelManager`).
 """
@@ -36,12 +37,13 @@ LEAST_RANK = 4
 class LRUCacheLoRAModelManager:
     """The slots of one model, or of a rank's part of it, and the adapters in host memory.
 
-    `registered`: the adapters in host memory. `slots` says which of them lie in slots. `step` is what the linears read
-    in each step. `num_activations`: how often a slot was filled.
+    `registered`: the adapters in host memory. `slots` says which of them lie in slots. `step` is
+    what the linears read in each step. `num_activations`: how often a slot was filled.
     """
 
     def __init__(self, model: Decoder, config: LoRAConfig, slots: AdapterSlots) -> None:
-        """Give every linear inside the layers its slots, which allocates them on the model's device.
+        """Give every linear inside the layers its slots, which allocates them on the model's
+        device.
 
         Raises:
             MinivllmError: the model's attention has no such linears.
@@ -56,7 +58,8 @@ class LRUCacheLoRAModelManager:
         self.num_activations = 0
         self._whole_config = model.whole_config
         self._shapes = linear_shapes(model.whole_config)
-        # The adapter whose numbers are in each slot, free or not: if it comes back, nothing is copied.
+        # The adapter whose numbers are in each slot, free or not: if it comes back, nothing is
+        # copied.
         self._filled: list[int | None] = [None] * config.max_loras
         self.modules: dict[LinearName, LoRALinearMethod] = {}
         self._wrap(model)
@@ -132,7 +135,9 @@ class LRUCacheLoRAModelManager:
         return sum(method.nbytes for method in self.modules.values())
 
     def shape_of(self, module: ModuleName) -> tuple[int, int] | None:
-        """Return (in, out) of a projection of the whole model, or None if it has none of that name."""
+        """Return (in, out) of a projection of the whole model, or None if it has none of that
+        name.
+        """
         layer, projection = module
         if layer >= self._whole_config.num_hidden_layers or projection not in self._shapes:
             return None
@@ -166,7 +171,8 @@ class LRUCacheLoRAModelManager:
         linears = list(linears_of(model))
         slots = self.config.max_loras
         most = max(len(slices) for _, _, slices, _ in linears)
-        # [linears, slices, slots], on the host and on the device; a linear's method holds a view of its own.
+        # [linears, slices, slots], on the host and on the device; a linear's method holds a view of
+        # its own.
         self._host_ranks = np.zeros((len(linears), most, slots), np.int32)
         self._ranks = torch.zeros(len(linears), most, slots, dtype=torch.int32, device=self.device)
         for number, (name, linear, slices, in_features) in enumerate(linears):
@@ -206,7 +212,9 @@ def check_model(config: ModelConfig) -> None:
 
 
 def linears_of(model: Decoder) -> list[tuple[LinearName, Linear, list[Slice], int]]:
-    """Return name, linear, slices and number of inputs of each linear inside the layers that this rank has."""
+    """Return name, linear, slices and number of inputs of each linear inside the layers that
+    this rank has.
+    """
     config, group = model.config, model.group
     which = group.rank, group.size
     merged = merged_projections(config, which, kv_part(model.whole_config, group))

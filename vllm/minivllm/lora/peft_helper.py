@@ -22,7 +22,8 @@ REQUIRED = ("r", "lora_alpha", "target_modules")
 PATTERN = re.compile(r"\^?[\w.-]{1,300}")
 # These initializations change the base's weights too, so the adapter alone is not the difference.
 OTHER_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Settings that are refused: when a value means that the adapter uses the feature, and what the feature is.
+# Settings that are refused: when a value means that the adapter uses the feature, and what the
+# feature is.
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "use_dora": (bool, "DoRA, which scales the base's weights"),
     "lora_bias": (bool, "biases of its own (lora_bias)"),
@@ -50,9 +51,9 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 class PEFTHelper:
     """The rank and the scale of each module's pair of matrices.
 
-    A pattern is a module's name or the end of it, behind a dot; the first one that matches counts. PEFT takes regular
-    expressions too. Here none is evaluated, because a hostile one can take for ever: the tensors tell the ranks, and an
-    `alpha_pattern` with one is refused.
+    A pattern is a module's name or the end of it, behind a dot; the first one that matches counts.
+    PEFT takes regular expressions too. Here none is evaluated, because a hostile one can take for
+    ever: the tensors tell the ranks, and an `alpha_pattern` with one is refused.
     """
 
     r: int
@@ -67,7 +68,8 @@ class PEFTHelper:
         """Read and check the config of an adapter in a local folder.
 
         Raises:
-            MinivllmError: there is none, or it has something that is not served; one line says what.
+            MinivllmError: there is none, or it has something that is not served; one line says
+                what.
         """
         path = Path(folder)
         if not os.path.isfile(path / CONFIG_FILE):  # no, too, where nothing may be looked at
@@ -98,9 +100,11 @@ class PEFTHelper:
         return helper
 
     def rank_of(self, module: str, stored: int) -> int:
-        """Return the rank that a module's pair must have, such as that of "model.layers.0.self_attn.q_proj".
+        """Return the rank that a module's pair must have, such as that of
+        "model.layers.0.self_attn.q_proj".
 
-        Behind a regular expression, which may match or not, that is the `stored` one if the config has it anywhere.
+        Behind a regular expression, which may match or not, that is the `stored` one if the config
+        has it anywhere.
         """
         for pattern, rank in self.rank_pattern.items():
             if not PATTERN.fullmatch(pattern):
@@ -111,7 +115,9 @@ class PEFTHelper:
         return self.r
 
     def scale_of(self, module: str, rank: int) -> float:
-        """Return what B A is multiplied by: alpha / rank, or alpha / √rank with rank-stabilised LoRA."""
+        """Return what B A is multiplied by: alpha / rank, or alpha / √rank with rank-stabilised
+        LoRA.
+        """
         alphas = (alpha for pattern, alpha in self.alpha_pattern.items() if _matches(pattern, module))
         alpha = next(alphas, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)  # rsLoRA, arXiv 2312.03732

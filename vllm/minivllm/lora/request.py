@@ -1,4 +1,6 @@
-"""`LoRARequest`, under vLLM's name: `vllm/lora/request.py`. The scheduler's floor has it, since it reads it."""
+"""`LoRARequest`, under vLLM's name: `vllm/lora/request.py`. The scheduler's floor has it, since
+it reads it.
+"""
 
 from minivllm.core.lora_request import LoRARequest
 

@@ -1,4 +1,5 @@
-"""A rank's adapters: read from their folders when a step needs them, and the slots of the step's rows.
+"""A rank's adapters: read from their folders when a step needs them, and the slots of the step's
+rows.
 
 In vLLM v0.33.0: `vllm/lora/worker_manager.py` (`LRUCacheWorkerLoRAManager`),
 `vllm/v1/worker/lora_model_runner_mixin.py` (`LoRAModelRunnerMixin.set_active_loras`).
@@ -38,7 +39,6 @@ class NoLoRA:
         """Do nothing: no linear reads slots."""
 
     def list_adapters(self) -> list[int]:
-        """Return none."""
         return []
 
     def warm_up(self) -> None:
@@ -58,7 +58,9 @@ class LRUCacheWorkerLoRAManager:
         max_rows: int,
         make_slots: Callable[[int], AdapterSlots] = AdapterSlots,
     ) -> None:
-        """Allocate the slots. `max_rows` are the largest step's; `make_slots` is called with `max_loras`."""
+        """Allocate the slots. `max_rows` are the largest step's; `make_slots` is called with
+        `max_loras`.
+        """
         self.config = config
         self.manager = LRUCacheLoRAModelManager(model, config, make_slots(config.max_loras))
         self.num_loads = 0
@@ -67,10 +69,11 @@ class LRUCacheWorkerLoRAManager:
         self._metas = LoRAKernelMeta(*new_meta), LoRAKernelMeta(*new_meta)
 
     def add_adapter(self, lora_request: LoRARequest) -> str:
-        """Read an adapter into host memory, or replace the one with this id; return its fingerprint.
+        """Read an adapter into host memory, or replace the one with this id; return its
+        fingerprint.
 
-        If the request has a fingerprint, only that adapter is accepted: not a folder that has changed, nor, with
-        `load_inplace`, another adapter while requests use the old one.
+        If the request has a fingerprint, only that adapter is accepted: not a folder that has
+        changed, nor, with `load_inplace`, another adapter while requests use the old one.
 
         Raises:
             MinivllmError: the adapter cannot be served, has changed, or there is no room.
@@ -101,7 +104,8 @@ class LRUCacheWorkerLoRAManager:
     def slots_of_tokens(
         self, requests: Mapping[int, LoRARequest], rows: np.ndarray, query_start_loc: np.ndarray
     ) -> np.ndarray | None:
-        """Give all adapters slots; return the slot of each token [tokens], -1 for none, or None if no token has one.
+        """Give all adapters slots; return the slot of each token [tokens], -1 for none, or None if
+        no token has one.
 
         `requests`: by row of the batch. `rows` [requests], `query_start_loc` [requests + 1]: those
         of the step.
@@ -142,7 +146,8 @@ class LRUCacheWorkerLoRAManager:
         return slots
 
     def set_rows(self, slots: np.ndarray | None, wanted: np.ndarray | None = None) -> None:
-        """Set the slot of each row of the step for the linears [rows], -1 for none; None if no row has an adapter.
+        """Set the slot of each row of the step for the linears [rows], -1 for none; None if no row
+        has an adapter.
 
         `wanted`: the rows that the last layer goes on with, or None for all.
         """
@@ -157,7 +162,9 @@ class LRUCacheWorkerLoRAManager:
             step.metas = self._metas
 
     def warm_up(self) -> None:
-        """Compile the gate, which only steps with adapters run; the adapters' own loops are compiled with the slots."""
+        """Compile the gate, which only steps with adapters run; the adapters' own loops are
+        compiled with the slots.
+        """
         silu_and_mul(torch.zeros(1, 2 * LANES, dtype=self.manager.dtype, device=self.manager.device))
 
     def for_graphs(self, most_rows: int) -> "LoRAOfGraphs":
@@ -192,7 +199,9 @@ def _why_not(request: LoRARequest) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LoRAOfGraphs:
-    """The rows' slots at addresses of their own, and launches that do not depend on how many slots are in use."""
+    """The rows' slots at addresses of their own, and launches that do not depend on how many
+    slots are in use.
+    """
 
     step: LoRAStep
     meta: LoRAKernelMeta

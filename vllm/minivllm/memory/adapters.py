@@ -1,7 +1,7 @@
 """How large a LoRA adapter is: the linears it changes, its parameters, its bytes.
 
-An adapter of rank r replaces W [out, in] by W + scale * B A, with A [r, in] and B [out, r]: r * (in + out) numbers for
-each linear that it changes (arXiv 2106.09685).
+An adapter of rank r replaces W [out, in] by W + scale * B A, with A [r, in] and B [out, r]: r * (in
++ out) numbers for each linear that it changes (arXiv 2106.09685).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,9 @@ ALL_LINEARS = (*ATTENTION_LINEARS, *MLP_LINEARS)
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return (out, in) of each linear of one layer of the Llama family, by the name that adapters give it."""
+    """Return (out, in) of each linear of one layer of the Llama family, by the name that
+    adapters give it.
+    """
     if config.kv_lora_rank is not None or config.num_experts:
         raise MinivllmError(f"adapters are counted for dense models with ordinary attention, not {config.model_type!r}")
     config.require("hidden_size", "intermediate_size")
@@ -37,7 +39,8 @@ def adapter_parameters(config: ModelConfig, rank: int, targets: Sequence[str] = 
     """Return the numbers in an adapter: layers * rank * sum(in + out) over its targets.
 
     Raises:
-        MinivllmError: a target that is no linear of a layer, a rank below 1, or a model that is not counted here.
+        MinivllmError: a target that is no linear of a layer, a rank below 1, or a model that is not
+            counted here.
     """
     if rank < 1:
         raise MinivllmError(f"an adapter's rank is 1 or more, not {rank}")
@@ -50,5 +53,7 @@ def adapter_parameters(config: ModelConfig, rank: int, targets: Sequence[str] = 
 
 
 def adapter_bytes(config: ModelConfig, rank: int, targets: Sequence[str] = ALL_LINEARS, dtype: str = "bfloat16") -> int:
-    """Return the bytes of an adapter's A and B. A slot takes those of `max_lora_rank`, whatever rank stands in it."""
+    """Return the bytes of an adapter's A and B. A slot takes those of `max_lora_rank`, whatever
+    rank stands in it.
+    """
     return adapter_parameters(config, rank, targets) * DTYPE_BYTES[dtype]

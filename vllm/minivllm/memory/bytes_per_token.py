@@ -1,7 +1,8 @@
 """KV-cache bytes per token, and how many tokens and requests a cache holds.
 
-These are counts, not estimates; they equal what vLLM prints at start-up ("GPU KV cache size", "Maximum concurrency").
-Only models in which every layer caches every token have such a figure; for others see `kv_layers`.
+These are counts, not estimates; they equal what vLLM prints at start-up ("GPU KV cache size",
+"Maximum concurrency"). Only models in which every layer caches every token have such a figure; for
+others see `kv_layers`.
 
 In vLLM v0.33.0: `vllm/v1/kv_cache_interface.py` (`AttentionSpec.page_size_bytes`).
 """
@@ -35,20 +36,23 @@ KV_DTYPES = tuple(dict.fromkeys(("auto", *DTYPE_BYTES, *KV_CACHE_DTYPES, "fp8_pe
 def kv_bytes_per_token(model: Model, kv_dtype: str = "auto", tp: int = 1) -> int:
     """Return the bytes that one token occupies in the KV cache of *one* GPU, over all layers.
 
-    `2 * layers * KV heads * head_dim * bytes`, the 2 being K and V. KV heads are divided over `tp` GPUs; if there are
-    more GPUs than heads, the heads are replicated. Multi-head latent attention instead caches one latent vector and the
-    rotary part of the key, replicated on every GPU: `layers * (kv_lora_rank + qk_rope_head_dim) * bytes`.
+    `2 * layers * KV heads * head_dim * bytes`, the 2 being K and V. KV heads are divided over `tp`
+    GPUs; if there are more GPUs than heads, the heads are replicated. Multi-head latent attention
+    instead caches one latent vector and the rotary part of the key, replicated on every GPU:
+    `layers * (kv_lora_rank + qk_rope_head_dim) * bytes`.
 
     Args:
         model: a ModelConfig or the contents of a `config.json`.
-        kv_dtype: "auto" is what vLLM would choose: the dtype that a quantized checkpoint asks for, else the model's
-            own, or bfloat16 if that is float32. The fp8 formats take one byte per value; their per-tensor scales take
-            no room in the cache. "int8_per_token_head" (or "int8") and "fp8_per_token_head" add one float32 scale per
-            token and head, for K and for V; "nvfp4" takes half a byte per value and a one-byte scale per 16 values.
+        kv_dtype: "auto" is what vLLM would choose: the dtype that a quantized checkpoint asks for,
+            else the model's own, or bfloat16 if that is float32. The fp8 formats take one byte per
+            value; their per-tensor scales take no room in the cache. "int8_per_token_head" (or
+            "int8") and "fp8_per_token_head" add one float32 scale per token and head, for K and for
+            V; "nvfp4" takes half a byte per value and a one-byte scale per 16 values.
         tp: GPUs that share one copy of the model.
 
     Raises:
-        UnsupportedModelError: not every layer caches every token, so there is no single figure per token.
+        UnsupportedModelError: not every layer caches every token, so there is no single figure per
+            token.
         MinivllmError: unknown dtype, or `tp` does not fit the number of KV heads.
     """
     config = as_config(model)
@@ -57,7 +61,9 @@ def kv_bytes_per_token(model: Model, kv_dtype: str = "auto", tp: int = 1) -> int
 
 
 def layer_bytes_per_token(config: ModelConfig, kv_dtype: str = "auto", tp: int = 1) -> int:
-    """Return the bytes of one token in one layer that keeps it, on one GPU; see `kv_bytes_per_token`."""
+    """Return the bytes of one token in one layer that keeps it, on one GPU; see
+    `kv_bytes_per_token`.
+    """
     kv_dtype = cache_dtype(config, kv_dtype)
     heads = kv_heads_on_rank(config, tp)
     if config.kv_lora_rank is not None:
@@ -68,9 +74,11 @@ def layer_bytes_per_token(config: ModelConfig, kv_dtype: str = "auto", tp: int =
 
 
 def kv_cache_tokens(kv_bytes: int, model: Model, block_size: int = 16, kv_dtype: str = "auto", tp: int = 1) -> int:
-    """Return how many tokens fit into `kv_bytes` of one GPU, in whole blocks: vLLM's "GPU KV cache size".
+    """Return how many tokens fit into `kv_bytes` of one GPU, in whole blocks: vLLM's "GPU KV cache
+    size".
 
-    Like vLLM, this includes block 0, although that is the null block and never holds a request's tokens.
+    Like vLLM, this includes block 0, although that is the null block and never holds a request's
+    tokens.
     """
     require(is_number(kv_bytes), f"kv_bytes is {kv_bytes!r}; it must be a number of bytes")
     if kv_bytes < 0:
@@ -80,13 +88,16 @@ def kv_cache_tokens(kv_bytes: int, model: Model, block_size: int = 16, kv_dtype:
 
 
 def max_concurrency(tokens: int, max_model_len: int) -> float:
-    """Return how many requests of maximum length fit at once: vLLM's "Maximum concurrency for N tokens per request"."""
+    """Return how many requests of maximum length fit at once: vLLM's "Maximum concurrency for N
+    tokens per request".
+    """
     require(is_number(tokens) and tokens >= 0, f"tokens is {tokens!r}; it must be a number, and not negative")
     return tokens / positive_count("max_model_len", max_model_len)
 
 
 def kv_heads_on_rank(config: ModelConfig, tp: int) -> int:
-    """Return the number of KV heads on each of `tp` GPUs: divided if there are enough, else one replicated head each.
+    """Return the number of KV heads on each of `tp` GPUs: divided if there are enough, else one
+    replicated head each.
 
     vLLM: `ModelConfig.get_num_kv_heads` in `vllm/config/model.py`.
 
@@ -105,7 +116,8 @@ def kv_heads_on_rank(config: ModelConfig, tp: int) -> int:
 
 
 def serving_dtype(model: Model) -> str:
-    """Return the dtype in which vLLM runs a model by default: its own, or bfloat16 if that is float32.
+    """Return the dtype in which vLLM runs a model by default: its own, or bfloat16 if that is
+    float32.
 
     vLLM: `_resolve_auto_dtype` in `vllm/config/model.py`.
     """
@@ -114,7 +126,8 @@ def serving_dtype(model: Model) -> str:
 
 
 def cache_dtype(model: Model, kv_dtype: str = "auto") -> str:
-    """Resolve "auto" to a dtype, and "int8" to "int8_per_token_head"; other known dtypes are returned unchanged.
+    """Resolve "auto" to a dtype, and "int8" to "int8_per_token_head"; other known dtypes are
+    returned unchanged.
 
     Raises:
         MinivllmError: unknown dtype.
@@ -141,7 +154,9 @@ def _refuse_forgetful(config: ModelConfig) -> None:
         reason = config.cache_exception or window
         name = config.architecture or config.model_type or "this model"
         way_out = "kv_groups counts it" if config.counted_layer_types else "vLLM prints what fits when it starts"
-        raise UnsupportedModelError(f"{name}: {reason}, so its cache is not so many bytes a token; {way_out}")
+        raise UnsupportedModelError(
+            f"{name}: {reason}, so its cache does not grow by a fixed number of bytes a token; {way_out}"
+        )
 
 
 def bytes_of_dtype(dtype: str) -> int:

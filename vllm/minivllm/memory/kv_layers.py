@@ -1,13 +1,15 @@
-"""What each kind of layer keeps of a request, and the groups in which the layers share one pool of blocks.
+"""What each kind of layer keeps of a request, and the groups in which the layers share one pool of
+blocks.
 
-A model whose layers all keep every token has one group, and its cache is so many bytes a token. Layers with a sliding
-window keep the last tokens only, and linear-attention layers keep one state. vLLM makes the pages of all kinds equally
-large, puts equally many layers of one kind into each group, and lets every group take blocks from the same pool, so a
-request of a given length takes a countable number of blocks, though no figure per token exists.
+A model whose layers all keep every token has one group, and its cache grows by a fixed number of bytes a token.
+Layers with a sliding window keep the last tokens only, and linear-attention layers keep one state.
+vLLM makes the pages of all kinds equally large, puts equally many layers of one kind into each
+group, and lets every group take blocks from the same pool, so a request of a given length takes a
+countable number of blocks, though no figure per token exists.
 
-In vLLM v0.33.0: `vllm/v1/kv_cache_interface.py` (`FullAttentionSpec`, `SlidingWindowSpec`, `MambaSpec`),
-`vllm/v1/core/kv_cache_planning.py` (`get_kv_cache_groups`, `unify_kv_cache_spec_page_size`), and
-`vllm/platforms/interface.py` (`_align_hybrid_block_size`).
+In vLLM v0.33.0: `vllm/v1/kv_cache_interface.py` (`FullAttentionSpec`, `SlidingWindowSpec`,
+`MambaSpec`), `vllm/v1/core/kv_cache_planning.py` (`get_kv_cache_groups`,
+`unify_kv_cache_spec_page_size`), and `vllm/platforms/interface.py` (`_align_hybrid_block_size`).
 """
 
 import math
@@ -39,13 +41,17 @@ PADDED_BELOW = 1.5  # kinds whose layer counts differ by less form groups of the
 
 @dataclass(frozen=True)
 class FullLayer:
-    """A layer that keeps every token; chunked local attention (Llama 4) is allocated like one, by default."""
+    """A layer that keeps every token; chunked local attention (Llama 4) is allocated like one,
+    by default.
+    """
 
     block_size: int
     page_bytes: int
 
     def blocks(self, num_tokens: int, in_flight: int) -> int:
-        """Return the blocks of a request of `num_tokens` tokens, `in_flight` of which are not settled yet."""
+        """Return the blocks of a request of `num_tokens` tokens, `in_flight` of which are not
+        settled yet.
+        """
         return -(-num_tokens // self.block_size)
 
 
@@ -73,7 +79,9 @@ class StateLayer(FullLayer):
 
 @dataclass(frozen=True)
 class KVGroups:
-    """The groups of a model's layers on one GPU. Block `n` of the pool belongs to one group at a time."""
+    """The groups of a model's layers on one GPU. Block `n` of the pool belongs to one group at a
+    time.
+    """
 
     # The layers' kind, once for each group.
     groups: tuple[FullLayer, ...]
@@ -83,12 +91,16 @@ class KVGroups:
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Return the bytes of a token, or None if there is no such figure: not every layer keeps every token."""
+        """Return the bytes of a token, or None if there is no such figure: not every layer keeps
+        every token.
+        """
         only = self.groups[0]
         return self.block_bytes // only.block_size if len(self.groups) == 1 and type(only) is FullLayer else None
 
     def widened(self, bytes_per_token: int) -> "KVGroups":
-        """Return the one group with that much more for each token: a draft model's layers have the same blocks."""
+        """Return the one group with that much more for each token: a draft model's layers have
+        the same blocks.
+        """
         return replace(self, block_bytes=self.block_bytes + self.groups[0].block_size * bytes_per_token)
 
     def blocks_per_request(self, num_tokens: int) -> int:
@@ -106,15 +118,18 @@ def kv_groups(
     gdn_checkpoints: bool = False,
     states: int | None = None,
 ) -> KVGroups:
-    """Return the groups of a model's layers on one of `tp` GPUs, as vLLM v0.33.0 forms them by default.
+    """Return the groups of a model's layers on one of `tp` GPUs, as vLLM v0.33.0 forms them by
+    default.
 
     Args:
         model: a ModelConfig or the contents of a `config.json`.
         kv_dtype, tp: see `kv_bytes_per_token`.
         block_size: tokens per block of the full-attention layers; states may require larger ones.
         max_num_batched_tokens: the largest step.
-        steps_in_flight: 2 with async scheduling, the default; 1 without it, and in versions that did not count it.
-        gdn_checkpoints: the GPU has FlashInfer's kernel for gated delta nets, which exports states inside a prefill.
+        steps_in_flight: 2 with async scheduling, the default; 1 without it, and in versions that
+            did not count it.
+        gdn_checkpoints: the GPU has FlashInfer's kernel for gated delta nets, which exports states
+            inside a prefill.
         states: state blocks of a request; None: with prefix caching, the default. Without it: 1.
 
     Raises:
@@ -143,9 +158,11 @@ def kv_groups(
 
 
 def form_groups(layers: Sequence[FullLayer], in_flight: int = 0) -> KVGroups:
-    """Group layers of equal kind: as many in each group as the rarest kind has, or the commonest if that is near.
+    """Group layers of equal kind: as many in each group as the rarest kind has, or the commonest if
+    that is near.
 
-    Pages are made equal first: a smaller page takes more tokens if it divides the largest, else it is padded.
+    Pages are made equal first: a smaller page takes more tokens if it divides the largest, else it
+    is padded.
     """
     if len({replace(layer, page_bytes=0) for layer in layers}) == 1:
         return KVGroups(tuple(layers[:1]), sum(layer.page_bytes for layer in layers), in_flight)
@@ -166,7 +183,9 @@ def _with_page(layer: FullLayer, page_bytes: int) -> FullLayer:
 
 
 def _token_bytes(config: ModelConfig, kind: str, kv_dtype: str, tp: int) -> int:
-    """Return the bytes of a token in one layer. Gemma 4's full-attention layers have heads of their own."""
+    """Return the bytes of a token in one layer. Gemma 4's full-attention layers have heads of
+    their own.
+    """
     hf = config.hf_text_config
     own = {"head_dim": hf.get("global_head_dim")}
     if hf.get("attention_k_eq_v"):
@@ -179,9 +198,11 @@ def _token_bytes(config: ModelConfig, kind: str, kv_dtype: str, tp: int) -> int:
 
 
 def _state_bytes(config: ModelConfig, tp: int) -> int:
-    """Return the bytes of a gated delta net's state on one GPU: the last inputs of its convolution, and the matrix.
+    """Return the bytes of a gated delta net's state on one GPU: the last inputs of its convolution,
+    and the matrix.
 
-    In vLLM v0.33.0: `gated_delta_net_state_shape` in `vllm/model_executor/layers/mamba/mamba_utils.py`.
+    In vLLM v0.33.0: `gated_delta_net_state_shape` in
+    `vllm/model_executor/layers/mamba/mamba_utils.py`.
     """
     hf = config.hf_text_config
     keys, values, key_width, value_width, kernel = (hf.get(name) or 0 for name in GDN_FIELDS)

@@ -1,7 +1,9 @@
-"""Where the memory of a device goes: weights, working memory, and the KV cache with the tokens it holds.
+"""Where the memory of a device goes: weights, working memory, and the KV cache with the tokens it
+holds.
 
-In vLLM v0.33.0: `vllm/v1/core/kv_cache_planning.py` (`get_kv_cache_configs`, `check_enough_kv_cache_memory`,
-`estimate_max_model_len`) and `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_memory`).
+In vLLM v0.33.0: `vllm/v1/core/kv_cache_planning.py` (`get_kv_cache_configs`,
+`check_enough_kv_cache_memory`, `estimate_max_model_len`) and `vllm/v1/worker/gpu_worker.py`
+(`Worker.determine_available_memory`).
 """
 
 from bisect import bisect_right
@@ -17,9 +19,9 @@ from minivllm.memory.devices import Device, get_device
 from minivllm.memory.kv_layers import KVGroups, kv_groups
 from minivllm.memory.parameters import rotary_table_bytes, weight_bytes
 
-# Defaults for working memory that was not measured. The estimate of activations is within 6 % of the peaks in vLLM's
-# start-up logs (tests/memory/startup_logs.toml); the other figures are typical of such logs.
-# float32 copies, sorted values and 8-byte indices of [max_num_seqs, vocab] logits.
+# Defaults for working memory that was not measured. The estimate of activations is within 6 % of
+# the peaks in vLLM's start-up logs (tests/memory/startup_logs.toml); the other figures are typical
+# of such logs. float32 copies, sorted values and 8-byte indices of [max_num_seqs, vocab] logits.
 SAMPLER_BYTES_PER_LOGIT = 39
 NON_TORCH_BYTES = GIB // 10
 NON_TORCH_BYTES_TP = GIB  # with NCCL's buffers
@@ -41,7 +43,7 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """Where the memory of one GPU goes, to the byte. The rows sum to the GPU's total."""
+    """A GPU's memory, to the byte: one row for each use. The rows sum to the GPU's total."""
 
     device: Device
     rows: tuple[LedgerRow, ...]
@@ -53,7 +55,9 @@ class MemoryLedger:
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Return the bytes of a token in the cache, or None if not every layer keeps every token."""
+        """Return the bytes of a token in the cache, or None if not every layer keeps every
+        token.
+        """
         return self.kv.bytes_per_token
 
     @property
@@ -75,7 +79,8 @@ class MemoryLedger:
     def tokens(self) -> int:
         """Return the number of tokens in all blocks: vLLM's "GPU KV cache size".
 
-        If not every layer keeps every token, return what vLLM prints: concurrency times `max_model_len`.
+        If not every layer keeps every token, return what vLLM prints: concurrency times
+        `max_model_len`.
         """
         if self.bytes_per_token is None:
             return int(self.concurrency * self.max_model_len)
@@ -94,7 +99,9 @@ class MemoryLedger:
 
     @property
     def longest_request(self) -> int:
-        """Return the longest request that the usable blocks hold, in tokens; or `max_model_len` if layers forget."""
+        """Return the longest request that the usable blocks hold, in tokens; or `max_model_len`
+        if layers forget.
+        """
         if self.bytes_per_token is None:
             # Blocks grow with the length, so the longest that fits can be searched.
             lengths = range(1, self.max_model_len + 1)
@@ -145,7 +152,8 @@ def memory_ledger(
     lora_bytes: int = 0,
     check: bool = True,
 ) -> MemoryLedger:
-    """Divide up the memory of one GPU as vLLM does at start-up: whatever the budget has left becomes KV cache.
+    """Divide up the memory of one GPU as vLLM does at start-up: whatever the budget has left
+    becomes KV cache.
 
     Args:
         model: a ModelConfig or the contents of a `config.json`.
@@ -156,18 +164,20 @@ def memory_ledger(
         kv_dtype, weight_dtype: see `kv_bytes_per_token` and `weight_bytes`.
         block_size: tokens per KV-cache block.
         max_num_batched_tokens, max_num_seqs: the largest step, whose activations are estimated.
-        weights, activation_peak, non_torch, cuda_graphs: bytes, if known from a start-up log or a measurement; if
-            not, the weights (with the RoPE table) are counted and the others are estimated.
-        drafter: a model that drafts tokens for this one, if any. All of it lies on this GPU, whatever `tp` is, and so
-            does its cache, which has the same blocks.
+        weights, activation_peak, non_torch, cuda_graphs: bytes, if known from a start-up log or a
+            measurement; if not, the weights (with the RoPE table) are counted and the others are
+            estimated.
+        drafter: a model that drafts tokens for this one, if any. All of it lies on this GPU,
+            whatever `tp` is, and so does its cache, which has the same blocks.
         drafter_bytes: its bytes without the cache, if known.
         host_tier: bytes of a second tier of the cache, where it lies in the same memory: on a CPU.
         lora_bytes: of the slots of adapters.
-        check: raise if a request of `max_model_len` does not fit; if False, return the ledger anyway.
+        check: raise if a request of `max_model_len` does not fit; if False, return the ledger
+            anyway.
 
     Raises:
-        MinivllmError: nothing is left for the KV cache, a request of `max_model_len` does not fit (the message says
-            which length would), or an argument is invalid.
+        MinivllmError: nothing is left for the KV cache, a request of `max_model_len` does not fit
+            (the message says which length would), or an argument is invalid.
         UnsupportedModelError: the memory of this model cannot be counted.
     """
     config = as_config(model)
@@ -239,7 +249,8 @@ def _nothing_left(device: Device, utilization: float, rows: Sequence[LedgerRow])
 
 
 def estimated_activation_peak(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> int:
-    """Estimate the peak working memory of one step, in bytes: the MLP of a full prefill step, or the sampler.
+    """Estimate the peak working memory of one step, in bytes: the MLP of a full prefill step, or
+    the sampler.
 
     Widths that the config does not give count as 0.
     """

@@ -1,7 +1,7 @@
 """Parameter counts of a model, part by part, and the size of its weights.
 
-Counted as vLLM stores them on one GPU of a tensor-parallel group: projections are sharded, norms are replicated, and
-each GPU has at least one KV head.
+Counted as vLLM stores them on one GPU of a tensor-parallel group: projections are sharded, norms
+are replicated, and each GPU has at least one KV head.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from minivllm.memory.towers import WAY_OUT, tower_parameters
 
 
 def parameter_groups(config: ModelConfig, tp: int = 1) -> dict[str, int]:
-    """Return the parameters on one GPU by purpose: embedding, attention, mlp (or experts), norm, head, vision.
+    """Return the parameters on one GPU by purpose: embedding, attention, mlp (or experts), norm,
+    head, vision.
 
     Exact for `tp=1`. Tied embeddings are counted once. Buffers (RoPE tables) are not parameters.
 
@@ -40,12 +41,16 @@ def parameter_groups(config: ModelConfig, tp: int = 1) -> dict[str, int]:
 
 
 def num_parameters(model: Model) -> int:
-    """Return the number of parameters of the whole model: every weight, bias and norm; tied embeddings count once."""
+    """Return the number of parameters of the whole model: every weight, bias and norm; tied
+    embeddings count once.
+    """
     return sum(parameter_groups(as_config(model)).values())
 
 
 def routed_parameters(model: Model, tp: int = 1) -> int:
-    """Return the parameters of the experts that routers choose from, in all layers; shared experts are not counted."""
+    """Return the parameters of the experts that routers choose from, in all layers; shared
+    experts are not counted.
+    """
     config = as_config(model)
     return _sparse_layers(config) * config.num_experts * _expert(config, tp)
 
@@ -53,13 +58,16 @@ def routed_parameters(model: Model, tp: int = 1) -> int:
 def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
     """Return the bytes of the weights on one of `tp` GPUs, with every parameter in `dtype`.
 
-    A quantized checkpoint keeps some parts in 16 bits and adds scales, so its size does not follow from the shape.
-    Those of DeepSeek V3 (fp8 in blocks) and gpt-oss (experts in MXFP4) are known, with all but the large matrices in
-    16 bits. What is not counted is read from the checkpoint, if that is a local directory and one GPU holds it whole.
+    A quantized checkpoint keeps some parts in 16 bits and adds scales, so its size does not follow
+    from the shape. Those of DeepSeek V3 (fp8 in blocks) and gpt-oss (experts in MXFP4) are known,
+    with all but the large matrices in 16 bits. What is not counted is read from the checkpoint, if
+    that is a local directory and one GPU holds it whole.
 
     Raises:
-        UnsupportedModelError: the structure of this model type, or of a part of it, is not known here.
-        MinivllmError: unknown dtype, "auto" for another quantized checkpoint, a missing field, or indivisible heads.
+        UnsupportedModelError: the structure of this model type, or of a part of it, is not known
+            here.
+        MinivllmError: unknown dtype, "auto" for another quantized checkpoint, a missing field, or
+            indivisible heads.
     """
     config = as_config(model)
     try:
@@ -86,9 +94,11 @@ def _counted_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
 
 
 def _bytes_in_mxfp4(config: ModelConfig, tp: int) -> int:
-    """Return the bytes if the experts' matrices take 4 bits a number and a one-byte scale per 32; all else has 16 bits.
+    """Return the bytes if the experts' matrices take 4 bits a number and a one-byte scale per 32;
+    all else has 16 bits.
 
-    This is the checkpoint. What a GPU holds is more by what its kernel pads: 64.4 to 66.0 GiB for 60.8 of gpt-oss-120b.
+    This is the checkpoint. What a GPU holds is more by what its kernel pads: 64.4 to 66.0 GiB for
+    60.8 of gpt-oss-120b.
     """
     # Gate, up and down of every expert.
     matrices = config.num_hidden_layers * config.num_experts * 3 * config.hidden_size
@@ -104,8 +114,9 @@ def _in_fp8_blocks(config: ModelConfig) -> bool:
 def _bytes_in_fp8_blocks(config: ModelConfig, tp: int) -> int:
     """Return the bytes if each 128 x 128 numbers of a matrix are fp8 with one float32 scale.
 
-    Embedding, head, norms and routers stay in 16 bits (DeepSeek-V3's README_WEIGHTS.md, and the tensors of its
-    checkpoint). Blocks at a matrix's edge count by their share, which is off by less than 0.001 %.
+    Embedding, head, norms and routers stay in 16 bits (DeepSeek-V3's README_WEIGHTS.md, and the
+    tensors of its checkpoint). Blocks at a matrix's edge count by their share, which is off by less
+    than 0.001 %.
     """
     groups = parameter_groups(config, tp)
     # Two norms a layer, counted with attention.
@@ -117,7 +128,8 @@ def _bytes_in_fp8_blocks(config: ModelConfig, tp: int) -> int:
 
 
 def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
-    """Return the bytes of the RoPE table of cosines and sines, one row per position, loaded beside the weights.
+    """Return the bytes of the RoPE table of cosines and sines, one row per position, loaded beside
+    the weights.
 
     It is replicated on every GPU. Weights and table together are vLLM's "Model loading took N GiB".
     """
@@ -183,7 +195,9 @@ def _router(config: ModelConfig) -> int:
 
 
 def _latent_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Count DeepSeek V2 and V3: multi-head latent attention. The two down-projections to latents are replicated."""
+    """Count DeepSeek V2 and V3: multi-head latent attention. The two down-projections to latents
+    are replicated.
+    """
     config.require("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     assert config.kv_lora_rank is not None
     assert config.qk_rope_head_dim is not None
@@ -208,7 +222,9 @@ def _gpt_oss(config: ModelConfig, tp: int) -> dict[str, int]:
 
 
 def _gated_delta(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Count Qwen3-Next and Qwen3.5: most layers are gated delta nets, and the others gate their attention's output."""
+    """Count Qwen3-Next and Qwen3.5: most layers are gated delta nets, and the others gate their
+    attention's output.
+    """
     hf, hidden, layers = config.hf_text_config, config.hidden_size, config.num_hidden_layers
     groups = _gated_decoder(config, tp)
     # Layers that are gated delta nets.
@@ -227,7 +243,9 @@ def _gated_delta(config: ModelConfig, tp: int) -> dict[str, int]:
 
 
 def _llama4(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Count Llama 4: every n-th layer has experts and a shared one; the others have an MLP of another width."""
+    """Count Llama 4: every n-th layer has experts and a shared one; the others have an MLP of
+    another width.
+    """
     width = config.hf_text_config.get("intermediate_size_mlp") or 0
     sparse = _sparse_layers(config)
     groups = _gated_decoder(config, tp)
@@ -240,7 +258,9 @@ def _llama4(config: ModelConfig, tp: int) -> dict[str, int]:
 
 
 def _opt(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Count OPT: learned positions (two more than its config says), biases everywhere, tied head."""
+    """Count OPT: learned positions (two more than its config says), biases everywhere, tied
+    head.
+    """
     return _gpt(config, tp, positions=config.max_position_embeddings + 2)
 
 
@@ -249,7 +269,9 @@ def _gpt2(config: ModelConfig, tp: int) -> dict[str, int]:
 
 
 def _gpt(config: ModelConfig, tp: int, positions: int) -> dict[str, int]:
-    """Count LayerNorm with bias, attention and a two-layer MLP with biases, learned positions and a tied head."""
+    """Count LayerNorm with bias, attention and a two-layer MLP with biases, learned positions
+    and a tied head.
+    """
     config.require("max_position_embeddings")
     hidden, mlp = config.hidden_size, _share(config.intermediate_size, tp)
     heads = config.num_attention_heads // tp * config.head_dim

@@ -1,7 +1,9 @@
-"""Parameters of the parts that a multimodal checkpoint has beside its language model: towers and projectors.
+"""Parameters of the parts that a multimodal checkpoint has beside its language model: towers and
+projectors.
 
-Counted from the config for the families below; every other part is refused by its name, with a way out. Exact for one
-GPU. On several, the towers' layers are shared out and the rest is replicated, as in vLLM.
+Counted from the config for the families below; every other part is refused by its name, with a way
+out. Exact for one GPU. On several, the towers' layers are shared out and the rest is replicated, as
+in vLLM.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +17,8 @@ WAY_OUT = "give the size of all weights, or a directory with the checkpoint's sa
 
 
 def tower_parameters(config: ModelConfig, tp: int = 1) -> int:
-    """Return the parameters on one GPU of all that is not the language model; 0 for a model of text only.
+    """Return the parameters on one GPU of all that is not the language model; 0 for a model of text
+    only.
 
     Raises:
         UnsupportedModelError: a part is not counted here; the message names it and a way out.
@@ -136,7 +139,8 @@ def _merger(outer: Mapping[str, Any], part: Mapping[str, Any], width: int, text:
     return _linear(merged, merged) + _linear(merged, part.get("out_hidden_size") or part["hidden_size"])
 
 
-# By a part's type: counts the parameters of its layers and of the rest, and returns them and its width.
+# By a part's type: counts the parameters of its layers and of the rest, and returns them and its
+# width.
 TOWERS: dict[str, Callable[[Mapping[str, Any]], tuple[int, int, int]]] = {
     "clip_vision_model": _clip,
     "llama4_vision_model": _llama4,

@@ -1,7 +1,9 @@
-"""The interface between decoder and attention, and its simplest implementation: causal attention without a cache.
+"""The interface between decoder and attention, and its simplest implementation: causal attention
+without a cache.
 
-The decoder knows nothing about caches. It passes one layer's queries, keys and values to an `AttentionFunction`, which
-stores the keys and values and reads back everything that each query may see.
+The decoder knows nothing about caches. It passes one layer's queries, keys and values to an
+`AttentionFunction`, which stores the keys and values and reads back everything that each query may
+see.
 
 In vLLM the same interface is `Attention` in `vllm/model_executor/layers/attention/attention.py`.
 """
@@ -26,10 +28,10 @@ class AttentionFunction(Protocol):
 
         Args:
             layer_index: index of the calling layer, from 0.
-            q: `[tokens, heads, head_dim]`, rotary positions already applied, not yet scaled. The last dimension is
-                contiguous; the others need not be.
-            k, v: `[tokens, kv_heads, head_dim]`, of the same tokens; query head h uses key-value head
-                `h // (heads // kv_heads)`.
+            q: `[tokens, heads, head_dim]`, rotary positions already applied, not yet scaled. The
+                last dimension is contiguous; the others need not be.
+            k, v: `[tokens, kv_heads, head_dim]`, of the same tokens; query head h uses key-value
+                head `h // (heads // kv_heads)`.
 
         Returns:
             `[tokens, heads, head_dim]`.
@@ -40,7 +42,8 @@ class AttentionFunction(Protocol):
 def attention_scale(config: ModelConfig) -> float:
     """Return the factor of q · k: one over the root of a head's width.
 
-    DeepSeek's YaRN makes attention sharper here, not in the rotary table, since a part of the head is not rotated.
+    DeepSeek's YaRN makes attention sharper here, not in the rotary table, since a part of the head
+    is not rotated.
     """
     if config.kv_lora_rank is None:
         return config.head_dim**-0.5
@@ -51,7 +54,9 @@ def attention_scale(config: ModelConfig) -> float:
 
 
 class CausalAttention:
-    """Each token attends to itself and to the earlier tokens of its sequence, all of which are in this one step."""
+    """Each token attends to itself and to the earlier tokens of its sequence, all of which are
+    in this one step.
+    """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int] | None = None):
         """Prepare for concatenated sequences.
@@ -83,7 +88,8 @@ class CausalAttention:
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return `[length, length]` booleans: whether the query of the row may see the key of the column.
+    """Return `[length, length]` booleans: whether the query of the row may see the key of the
+    column.
 
     A window of w tokens includes the query's own.
     """

@@ -1,17 +1,19 @@
-"""A Llama-style decoder-only transformer: Llama, Qwen2, Qwen3, Mistral and a dense DeepSeek-V2 differ only in details.
+"""A Llama-style decoder-only transformer: Llama, Qwen2, Qwen3, Mistral and a dense DeepSeek-V2
+differ only in details.
 
     for each layer:  h += attention(norm(h));  h += mlp(norm(h))          then  logits = head(norm(h))
 
-The tokens of all sequences in a step form one flat batch, each with its position: the decoder does not need to know
-where a sequence starts. Attention does, and is passed in with the step (`ForwardContext`). Projections that read the
-same input are merged, as in vLLM: q, k and v are one matrix product, and so are the two halves of the gated MLP. How a
-product is computed is up to its method (`minivllm.models.linear`). A rank of a tensor-parallel group has a share of the
-heads and of the MLP's width, and adds its partial sums to those of the other ranks (`minivllm.models.parallel`). A
-stage of a pipeline has some of the layers (`minivllm.models.pipeline`). DeepSeek-V2 has another attention
-(`minivllm.models.latent_attention`); its experts are not computed.
+The tokens of all sequences in a step form one flat batch, each with its position: the decoder does
+not need to know where a sequence starts. Attention does, and is passed in with the step
+(`ForwardContext`). Projections that read the same input are merged, as in vLLM: q, k and v are one
+matrix product, and so are the two halves of the gated MLP. How a product is computed is up to its
+method (`minivllm.models.linear`). A rank of a tensor-parallel group has a share of the heads and of
+the MLP's width, and adds its partial sums to those of the other ranks (`minivllm.models.parallel`).
+A stage of a pipeline has some of the layers (`minivllm.models.pipeline`). DeepSeek-V2 has another
+attention (`minivllm.models.latent_attention`); its experts are not computed.
 
-In vLLM v0.33.0: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`, `deepseek_v2.py`
-(`DeepseekV2ForCausalLM`); `QKVParallelLinear` and `MergedColumnParallelLinear` in
+In vLLM v0.33.0: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`,
+`deepseek_v2.py` (`DeepseekV2ForCausalLM`); `QKVParallelLinear` and `MergedColumnParallelLinear` in
 `vllm/model_executor/layers/linear.py`.
 """
 
@@ -37,7 +39,8 @@ FAMILIES = ("deepseek_v2", "llama", "mistral", "qwen2", "qwen3")
 
 
 class Decoder(nn.Module):
-    """The whole model, or one rank's part of it. Parameters are uninitialised: `minivllm.models.loader` fills them.
+    """The whole model, or one rank's part of it. Parameters are uninitialised:
+    `minivllm.models.loader` fills them.
 
     `config` describes the part held here, `whole_config` the whole model.
     """
@@ -57,7 +60,8 @@ class Decoder(nn.Module):
 
         Raises:
             UnsupportedModelError: another family, or a variant that this decoder does not compute.
-            MinivllmError: the config lacks a field, or the model cannot be divided over that many ranks.
+            MinivllmError: the config lacks a field, or the model cannot be divided over that many
+                ranks.
         """
         super().__init__()
         _check_supported(config)
@@ -67,7 +71,8 @@ class Decoder(nn.Module):
         tied = config.tie_word_embeddings
         self.start_layer, self.end_layer = get_pp_indices(config.num_hidden_layers, stage.rank, stage.size)
         self.config = config = stage_config(shard_config(config, group.size), stage)
-        # What another stage holds has no rows here, and its layers are empty modules, so that ours keep their numbers.
+        # What another stage holds has no rows here, and its layers are empty modules, so that ours
+        # keep their numbers.
         embeds = stage.is_first or (stage.is_last and tied)
         # A tied head reads the embedding, so the last stage holds it, too.
         self.embed_tokens = Embedding(config.vocab_size if embeds else 0, config.hidden_size)
@@ -96,15 +101,15 @@ class Decoder(nn.Module):
         Args:
             input_ids: `[tokens]`.
             positions: `[tokens]`, each token's place in its own sequence.
-            context: the step's context. A bare attention function will do if nothing else is needed; it attends and
-                maintains the cache, if any.
-            rows: indices of the tokens whose output is needed; None for all. The others only contribute keys and
-                values, so the last layer drops them after attention.
+            context: the step's context. A bare attention function will do if nothing else is
+                needed; it attends and maintains the cache, if any.
+            rows: indices of the tokens whose output is needed; None for all. The others only
+                contribute keys and values, so the last layer drops them after attention.
             intermediate: what the stage before has returned; None on the first one.
 
         Returns:
-            `[rows, hidden_size]`, normalised, as `compute_logits` expects it. From a stage before the last:
-            `[2, tokens, hidden_size]`, the last layer's output and the residual stream.
+            `[rows, hidden_size]`, normalised, as `compute_logits` expects it. From a stage before
+            the last: `[2, tokens, hidden_size]`, the last layer's output and the residual stream.
         """
         context = ForwardContext.of(context)
         if intermediate is None:
@@ -118,7 +123,8 @@ class Decoder(nn.Module):
         for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer), self.start_layer):
             if aux is not None and index in aux.layer_ids:
                 aux.states.append(hidden + residual)
-            # All tokens leave keys and values in every layer, but only `rows` need the last one's output.
+            # All tokens leave keys and values in every layer, but only `rows` need the last one's
+            # output.
             hidden, residual = layer(hidden, residual, positions, table, context, rows if index == last else None)
         if not self.group.stage.is_last:
             return torch.stack((hidden, residual))  # what the next stage goes on with
@@ -149,9 +155,11 @@ class DecoderLayer(nn.Module):
         context: ForwardContext,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Map (output of the previous layer, residual stream before it) to the same pair for this layer.
+        """Map (output of the previous layer, residual stream before it) to the same pair for this
+        layer.
 
-        `[tokens, hidden_size]` in, `[rows, hidden_size]` out. Each residual add is fused with the norm that follows it.
+        `[tokens, hidden_size]` in, `[rows, hidden_size]` out. Each residual add is fused with the
+        norm that follows it.
         """
         hidden = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, positions, table, context, rows)
@@ -162,7 +170,9 @@ class DecoderLayer(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention with its projections: into heads, rotary positions, attention, and the output projection."""
+    """Attention with its projections: into heads, rotary positions, attention, and the output
+    projection.
+    """
 
     def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
         super().__init__()
@@ -233,7 +243,9 @@ def _check_supported(config: ModelConfig) -> None:
 
 
 def _unsupported(config: ModelConfig) -> str | None:
-    """Return what of a model this decoder does not compute, as the rest of a sentence that its name begins, or None."""
+    """Return what of a model this decoder does not compute, as the rest of a sentence that its
+    name begins, or None.
+    """
     latent = config.kv_lora_rank is not None
     if config.model_type not in FAMILIES:
         return f"cannot be run; the decoder runs the families {', '.join(FAMILIES)}"

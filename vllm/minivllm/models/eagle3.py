@@ -1,15 +1,16 @@
-"""The EAGLE-3 head: one decoder layer that drafts from the target's own hidden states (arXiv 2503.01840).
+"""The EAGLE-3 head: one decoder layer that drafts from the target's own hidden states (arXiv
+2503.01840).
 
-A draft model has to work out from the tokens alone what the target already knows. The head need not: it reads the
-target's hidden states from three depths, mixed into one vector by `fc`, beside the embedding of the token that the
-target has just sampled, and predicts the token after that.
+A draft model has to work out from the tokens alone what the target already knows. The head need
+not: it reads the target's hidden states from three depths, mixed into one vector by `fc`, beside
+the embedding of the token that the target has just sampled, and predicts the token after that.
 
     h = fc(concat of three hidden states of token i)         computed by the target
     g = layer(concat(norm(embed(token i + 1)), norm(h)))     then token i + 2 is drafted from  lm_head(norm(g))
     g = layer(concat(norm(embed(token i + 2)), norm(g)))     and so on, from what the head itself has made
 
-Its only layer has a KV cache of its own. Embeddings are the target's, and so is the LM head unless the checkpoint has
-one.
+Its only layer has a KV cache of its own. Embeddings are the target's, and so is the LM head unless
+the checkpoint has one.
 
 In vLLM v0.33.0: `vllm/model_executor/models/llama_eagle3.py` (`Eagle3LlamaForCausalLM`).
 """
@@ -46,7 +47,8 @@ class Eagle3Config:
 
     - `model`: its layer, as a model of one layer.
     - `aux_layer_ids`: where the target's hidden states come from, as in `AuxHiddenStates`.
-    - `draft_vocab_size`: number of tokens that the head can draft; the target's vocabulary may be larger.
+    - `draft_vocab_size`: number of tokens that the head can draft; the target's vocabulary may be
+      larger.
     """
 
     model: ModelConfig
@@ -55,11 +57,13 @@ class Eagle3Config:
 
     @classmethod
     def from_pretrained(cls, path_or_name: str | Path, target: ModelConfig) -> "Eagle3Config":
-        """Read the config of a head for this target, from a local directory or the Hugging Face Hub.
+        """Read the config of a head for this target, from a local directory or the Hugging Face
+        Hub.
 
         Raises:
             UnsupportedModelError: not an EAGLE-3 head, or a variant that is not computed here.
-            MinivllmError: there is no such model, a setting is invalid, or the head belongs to another target.
+            MinivllmError: there is no such model, a setting is invalid, or the head belongs to
+                another target.
         """
         contents = read_json_object(config_path(path_or_name))
         try:
@@ -91,7 +95,9 @@ class Eagle3Config:
 
 
 def _aux_layer_ids(contents: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers as configured, or else one near the beginning, one in the middle and one near the end."""
+    """Return the layers as configured, or else one near the beginning, one in the middle and one
+    near the end.
+    """
     layers = target.num_hidden_layers
     ids = contents.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
     valid = isinstance(ids, list) and all(is_count(index, 0) and index < layers for index in ids)
@@ -104,7 +110,9 @@ def _aux_layer_ids(contents: Mapping[str, Any], target: ModelConfig) -> tuple[in
 
 
 class Eagle3Head(nn.Module):
-    """The head of one target, whose embeddings it shares. Parameters are uninitialised: `load_eagle3` fills them."""
+    """The head of one target, whose embeddings it shares. Parameters are uninitialised:
+    `load_eagle3` fills them.
+    """
 
     def __init__(self, config: Eagle3Config, target: Decoder, own_lm_head: bool):
         """Build with torch's default dtype and device; `own_lm_head`: not the target's."""
@@ -127,7 +135,9 @@ class Eagle3Head(nn.Module):
         return self._target[0].embed_tokens
 
     def combine_hidden_states(self, aux_hidden_states: Tensor) -> Tensor:
-        """Mix the target's hidden states, `[tokens, 3 * hidden_size]`, into the one that the layer reads."""
+        """Mix the target's hidden states, `[tokens, 3 * hidden_size]`, into the one that the
+        layer reads.
+        """
         return self.fc(aux_hidden_states)
 
     def forward(
@@ -143,12 +153,15 @@ class Eagle3Head(nn.Module):
         Args:
             input_ids: `[tokens]`, the token *after* each hidden state.
             positions: `[tokens]`, the place of each hidden state in its sequence.
-            hidden: `[tokens, hidden_size]`, from `combine_hidden_states`, or what this has returned as second.
+            hidden: `[tokens, hidden_size]`, from `combine_hidden_states`, or what this has returned
+                as second.
             context: as for `Decoder.forward`; the layer's index is 0.
-            rows: indices of the tokens to draft after; None for all. The others only contribute keys and values.
+            rows: indices of the tokens to draft after; None for all. The others only contribute
+                keys and values.
 
         Returns:
-            `[rows, hidden_size]`: normalised, as `compute_logits` expects it, and before the norm, for the next step.
+            `[rows, hidden_size]`: normalised, as `compute_logits` expects it, and before the norm,
+            for the next step.
         """
         embeds = self.embed_tokens(input_ids)  # [tokens, hidden_size]
         table = self.rotary.table
@@ -156,7 +169,9 @@ class Eagle3Head(nn.Module):
         return self.norm(hidden, residual), residual
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits over the target's vocabulary `[n, vocab_size]`; -inf for what the head cannot draft."""
+        """Compute logits over the target's vocabulary `[n, vocab_size]`; -inf for what the head
+        cannot draft.
+        """
         logits = (self.own_lm_head or self._target[0].lm_head)(hidden)
         if self.draft_id_to_target_id is None:
             return logits
@@ -190,7 +205,8 @@ class Eagle3Layer(nn.Module):
         context: ForwardContext,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Map embeddings and hidden states `[tokens, hidden_size]` to the output and the residual stream of `rows`.
+        """Map embeddings and hidden states `[tokens, hidden_size]` to the output and the residual
+        stream of `rows`.
 
         `hidden` stays as it is: the residual adds go into a copy.
         """
@@ -207,8 +223,8 @@ def load_eagle3(path_or_name: str | Path, target: Decoder) -> Eagle3Head:
 
     Raises:
         UnsupportedModelError: not an EAGLE-3 head, or a variant that is not computed here.
-        MinivllmError: it belongs to another target, or a tensor is missing, unexpected or of another shape; the
-            message names it.
+        MinivllmError: it belongs to another target, or a tensor is missing, unexpected or of
+            another shape; the message names it.
     """
     config = Eagle3Config.from_pretrained(path_or_name, target.whole_config)
     tensors = dict(stored_tensors(weight_files(path_or_name)))
@@ -229,7 +245,9 @@ def load_eagle3(path_or_name: str | Path, target: Decoder) -> Eagle3Head:
 
 
 def _check_vocabulary(config: Eagle3Config, tensors: Mapping[str, Tensor], own_lm_head: bool) -> None:
-    """Raise unless the head says which tokens it drafts, exactly if they are not all of the target's."""
+    """Raise unless the head says which tokens it drafts, exactly if they are not all of the
+    target's.
+    """
     drafted, whole = config.draft_vocab_size, config.model.vocab_size
     if drafted == whole and "d2t" in tensors:
         raise MinivllmError(
@@ -242,7 +260,9 @@ def _check_vocabulary(config: Eagle3Config, tensors: Mapping[str, Tensor], own_l
 
 
 def _draft_ids(config: Eagle3Config, d2t: Tensor) -> Tensor:
-    """Return the target's id of each token that can be drafted; `d2t` [draft_vocab_size] holds the differences."""
+    """Return the target's id of each token that can be drafted; `d2t` [draft_vocab_size] holds
+    the differences.
+    """
     if d2t.shape != (config.draft_vocab_size,) or d2t.is_floating_point():
         raise MinivllmError(
             f"the tensor 'd2t' of the checkpoint is {d2t.dtype} of shape {tuple(d2t.shape)}; it must be one integer "

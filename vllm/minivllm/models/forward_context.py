@@ -1,7 +1,7 @@
 """Per-step context passed through the model's forward pass alongside the tokens.
 
-In vLLM v0.33.0: `vllm/forward_context.py` (`ForwardContext`), which layers find in a global variable; here it is passed
-down to them and is immutable: each step has its own.
+In vLLM v0.33.0: `vllm/forward_context.py` (`ForwardContext`), which layers find in a global
+variable; here it is passed down to them and is immutable: each step has its own.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,11 @@ Attention = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AuxHiddenStates:
-    """Hidden states from between the layers, which the decoder adds to `states` for a drafter to read.
+    """Hidden states from between the layers, which the decoder adds to `states` for a drafter to
+    read.
 
-    - `layer_ids`: 0 is the embedding, and i the residual stream that layer i reads, so what layer i - 1 has made.
+    - `layer_ids`: 0 is the embedding, and i the residual stream that layer i reads, so what layer i
+      - 1 has made.
     - `states`: for each of them, in ascending order, `[tokens, hidden_size]`.
     """
 
@@ -27,7 +29,8 @@ class AuxHiddenStates:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """The step as the layers see it. Anything else that a layer needs per step becomes a field here.
+    """The step as the layers see it. Anything else that a layer needs per step becomes a field
+    here.
 
     - `attention`: the attention function, bound to this step's block tables and metadata.
     - `aux_hidden_states`: hidden states to keep; None for none.

@@ -1,31 +1,35 @@
-"""Multi-head latent attention (MLA): the keys and values of all heads come from one short vector per token.
+"""Multi-head latent attention (MLA): the keys and values of all heads come from one short vector
+per token.
 
     latent = norm(down(x)) [kv_lora_rank]     key of head h = (up_k[h] latent, rotated part)     value = up_v[h] latent
 
-Only the latent and the rotated part of the key are kept. The latter, `qk_rope_head_dim` numbers, is one for all heads,
-and does not come from the latent, for a position cannot be worked into the up-projections. So a token leaves
-kv_lora_rank + qk_rope_head_dim numbers in a layer's cache, whatever the heads.
+Only the latent and the rotated part of the key are kept. The latter, `qk_rope_head_dim` numbers, is
+one for all heads, and does not come from the latent, for a position cannot be worked into the
+up-projections. So a token leaves kv_lora_rank + qk_rope_head_dim numbers in a layer's cache,
+whatever the heads.
 
 The same attention has two forms, which differ in the order of the matrix products only:
 
     plain       expand the latents to keys and values of every head, then attend as ever
     absorbed    q · (up_k latent) = (q up_k) · latent: bring the queries into the latent space, attend there with one
-                "head" for all, whose keys are (latent, rotated part) and whose values are the latents, and expand what
-                comes out
+                "head" for all, whose keys are (latent, rotated part) and whose values are the
+                latents, and expand what comes out
 
-For n new tokens that see m keys, with r = kv_lora_rank, and dims d (not rotated), e (rotated) and v (value), a head
-multiplies and adds
+For n new tokens that see m keys, with r = kv_lora_rank, and dims d (not rotated), e (rotated) and v
+(value), a head multiplies and adds
 
     plain       m r (d + v) + pairs (d + e + v)             pairs: (query, key) pairs that are seen, n (m - (n - 1) / 2)
     absorbed    n r (d + v) + pairs (2 r + e)
 
-A decode (n = 1) would expand every key for one query in the plain form; a prompt (n = m) pays for the longer vectors of
-the absorbed form in every pair and saves nothing. `plain_form_is_cheaper` counts; the heads cancel. Timed on one busy
-core, with 512 keys and 1 to 512 new tokens of two shapes, the form that it chose was the faster one in 10 of 11 cases;
-for 16 tokens of `tiny-python-mla` the absorbed form took 0.60 ms, and the plain one, which it chose, 0.78.
+A decode (n = 1) would expand every key for one query in the plain form; a prompt (n = m) pays for
+the longer vectors of the absorbed form in every pair and saves nothing. `plain_form_is_cheaper`
+counts; the heads cancel. Timed on one busy core, with 512 keys and 1 to 512 new tokens of two
+shapes, the form that it chose was the faster one in 10 of 11 cases; for 16 tokens of
+`tiny-python-mla` the absorbed form took 0.60 ms, and the plain one, which it chose, 0.78.
 
 DeepSeek-V2, arXiv 2405.04434, section 2.1. In vLLM v0.33.0: `vllm/model_executor/layers/mla.py`
-(`MultiHeadLatentAttentionWrapper`), `vllm/model_executor/layers/attention/mla_attention.py` (`MLAAttention`).
+(`MultiHeadLatentAttentionWrapper`), `vllm/model_executor/layers/attention/mla_attention.py`
+(`MLAAttention`).
 """
 
 from collections.abc import Sequence
@@ -49,7 +53,9 @@ INNER_EPS = 1e-6
 
 
 class UpProjection(nn.Module):
-    """From the latent to each head's part of the key that is not rotated, and to its value."""
+    """The projection of the latent to each head's values, and to the part of its key that is not
+    rotated.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -59,7 +65,9 @@ class UpProjection(nn.Module):
         self.weight = parameter(torch.empty(self.heads * (self.nope_dim + self.value_dim), self.rank))
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Expand latents `[n, rank]` to keys `[n, heads, nope_dim]` and values `[n, heads, value_dim]`."""
+        """Expand latents `[n, rank]` to keys `[n, heads, nope_dim]` and values `[n, heads,
+        value_dim]`.
+        """
         # [n, heads, nope_dim + value_dim]
         both = F.linear(latents, self.weight).view(len(latents), self.heads, -1)
         keys, values = both.split((self.nope_dim, self.value_dim), dim=-1)
@@ -71,7 +79,9 @@ class UpProjection(nn.Module):
         return torch.bmm(q_nope.transpose(0, 1), self._by_head[:, : self.nope_dim]).transpose(0, 1)
 
     def expand_values(self, attended: Tensor) -> Tensor:
-        """Expand weighted sums of latents `[n, heads, rank]` to those of values `[n, heads, value_dim]`."""
+        """Expand weighted sums of latents `[n, heads, rank]` to those of values `[n, heads,
+        value_dim]`.
+        """
         return torch.bmm(attended.transpose(0, 1), self._by_head[:, self.nope_dim :].transpose(1, 2)).transpose(0, 1)
 
     @property
@@ -80,7 +90,9 @@ class UpProjection(nn.Module):
 
 
 class LatentAttentionFunction(Protocol):
-    """Attention of one layer over the flattened tokens of a step, from latents: `AttentionFunction` of these models."""
+    """Attention of one layer over the flattened tokens of a step, from latents:
+    `AttentionFunction` of these models.
+    """
 
     def __call__(
         self, layer_index: int, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, up: UpProjection
@@ -89,8 +101,10 @@ class LatentAttentionFunction(Protocol):
 
         Args:
             layer_index: index of the calling layer, from 0.
-            q_nope, q_rope: `[tokens, heads, nope_dim]` and `[tokens, heads, rope_dim]`, the latter already rotated.
-            latent, k_rope: `[tokens, rank]` and `[tokens, rope_dim]`, of the same tokens: what is kept of them.
+            q_nope, q_rope: `[tokens, heads, nope_dim]` and `[tokens, heads, rope_dim]`, the latter
+                already rotated.
+            latent, k_rope: `[tokens, rank]` and `[tokens, rope_dim]`, of the same tokens: what is
+                kept of them.
             up: this layer's.
 
         Returns:
@@ -100,10 +114,12 @@ class LatentAttentionFunction(Protocol):
 
 
 class LatentAttention(nn.Module):
-    """Attention with its projections. What reads the same input is merged, in an order in which nothing is copied.
+    """Attention with its projections. What reads the same input is merged, in an order in which
+    nothing is copied.
 
-    The first product gives the queries' parts that are not rotated, all rotated parts (of the queries, then of the
-    key) and the latent. With a `q_lora_rank` the queries come from a latent of their own, in a second product.
+    The first product gives the queries' parts that are not rotated, all rotated parts (of the
+    queries, then of the key) and the latent. With a `q_lora_rank` the queries come from a latent of
+    their own, in a second product.
     """
 
     def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
@@ -156,10 +172,11 @@ class LatentAttention(nn.Module):
 
 
 def query_rows(config: ModelConfig) -> Tensor:
-    """Return the order in which `LatentAttention` holds the rows of a checkpoint's query projection, as indices.
+    """Return the order in which `LatentAttention` holds the rows of a checkpoint's query
+    projection, as indices.
 
-    A checkpoint has head after head, each with its part that is not rotated before the one that is, and rotates pairs
-    of neighbours; `rotate_heads` takes one half with the other.
+    A checkpoint has head after head, each with its part that is not rotated before the one that is,
+    and rotates pairs of neighbours; `rotate_heads` takes one half with the other.
     """
     nope = config.qk_nope_head_dim
     width = config.qk_nope_head_dim + config.rotary_dim
@@ -170,7 +187,9 @@ def query_rows(config: ModelConfig) -> Tensor:
 
 
 def latent_rows(config: ModelConfig) -> Tensor:
-    """Return this order for the projection to latent and rotated key; a checkpoint has the latent first."""
+    """Return this order for the projection to latent and rotated key; a checkpoint has the
+    latent first.
+    """
     assert config.kv_lora_rank is not None
     return torch.cat(
         (config.kv_lora_rank + _halves(config.rotary_dim), torch.arange(config.kv_lora_rank, device="cpu"))
@@ -182,11 +201,13 @@ def _halves(width: int) -> Tensor:
     return torch.arange(width, device="cpu").view(-1, 2).t().flatten()
 
 
-# ---- the plain form --------------------------------------------------------------------------------------------------
+# ---- the plain form ------------------------------------------------------------------------------
 
 
 def plain_form_is_cheaper(num_new_tokens: int, seq_len: int, config: ModelConfig) -> bool:
-    """Return whether the plain form multiplies less than the absorbed one; see the head of this file."""
+    """Return whether the plain form multiplies less than the absorbed one; see the head of this
+    file.
+    """
     assert config.kv_lora_rank is not None
     expanded = config.qk_nope_head_dim + config.v_head_dim
     pairs = num_new_tokens * (2 * seq_len - num_new_tokens + 1) // 2  # (query, key) pairs that are seen
@@ -222,16 +243,22 @@ def plain_attention(
 
 
 def causal_attention(config: ModelConfig, lengths: Sequence[int] | None = None) -> Attention:
-    """Return attention without a cache for any model, over sequences of these lengths; None for one of all tokens."""
+    """Return attention without a cache for any model, over sequences of these lengths; None for
+    one of all tokens.
+    """
     kind = CausalAttention if config.kv_lora_rank is None else CausalLatentAttention
     return kind(config, lengths)
 
 
 class CausalLatentAttention:
-    """The plain form without a cache: what a token sees is all in this step. The counterpart of `CausalAttention`."""
+    """The plain form without a cache: what a token sees is all in this step. The counterpart of
+    `CausalAttention`.
+    """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int] | None = None):
-        """Prepare for concatenated sequences of these `lengths`; None for one sequence of all tokens."""
+        """Prepare for concatenated sequences of these `lengths`; None for one sequence of all
+        tokens.
+        """
         self.scale = attention_scale(config)
         self.lengths = None if lengths is None else list(lengths)
 

@@ -1,7 +1,8 @@
-"""Linear layers, and the one way to change how they compute: each passes its input to its `LinearMethod`.
+"""Linear layers, and the one way to change how they compute: each passes its input to its
+`LinearMethod`.
 
-A linear's first method creates its parameters. After loading, it may transform them or hand over to another method. The
-method computes the product:
+A linear's first method creates its parameters. After loading, it may transform them or hand over to
+another method. The method computes the product:
 
     UnquantizedLinearMethod    weight [out, in]                       F.linear
     PanelLinearMethod          the same numbers in panels             compiled loops on a CPU; chosen after loading
@@ -9,8 +10,9 @@ method computes the product:
 
 To replace or wrap a linear, give it another method.
 
-In vLLM v0.33.0: `vllm/model_executor/layers/linear.py` (`LinearMethodBase`, `UnquantizedLinearMethod`,
-`MergedColumnParallelLinear`), `vllm/model_executor/model_loader/utils.py` (`process_weights_after_loading`).
+In vLLM v0.33.0: `vllm/model_executor/layers/linear.py` (`LinearMethodBase`,
+`UnquantizedLinearMethod`, `MergedColumnParallelLinear`),
+`vllm/model_executor/model_loader/utils.py` (`process_weights_after_loading`).
 """
 
 from abc import ABC, abstractmethod
@@ -24,21 +26,26 @@ from minivllm.kernels.elementwise import silu_and_mul
 
 
 class LinearMethod(ABC):
-    """How a linear computes. One object may serve many linears, so per-linear state is stored on the linear."""
+    """The way a linear computes. One object may serve many linears, so per-linear state is stored
+    on the linear.
+    """
 
     @abstractmethod
     def apply(self, linear: "Linear", x: Tensor) -> Tensor:
         """Return `x @ weight.T + bias`: `[rows, in]` to `[rows, out]`."""
 
     def apply_gated(self, linear: "Linear", x: Tensor) -> Tensor:
-        """Return `silu(gate) * up` of the two halves of the product: `[rows, in]` to `[rows, out / 2]`.
+        """Return `silu(gate) * up` of the two halves of the product: `[rows, in]` to `[rows, out /
+        2]`.
 
         A method overrides this if it can fuse the activation into the product.
         """
         return silu_and_mul(self.apply(linear, x))
 
     def process_weights_after_loading(self, linear: "Linear") -> None:
-        """Change the weights' layout, or give the linear another method. Called after all weights are loaded."""
+        """Change the weights' layout, or give the linear another method. Called after all
+        weights are loaded.
+        """
         return
 
 
@@ -47,9 +54,11 @@ class LoadableLinearMethod(LinearMethod):
 
     @abstractmethod
     def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
-        """Create the linear's parameters except the bias: uninitialised, with torch's default dtype and device.
+        """Create the linear's parameters except the bias: uninitialised, with torch's default dtype
+        and device.
 
-        `input_parts`: number of ranks that a row of the whole weight is divided over, `in_features` each.
+        `input_parts`: number of ranks that a row of the whole weight is divided over, `in_features`
+            each.
         """
 
 
@@ -73,8 +82,8 @@ class UnquantizedLinearMethod(LoadableLinearMethod):
 class PanelLinearMethod(LinearMethod):
     """The method of a single linear on a CPU; it lays out the linear's weight and bias in panels.
 
-    The plain weight is released, unless something else holds it too (tied embeddings). A gated linear's panels hold
-    gate and up side by side.
+    The plain weight is released, unless something else holds it too (tied embeddings). A gated
+    linear's panels hold gate and up side by side.
     """
 
     def __init__(self, linear: "Linear") -> None:
@@ -98,7 +107,8 @@ UNQUANTIZED = UnquantizedLinearMethod()
 
 
 class Linear(nn.Module):
-    """A matrix product with uninitialised weights: the loader overwrites them, so initialising would waste time.
+    """A matrix product with uninitialised weights: the loader overwrites them, so initialising
+    would waste time.
 
     The method decides which parameters exist besides `bias`: `weight`, or `packed` and `scales`.
     """
@@ -129,7 +139,9 @@ class Linear(nn.Module):
 
 
 class GatedLinear(Linear):
-    """Gate and up projections of an MLP as one product, with the activation: `silu(gate(x)) * up(x)`."""
+    """Gate and up projections of an MLP as one product, with the activation: `silu(gate(x)) *
+    up(x)`.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[rows, in]` to `[rows, out / 2]`."""
@@ -144,7 +156,9 @@ def process_weights_after_loading(model: nn.Module) -> None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters and buffers of a module, as stored in memory; tied ones count once."""
+    """Return the bytes of all parameters and buffers of a module, as stored in memory; tied ones
+    count once.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     # By address: tied tensors have one.
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

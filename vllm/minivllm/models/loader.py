@@ -1,7 +1,8 @@
 """Weights from safetensors files into the decoder, and random weights in the same shapes.
 
-Checkpoints store q, k, v and the two halves of the MLP separately; the decoder merges them, and a rank of a
-tensor-parallel group has a part of each. A `Slot` says which part of a stored tensor fills which rows of a parameter.
+Checkpoints store q, k, v and the two halves of the MLP separately; the decoder merges them, and a
+rank of a tensor-parallel group has a part of each. A `Slot` says which part of a stored tensor
+fills which rows of a parameter.
 
 In vLLM v0.33.0 the `weight_loader` functions of `vllm/model_executor/layers/linear.py` do this.
 """
@@ -36,11 +37,13 @@ INITIAL_SPREAD = 0.02  # standard deviation of random weights, the families' def
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a stored tensor goes: part `index` of `parts` along `dim`, into `target` (rows of a parameter).
+    """The place of a stored tensor: part `index` of `parts` along `dim` of `target` (rows of a
+    parameter).
 
-    `repeat`: repeat each entry along `dim` this many times, one scale per piece of a group split across ranks.
-    `zero`: fill with zeros instead, since another rank adds this tensor to the sum.
-    `order`: indices of the part's rows, in the order in which they go into the target; None for their own.
+    `repeat`: repeat each entry along `dim` this many times, one scale per piece of a group split
+    across ranks. `zero`: fill with zeros instead, since another rank adds this tensor to the sum.
+    `order`: indices of the part's rows, in the order in which they go into the target; None for
+    their own.
     """
 
     target: Tensor
@@ -81,10 +84,12 @@ def load_model(
     """Load a model and its weights from a local directory or the Hugging Face hub.
 
     Args:
-        path_or_name: a directory with `config.json` and safetensors files, or a model's name on the hub.
+        path_or_name: a directory with `config.json` and safetensors files, or a model's name on the
+            hub.
         device: where the weights go.
         dtype: of weights and computation; "auto" is the checkpoint's own.
-        group: the ranks to divide the model over, of which this rank's part is loaded; None for no division.
+        group: the ranks to divide the model over, of which this rank's part is loaded; None for no
+            division.
         quantization: "int8" or "int4" rounds the layers' linears as they are read.
 
     Returns:
@@ -92,7 +97,8 @@ def load_model(
 
     Raises:
         UnsupportedModelError: the decoder does not compute this model.
-        MinivllmError: a file is missing, or a tensor is missing, unexpected or of another shape; the message names it.
+        MinivllmError: a file is missing, or a tensor is missing, unexpected or of another shape;
+            the message names it.
     """
     config = ModelConfig.from_pretrained(path_or_name)
     scheme = quantization_of(config, quantization)
@@ -110,13 +116,15 @@ def random_model(
     group: GroupCoordinator | None = None,
     quantization: str | None = None,
 ) -> Decoder:
-    """Return a model with the real shapes and random weights determined by the seed, for tests and measurements.
+    """Return a model with the real shapes and random weights determined by the seed, for tests and
+    measurements.
 
     All ranks of a `group` get parts of the same model, and `quantization` rounds that model.
     """
     scheme = quantization_of(config, quantization)
     model = _empty_model(config, device, dtype, group, scheme)
-    # Ordinary weights are rounded; a packed checkpoint has random integers of its own. On "meta" there are only shapes.
+    # Ordinary weights are rounded; a packed checkpoint has random integers of its own. On "meta"
+    # there are only shapes.
     rounded = isinstance(scheme, Rounding)
     tensors = _random_tensors(_empty_model(config, "meta", dtype, None, None if rounded else scheme), seed, device)
     load_weights(model, scheme.convert(tensors, model.embed_tokens.weight) if rounded else tensors)
@@ -124,7 +132,8 @@ def random_model(
 
 
 def quantization_of(config: ModelConfig, quantization: str | None) -> Quantization | None:
-    """Return how the layers' linears are quantized, in the checkpoint or by request, or None if they are not.
+    """Return how the layers' linears are quantized, in the checkpoint or by request, or None if
+    they are not.
 
     Raises:
         UnsupportedModelError: the checkpoint's quantization is not supported.
@@ -142,8 +151,8 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy tensors, named as in a Hugging Face checkpoint, into the model.
 
     Raises:
-        MinivllmError: a tensor is missing, unexpected, given twice, of another shape, or not finite; the message names
-            it.
+        MinivllmError: a tensor is missing, unexpected, given twice, of another shape, or not
+            finite; the message names it.
     """
     slots = checkpoint_slots(model)
     fill_slots(slots, ((name, tensor) for name, tensor in tensors if not _is_left_out(model, slots, name, tensor)))
@@ -175,7 +184,8 @@ def fill_slots(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]]) ->
         missing.remove(name)  # a second one of this name is refused
         target = slots[name].target
         if target.is_floating_point():
-            # Now the data is in the CPU's caches; a GPU is not waited for. A NaN becomes both extremes.
+            # Now the data is in the CPU's caches; a GPU is not waited for. A NaN becomes both
+            # extremes.
             extremes[name] = torch.stack(torch.aminmax(target))  # [2]
     _refuse_non_finite(extremes)
     if missing:
@@ -206,7 +216,9 @@ def _is_on_another_stage(model: Decoder, name: str) -> bool:
 
 
 def _refuse_non_finite(extremes: dict[str, Tensor]) -> None:
-    """Raise if any tensor holds NaN or infinity, which attention and norms would spread to all tokens."""
+    """Raise if any tensor holds NaN or infinity, which attention and norms would spread to all
+    tokens.
+    """
     if not extremes:
         return
     finite = torch.stack(list(extremes.values())).isfinite().all(-1).tolist()
@@ -229,9 +241,11 @@ def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
 def slots_of(
     module: nn.Module, config: ModelConfig, group: GroupCoordinator, shared: tuple[int, int]
 ) -> dict[str, Slot]:
-    """Return the slots of a module's parameters by name, with merged projections under their separate names.
+    """Return the slots of a module's parameters by name, with merged projections under their
+    separate names.
 
-    `config` describes the part that the module holds; `shared` is which part of how many its keys and values are.
+    `config` describes the part that the module holds; `shared` is which part of how many its keys
+    and values are.
     """
     slots = {}
     merged = merged_projections(config, (group.rank, group.size), shared)
@@ -252,7 +266,9 @@ def slots_of(
 
 
 class Part(NamedTuple):
-    """A stored projection that is `rows` of a merged one; `which` part of how many a rank has, `order` as in `Slot`."""
+    """A stored projection that is `rows` of a merged one; `which` part of how many a rank has,
+    `order` as in `Slot`.
+    """
 
     name: str
     rows: int
@@ -265,7 +281,8 @@ def merged_projections(
 ) -> dict[str, tuple[Part, ...]]:
     """Return the stored projections by the name of the merged one that they are parts of.
 
-    `mine` and `shared`: which part of how many the rank has of what is divided, and of keys and values.
+    `mine` and `shared`: which part of how many the rank has of what is divided, and of keys and
+    values.
     """
     width = config.intermediate_size
     # In the order in which the merged parameter has them.
@@ -279,7 +296,9 @@ def merged_projections(
 
 
 def _merged_latent(config: ModelConfig, mine: tuple[int, int]) -> dict[str, tuple[Part, ...]]:
-    """Return those of latent attention: every rank has whole latents, and its own heads' queries and up-projections."""
+    """Return those of latent attention: every rank has whole latents, and its own heads' queries
+    and up-projections.
+    """
     whole = (0, 1)
     of_queries = query_rows(config)
     expanded = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
@@ -292,7 +311,9 @@ def _merged_latent(config: ModelConfig, mine: tuple[int, int]) -> dict[str, tupl
 
 
 def _slot_of_divided_row(linear: nn.Module, what: str, parameter: Tensor, group: GroupCoordinator) -> Slot:
-    """Return the slot of a tensor of a linear whose inputs are divided over the ranks (row-parallel)."""
+    """Return the slot of a tensor of a linear whose inputs are divided over the ranks
+    (row-parallel).
+    """
     assert isinstance(linear, Linear)
     if what == "bias":
         return Slot(parameter, zero=group.rank > 0)
@@ -411,7 +432,9 @@ def _random_tensors(model: Decoder, seed: int, device: str | torch.device) -> It
 def _refuse_beyond_memory(
     config: ModelConfig, device: torch.device, least_bits: int, group: GroupCoordinator | None
 ) -> None:
-    """Reject, before allocation, a model that does not fit the device even at `least_bits` bits per weight."""
+    """Reject, before allocation, a model that does not fit the device even at `least_bits` bits
+    per weight.
+    """
     if config.model_type not in FAMILIES or device.type == "meta":
         return  # the decoder rejects other families with a better message; meta tensors take no memory
     num_bytes = num_parameters(config) * least_bits // 8 // (group.world_size if group else 1)

@@ -1,4 +1,6 @@
-"""The one norm of these models. In vLLM v0.33.0: `vllm/model_executor/layers/layernorm.py` (`RMSNorm`)."""
+"""The one norm of these models. In vLLM v0.33.0: `vllm/model_executor/layers/layernorm.py`
+(`RMSNorm`).
+"""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,9 @@ from minivllm.kernels.elementwise import add_rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square, in float32, then by a per-element weight (arXiv 1910.07467)."""
+    """Scale to unit root mean square, in float32, then by a per-element weight (arXiv
+    1910.07467).
+    """
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -16,7 +20,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Normalise `[..., width]`. With a residual, normalise the sum of both and store the sum in `residual`."""
+        """Normalise `[..., width]`. With a residual, normalise the sum of both and store the sum
+        in `residual`.
+        """
         if residual is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,21 +1,25 @@
-"""Tensor parallelism: each rank computes a part of every layer, with one all-reduce after attention and one after MLP.
+"""Tensor parallelism: each rank computes a part of every layer, with one all-reduce after attention
+and one after MLP.
 
-Attention and MLP are each two matrix products with a per-head or element-wise operation in between. The first product
-is divided by its outputs (columns): a rank computes its own heads, or its own part of the MLP's width, from the whole
-input. The second is divided by its inputs (rows): a rank multiplies what it has just computed, which gives one term of
-every output. One all-reduce adds the terms, and every rank continues with the same full hidden states.
+Attention and MLP are each two matrix products with a per-head or element-wise operation in between.
+The first product is divided by its outputs (columns): a rank computes its own heads, or its own
+part of the MLP's width, from the whole input. The second is divided by its inputs (rows): a rank
+multiplies what it has just computed, which gives one term of every output. One all-reduce adds the
+terms, and every rank continues with the same full hidden states.
 
-So a rank's model is a decoder with fewer heads and a narrower MLP (`shard_config`), plus these all-reduces. A step
-reduces 2 × L × tokens × hidden_size numbers for L layers, in the model's dtype; fewer in the last layer, where only the
-rows that sample continue.
+So a rank's model is a decoder with fewer heads and a narrower MLP (`shard_config`), plus these
+all-reduces. A step reduces 2 × L × tokens × hidden_size numbers for L layers, in the model's dtype;
+fewer in the last layer, where only the rows that sample continue.
 
-Key-value heads are divided as long as each rank gets at least one; with more ranks than heads, they are replicated.
-Embedding and head are replicated on every rank, the simplest correct choice: the lookup is cheap, and only rank 0,
-which samples, computes logits. Dividing both by vocabulary, as vLLM does, would save each rank (size − 1) / size of
-their bytes, and cost one more all-reduce after the lookup and a gather of the logits.
+Key-value heads are divided as long as each rank gets at least one; with more ranks than heads, they
+are replicated. Embedding and head are replicated on every rank, the simplest correct choice: the
+lookup is cheap, and only rank 0, which samples, computes logits. Dividing both by vocabulary, as
+vLLM does, would save each rank (size − 1) / size of their bytes, and cost one more all-reduce after
+the lookup and a gather of the logits.
 
-Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. In vLLM v0.33.0: `vllm/distributed/parallel_state.py`
-(`GroupCoordinator`), `vllm/model_executor/layers/linear.py` (`QKVParallelLinear`, `RowParallelLinear`).
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. In vLLM v0.33.0:
+`vllm/distributed/parallel_state.py` (`GroupCoordinator`), `vllm/model_executor/layers/linear.py`
+(`QKVParallelLinear`, `RowParallelLinear`).
 """
 
 import time
@@ -36,10 +40,12 @@ Connect = Callable[[int], dist.ProcessGroup | None]
 
 
 class GroupCoordinator:
-    """The ranks that share the layers of one pipeline stage, as seen by `rank`. A group of one exchanges nothing.
+    """The ranks that share the layers of one pipeline stage, as seen by `rank`. A group of one
+    exchanges nothing.
 
-    `bytes_reduced` counts the bytes that this rank has contributed to all-reduces so far, `bytes_sent` those that it
-    has sent to the next stage; `received_at` is when it last received from the one before, in `time.monotonic()`.
+    `bytes_reduced` counts the bytes that this rank has contributed to all-reduces so far,
+    `bytes_sent` those that it has sent to the next stage; `received_at` is when it last received
+    from the one before, in `time.monotonic()`.
     """
 
     def __init__(
@@ -50,10 +56,12 @@ class GroupCoordinator:
         stage: Stage = ONE_STAGE,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Join the ranks. More than one use torch.distributed's default process group, which must be initialized.
+        """Join the ranks. More than one use torch.distributed's default process group, which must
+        be initialized.
 
-        `connect(n)` initializes it for the n-th time after that, once all ranks call it, and returns the stage's group
-        as `process_group` has it: None for the default group. Without `connect` the ranks cannot join again.
+        `connect(n)` initializes it for the n-th time after that, once all ranks call it, and
+        returns the stage's group as `process_group` has it: None for the default group. Without
+        `connect` the ranks cannot join again.
         """
         self.rank = rank
         self.size = size
@@ -81,7 +89,8 @@ class GroupCoordinator:
         return self.rank == 0 and self.stage.is_last
 
     def all_reduce(self, terms: torch.Tensor) -> torch.Tensor:
-        """Sum the `terms` of all ranks, in place: all have the same shape, and every rank gets the same sum.
+        """Sum the `terms` of all ranks, in place: all have the same shape, and every rank gets the
+        same sum.
 
         Raises:
             LostPeerError: another rank is gone.
@@ -105,7 +114,8 @@ class GroupCoordinator:
                 dist.broadcast(tensor, src=self.world_rank - self.rank, group=self._process_group)
 
     def send_to_next_stage(self, hidden: torch.Tensor) -> None:
-        """Start sending a step's hidden states to the same rank of the next stage, once those before have been sent.
+        """Start sending a step's hidden states to the same rank of the next stage, once those
+        before have been sent.
 
         Raises:
             LostPeerError: that rank is gone.
@@ -131,14 +141,17 @@ class GroupCoordinator:
         return hidden
 
     def leave(self) -> None:
-        """End the connections to the other ranks: one that waits for this rank, now or later, gets `LostPeerError`."""
+        """End the connections to the other ranks: one that waits for this rank, now or later,
+        gets `LostPeerError`.
+        """
         if self._connect is not None and dist.is_initialized():
             # A stage's own group keeps its connections for as long as there is a reference to it.
             self._sending = self._process_group = None
             dist.destroy_process_group()
 
     def rejoin(self) -> None:
-        """Connect the ranks again, whatever a failed step has left in their connections. All must call it.
+        """Connect the ranks again, whatever a failed step has left in their connections. All must
+        call it.
 
         Raises:
             LostPeerError: another rank is gone.
@@ -158,10 +171,12 @@ class GroupCoordinator:
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """Return the config of one rank's part of a model: its share of the heads and of the MLP's width.
+    """Return the config of one rank's part of a model: its share of the heads and of the MLP's
+    width.
 
     Raises:
-        MinivllmError: the model cannot be divided over `size` ranks; the message names the sizes that work.
+        MinivllmError: the model cannot be divided over `size` ranks; the message names the sizes
+            that work.
     """
     if size == 1:
         return config
@@ -187,8 +202,8 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
 def possible_sizes(config: ModelConfig) -> list[int]:
     """Return the numbers of ranks that the model can be divided over.
 
-    Attention heads and the MLP's width must divide evenly; key-value heads are either divided evenly, or each is held
-    by the same number of ranks.
+    Attention heads and the MLP's width must divide evenly; key-value heads are either divided
+    evenly, or each is held by the same number of ranks.
     """
     heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     sizes = [size for size in range(1, heads + 1) if heads % size == 0 and width % size == 0]
@@ -196,7 +211,9 @@ def possible_sizes(config: ModelConfig) -> list[int]:
 
 
 def kv_part(config: ModelConfig, group: GroupCoordinator) -> tuple[int, int]:
-    """Return (index, number of parts) of the rank's share of the KV heads; adjacent ranks hold replicated heads."""
+    """Return (index, number of parts) of the rank's share of the KV heads; adjacent ranks hold
+    replicated heads.
+    """
     # With more ranks than heads, several hold the same one.
     parts = min(config.num_key_value_heads, group.size)
     return group.rank * parts // group.size, parts

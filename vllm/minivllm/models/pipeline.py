@@ -1,13 +1,15 @@
-"""Pipeline parallelism: each stage holds some of the layers, and hands the hidden states on to the next stage.
+"""Pipeline parallelism: each stage holds some of the layers, and hands the hidden states on to the
+next stage.
 
-Only `2 * tokens * hidden_size` numbers cross to the next stage in a step (the last layer's output and the residual
-stream), against two all-reduces in every layer with tensor parallelism: the way to divide a model over slow links. But
-a step takes as long as before, and each stage rests while the others compute. So several steps must be in flight, of
-different requests: with m steps for p stages, a fraction of min(m, p) / p of the stages is at work.
+Only `2 * tokens * hidden_size` numbers cross to the next stage in a step (the last layer's output
+and the residual stream), against two all-reduces in every layer with tensor parallelism: the way to
+divide a model over slow links. But a step takes as long as before, and each stage rests while the
+others compute. So several steps must be in flight, of different requests: with m steps for p
+stages, a fraction of min(m, p) / p of the stages is at work.
 
-The first stage holds the embedding, the last one the final norm and the head. Huang et al. 2019, "GPipe",
-arXiv:1811.06965. In vLLM v0.33.0: `vllm/distributed/utils.py` (`get_pp_indices`), `vllm/model_executor/models/utils.py`
-(`make_layers`, `PPMissingLayer`).
+The first stage holds the embedding, the last one the final norm and the head. Huang et al. 2019,
+"GPipe", arXiv:1811.06965. In vLLM v0.33.0: `vllm/distributed/utils.py` (`get_pp_indices`),
+`vllm/model_executor/models/utils.py` (`make_layers`, `PPMissingLayer`).
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +39,8 @@ class Stage:
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
     """Return the first layer of a stage, and the one after its last.
 
-    Layers that do not divide evenly go to the stages before the last, from the back: the last one computes the head.
+    Layers that do not divide evenly go to the stages before the last, from the back: the last one
+    computes the head.
 
     Raises:
         MinivllmError: there are more stages than layers.
@@ -56,7 +59,9 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
 
 
 def stage_config(config: ModelConfig, stage: Stage) -> ModelConfig:
-    """Return the config of one stage's layers. Raises `MinivllmError` if there are more stages than layers."""
+    """Return the config of one stage's layers. Raises `MinivllmError` if there are more stages
+    than layers.
+    """
     if stage.size == 1:
         return config
     start, end = get_pp_indices(config.num_hidden_layers, stage.rank, stage.size)

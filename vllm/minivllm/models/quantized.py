@@ -1,15 +1,17 @@
-"""Weight-only quantization of linears to 8 or 4 bits: activations and sums keep their types (w8a16, w4a16).
+"""Weight-only quantization of linears to 8 or 4 bits: activations and sums keep their types (w8a16,
+w4a16).
 
-Only the projections inside the layers are quantized. A step reads one row of the embedding per token, so fewer bits
-would save no time; the head's error would go straight into the logits, and it is often the same tensor. Norms are
-just vectors. Quantized checkpoints leave out the same ones.
+Only the projections inside the layers are quantized. A step reads one row of the embedding per
+token, so fewer bits would save no time; the head's error would go straight into the logits, and it
+is often the same tensor. Norms are just vectors. Quantized checkpoints leave out the same ones.
 
-An ordinary checkpoint is rounded tensor by tensor while it is read (`Rounding`), before a rank takes its part: so the
-scales are those of whole rows, the same for any number of ranks, and the full-precision weights are never all in
-memory at once.
+An ordinary checkpoint is rounded tensor by tensor while it is read (`Rounding`), before a rank
+takes its part: so the scales are those of whole rows, the same for any number of ranks, and the
+full-precision weights are never all in memory at once.
 
-In vLLM v0.33.0: `QuantizationConfig` in `vllm/model_executor/layers/quantization/base_config.py`, which chooses a
-layer's `LinearMethodBase` (`vllm/model_executor/layers/linear.py`): it creates the weights and computes with them.
+In vLLM v0.33.0: `QuantizationConfig` in `vllm/model_executor/layers/quantization/base_config.py`,
+which chooses a layer's `LinearMethodBase` (`vllm/model_executor/layers/linear.py`): it creates the
+weights and computes with them.
 """
 
 import math
@@ -34,7 +36,8 @@ from minivllm.models.linear import Linear, LoadableLinearMethod, parameter
 
 @dataclass(frozen=True)
 class QuantizedLinearMethod(LoadableLinearMethod):
-    """Computes with 8- or 4-bit weights in the format of `minivllm.kernels.packed_weights`: `packed` and `scales`.
+    """Computes with 8- or 4-bit weights in the format of `minivllm.kernels.packed_weights`:
+    `packed` and `scales`.
 
     - `group_size`: weights of a row that share a scale; None for the whole row.
     - `scale_dtype`: None for torch's default dtype when the linear is created.
@@ -65,7 +68,8 @@ class QuantizedLinearMethod(LoadableLinearMethod):
         return self.group_size or width
 
     def group_size_on_rank(self, in_features: int, input_parts: int) -> int:
-        """Group size in a rank's part of the row; if the division splits a group, all its pieces keep its scale.
+        """Group size in a rank's part of the row; if the division splits a group, all its pieces
+        keep its scale.
 
         Raises:
             MinivllmError: the group size is invalid, or the pieces would be too small.
@@ -86,7 +90,9 @@ class QuantizedLinearMethod(LoadableLinearMethod):
 
 @dataclass(frozen=True)
 class RoundedLinearMethod(QuantizedLinearMethod):
-    """The method for weights rounded at load time: the default group size of int4 depends on the row's width."""
+    """The method for weights rounded at load time: the default group size of int4 depends on the
+    row's width.
+    """
 
     def group_size_of(self, width: int) -> int:
         """Return the group size for undivided rows of `width` weights."""
@@ -94,7 +100,9 @@ class RoundedLinearMethod(QuantizedLinearMethod):
 
 
 class Quantization(Protocol):
-    """A source of quantized weights: the method of the layers' linears, and the tensors under the method's names."""
+    """A source of quantized weights: the method of the layers' linears, and the tensors under
+    the method's names.
+    """
 
     @property
     def method(self) -> LoadableLinearMethod:
@@ -102,7 +110,8 @@ class Quantization(Protocol):
         ...
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield a checkpoint's tensors, those of quantized linears as `packed` and `scales`, the others unchanged.
+        """Yield a checkpoint's tensors, those of quantized linears as `packed` and `scales`, the
+        others unchanged.
 
         `like` has the dtype and device of the model's other weights.
         """
@@ -128,7 +137,9 @@ class Rounding:
         return RoundedLinearMethod(4, scale_dtype=torch.bfloat16)
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors with linears rounded; their weights are cast to the model's dtype before."""
+        """Yield the tensors with linears rounded; their weights are cast to the model's dtype
+        before.
+        """
         for name, tensor in tensors:
             linear = name.removesuffix(".weight")
             # Only the projections inside the layers; norms, embedding and head stay as they are.

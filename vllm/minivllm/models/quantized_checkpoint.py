@@ -1,21 +1,24 @@
-"""Checkpoints with already packed integer weights: GPTQ, and the "pack-quantized" format of compressed-tensors.
+"""Checkpoints with already packed integer weights: GPTQ, and the "pack-quantized" format of
+compressed-tensors.
 
-Both pack integers of 4 or 8 bits into int32, the first in the lowest bits, each offset by half its range, with one
-scale for each group of a row. Tensors stored for a linear [out, in]:
+Both pack integers of 4 or 8 bits into int32, the first in the lowest bits, each offset by half its
+range, with one scale for each group of a row. Tensors stored for a linear [out, in]:
 
     GPTQ                  qweight [in × bits / 32, out], scales [groups, out], qzeros [groups, out × bits / 32],
                           g_idx [in]
     compressed-tensors    weight_packed [out, in × bits / 32], weight_scale [out, groups], weight_shape [2]
 
-The bytes of a row match `minivllm.kernels.packed_weights`, so loading only transposes GPTQ's tensors and rounds
-nothing. GPTQ's first format stores the zero point minus one, its second the zero point itself. Checkpoints mix up the
-two names; but if all zero points are 2^(bits − 1), or all one less, the weights are symmetric.
+The bytes of a row match `minivllm.kernels.packed_weights`, so loading only transposes GPTQ's
+tensors and rounds nothing. GPTQ's first format stores the zero point minus one, its second the zero
+point itself. Checkpoints mix up the two names; but if all zero points are 2^(bits − 1), or all one
+less, the weights are symmetric.
 
-Rejected as unsupported: other zero points, groups that are not in row order (`desc_act`, `actorder`), methods that
-quantize activations too, and layers that are left unquantized or quantized differently.
+Rejected as unsupported: other zero points, groups that are not in row order (`desc_act`,
+`actorder`), methods that quantize activations too, and layers that are left unquantized or
+quantized differently.
 
-Frantar et al. 2022, "GPTQ", arXiv:2210.17323. In vLLM v0.33.0: `vllm/model_executor/layers/quantization/auto_gptq.py`,
-`compressed_tensors/compressed_tensors.py`.
+Frantar et al. 2022, "GPTQ", arXiv:2210.17323. In vLLM v0.33.0:
+`vllm/model_executor/layers/quantization/auto_gptq.py`, `compressed_tensors/compressed_tensors.py`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +41,7 @@ WHAT_WORKS = (
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """How a checkpoint stores its linears; `group_size` None means one scale per row."""
+    """A checkpoint's storage of its linears; `group_size` None means one scale per row."""
 
     stored_by: str
     bits: int
@@ -99,12 +102,14 @@ class PackedFormat:
     def _integers(self, words: Tensor) -> Tensor:
         """Convert int32 [out, words per row] to the packed weight."""
         stored = words.contiguous().view(torch.uint8)
-        # Stored integers are offset by half their range. Ours of 4 bits are, too, and ours of 8 bits are signed.
+        # Stored integers are offset by half their range. Ours of 4 bits are, too, and ours of 8
+        # bits are signed.
         return stored if self.bits == 4 else (stored ^ 128).view(torch.int8)
 
 
 def packed_format(config: ModelConfig) -> PackedFormat | None:
-    """Return the packed format that a checkpoint's config describes, or None for an ordinary checkpoint.
+    """Return the packed format that a checkpoint's config describes, or None for an ordinary
+    checkpoint.
 
     Raises:
         UnsupportedModelError: an unsupported method or variant; the message says what would work.

@@ -1,9 +1,12 @@
-"""Rotary position embedding: each pair of a head's elements is rotated by an angle that grows with the position.
+"""Rotary position embedding: each pair of a head's elements is rotated by an angle that grows with
+the position.
 
-Element `i` is paired with element `i + head_dim/2`, and the pair is rotated by `position * frequency[i]`. The scaling
-variants change the frequencies, so that a model trained on short contexts can distinguish positions in long ones.
+Element `i` is paired with element `i + head_dim/2`, and the pair is rotated by `position *
+frequency[i]`. The scaling variants change the frequencies, so that a model trained on short
+contexts can distinguish positions in long ones.
 
-Papers: RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071. In vLLM: `vllm/model_executor/layers/rotary_embedding/`.
+Papers: RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071. In vLLM:
+`vllm/model_executor/layers/rotary_embedding/`.
 """
 
 import math
@@ -45,7 +48,9 @@ class RotaryTable(nn.Module):
 
 
 def table_length(config: ModelConfig) -> int:
-    """Return the number of positions in the table: the config's maximum, or the scaled context length if longer."""
+    """Return the number of positions in the table: the config's maximum, or the scaled context
+    length if longer.
+    """
     scaling = config.rope_scaling or {}
     if scaling.get("rope_type") == "linear":
         stretched = config.max_position_embeddings * scaling["factor"]
@@ -57,7 +62,8 @@ def table_length(config: ModelConfig) -> int:
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Return each pair's angle per position, float32 `[rotary_dim / 2]`, and the scale of cosines and sines.
+    """Return each pair's angle per position, float32 `[rotary_dim / 2]`, and the scale of cosines
+    and sines.
 
     Raises:
         UnsupportedModelError: the scaling is partial, or not linear, llama3 or yarn.
@@ -82,7 +88,9 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Scale as Llama 3.1 does: divide low frequencies by `factor`, keep high ones, interpolate those in between."""
+    """Scale as Llama 3.1 does: divide low frequencies by `factor`, keep high ones, interpolate
+    those in between.
+    """
     factor, low, high = (_parameter(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise MinivllmError(
@@ -96,7 +104,9 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], config: ModelConfig) -> tuple[Tensor, float]:
-    """Scale as YaRN does: like `_llama3`, with a linear ramp over pair indices and slightly sharper attention."""
+    """Scale as YaRN does: like `_llama3`, with a linear ramp over pair indices and slightly
+    sharper attention.
+    """
     if config.rope_theta <= 1.0:
         raise MinivllmError(f"the model config's rope_theta is {config.rope_theta}; yarn needs one above 1")
     original = _parameter(scaling, "original_max_position_embeddings")
@@ -124,7 +134,9 @@ def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 def sharpening(factor: float, weight: float) -> float:
-    """Return YaRN's correction of attention for a context `factor` times as long; 1 for a `weight` of 0."""
+    """Return YaRN's correction of attention for a context `factor` times as long; 1 for a
+    `weight` of 0.
+    """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

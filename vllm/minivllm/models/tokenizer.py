@@ -47,7 +47,8 @@ def _way_out(directory: Path) -> str:
 
 
 def load_transformers_tokenizer(path_or_name: str | Path) -> PreTrainedTokenizerBase:
-    """Load the same tokenizer as an object of transformers, with its special tokens and chat template.
+    """Load the same tokenizer as an object of transformers, with its special tokens and chat
+    template.
 
     Raises:
         MinivllmError: transformers cannot load it.

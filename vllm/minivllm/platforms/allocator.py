@@ -1,8 +1,9 @@
-"""Keep freed memory in the process: large CPU tensors come and go every step, and fresh pages are expensive.
+"""Keep freed memory in the process: large CPU tensors come and go every step, and fresh pages are
+expensive.
 
-glibc returns a large freed block to the kernel at once, so the next tensor of that size page-faults all over again.
-In a virtual machine that can cost more than the arithmetic: training the embedded model ran 2.5 times faster without
-it.
+glibc returns a large freed block to the kernel at once, so the next tensor of that size page-faults
+all over again. In a virtual machine that can cost more than the arithmetic: training the embedded
+model ran 2.5 times faster without it.
 """
 
 import ctypes
@@ -13,7 +14,9 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to neither `mmap` nor trim. Returns whether that took effect; without glibc, does nothing."""
+    """Tell glibc's malloc to neither `mmap` nor trim. Returns whether that took effect; without
+    glibc, does nothing.
+    """
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -31,7 +31,9 @@ class ChildProcess(Protocol):
 
 
 def wait_or_kill(processes: Sequence[ChildProcess], seconds: float) -> None:
-    """Wait up to `seconds` for processes that have been told to end, then kill those that still run."""
+    """Wait up to `seconds` for processes that have been told to end, then kill those that still
+    run.
+    """
     deadline = time.monotonic() + seconds
     for process in processes:
         try:

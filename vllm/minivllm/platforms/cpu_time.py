@@ -9,20 +9,25 @@ from pathlib import Path
 TASKS = Path("/proc/self/task")
 STAT = Path("/proc/stat")
 NANOSECONDS = 1e-9
-# Column of /proc/stat's first line: time in which a virtual machine was ready but its host ran something else.
+# Column of /proc/stat's first line: time in which a virtual machine was ready but its host ran
+# something else.
 STEAL = 8
 
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Seconds that threads `ran`, and `waited`: were ready to run while something else had the core."""
+    """Seconds that threads `ran`, and `waited`: were ready to run while something else had the
+    core.
+    """
 
     ran: float
     waited: float
 
     @property
     def waited_share(self) -> float:
-        """Return the share of the time in which threads wanted a core that they spent waiting: 0 on an idle machine."""
+        """Return the share of the time in which threads wanted a core that they spent waiting: 0
+        on an idle machine.
+        """
         total = self.ran + self.waited
         return self.waited / total if total > 0 else 0.0
 
@@ -32,7 +37,9 @@ ThreadTimes = dict[int, CpuTimes]
 
 
 def thread_times(tasks: Path = TASKS) -> ThreadTimes:
-    """Return the times of every thread of this process, from Linux's scheduler statistics; empty if unavailable."""
+    """Return the times of every thread of this process, from Linux's scheduler statistics; empty
+    if unavailable.
+    """
     times = {}
     try:
         names = os.listdir(tasks)
@@ -59,7 +66,9 @@ def between(before: ThreadTimes, after: ThreadTimes) -> CpuTimes:
 
 
 def stolen_seconds(stat: Path = STAT) -> float:
-    """Return the seconds since boot, over all cores, that the host gave to other machines; 0 if unknown."""
+    """Return the seconds since boot, over all cores, that the host gave to other machines; 0 if
+    unknown.
+    """
     try:
         return int(stat.read_text().split(maxsplit=STEAL + 1)[STEAL]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):

@@ -14,7 +14,9 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """Return the device; `auto` is the GPU if there is one. Asking for a missing GPU is an error, not a fallback."""
+    """Return the device; `auto` is the GPU if there is one. Asking for a missing GPU is an
+    error, not a fallback.
+    """
     import torch
 
     if name not in DEVICES:

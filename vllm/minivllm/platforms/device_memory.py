@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def refuse_beyond_memory(num_bytes: int, device: torch.device, what: str, advice: str) -> None:
-    """Reject an allocation that the device has no room for: Linux would grant it, then kill the process that uses it.
+    """Reject an allocation that the device has no room for: Linux would grant it, then kill the
+    process that uses it.
 
     Raises:
         MinivllmError: `num_bytes` exceeds the free memory.
@@ -35,7 +36,8 @@ def refuse_beyond_memory(num_bytes: int, device: torch.device, what: str, advice
 
 
 def available_memory() -> int | None:
-    """Return the main memory still available, in bytes: the lesser of the system's and the container's figure.
+    """Return the main memory still available, in bytes: the lesser of the system's and the
+    container's figure.
 
     None if neither is known.
     """
@@ -63,7 +65,8 @@ def _container_available() -> int | None:
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Give memory of engines that are no longer used back to the device. Call it after `del llm`.
 
-    In vLLM v0.33.0: `vllm/distributed/parallel_state.py`. Processes end with their engine; no Ray was started.
+    In vLLM v0.33.0: `vllm/distributed/parallel_state.py`. Processes end with their engine; no Ray
+    was started.
     """
     import torch
 

@@ -1,8 +1,10 @@
-"""Spare Triton's interpreter the work whose result it does not use, which is half of a kernel's time there.
+"""Spare Triton's interpreter the work whose result it does not use, which is half of a kernel's
+time there.
 
-For each addition, subtraction and product of integers it computes in 64 bits whether the result fits, and uses that in
-debug mode only. Each function that a kernel calls, `tl.sum` among them, patches the language's modules again, though
-the launch has done so. And a type's dtype is looked up in a table that is built for each look-up.
+For each addition, subtraction and product of integers it computes in 64 bits whether the result
+fits, and uses that in debug mode only. Each function that a kernel calls, `tl.sum` among them,
+patches the language's modules again, though the launch has done so. And a type's dtype is looked up
+in a table that is built for each look-up.
 """
 
 import functools
@@ -12,7 +14,9 @@ from typing import Any
 
 
 def leave_out_what_is_not_used() -> None:
-    """Patch the interpreter for all kernels of this process. A Triton of another build is left as it is."""
+    """Patch the interpreter for all kernels of this process. A Triton of another build is left
+    as it is.
+    """
     from triton.runtime import interpreter
 
     semantic: Any = getattr(interpreter, "interpreter_semantic", None)

@@ -7,19 +7,21 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, ClassVar
 
-# The module that `signal` wraps. Its wrappers try to make an enum of every handler, which takes 12 of 15 µs a block.
+# The module that `signal` wraps. Its wrappers try to make an enum of every handler, which takes 12
+# of 15 µs a block.
 _signal: Any = import_module("_signal")
 
 
 class InterruptsHeld:
-    """A `with` block that SIGINT does not cut in two: it is delivered at the end. A second one is let through at once.
+    """A `with` block that SIGINT does not cut in two: it is delivered at the end. A second one is
+    let through at once.
 
-    Once one has been let through, all further ones are held until the end: they would cut the clean-up that the first
-    has caused. A block for `clean_up` holds every one, also a second, because no other reason for the clean-up may be
-    cut short either.
+    Once one has been let through, all further ones are held until the end: they would cut the
+    clean-up that the first has caused. A block for `clean_up` holds every one, also a second,
+    because no other reason for the clean-up may be cut short either.
 
-    Blocks may be nested: the outermost one holds. Python interrupts the main thread only, so in other threads the
-    block does nothing; nor does it where a program ignores SIGINT.
+    Blocks may be nested: the outermost one holds. Python interrupts the main thread only, so in
+    other threads the block does nothing; nor does it where a program ignores SIGINT.
     """
 
     _outermost: "ClassVar[InterruptsHeld | None]" = None
@@ -31,7 +33,8 @@ class InterruptsHeld:
         self._handler: Callable[[int, FrameType | None], Any] | None = None
         self._held: list[tuple[int, FrameType | None]] = []
         self._let_through = False
-        # In `__enter__` or `__exit__`, where an interrupt would leave signals to a block that is not there.
+        # In `__enter__` or `__exit__`, where an interrupt would leave signals to a block that is
+        # not there.
         self._at_an_edge = True
 
     def __enter__(self) -> "InterruptsHeld":
@@ -73,7 +76,9 @@ class InterruptsHeld:
             self._let_one_through(number, frame)
 
     def _let_one_through(self, number: int, frame: FrameType | None) -> None:
-        """Call the handler. If it does not raise, the held signals are dealt with, and the block goes on."""
+        """Call the handler. If it does not raise, the held signals are dealt with, and the block
+        goes on.
+        """
         assert self._handler is not None
         self._let_through = True
         self._handler(number, frame)

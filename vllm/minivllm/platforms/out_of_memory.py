@@ -9,7 +9,8 @@ ADVICE = "lower max_num_batched_tokens or max_num_seqs, or leave more free with 
 
 
 def explain_out_of_memory(error: BaseException) -> MinivllmError | None:
-    """Turn an out-of-memory error, torch's (CPU or GPU) or Python's, into one that says which settings to lower.
+    """Turn an out-of-memory error, torch's (CPU or GPU) or Python's, into one that says which
+    settings to lower.
 
     Returns None for any other error, which the caller should raise unchanged.
     """

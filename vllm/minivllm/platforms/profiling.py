@@ -14,5 +14,7 @@ _NOTHING = nullcontext()
 
 
 def record_function_or_nullcontext(name: str) -> AbstractContextManager[Any]:
-    """Return a profiler range while a profiler runs, else a no-op: an unrecorded range would still cost 8 µs."""
+    """Return a profiler range while a profiler runs, else a no-op: an unrecorded range would
+    still cost 8 µs.
+    """
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else _NOTHING

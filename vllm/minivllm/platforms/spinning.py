@@ -1,14 +1,16 @@
-"""PyTorch's threads spin while they wait for each other; on a busy machine they should sleep instead.
+"""PyTorch's threads spin while they wait for each other; on a busy machine they should sleep
+instead.
 
-After every operator, OpenMP's threads spin for some milliseconds in the hope of more work. On an idle machine that is
-the fastest way to wait. Next to other busy processes it burns the very time in which the awaited thread could run, and
-the engine becomes three to ten times slower.
+After every operator, OpenMP's threads spin for some milliseconds in the hope of more work. On an
+idle machine that is the fastest way to wait. Next to other busy processes it burns the very time in
+which the awaited thread could run, and the engine becomes three to ten times slower.
 
-The library reads the spin time from the environment when it is loaded. Once torch is imported it is too late to set,
-and one value must serve both quiet and busy times. But GNU's library spins for only 100 iterations while a process has
-more OpenMP threads than cores (see GOMP_SPINCOUNT in its manual). So a watcher checks twice a second how long this
-process's threads waited for a core. If they waited too long, it starts a second team of threads, which sleep and only
-add to the count; it ends the team when the machine is quiet again.
+The library reads the spin time from the environment when it is loaded. Once torch is imported it is
+too late to set, and one value must serve both quiet and busy times. But GNU's library spins for
+only 100 iterations while a process has more OpenMP threads than cores (see GOMP_SPINCOUNT in its
+manual). So a watcher checks twice a second how long this process's threads waited for a core. If
+they waited too long, it starts a second team of threads, which sleep and only add to the count; it
+ends the team when the machine is quiet again.
 """
 
 from __future__ import annotations
@@ -35,16 +37,21 @@ CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 BUSY, QUIET = 0.20, 0.10
 # The weight of the newest reading: one hiccup changes nothing, one or two seconds of contention do.
 WEIGHT = 0.3
-# The time between two readings. Ten a second slowed the steps of a single request: by 5 % at least, 13 % in the median.
+# The time between two readings. Ten a second slowed the steps of a single request: by 5 % at least,
+# 13 % in the median.
 SECONDS = 0.5
-# In CPU seconds: a process that wanted less between two readings is idle and learns nothing about the machine.
+# In CPU seconds: a process that wanted less between two readings is idle and learns nothing about
+# the machine.
 LEAST_WANTED = 0.02
-# In cores: if a process has so many threads that the readings would cost more, they are taken less often.
+# In cores: if a process has so many threads that the readings would cost more, they are taken less
+# often.
 LARGEST_COST = 0.01
 
 
 class ExtraTeam:
-    """Sleeping threads that only count: while they exist, there are more OpenMP threads than cores."""
+    """Sleeping threads that only count: while they exist, there are more OpenMP threads than
+    cores.
+    """
 
     def __init__(self) -> None:
         self._let_go: threading.Event | None = None
@@ -79,7 +86,9 @@ def _hold(ready: threading.Event, let_go: threading.Event) -> None:
 
 
 class Contention:
-    """Decides from readings of this process's threads whether other processes compete for the cores."""
+    """Decides from readings of this process's threads whether other processes compete for the
+    cores.
+    """
 
     def __init__(self) -> None:
         self.share = 0.0
@@ -128,10 +137,12 @@ _watched: set[int] = set()
 
 
 def limit_spinning() -> bool:
-    """Make PyTorch's threads sleep while other processes want the cores. A second call in a process does nothing.
+    """Make PyTorch's threads sleep while other processes want the cores. A second call in a process
+    does nothing.
 
-    Returns whether it takes effect: with GNU's OpenMP library on Linux and several threads, unless the environment says
-    how threads should wait. LLVM's and Intel's library is told to spin for 1 ms instead of 200, if not yet started.
+    Returns whether it takes effect: with GNU's OpenMP library on Linux and several threads, unless
+    the environment says how threads should wait. LLVM's and Intel's library is told to spin for 1
+    ms instead of 200, if not yet started.
     """
     if any(name in os.environ for name in CHOICES) or torch.get_num_threads() == 1:
         return False

@@ -1,9 +1,10 @@
 """Run compiled loops on the threads that PyTorch's own operators use.
 
-A second thread pool beside PyTorch's is slow: after every operator, PyTorch's threads keep spinning for a while in the
-hope of more work, on the very cores that the second pool needs. numba's threading layers are such pools, even "omp" (it
-loads the system's OpenMP library, not the copy in PyTorch's wheel). So a loop asks PyTorch's library for a parallel
-region, `GOMP_parallel`, as PyTorch's operators do, and its threads take programs one by one from a shared counter.
+A second thread pool beside PyTorch's is slow: after every operator, PyTorch's threads keep spinning
+for a while in the hope of more work, on the very cores that the second pool needs. numba's
+threading layers are such pools, even "omp" (it loads the system's OpenMP library, not the copy in
+PyTorch's wheel). So a loop asks PyTorch's library for a parallel region, `GOMP_parallel`, as
+PyTorch's operators do, and its threads take programs one by one from a shared counter.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ def has_numba() -> bool:
 def run_programs(
     function: Callable[[int], object], cells: ctypes.Structure | ctypes.Array, most_threads: int | None = None
 ) -> None:
-    """Run a function made by `programs.compile_programs` on PyTorch's threads, `most_threads` at most.
+    """Run a function made by `programs.compile_programs` on PyTorch's threads, `most_threads` at
+    most.
 
-    It is called with the address of `cells`, the first of which is the shared program counter, initially 0.
+    It is called with the address of `cells`, the first of which is the shared program counter,
+    initially 0.
     """
     threads = torch.get_num_threads()
     run_on_threads(function, ctypes.addressof(cells), threads if most_threads is None else min(threads, most_threads))
 
 
 def run_on_threads(function: Callable[[int], object], address: int, threads: int) -> None:
-    """Call the C function `function(address)` on `threads` threads at once, and wait for all of them.
+    """Call the C function `function(address)` on `threads` threads at once, and wait for all of
+    them.
 
     `function` is a `ctypes` function that may run on any thread, such as `numba.cfunc(...).ctypes`.
     """
@@ -60,7 +64,9 @@ def run_on_threads(function: Callable[[int], object], address: int, threads: int
 
 @functools.cache
 def parallel_region() -> Callable[..., None] | None:
-    """Return `GOMP_parallel(function, address, threads, flags)` of PyTorch's OpenMP library, or None if it has none."""
+    """Return `GOMP_parallel(function, address, threads, flags)` of PyTorch's OpenMP library, or
+    None if it has none.
+    """
     library = Path(torch.__file__).parent / "lib" / LIBRARY.get(sys.platform, "")
     try:
         # dlsym also searches the libraries that this one links to.

@@ -1,9 +1,10 @@
-"""Triton for every file that defines kernels: `from minivllm.platforms.triton_utils import tl, triton`.
+"""Triton for every file that defines kernels: `from minivllm.platforms.triton_utils import tl,
+triton`.
 
-Without a CUDA device, Triton's interpreter runs the same kernels on NumPy: slowly, but line for line. The switch,
-`TRITON_INTERPRET`, is read when a kernel is *defined*, so it must be set before; a value already set is kept. Where
-Triton has no wheel (macOS, Windows), a stand-in lets files that define kernels be imported; launching one raises an
-error that says why it cannot run.
+Without a CUDA device, Triton's interpreter runs the same kernels on NumPy: slowly, but line for
+line. The switch, `TRITON_INTERPRET`, is read when a kernel is *defined*, so it must be set before;
+a value already set is kept. Where Triton has no wheel (macOS, Windows), a stand-in lets files that
+define kernels be imported; launching one raises an error that says why it cannot run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class _KernelWithoutTriton:
-    """The result of `triton.jit` without Triton: a kernel that can be inspected but not launched."""
+    """The result of `triton.jit` without Triton: a kernel that can be inspected but not
+    launched.
+    """
 
     def __init__(self, function):
         self.fn = function

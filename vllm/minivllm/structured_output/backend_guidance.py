@@ -1,9 +1,11 @@
-"""Grammars that say which tokens may come next, and advance token by token. llguidance does the parsing.
+"""Grammars that say which tokens may come next, and advance token by token. llguidance does the
+parsing.
 
-Its matchers never raise. A matcher that has reached its limits (it bounds its own work at every step), or has met a
-token that does not fit, stays in error and from then on allows only the end.
+Its matchers never raise. A matcher that has reached its limits (it bounds its own work at every
+step), or has met a token that does not fit, stays in error and from then on allows only the end.
 
-In vLLM v0.33.0: `vllm/v1/structured_output/backend_guidance.py` (`GuidanceBackend`, `GuidanceGrammar`).
+In vLLM v0.33.0: `vllm/v1/structured_output/backend_guidance.py` (`GuidanceBackend`,
+`GuidanceGrammar`).
 """
 
 from collections.abc import Sequence
@@ -62,8 +64,9 @@ class GuidanceBackend:
     def fill_bitmask(self, bitmask: np.ndarray, wanted: Sequence[tuple[GuidanceGrammar, int, list[int]]]) -> None:
         """Fill rows of bitmask [rows, ceil(vocab / 32)], int32: bit i of word w is token 32 w + i.
 
-        `wanted`: a grammar, its first row, and the drafts after which its next rows are filled. The rows after a draft
-        that does not fit, or that ends the text, stay as they are. The grammars do not advance.
+        `wanted`: a grammar, its first row, and the drafts after which its next rows are filled. The
+        rows after a draft that does not fit, or that ends the text, stay as they are. The grammars
+        do not advance.
         """
         plain = [(grammar.matcher, row) for grammar, row, drafts in wanted if not drafts]
         drafted = [(grammar.matcher, row, drafts) for grammar, row, drafts in wanted if drafts]

@@ -1,7 +1,8 @@
 """From a constraint to a grammar in llguidance's own syntax, and its validation.
 
-The library follows references recursively, in native code: a long enough chain of them would overflow the stack, and
-end the process. So texts are bounded, and read in threads whose stacks are deep enough for that bound.
+The library follows references recursively, in native code: a long enough chain of them would
+overflow the stack, and end the process. So texts are bounded, and read in threads whose stacks are
+deep enough for that bound.
 
 In vLLM v0.33.0: `vllm/v1/structured_output/backend_guidance.py` (`serialize_guidance_grammar`,
 `validate_guidance_grammar`), `vllm/v1/structured_output/utils.py` (`choice_as_grammar`).
@@ -27,7 +28,8 @@ Result = TypeVar("Result")
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """Return the grammar in the syntax of llguidance, the library that enforces it. It is not validated yet.
+    """Return the grammar in the syntax of llguidance, the library that enforces it. It is not
+    validated yet.
 
     Raises:
         MinivllmError: it is too long, or cannot even be written down.
@@ -61,7 +63,8 @@ class DeepThreads:
 
     def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
         """Run a call in one of the threads."""
-        # The size is set for the whole process, and a new thread takes the one that is set when it starts.
+        # The size is set for the whole process, and a new thread takes the one that is set when it
+        # starts.
         with self._starting:
             usual = threading.stack_size(STACK_BYTES)
             try:

@@ -1,4 +1,5 @@
-"""The grammars of an engine's core: compiled in the background, and asked once a step which tokens fit.
+"""The grammars of an engine's core: compiled in the background, and asked once a step which tokens
+fit.
 
 Nothing is loaded before the first request with a constraint: neither the library nor the tokenizer.
 
@@ -30,7 +31,9 @@ class StructuredOutputManager:
     """Compiles grammars in threads, and fills the bitmask of a step."""
 
     def __init__(self, vocab_size: int, load_tokenizer: Callable[[], tuple[str, Sequence[int]]]) -> None:
-        """Serve a vocabulary; `load_tokenizer` returns a `tokenizer.json` and the end ids, once, in a thread."""
+        """Serve a vocabulary; `load_tokenizer` returns a `tokenizer.json` and the end ids, once,
+        in a thread.
+        """
         self._vocab_size = vocab_size
         self._load_tokenizer = load_tokenizer
         self._backend: GuidanceBackend | None = None
@@ -51,7 +54,9 @@ class StructuredOutputManager:
         request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
     def wait_for_one(self, seconds: float) -> None:
-        """Wait until a grammar is compiled, but no longer than this. Returns at once if none is being compiled."""
+        """Wait until a grammar is compiled, but no longer than this. Returns at once if none is
+        being compiled.
+        """
         self._pending = {future for future in self._pending if not future.done()}
         if self._pending:
             wait(self._pending, seconds, FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""A request's grammar, from its arrival on.
+"""A request's grammar, compiled from the moment the request arrives.
 
 In vLLM v0.33.0: `vllm/v1/structured_output/request.py` (`StructuredOutputRequest`).
 """
@@ -9,7 +9,8 @@ from concurrent.futures import Future
 
 from minivllm.structured_output.backend_guidance import GuidanceGrammar
 
-# Counted from the request's arrival. The library bounds its own work to about a second; this bounds the whole wait.
+# Counted from the request's arrival. The library bounds its own work to about a second; this bounds
+# the whole wait.
 SECONDS_TO_COMPILE = 60.0
 
 

@@ -1,1 +1,3 @@
-"""What runs on the device: the persistent batch, the forward pass over paged attention, and the sampler."""
+"""What runs on the device: the persistent batch, the forward pass over paged attention, and the
+sampler.
+"""

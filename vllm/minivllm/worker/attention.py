@@ -44,7 +44,8 @@ def make_attention(
 
 
 def without_attention(config: ModelConfig, max_model_len: int) -> Attention:
-    """Return a stand-in for attention in a step that only measures memory: it takes the memory that attention would.
+    """Return a stand-in for attention in a step that only measures memory: it takes the memory that
+    attention would.
 
     That is little, except for latents in the plain form: one request's are expanded at a time.
     """

@@ -1,17 +1,21 @@
-"""Decode steps as CUDA graphs: everything from the token ids to the hidden states in a single launch.
+"""Decode steps as CUDA graphs: everything from the token ids to the hidden states in a single
+launch.
 
-For a small batch of decodes, launching the kernels one by one takes the host longer than running them takes the GPU. A
-graph is captured once per batch size and then replayed with a single launch. A captured graph cannot change: it reads
-and writes the addresses it was captured with (`step_buffers.py`) and launches the same grids. So a batch is padded to
-the next captured size, and choices that the host would otherwise make per step are fixed at capture: the number of
-splits of the keys in attention, which depends on `max_seq_len`, is that of the longest possible request. Prefills
-(chunked or not) and batches larger than the largest graph run eagerly.
+For a small batch of decodes, launching the kernels one by one takes the host longer than running
+them takes the GPU. A graph is captured once per batch size and then replayed with a single launch.
+A captured graph cannot change: it reads and writes the addresses it was captured with
+(`step_buffers.py`) and launches the same grids. So a batch is padded to the next captured size, and
+choices that the host would otherwise make per step are fixed at capture: the number of splits of
+the keys in attention, which depends on `max_seq_len`, is that of the longest possible request.
+Prefills (chunked or not) and batches larger than the largest graph run eagerly.
 
-Steps that verify drafts have graphs of their own, in which each request has room for all of its drafts and one more
-token. Requests with fewer drafts, or none, leave padding at the end: attention's grid holds whatever the lengths are.
+Steps that verify drafts have graphs of their own, in which each request has room for all of its
+drafts and one more token. Requests with fewer drafts, or none, leave padding at the end:
+attention's grid holds whatever the lengths are.
 
-All graphs share one memory pool, since only one runs at a time. The largest is captured first, and the others fit into
-the memory it took. The result is copied to a buffer outside the pool, so that the next graph does not overwrite it.
+All graphs share one memory pool, since only one runs at a time. The largest is captured first, and
+the others fit into the memory it took. The result is copied to a buffer outside the pool, so that
+the next graph does not overwrite it.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/cudagraph_utils.py` (`CudaGraphManager`), `vllm/config/vllm.py`
 (`_set_cudagraph_sizes`): its mode FULL_DECODE_ONLY.
@@ -36,8 +40,8 @@ from minivllm.worker.step_buffers import PADDING_SLOT, StepBuffers
 
 MOST_ROWS = 512
 # Context length of each request in the step that tunes the kernels' configurations before capture.
-# Short, as most contexts of large batches are: tuned at 2,048 keys, attention took 143 µs a layer in steps of 256
-# requests with 290 keys each, where the fastest configuration takes 78 (H200).
+# Short, as most contexts of large batches are: tuned at 2,048 keys, attention took 143 µs a layer
+# in steps of 256 requests with 290 keys each, where the fastest configuration takes 78 (H200).
 TUNING_KEYS = 512
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
@@ -46,7 +50,8 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 def capture_sizes(max_num_seqs: int) -> list[int]:
     """Return 1, 2, 4, then multiples of 8, from 256 on of 16, up to min(2 × max_num_seqs, 512).
 
-    Sizes beyond the first that holds `max_num_seqs` rows are left out, as no decode batch would use them.
+    Sizes beyond the first that holds `max_num_seqs` rows are left out, as no decode batch would use
+    them.
     """
     limit = min(2 * max_num_seqs, MOST_ROWS)
     ladder = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, MOST_ROWS + 1, 16)) if size <= limit]
@@ -60,7 +65,9 @@ def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
 
 
 class CudaGraphs:
-    """The graphs of one model and its cache. `replays` counts replays; `pool_bytes` is the memory the graphs took."""
+    """The graphs of one model and its cache. `replays` counts replays; `pool_bytes` is the
+    memory the graphs took.
+    """
 
     def __init__(
         self,
@@ -94,7 +101,9 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self, record: Record) -> None:
-        """Capture a graph for each size, the largest first, using `record`, such as a `cuda_recorder`."""
+        """Capture a graph for each size, the largest first, using `record`, such as a
+        `cuda_recorder`.
+        """
         before = _reserved(self.hidden.device)
         for size in reversed(self.sizes):
             self.buffers.load(self._tuning_step(size))
@@ -117,10 +126,11 @@ class CudaGraphs:
         lora_slots: np.ndarray | None = None,
         fill: Callable[[torch.Tensor, StepInputs], None] | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states of all tokens in the step, [tokens, hidden]; valid until the next replay.
+        """Return the hidden states of all tokens in the step, [tokens, hidden]; valid until the
+        next replay.
 
-        `lora_slots`: the slot of each token's adapter [tokens], -1 for none; None: no token has one. `fill` puts
-        those of `input_ids` in place that the host does not know.
+        `lora_slots`: the slot of each token's adapter [tokens], -1 for none; None: no token has
+        one. `fill` puts those of `input_ids` in place that the host does not know.
 
         Raises:
             MinivllmError: no graph can run this step.
@@ -146,7 +156,8 @@ class CudaGraphs:
     def _step(self, size: int) -> Callable[[], None]:
         """Return a step of `size` requests on the buffers.
 
-        A replay runs no Python and so does not count all-reduced bytes: the count is taken here, for `replay` to add.
+        A replay runs no Python and so does not count all-reduced bytes: the count is taken here,
+        for `replay` to add.
         """
         buffers = self.buffers
         group = self.model.group
@@ -165,7 +176,9 @@ class CudaGraphs:
         return step
 
     def _tuning_step(self, size: int) -> StepInputs:
-        """Return a step of requests with long contexts, which read blocks all over the cache and write none."""
+        """Return a step of requests with long contexts, which read blocks all over the cache and
+        write none.
+        """
         keys = min(self.max_model_len, TUNING_KEYS)
         each = self.tokens_each
         columns = -(-keys // self.block_size)
@@ -188,7 +201,9 @@ class CudaGraphs:
 
 
 class CudaGraphManager:
-    """A rank's graphs: of decode steps, and of those that verify drafts. There are none before `capture`."""
+    """A rank's graphs: of decode steps, and of those that verify drafts. There are none before
+    `capture`.
+    """
 
     def __init__(self) -> None:
         self.decode: CudaGraphs | None = None
@@ -204,7 +219,8 @@ class CudaGraphManager:
     ) -> None:
         """Capture the graphs, using `record`.
 
-        Latents are attended to in a form that depends on their number, so they have graphs of decode steps only.
+        Latents are attended to in a form that depends on their number, so they have graphs of
+        decode steps only.
         """
 
         def captured(tokens_each: int) -> CudaGraphs | None:
@@ -234,9 +250,10 @@ class CudaGraphManager:
 def cuda_recorder(ranks: int) -> Record:
     """Return a function that captures functions as CUDA graphs in one shared memory pool.
 
-    Each function first runs once outside the capture: this compiles its kernels, autotunes their configurations and
-    sets up NCCL, none of which is possible during capture. With several ranks, NCCL's watchdog thread keeps querying
-    the driver during the capture, which only the error mode "thread_local" allows.
+    Each function first runs once outside the capture: this compiles its kernels, autotunes their
+    configurations and sets up NCCL, none of which is possible during capture. With several ranks,
+    NCCL's watchdog thread keeps querying the driver during the capture, which only the error mode
+    "thread_local" allows.
     """
     pool: Any = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream()

@@ -1,11 +1,14 @@
-"""The persistent batch: the worker's state of each running request, kept across steps in one row of several arrays.
+"""The persistent batch: the worker's state of each running request, kept across steps in one row of
+several arrays.
 
-The scheduler sends only changes: new requests in full, and for known ones their new block ids and the number of
-computed tokens. A step then gathers its inputs from the rows without a loop over requests.
+The scheduler sends only changes: new requests in full, and for known ones their new block ids and
+the number of computed tokens. A step then gathers its inputs from the rows without a loop over
+requests.
 
-In vLLM v0.33.0: `vllm/v1/worker/gpu/states.py` (`RequestState`), `vllm/v1/worker/gpu/block_table.py` (`BlockTables`),
-`vllm/v1/worker/gpu/input_batch.py` (`InputBatch`). There the arrays live on the device and are updated by staged
-writes; here they live on the host, and each step copies the gathered inputs to the device.
+In vLLM v0.33.0: `vllm/v1/worker/gpu/states.py` (`RequestState`),
+`vllm/v1/worker/gpu/block_table.py` (`BlockTables`), `vllm/v1/worker/gpu/input_batch.py`
+(`InputBatch`). There the arrays live on the device and are updated by staged writes; here they live
+on the host, and each step copies the gathered inputs to the device.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,15 +29,17 @@ NUMBERS_OF_ROW = 32
 
 @dataclass(slots=True)
 class TokenSpans:
-    """Consecutive tokens of several requests, flattened: what a model needs for a forward pass over them.
+    """Consecutive tokens of several requests, flattened: what a model needs for a forward pass over
+    them.
 
     - `rows` [requests]: the requests' rows in the batch.
-    - `input_ids`, `positions`, `slot_mapping` [tokens]: each token's id, its position in its request, and the slot for
-      its key and value, `block_table[position // block_size] * block_size + position % block_size`.
-    - `query_start_loc` [requests + 1]: where each request's tokens start in the flat batch. `seq_lens` [requests]: the
-      length of each request up to and including these tokens.
-    - `block_table` [requests, blocks]: as many columns as the longest request needs; shorter rows are padded with zero
-      (the null block).
+    - `input_ids`, `positions`, `slot_mapping` [tokens]: each token's id, its position in its
+      request, and the slot for its key and value, `block_table[position // block_size] * block_size
+      + position % block_size`.
+    - `query_start_loc` [requests + 1]: where each request's tokens start in the flat batch.
+      `seq_lens` [requests]: the length of each request up to and including these tokens.
+    - `block_table` [requests, blocks]: as many columns as the longest request needs; shorter rows
+      are padded with zero (the null block).
     """
 
     rows: np.ndarray
@@ -51,9 +56,11 @@ class StepInputs(TokenSpans):
     """The flattened inputs of one step: the tokens of all its requests, one request after another.
 
     - `req_ids` [requests]: in scheduling order.
-    - `sampling` [n]: indices of the requests that have reached their last known token and so sample. `num_sampled`
-      [n]: 1 plus the number of drafts, since a token is sampled after each draft too.
-    - `logits_indices` [sum of num_sampled]: indices, in the flat batch, of the tokens whose logits are sampled from.
+    - `sampling` [n]: indices of the requests that have reached their last known token and so
+      sample. `num_sampled` [n]: 1 plus the number of drafts, since a token is sampled after each
+      draft too.
+    - `logits_indices` [sum of num_sampled]: indices, in the flat batch, of the tokens whose logits
+      are sampled from.
     - `drafts`: draft tokens to verify, by request id; they are the last tokens of these requests.
     """
 
@@ -86,7 +93,9 @@ class InputBatch:
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
     def update(self, output: SchedulerOutput) -> None:
-        """Apply the changes since the last step: requests that ended or were preempted, new ones, new blocks."""
+        """Apply the changes since the last step: requests that ended or were preempted, new
+        ones, new blocks.
+        """
         for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self._remove_request(req_id)
         for request in output.scheduled_new_reqs:
@@ -99,14 +108,16 @@ class InputBatch:
             # Only a stage that has not sampled these tokens itself gets them.
             for row, start, token_ids in zip(rows, cached.num_computed_tokens, cached.new_token_ids, strict=False):
                 self._take_token_ids(row, start, token_ids)
-            # A scheduler that is ahead does not know yet which drafts were rejected. The last token is never computed.
+            # A scheduler that is ahead does not know yet which drafts were rejected. The last token
+            # is never computed.
             self.num_computed_tokens[rows] = np.minimum(cached.num_computed_tokens, self.num_tokens[rows] - 1)
             for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
                 if block_ids:
                     self._append_block_ids(row, block_ids)
 
     def forget_computed(self, num_scheduled_tokens: dict[str, int]) -> dict[str, int]:
-        """Reset these requests to recompute from their first token; return how many tokens each then computes.
+        """Reset these requests to recompute from their first token; return how many tokens each
+        then computes.
 
         Without a KV cache, every step does this.
         """
@@ -142,7 +153,8 @@ class InputBatch:
         )
 
     def spans(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> TokenSpans:
-        """Flatten `counts` tokens of each of `rows` from position `starts` on; all are [requests], int32 or int64.
+        """Flatten `counts` tokens of each of `rows`, starting at position `starts`; all are [requests],
+        int32 or int64.
 
         Their slots must be in the block tables; their ids need not be known.
         """
@@ -168,7 +180,9 @@ class InputBatch:
         return np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))
 
     def append_tokens(self, rows: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
-        """Append sampled tokens, one list for each of `rows` [n], overwriting any drafts stored there."""
+        """Append sampled tokens, one list for each of `rows` [n], overwriting any drafts stored
+        there.
+        """
         counts = np.fromiter(map(len, token_ids), np.int64, len(rows))  # [n]
         places = consecutive(self.num_tokens[rows], counts)  # [sum of counts]
         self.token_ids[np.repeat(rows, counts), places] = list(chain.from_iterable(token_ids))
@@ -192,7 +206,9 @@ class InputBatch:
             self.lora_requests[row] = request.lora_request
 
     def _take_token_ids(self, row: int, start: int, token_ids: list[int]) -> None:
-        """Take tokens that the last stage has sampled, from position `start` on; the sampling rank has them."""
+        """Take tokens that the last stage has sampled, starting at position `start`; the sampling
+        rank has them.
+        """
         end = start + len(token_ids)
         self.token_ids[row, start:end] = token_ids
         self.num_tokens[row] = max(self.num_tokens[row], end)  # the sampling rank has counted them already
@@ -205,14 +221,16 @@ class InputBatch:
     def _remove_request(self, req_id: str) -> None:
         row = self.row_of.pop(req_id, None)
         if row is not None:
-            # The row's next request may have fewer blocks, and its table must be padded with the null block.
+            # The row's next request may have fewer blocks, and its table must be padded with the
+            # null block.
             self.block_table[row, : self.num_blocks[row]] = 0
             self.lora_requests.pop(row, None)
             self._free_rows.append(row)
 
 
 def check_batch_memory(max_num_reqs: int, max_model_len: int, block_size: int) -> None:
-    """Refuse a batch whose tables exceed host memory: 4 bytes per token and per block, plus a few words per row.
+    """Refuse a batch whose tables exceed host memory: 4 bytes per token and per block, plus a few
+    words per row.
 
     Raises:
         MinivllmError: the tables exceed it.
@@ -226,6 +244,8 @@ def check_batch_memory(max_num_reqs: int, max_model_len: int, block_size: int) -
 
 
 def consecutive(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Concatenate the ranges `starts[i]`, ..., `starts[i] + counts[i] - 1` over all i: [sum of counts], int64."""
+    """Concatenate the ranges `starts[i]`, ..., `starts[i] + counts[i] - 1` over all i: [sum of
+    counts], int64.
+    """
     ends = np.cumsum(counts, dtype=np.int64)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + counts, counts)

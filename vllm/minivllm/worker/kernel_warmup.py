@@ -1,12 +1,14 @@
 """The steps that a worker runs before the first request, so that no request waits for a compiler.
 
-On a CPU one short step reads numba's loops from its cache. On a GPU, Triton compiles each form of a kernel when it is
-first run, which takes a second and more, and the fastest configuration is found by trying several. Capturing CUDA
-graphs does both for decode steps. The other steps run here one at a time, with prompt lengths that need every form: all
-powers of two up to the largest step, also behind a long context, where splits share the keys; and with as many drafts.
+On a CPU one short step reads numba's loops from its cache. On a GPU, Triton compiles each form of a
+kernel when it is first run, which takes a second and more, and the fastest configuration is found
+by trying several. Capturing CUDA graphs does both for decode steps. The other steps run here one at
+a time, with prompt lengths that need every form: all powers of two up to the largest step, also
+behind a long context, where splits share the keys; and with as many drafts.
 
-These steps write to the null block, which is never read. Only the long contexts lie all over the cache, which is still
-unused: what is fastest when one cache line is read again and again need not be fastest otherwise.
+These steps write to the null block, which is never read. Only the long contexts lie all over the
+cache, which is still unused: what is fastest when one cache line is read again and again need not
+be fastest otherwise.
 
 In vLLM v0.33.0: `vllm/model_executor/warmup/kernel_warmup.py`.
 """
@@ -28,7 +30,9 @@ def warm_up_steps(
     num_drafts: int = 0,
     num_blocks: int = 1,
 ) -> Iterator[SchedulerOutput]:
-    """Yield the steps for a GPU with a cache of `num_blocks`, which verify up to `num_drafts` drafts of a request."""
+    """Yield the steps for a GPU with a cache of `num_blocks`, which verify up to `num_drafts`
+    drafts of a request.
+    """
     longest = max_model_len - 1
     finished: set[str] = set()
     most = min(max_num_batched_tokens, longest * max_num_seqs)  # tokens of the largest step
@@ -56,7 +60,9 @@ def short_step(block_size: int) -> Iterator[SchedulerOutput]:
 
 
 def _divided(tokens: int, longest: int) -> list[int]:
-    """Divide `tokens` among as few prompts of at most `longest` tokens as possible; return their lengths."""
+    """Divide `tokens` among as few prompts of at most `longest` tokens as possible; return their
+    lengths.
+    """
     count = -(-tokens // longest)  # rounded up
     return [tokens // count + (place < tokens % count) for place in range(count)]
 
@@ -64,7 +70,8 @@ def _divided(tokens: int, longest: int) -> list[int]:
 def _of_new_requests(
     prompts: list[tuple[int, int]], block_size: int, finished: set[str], room: int = 1, num_blocks: int = 1
 ) -> SchedulerOutput:
-    """Return a step of new requests, given as (tokens to compute, tokens before them), with room for `room` more each.
+    """Return a step of new requests, given as (tokens to compute, tokens before them), with room
+    for `room` more each.
 
     Their blocks are the first `num_blocks` of the cache, in turn.
     """

@@ -1,7 +1,7 @@
 """The tensors that hold keys and values.
 
-In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.initialize_from_config`), `vllm/v1/worker/gpu_model_runner.py`
-(`GPUModelRunner.initialize_kv_cache`).
+In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.initialize_from_config`),
+`vllm/v1/worker/gpu_model_runner.py` (`GPUModelRunner.initialize_kv_cache`).
 """
 
 import math
@@ -18,7 +18,8 @@ from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.worker.latent_attention import LatentCache
 from minivllm.worker.paged_attention import LayerCache
 
-# The torch dtype of cached keys and values for each `kv_cache_dtype`; "auto", not listed, is the model's own dtype.
+# The torch dtype of cached keys and values for each `kv_cache_dtype`; "auto", not listed, is the
+# model's own dtype.
 STORED_AS = {name: getattr(torch, stored_as) for name, stored_as in KV_CACHE_DTYPES.items()}
 
 
@@ -51,10 +52,12 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     kv_cache_dtype: str = "auto",
 ) -> list[LayerCache] | list[LatentCache]:
-    """Allocate zeroed keys and values for every layer, each [num_blocks, block_size, kv_heads, head_dim].
+    """Allocate zeroed keys and values for every layer, each [num_blocks, block_size, kv_heads,
+    head_dim].
 
-    An int8 cache also has scales for both, each [num_blocks, kv_heads, block_size], float32. A model with latent
-    attention has one tensor a layer, [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], on every rank.
+    An int8 cache also has scales for both, each [num_blocks, kv_heads, block_size], float32. A
+    model with latent attention has one tensor a layer, [num_blocks, block_size, kv_lora_rank +
+    qk_rope_head_dim], on every rank.
 
     Raises:
         MinivllmError: the device does not have that much memory.
@@ -87,5 +90,6 @@ def _layer_shapes(
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
-    # np.zeros gets pages that the system maps only when they are first written; torch.zeros writes them right away.
+    # np.zeros gets pages that the system maps only when they are first written; torch.zeros writes
+    # them right away.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

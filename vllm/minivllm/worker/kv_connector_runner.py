@@ -1,10 +1,11 @@
 """A rank's side of a KV connector, and when it is called around the forward pass.
 
-Between layers a connector may wait for what it loads and begin to save what was computed, so transfer and computation
-overlap. Inside a CUDA graph nothing can be called: then all layers are waited for before, and saved afterwards.
+Between layers a connector may wait for what it loads and begin to save what was computed, so
+transfer and computation overlap. Inside a CUDA graph nothing can be called: then all layers are
+waited for before, and saved afterwards.
 
-In vLLM v0.33.0: `vllm/v1/worker/gpu/kv_connector.py` (`ActiveKVConnector`), `maybe_transfer_kv_layer` in
-`vllm/model_executor/layers/attention/kv_transfer_utils.py`.
+In vLLM v0.33.0: `vllm/v1/worker/gpu/kv_connector.py` (`ActiveKVConnector`),
+`maybe_transfer_kv_layer` in `vllm/model_executor/layers/attention/kv_transfer_utils.py`.
 """
 
 import hashlib
@@ -26,13 +27,17 @@ SAMPLED_PLACES, SAMPLED_BYTES = 16, 4096
 
 
 class KVConnector:
-    """What the runner calls around a step's forward pass; without a connector, nothing happens."""
+    """The runner's calls around a step's forward pass; without a connector, they do nothing."""
 
     def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Hand the connector the scheduler side's metadata for this step, and let it begin to load."""
+        """Hand the connector the scheduler side's metadata for this step, and let it begin to
+        load.
+        """
 
     def around(self, attention: Attention, metadata: AttentionMetadata) -> Attention:
-        """Return the attention function of a step, with the connector's calls before and after each layer."""
+        """Return the attention function of a step, with the connector's calls before and after
+        each layer.
+        """
         return attention
 
     def wait_for_layers(self) -> None:
@@ -68,7 +73,9 @@ NO_OP_KV_CONNECTOR = KVConnector()
 
 
 class ActiveKVConnector(KVConnector):
-    """Calls one rank's connector. `kv_caches` by layer: the model's, in their order, then its drafter's."""
+    """Calls one rank's connector. `kv_caches` by layer: the model's, in their order, then its
+    drafter's.
+    """
 
     def __init__(
         self, connector: KVConnectorBase_V1, kv_caches: Mapping[str, tuple[torch.Tensor, ...]], num_layers: int
@@ -89,8 +96,8 @@ class ActiveKVConnector(KVConnector):
             return  # warm-up
         self._active = True
         if self._is_cuda:
-            # The step before may still write to freed blocks, and whoever loads or sends uses no streams. What a
-            # connector copies on streams of its own goes on.
+            # The step before may still write to freed blocks, and a thread that loads or sends uses no
+            # streams. What a connector copies on streams of its own goes on.
             torch.cuda.current_stream().synchronize()
         if scheduler_output.preempted_req_ids:
             self.connector.handle_preemptions(metadata)
@@ -148,7 +155,9 @@ class ActiveKVConnector(KVConnector):
         self._end(scheduler_output)
 
     def _end(self, scheduler_output: SchedulerOutput) -> None:
-        """Wait for what must be saved before the next step, and note what has arrived and what was sent."""
+        """Wait for what must be saved before the next step, and note what has arrived and what
+        was sent.
+        """
         if not self._active:
             return
         connector = self.connector
@@ -184,15 +193,17 @@ class ActiveKVConnector(KVConnector):
 
 
 def tensors_of(cache: LayerCache | LatentCache) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a layer's cache: keys, values, and their scales if there are any; or latents."""
+    """Return the tensors of a layer's cache: keys, values, and their scales if there are any; or
+    latents.
+    """
     return tuple(tensor for tensor in cache if tensor is not None)
 
 
 def model_fingerprint(model: str | Path, config: ModelConfig, *further: object) -> str:
     """Return a hash that two engines share if they compute the same keys and values.
 
-    It covers the model's config, a sample of the bytes of its files, and the `further` objects. A model that is named
-    as on the Hugging Face hub has no files here, so its name stands for them.
+    It covers the model's config, a sample of the bytes of its files, and the `further` objects. A
+    model that is named as on the Hugging Face hub has no files here, so its name stands for them.
     """
     seen = hashlib.sha256(repr((asdict(config), further)).encode())
     files = sorted(Path(model).glob("*.safetensors"))

@@ -1,12 +1,14 @@
-"""The engine's attention over latents (MLA): keep them, then attend in the form that is cheaper for each request.
+"""The engine's attention over latents (MLA): keep them, then attend in the form that is cheaper for
+each request.
 
-Requests with few new tokens, decodes and drafts to verify, share one launch of the absorbed form over the paged cache.
-Those with many, prompts and long chunks of them, take the plain form one by one: their latents, this step's and those
-cached before, are gathered, and keys and values made of them. Which is which follows from counted operations
-(`plain_form_is_cheaper`).
+Requests with few new tokens, decodes and drafts to verify, share one launch of the absorbed form
+over the paged cache. Those with many, prompts and long chunks of them, take the plain form one by
+one: their latents, this step's and those cached before, are gathered, and keys and values made of
+them. Which is which follows from counted operations (`plain_form_is_cheaper`).
 
-In vLLM v0.33.0: `vllm/model_executor/layers/attention/mla_attention.py` (`MLAAttention.forward_impl`), which divides a
-step by the number of new tokens alone, and expands long contexts in pieces.
+In vLLM v0.33.0: `vllm/model_executor/layers/attention/mla_attention.py`
+(`MLAAttention.forward_impl`), which divides a step by the number of new tokens alone, and expands
+long contexts in pieces.
 """
 
 from collections.abc import Sequence
@@ -31,13 +33,17 @@ from minivllm.worker.paged_attention import AttentionMetadata
 
 
 class LatentCache(NamedTuple):
-    """One layer's latents, each with its rotated key, [blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
+    """One layer's latents, each with its rotated key, [blocks, block_size, kv_lora_rank +
+    qk_rope_head_dim].
+    """
 
     latents: Tensor
 
 
 class PlainRequest(NamedTuple):
-    """A request in the plain form: the place of its new tokens in the flat batch, its blocks [n], and its length."""
+    """A request in the plain form: the place of its new tokens in the flat batch, its blocks
+    [n], and its length.
+    """
 
     tokens: slice
     block_ids: Tensor
@@ -48,8 +54,10 @@ class PlainRequest(NamedTuple):
 class StepForms:
     """A step's requests by form, the same for all layers.
 
-    - `metadata`: of the whole step. `absorbed`: the tables of the requests in the absorbed form; None without any.
-    - `absorbed_tokens` [n]: the places of their tokens in the flat batch; None if they are all of it.
+    - `metadata`: of the whole step. `absorbed`: the tables of the requests in the absorbed form;
+      None without any.
+    - `absorbed_tokens` [n]: the places of their tokens in the flat batch; None if they are all of
+      it.
     - `plain`: the other requests.
     """
 
@@ -60,7 +68,9 @@ class StepForms:
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, config: ModelConfig, block_size: int) -> "StepForms":
-        """Divide a step. Decodes alone need no look: they are absorbed, and may be captured in a CUDA graph."""
+        """Divide a step. Decodes alone need no look: they are absorbed, and may be captured in a
+        CUDA graph.
+        """
         if metadata.max_query_len == 1:
             return cls(metadata, metadata, None, ())
         starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
@@ -89,7 +99,9 @@ class StepForms:
 
 
 class PagedLatentAttention:
-    """The engine's attention over the latents of all layers. It keeps no per-step state: `of_step` binds a step."""
+    """The engine's attention over the latents of all layers. It keeps no per-step state:
+    `of_step` binds a step.
+    """
 
     def __init__(self, kv_caches: Sequence[LatentCache], config: ModelConfig, backend: str | None = None) -> None:
         """Attend for a model of this config; `backend` is passed to `mla_attention`."""
@@ -114,7 +126,9 @@ class PagedLatentAttention:
         k_rope: Tensor,
         up: UpProjection,
     ) -> Tensor:
-        """Implement `LatentAttentionFunction` for this step: attend to all latents so far, including the step's."""
+        """Implement `LatentAttentionFunction` for this step: attend to all latents so far,
+        including the step's.
+        """
         cache = self.kv_caches[layer_index].latents
         concat_and_cache_mla(latent, k_rope, cache, step.metadata.slot_mapping)
         if step.absorbed is not None and step.absorbed_tokens is None:  # all of the step, without copies

@@ -1,4 +1,5 @@
-"""One-time memory profiling: what the weights and the largest step need, and how many cache blocks fit in the rest.
+"""One-time memory profiling: what the weights and the largest step need, and how many cache blocks
+fit in the rest.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_memory`).
 """
@@ -28,11 +29,14 @@ UNKNOWN_MEMORY = 4 * GIB
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """One rank's memory, in bytes: the device's total, and everything but the cache; `dtype` is the compute dtype.
+    """One rank's memory, in bytes: the device's total, and everything but the cache; `dtype` is the
+    compute dtype.
 
-    - `activation_peak`: what the largest step needs besides the weights, None if it could not be measured.
+    - `activation_peak`: what the largest step needs besides the weights, None if it could not be
+      measured.
     - `cuda_graphs`: whether graphs will be captured; their size is not yet known.
-    - `drafter`: the config of a model that drafts on this rank; `drafter_bytes`: its bytes. `lora_bytes`: the slots'.
+    - `drafter`: the config of a model that drafts on this rank; `drafter_bytes`: its bytes.
+      `lora_bytes`: the slots'.
     - `ranks_in_host_memory`: how many ranks share a CPU's memory equally; 0 on a GPU.
     """
 
@@ -50,7 +54,9 @@ class MemoryUse:
 
 
 def device_memory(device: torch.device, ranks: int) -> tuple[str, int]:
-    """Return the name of what memory a rank has, and its bytes: a GPU's, or an equal share of the CPU's."""
+    """Return the name of what memory a rank has, and its bytes: a GPU's, or an equal share of
+    the CPU's.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
     name = "CPU (memory that is available)"
@@ -75,7 +81,9 @@ def activation_peak(model: Decoder, speculator: Speculator, settings: WorkerSett
 
 @torch.inference_mode()
 def dummy_run(model: Decoder, num_tokens: int, num_rows: int, max_model_len: int) -> None:
-    """Run the largest possible step, without attention; sampling applies top-p and min-p, but no bias or penalties."""
+    """Run the largest possible step, without attention; sampling applies top-p and min-p, but no
+    bias or penalties.
+    """
     weight = model.embed_tokens.weight
     stage = model.group.stage
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=weight.device)
@@ -108,13 +116,16 @@ def profile_memory(
 ) -> MemoryLedger:
     """Budget the memory of one of `tp` ranks. `config` is the whole model's.
 
-    `host_tier`: bytes of a second tier of the cache, of all ranks together. On a CPU it lies in the same memory.
+    `host_tier`: bytes of a second tier of the cache, of all ranks together. On a CPU it lies in the
+        same memory.
 
-    Activations are estimated if `use.activation_peak` is None. The pool never gets more blocks than `max_num_seqs`
-    requests of `max_model_len` tokens could fill: on a CPU, spare memory is left to other programs.
+    Activations are estimated if `use.activation_peak` is None. The pool never gets more blocks than
+    `max_num_seqs` requests of `max_model_len` tokens could fill: on a CPU, spare memory is left to
+    other programs.
 
     Raises:
-        MinivllmError: one request of `max_model_len` tokens does not fit; the message names the longest that would.
+        MinivllmError: one request of `max_model_len` tokens does not fit; the message names the
+            longest that would.
     """
     ledger = memory_ledger(
         _without_window(config),
@@ -141,7 +152,9 @@ def profile_memory(
 
 
 def _without_window(config: ModelConfig) -> ModelConfig:
-    """Return the config as the cache sees it: every token is kept, even outside a layer's sliding window."""
+    """Return the config as the cache sees it: every token is kept, even outside a layer's
+    sliding window.
+    """
     return replace(config, sliding_window=None, layer_types=None)
 
 
@@ -159,7 +172,9 @@ def check_override(num_gpu_blocks: int, block_size: int, max_model_len: int) -> 
 
 
 def _with_at_most(ledger: MemoryLedger, most_bytes: int) -> MemoryLedger:
-    """Return the ledger with the cache capped at `most_bytes`, and what this leaves free as a row."""
+    """Return the ledger with the cache capped at `most_bytes`, and what this leaves free as a
+    row.
+    """
     if ledger.kv_bytes <= most_bytes:
         return ledger
     spared = ledger.kv_bytes - most_bytes  # left to other programs

@@ -1,14 +1,18 @@
-"""The worker's step: update the batch, gather its inputs, run one forward pass over all of it, sample.
+"""The worker's step: update the batch, gather its inputs, run one forward pass over all of it,
+sample.
 
-Prefills, chunks and decodes share one flat row of tokens; only the attention metadata tells them apart. Logits are
-computed only for the rows that sample. In a tensor-parallel group only rank 0 samples and broadcasts the result:
-identical logits would give identical tokens, but ranks need not agree to the last bit.
+Prefills, chunks and decodes share one flat row of tokens; only the attention metadata tells them
+apart. Logits are computed only for the rows that sample. In a tensor-parallel group only rank 0
+samples and broadcasts the result: identical logits would give identical tokens, but ranks need not
+agree to the last bit.
 
-Every optional feature is an object of its own that the runner calls at fixed points of each step: adapters
-(`lora`), drafts (`speculator`, `draft_tokens_handler`), CUDA graphs (`cuda_graphs`), transfers of keys and values
-(`kv_connector`), prompts' log probabilities (`prompt_logprobs`). Where a feature is off, its object does nothing.
+Every optional feature is an object of its own that the runner calls at fixed points of each step:
+adapters (`lora`), drafts (`speculator`, `draft_tokens_handler`), CUDA graphs (`cuda_graphs`),
+transfers of keys and values (`kv_connector`), prompts' log probabilities (`prompt_logprobs`). Where
+a feature is off, its object does nothing.
 
-In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_model`, `sample_tokens`).
+In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_model`,
+`sample_tokens`).
 """
 
 from dataclasses import dataclass
@@ -45,7 +49,8 @@ from minivllm.worker.tokens_in_flight import TokensInFlight
 
 @dataclass(frozen=True, slots=True)
 class ExecuteModelState:
-    """What `execute_model` leaves for `sample_tokens`: the step, and its hidden states as `forward` returns them.
+    """The state that `execute_model` leaves for `sample_tokens`: the step, and its hidden states as
+    `forward` returns them.
 
     `on_device`: its tokens stay there, and the step ends without waiting for them.
     """
@@ -57,7 +62,9 @@ class ExecuteModelState:
 
 
 class ModelRunner:
-    """A model on a device with its batch and its cache. It knows blocks and rows, but no queues or policies."""
+    """A model on a device with its batch and its cache. It knows blocks and rows, but no queues
+    or policies.
+    """
 
     def __init__(
         self, model: Decoder, settings: WorkerSettings, draft_model: Decoder | Eagle3Head | None = None
@@ -72,7 +79,8 @@ class ModelRunner:
         check_batch_memory(settings.max_num_seqs, settings.max_model_len, settings.block_size)
         self.make_attention = partial(make_attention, backend=settings.attention_backend, attention=settings.attention)
         self.attention: PagedAttention | PagedLatentAttention | None = None
-        # Whether steps end before their tokens are on the host, if these are not needed there (`tokens_in_flight`).
+        # Whether steps end before their tokens are on the host, if these are not needed there
+        # (`tokens_in_flight`).
         self.defers_tokens = False
         self.rejection_sample = settings.rejection_sample
         self.speculator = make_speculator(settings, model, draft_model, self.make_attention)
@@ -83,7 +91,9 @@ class ModelRunner:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all requests. After a step has failed, at whatever point, the state of the batch cannot be trusted."""
+        """Drop all requests. After a step has failed, at whatever point, the state of the batch
+        cannot be trusted.
+        """
         settings = self.settings
         self.batch = InputBatch(settings.max_num_seqs, settings.max_model_len, settings.block_size)
         self.tokens_in_flight = TokensInFlight(self.batch, self.device)
@@ -92,11 +102,15 @@ class ModelRunner:
         self.execute_model_state: ExecuteModelState | None = None
 
     def weight_bytes(self) -> int:
-        """Return the bytes of all parameters and tables as stored in memory; tied ones count once."""
+        """Return the bytes of all parameters and tables as stored in memory; tied ones count
+        once.
+        """
         return weight_bytes(self.model)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, and the speculator's: `num_blocks` blocks in every layer. Called once."""
+        """Allocate the cache, and the speculator's: `num_blocks` blocks in every layer. Called
+        once.
+        """
         where = self.device, self.dtype, self.settings.kv_cache_dtype
         caches = allocate_kv_caches(self.config, num_blocks, self.settings.block_size, *where)
         self.attention = self.make_attention(self.config, caches)
@@ -113,7 +127,8 @@ class ModelRunner:
         }
 
     def capture_model(self, record: Record | None = None) -> None:
-        """Capture the CUDA graphs of decode steps, and of those that verify drafts; the cache must exist.
+        """Capture the CUDA graphs of decode steps, and of those that verify drafts; the cache must
+        exist.
 
         `record`: a `cuda_recorder` if None.
         """
@@ -125,8 +140,8 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Run one step: take the scheduler's decisions, return the sampled tokens.
 
-        If any of its requests has a grammar, return none yet: `sample_tokens` comes next. After any error, `reset`
-        must come before the next step.
+        If any of its requests has a grammar, return none yet: `sample_tokens` comes next. After any
+        error, `reset` must come before the next step.
         """
         with record_function_or_nullcontext("minivllm::prepare"):
             self._update_states(scheduler_output)
@@ -148,7 +163,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """End the step that `execute_model` began: sample its tokens, and draft what may follow them."""
+        """End the step that `execute_model` began: sample its tokens, and draft what may follow
+        them.
+        """
         assert self.execute_model_state is not None
         step, self.execute_model_state = self.execute_model_state, None
         if not self.model.group.samples:  # another rank samples, and sends the tokens
@@ -167,7 +184,9 @@ class ModelRunner:
         self.batch.update(scheduler_output)
 
     def _stays_on_device(self, scheduler_output: SchedulerOutput) -> bool:
-        """Return whether the host computes nothing with the step's sampled tokens, and so need not wait for them."""
+        """Return whether the host computes nothing with the step's sampled tokens, and so need
+        not wait for them.
+        """
         if not self.defers_tokens or self.prompt_logprobs or scheduler_output.has_structured_output_requests:
             return False
         rows = self.batch.rows_of(scheduler_output.num_scheduled_tokens)
@@ -181,10 +200,11 @@ class ModelRunner:
         return self.batch.prepare(num_scheduled_tokens, drafts)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the hidden states to sample from, [sum of num_sampled, hidden], by a CUDA graph if one fits.
+        """Return the hidden states to sample from, [sum of num_sampled, hidden], by a CUDA graph if
+        one fits.
 
-        If any prompt log probabilities are requested, those of all tokens, [tokens, hidden]; on a stage before the
-        last, what it has sent on.
+        If any prompt log probabilities are requested, those of all tokens, [tokens, hidden]; on a
+        stage before the last, what it has sent on.
         """
         num_tokens = len(inputs.input_ids)
         # Prompts' log probabilities need every token.
@@ -221,7 +241,9 @@ class ModelRunner:
     def sample(
         self, step: ExecuteModelState, grammar_output: GrammarOutput | None = None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Sample for the requests that reached their last known token, and append the tokens to the batch."""
+        """Sample for the requests that reached their last known token, and append the tokens to
+        the batch.
+        """
         inputs = step.inputs
         hidden = step.hidden
         prompt_logprobs = {}

@@ -1,4 +1,5 @@
-"""The engine's attention: write the step's keys and values into their slots, then attend through the block tables.
+"""The engine's attention: write the step's keys and values into their slots, then attend through
+the block tables.
 
 In vLLM v0.33.0: `vllm/model_executor/layers/attention/attention.py` (`unified_kv_cache_update`,
 `unified_attention_with_output`), `vllm/v1/attention/backend.py` (`CommonAttentionMetadata`).
@@ -20,13 +21,15 @@ from minivllm.worker.input_batch import TokenSpans
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """One step's attention tables, shared by all layers; tensors on the device, int32 except for `slot_mapping`.
+    """One step's attention tables, shared by all layers; tensors on the device, int32 except for
+    `slot_mapping`.
 
     - `query_start_loc` [requests + 1]: where each request's tokens start in the flat batch.
     - `seq_lens` [requests]: the length of each request, including this step's tokens.
-    - `block_table` [requests, blocks]; `slot_mapping` [tokens], int64: where this step's keys and values go.
-    - `max_seq_len`, `max_query_len`: the most tokens of a request, and those of them that are computed in this step;
-      known on the host, to avoid a device sync.
+    - `block_table` [requests, blocks]; `slot_mapping` [tokens], int64: where this step's keys and
+      values go.
+    - `max_seq_len`, `max_query_len`: the most tokens of a request, and those of them that are
+      computed in this step; known on the host, to avoid a device sync.
     """
 
     query_start_loc: torch.Tensor
@@ -46,9 +49,11 @@ class AttentionMetadata:
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, each [blocks, block_size, kv_heads, head_dim], and their scales if they are int8.
+    """One layer's keys and values, each [blocks, block_size, kv_heads, head_dim], and their scales
+    if they are int8.
 
-    The scales are float32 [blocks, kv_heads, block_size]. Code that copies blocks must copy all tensors present.
+    The scales are float32 [blocks, kv_heads, block_size]. Code that copies blocks must copy all
+    tensors present.
     """
 
     keys: torch.Tensor
@@ -59,9 +64,11 @@ class LayerCache(NamedTuple):
 
 @dataclass(eq=False)
 class PagedAttention:
-    """The engine's attention over the caches of all layers. It keeps no per-step state: `of_step` binds a step.
+    """The engine's attention over the caches of all layers. It keeps no per-step state: `of_step`
+    binds a step.
 
-    `backend` is for `unified_attention`; the kernel that writes the cache always follows the device.
+    `backend` is for `unified_attention`; the kernel that writes the cache always follows the
+    device.
     """
 
     kv_caches: Sequence[LayerCache]
@@ -76,7 +83,9 @@ class PagedAttention:
     def attend(
         self, metadata: AttentionMetadata, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Implement `AttentionFunction` for the step of `metadata`: q attends to all keys so far, including k."""
+        """Implement `AttentionFunction` for the step of `metadata`: q attends to all keys so
+        far, including k.
+        """
         checked = layer_index > 0  # all layers share the tables, so the first checks them for all
         keys, values, key_scales, value_scales = self.kv_caches[layer_index]
         reshape_and_cache(

@@ -14,7 +14,9 @@ from minivllm.platforms.triton_utils import INTERPRETED
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """Settings sent to every rank, as in `EngineArgs`; `num_threads` is the total over all ranks."""
+    """Settings sent to every rank, as in `EngineArgs`; `num_threads` is the total over all
+    ranks.
+    """
 
     model: str | Path
     device: str
@@ -61,7 +63,8 @@ class WorkerSettings:
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Return whether decode steps are captured: on a GPU, with its own kernels, a KV cache and one stage.
+        """Return whether decode steps are captured: on a GPU, with its own kernels, a KV cache and
+        one stage.
 
         They are not for a drafter that reads hidden states, which a graph does not hand out.
         """

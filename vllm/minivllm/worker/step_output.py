@@ -10,7 +10,9 @@ from minivllm.worker.tokens_in_flight import HostCopy
 
 
 def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
-    """Return the sampled tokens to keep, by request: its accepted drafts and the token after the last of them."""
+    """Return the sampled tokens to keep, by request: its accepted drafts and the token after the
+    last of them.
+    """
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]  # [n]
     output = ModelRunnerOutput({})
     kept = kept_slices(sampled.token_ids, inputs.num_sampled)
@@ -23,7 +25,9 @@ def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
 
 
 def fill_in(copy: HostCopy, inputs: StepInputs, output: ModelRunnerOutput) -> None:
-    """Put the tokens of a step, one for each request that samples, into its output, once they are on the host."""
+    """Put the tokens of a step, one for each request that samples, into its output, once they
+    are on the host.
+    """
     token_ids, largest = copy.wait()
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]
     output.sampled_token_ids = {req_id: [token] for req_id, token in zip(req_ids, token_ids.tolist(), strict=True)}
@@ -31,9 +35,11 @@ def fill_in(copy: HostCopy, inputs: StepInputs, output: ModelRunnerOutput) -> No
 
 
 def nonfinite_req_ids(inputs: StepInputs, largest: np.ndarray) -> list[str]:
-    """Return the requests without a usable sample: the largest of a row's logits [sum of num_sampled] is not finite.
+    """Return the requests without a usable sample: the largest of a row's logits [sum of
+    num_sampled] is not finite.
 
-    A NaN anywhere in the row counts as the largest. A logit of minus infinity only excludes its token.
+    A NaN anywhere in the row counts as the largest. A logit of minus infinity only excludes its
+    token.
     """
     finite = np.isfinite(largest)
     if finite.all():

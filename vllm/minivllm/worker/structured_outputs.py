@@ -13,7 +13,8 @@ from minivllm.worker.input_batch import StepInputs, consecutive
 
 
 def mask_by_grammars(logits: torch.Tensor, inputs: StepInputs, grammar_output: GrammarOutput | None) -> None:
-    """Mask the tokens that do not fit, in the rows of the requests that have a grammar; None: no request has one.
+    """Mask the tokens that do not fit, in the rows of the requests that have a grammar; None: no
+    request has one.
 
     logits [sum of num_sampled, vocab].
     """

@@ -1,11 +1,14 @@
-"""Tokens that a step has sampled and that are not on the host yet: the next step takes them from the device.
+"""Tokens that a step has sampled and that are not on the host yet: the next step takes them from
+the device.
 
-A host that waits for a step's tokens before it prepares the next step leaves the GPU idle meanwhile. But the positions,
-slots and tables of the next step do not depend on what the tokens are, only on how many there are. So the batch counts
-each as an unknown token, the last token of every row stays on the device, from where it is put into the next step's
-inputs, and the copies to the host are waited for by whoever wants the output.
+A host that waits for a step's tokens before it prepares the next step leaves the GPU idle
+meanwhile. But the positions, slots and tables of the next step do not depend on what the tokens
+are, only on how many there are. So the batch counts each as an unknown token, the last token of
+every row stays on the device, from where it is put into the next step's inputs, and the copies to
+the host are waited for where the output is read.
 
-The host must know the tokens where it computes with them: penalties, drafts, grammars. Before such a step it waits.
+The host must know the tokens where it computes with them: penalties, drafts, grammars. Before such
+a step it waits.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/async_utils.py` (`AsyncOutput`), `vllm/v1/worker/gpu/states.py`
 (`last_sampled_tokens`).
@@ -35,7 +38,9 @@ class HostCopy:
         return self._arrived is None or self._arrived.query()
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the copies; return the tokens and the largest logits. Any thread may call this."""
+        """Wait for the copies; return the tokens and the largest logits. Any thread may call
+        this.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
         token_ids, largest = self._here
@@ -43,7 +48,7 @@ class HostCopy:
 
 
 class TokensInFlight:
-    """What the steps in flight have sampled for the rows of a batch."""
+    """The tokens that the steps in flight have sampled for the rows of a batch."""
 
     def __init__(self, batch: InputBatch, device: torch.device) -> None:
         self._batch = batch
@@ -54,7 +59,9 @@ class TokensInFlight:
         self._admission = np.zeros(len(batch.num_tokens), np.int64)  # of the request that they belong to
 
     def append(self, rows: np.ndarray, token_ids: torch.Tensor, largest: torch.Tensor) -> HostCopy:
-        """Append a token to each of these rows [n], unknown to the host; token_ids int64 [n], largest [n]."""
+        """Append a token to each of these rows [n], unknown to the host; token_ids int64 [n],
+        largest [n].
+        """
         batch = self._batch
         admissions = batch.admissions[rows]
         places = batch.num_tokens[rows].copy()
@@ -69,7 +76,9 @@ class TokensInFlight:
         return copy
 
     def settle(self, wait: bool = False) -> None:
-        """Put what has arrived into the batch; with `wait`, all. Rows that have another request by now are left."""
+        """Put what has arrived into the batch; with `wait`, all. Rows that have another request
+        by now are left.
+        """
         batch = self._batch
         while self._steps and (wait or self._steps[0][-1].has_arrived()):
             rows, admissions, places, copy = self._steps.popleft()

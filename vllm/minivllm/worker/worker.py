@@ -1,4 +1,5 @@
-"""One rank: a device, the model (or this rank's shard of it), and the calls that the engine may make.
+"""One rank: a device, the model (or this rank's shard of it), and the calls that the engine may
+make.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker`).
 """
@@ -40,7 +41,9 @@ LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Worker:
-    """Loads the model on construction. All ranks of a group must get the same calls in the same order."""
+    """Loads the model on construction. All ranks of a group must get the same calls in the same
+    order.
+    """
 
     def __init__(self, settings: WorkerSettings, group: GroupCoordinator | None = None) -> None:
         self.settings = settings
@@ -78,7 +81,8 @@ class Worker:
         return self.runner.lora
 
     def add_lora(self, lora_request: LoRARequest) -> tuple[str, str]:
-        """Read an adapter into host memory. Return its fingerprint and "", or "" and why it cannot be served.
+        """Read an adapter into host memory. Return its fingerprint and "", or "" and why it cannot
+        be served.
 
         An exception would end the steps in flight.
         """
@@ -111,7 +115,9 @@ class Worker:
         return list(self.runner.lora.lora_index_to_id)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache and, on a GPU, capture CUDA graphs and warm up, once. Reset the count of bytes."""
+        """Allocate the cache and, on a GPU, capture CUDA graphs and warm up, once. Reset the
+        count of bytes.
+        """
         self.runner.initialize_kv_cache(num_blocks)
         if self.settings.uses_cuda_graphs:
             self.runner.capture_model()
@@ -122,7 +128,8 @@ class Worker:
     def initialize_kv_connector(self) -> tuple[KVConnectorConfig, Any]:
         """Create this rank's side of the KV connector, once there is a cache.
 
-        Return what the scheduler's side needs: its settings, and what others need to reach this rank.
+        Return what the scheduler's side needs: its settings, and what others need to reach this
+        rank.
         """
         settings, group = self.settings, self.group
         assert settings.kv_transfer_config is not None
@@ -160,7 +167,8 @@ class Worker:
         return connector_config, connector.get_handshake_metadata()
 
     def warm_up(self) -> None:
-        """Run a step on a CPU, so that no request waits for what numba compiles, or reads from its cache.
+        """Run a step on a CPU, so that no request waits for what numba compiles, or reads from its
+        cache.
 
         On a GPU, `initialize_kv_cache` has already warmed up.
         """
@@ -181,7 +189,9 @@ class Worker:
 
     @contextmanager
     def _own_parts(self) -> Iterator[None]:
-        """Replace parts that must see real requests only by the engine's own, and the proposer by a throwaway one."""
+        """Replace parts that must see real requests only by the engine's own, and the proposer
+        by a throwaway one.
+        """
         runner, settings = self.runner, self.settings
         kept = runner.speculator, runner.rejection_sample
         if settings.speculative_config is not None and isinstance(runner.speculator, TokenSpeculator):
@@ -204,9 +214,11 @@ class Worker:
         self.run_unobserved(warm_up_steps(*limits, settings.block_size, settings.num_speculative_tokens, num_blocks))
 
     def defer_tokens(self) -> None:
-        """Let steps end before their tokens are on the host, from now on, where the host can do without them.
+        """Let steps end before their tokens are on the host, from now on, where the host can do
+        without them.
 
-        It cannot where other ranks, drafts or a KV connector need the tokens; and on a CPU nothing would be gained.
+        It cannot where other ranks, drafts or a KV connector need the tokens; and on a CPU nothing
+        would be gained.
         """
         settings = self.settings
         # A KV connector, another rank, or a drafter reads the tokens within the step.
@@ -215,17 +227,19 @@ class Worker:
         self.runner.defers_tokens = self.device.type == "cuda" and alone and not needed
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Run one step. Only one rank samples; it broadcasts the tokens to its group before the step ends.
+        """Run one step. Only one rank samples; it broadcasts the tokens to its group before the
+        step ends.
 
-        Other stages would have to wait for the last one, so they get the tokens with the request's next step. After
-        `defer_tokens` the output's tokens may still be on their way.
+        Other stages would have to wait for the last one, so they get the tokens with the request's
+        next step. After `defer_tokens` the output's tokens may still be on their way.
         """
         start = time.monotonic()
         output = self.runner.execute_model(scheduler_output)
         if isinstance(output, AsyncModelRunnerOutput):
             return output
         if self._times is not None:
-            # A later stage waits for the one before: its own work begins when the hidden states have arrived.
+            # A later stage waits for the one before: its own work begins when the hidden states
+            # have arrived.
             self._times.append((max(start, self.group.received_at), time.monotonic()))
         if scheduler_output.has_structured_output_requests:
             return output
@@ -245,10 +259,12 @@ class Worker:
         return output
 
     def _share_sampled(self, scheduler_output: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
-        """Broadcast what rank 0 sampled, and its next drafts if the ranks keep them, padded with -1.
+        """Broadcast what rank 0 sampled, and its next drafts if the ranks keep them, padded with
+        -1.
 
-        The ranks do this among themselves, within the step, so that the next step can be sent before the engine has
-        read this one's output. Every rank knows the table's shape from the settings and the scheduler output.
+        The ranks do this among themselves, within the step, so that the next step can be sent
+        before the engine has read this one's output. Every rank knows the table's shape from the
+        settings and the scheduler output.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
         drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -283,7 +299,9 @@ class Worker:
         return self.runner.take_draft_token_ids()
 
     def record_times(self) -> None:
-        """Start recording when each step is computed here, from the arrival of its inputs to its end."""
+        """Start recording when each step is computed here, from the arrival of its inputs to its
+        end.
+        """
         self._times = []
 
     def recorded_times(self) -> list[tuple[float, float]]:
@@ -301,7 +319,9 @@ class Worker:
         return self.group.bytes_sent
 
     def bytes_reduced(self) -> int:
-        """Return the bytes this rank has contributed to all-reduces since the cache was allocated."""
+        """Return the bytes this rank has contributed to all-reduces since the cache was
+        allocated.
+        """
         return self.group.bytes_reduced
 
 
@@ -310,21 +330,27 @@ def _padded(token_ids: list[int], width: int) -> list[int]:
 
 
 def _columns(req_ids: list[str], rows: list[list[int]], part: slice) -> dict[str, list[int]]:
-    """Return the token ids in these columns of a shared table, by request id, for the requests that have any."""
+    """Return the token ids in these columns of a shared table, by request id, for the requests
+    that have any.
+    """
     unpadded = ([token_id for token_id in row[part] if token_id >= 0] for row in rows)
     return {req_id: token_ids for req_id, token_ids in zip(req_ids, unpadded, strict=True) if token_ids}
 
 
 def worker_of_rank(settings: WorkerSettings, address: tuple[str, int], rank: int) -> Worker:
-    """Return one of several ranks, each in its own process; `address` is the host and port of their rendezvous."""
+    """Return one of several ranks, each in its own process; `address` is the host and port of
+    their rendezvous.
+    """
     return Worker(settings, join_group(settings, address, rank))
 
 
 def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) -> GroupCoordinator:
-    """Initialize torch.distributed's default group: NCCL between GPUs, gloo between processes on a CPU.
+    """Initialize torch.distributed's default group: NCCL between GPUs, gloo between processes on a
+    CPU.
 
-    A group over gloo can be left and joined again, so the ranks survive an exception on any of them. NCCL's cannot: its
-    communicators are captured in CUDA graphs, and a rank that waits in a kernel notices nothing.
+    A group over gloo can be left and joined again, so the ranks survive an exception on any of
+    them. NCCL's cannot: its communicators are captured in CUDA graphs, and a rank that waits in a
+    kernel notices nothing.
     """
     host, port = address
     size = settings.world_size
@@ -349,7 +375,8 @@ def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) ->
             world_size=size,
             device_id=device if device.type == "cuda" else None,
         )
-        # A rank that left at once, for another reset, would cut connections that others are still making.
+        # A rank that left at once, for another reset, would cut connections that others are still
+        # making.
         of_this_group.set(f"connected {rank}", "")
         of_this_group.wait([f"connected {other}" for other in range(size)])
         if tp == 1 or stages == 1:  # the default group is the stage's
@@ -366,12 +393,16 @@ def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) ->
 
 
 def device_of_rank(name: str, rank: int) -> torch.device:
-    """Return the rank's own GPU, or the CPU that all ranks share. On a machine of its own, a rank sees one GPU only."""
+    """Return the rank's own GPU, or the CPU that all ranks share. On a machine of its own, a
+    rank sees one GPU only.
+    """
     return torch.device("cuda", rank % max(1, torch.cuda.device_count())) if name == "cuda" else torch.device(name)
 
 
 def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator) -> Decoder:
-    """Load the rank's part of the model; dtype "auto" is float32 on a CPU, else the checkpoint's own dtype."""
+    """Load the rank's part of the model; dtype "auto" is float32 on a CPU, else the checkpoint's
+    own dtype.
+    """
     dtype = "float32" if settings.dtype == "auto" and device.type == "cpu" else settings.dtype
     if settings.load_format == "dummy":
         config = ModelConfig.from_pretrained(settings.model)

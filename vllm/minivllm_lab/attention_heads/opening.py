@@ -1,7 +1,8 @@
-"""Draw lesson 09's opening: the followed request's eight query heads, with fewer and fewer keys and values for them.
+"""Draw lesson 09's opening: the followed request's eight query heads, with fewer and fewer keys and
+values for them.
 
-The attention weights are those of the prompt's last token in one layer of the embedded model, which has two KV heads.
-The bars count what it would keep with eight, with one, and with a latent.
+The attention weights are those of the prompt's last token in one layer of the embedded model, which
+has two KV heads. The bars count what it would keep with eight, with one, and with a latent.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def frames() -> Frames:
     return Frames(stills, CAPTIONS)
 
 
-# ---- the stills ------------------------------------------------------------------------------------------------------
+# ---- the stills ----------------------------------------------------------------------------------
 
 
 def _shared(step: int, kv_heads: int) -> str:
@@ -198,7 +199,7 @@ def _ranks(step: int) -> str:
     return _still(step, *parts)
 
 
-# ---- their parts -----------------------------------------------------------------------------------------------------
+# ---- their parts ---------------------------------------------------------------------------------
 
 
 def _still(step: int, *parts: str) -> str:
@@ -239,7 +240,9 @@ def _kept(y: float, tall: float) -> list[str]:
 
 
 def _bars(kv_heads: int) -> list[str]:
-    """Draw the numbers that a layer keeps of a token with eight, two and one KV heads; highlight `kv_heads`."""
+    """Draw the numbers that a layer keeps of a token with eight, two and one KV heads; highlight
+    `kv_heads`.
+    """
     parts = [line((16, BARS - 18), (WIDTH - 16, BARS - 18), RULE)]
     parts.append(text(16, BARS + 12, "kept of a token", size=12, colour=QUIET))
     parts.append(text(16, BARS + 28, "in a layer", size=12, colour=QUIET))

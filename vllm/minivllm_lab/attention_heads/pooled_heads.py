@@ -19,10 +19,12 @@ Pool = Callable[[Tensor, int, int], Tensor]
 
 
 def pooled_checkpoint(source: str | Path, folder: Path, into: int, pool: Pool) -> Path:
-    """Write the model of `source`, with K and V projections pooled into `into` heads, to `folder`; return `folder`.
+    """Write the model of `source`, with K and V projections pooled into `into` heads, to `folder`;
+    return `folder`.
 
     Raises:
-        MinivllmError: `source` is not a folder with one safetensors file, or its KV heads cannot be pooled evenly.
+        MinivllmError: `source` is not a folder with one safetensors file, or its KV heads cannot be
+            pooled evenly.
     """
     path, config = local_path(source), ModelConfig.from_pretrained(source)
     kv_heads = config.num_key_value_heads

@@ -1,7 +1,7 @@
 """Lesson 09's measurements, tables, figure and command line.
 
-A function `measure_*` or `show_*` prints its table and returns its figures; the callables that it takes are the
-lesson's own code.
+A function `measure_*` or `show_*` prints its table and returns its figures; the callables that it
+takes are the lesson's own code.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ GROUPS = {
 PROMPTS = ("def add(a, b):\n    return", "class Stack:\n    def __init__(self):\n", "import os\n\ndef read(path):\n")
 
 
-# ---- 1. bytes and operations -----------------------------------------------------------------------------------------
+# ---- 1. bytes and operations ---------------------------------------------------------------------
 
 
 def show_models(cached_per_token: LessonCode, decode_flops_per_byte: LessonCode) -> dict:
-    """Show a token's bytes in real models, with a KV head for each query head too, and operations for each byte.
+    """Show a token's bytes in real models, with a KV head for each query head too, and operations
+    for each byte.
 
     Raises:
         AssertionError: the lesson counts otherwise than the engine.
@@ -99,7 +100,9 @@ def show_models(cached_per_token: LessonCode, decode_flops_per_byte: LessonCode)
 
 
 def own_heads(config: ModelConfig) -> int:
-    """Count the numbers a layer would keep of a token if each query head had its own key and value."""
+    """Count the numbers a layer would keep of a token if each query head had its own key and
+    value.
+    """
     if config.kv_lora_rank:
         width = config.qk_nope_head_dim + config.rotary_dim + config.v_head_dim
     else:
@@ -107,7 +110,7 @@ def own_heads(config: ModelConfig) -> int:
     return config.num_attention_heads * width
 
 
-# ---- 2. fewer KV heads -----------------------------------------------------------------------------------------------
+# ---- 2. fewer KV heads ---------------------------------------------------------------------------
 
 
 def kv_heads_to_try(heads: int) -> list[int]:
@@ -123,7 +126,9 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def paged_case(kv_heads: int, context: int, arguments: argparse.Namespace, device: torch.device) -> tuple[Tensor, ...]:
-    """Return a decode step of `REQUESTS`: q, k_cache, v_cache, query_start_loc, seq_lens, block_table."""
+    """Return a decode step of `REQUESTS`: q, k_cache, v_cache, query_start_loc, seq_lens,
+    block_table.
+    """
     blocks, dtype = -(-context // BLOCK_SIZE), torch.float32 if device.type == "cpu" else torch.bfloat16
     q = torch.randn(REQUESTS, arguments.heads, arguments.head_dim, device=device, dtype=dtype)
     shape = (2, REQUESTS * blocks, BLOCK_SIZE, kv_heads, arguments.head_dim)
@@ -172,13 +177,15 @@ def measure_shared(grouped_attention: LessonCode, arguments: argparse.Namespace,
     return {"context": context, "heads": arguments.heads, "by_kv_heads": records}
 
 
-# ---- 3. the latent ---------------------------------------------------------------------------------------------------
+# ---- 3. the latent -------------------------------------------------------------------------------
 
 
 def latent_case(
     shape: Mapping[str, int], context: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> list[Tensor]:
-    """Return a query over `context` cached tokens: q_nope, q_rope, latents, k_rope, and unit-gain w_uk, w_uv."""
+    """Return a query over `context` cached tokens: q_nope, q_rope, latents, k_rope, and
+    unit-gain w_uk, w_uv.
+    """
     heads, rank = shape["heads"], shape["rank"]
     sizes = (
         (heads, shape["nope"]), (heads, shape["rope"]), (context, rank), (context, shape["rope"]),
@@ -212,7 +219,9 @@ def latent_operations(shape: Mapping[str, int]) -> dict[str, int]:
 def measure_latent(
     plain: LessonCode, absorbed: LessonCode, arguments: argparse.Namespace, device: torch.device
 ) -> dict:
-    """Time both forms of latent attention in DeepSeek-V2-Lite's shape, in turns, and compare their results."""
+    """Time both forms of latent attention in DeepSeek-V2-Lite's shape, in turns, and compare
+    their results.
+    """
     shape, records = latent_shape("DeepSeek-V2-Lite"), {}
     for context in track(LATENT_CONTEXTS[:1] if arguments.quick else LATENT_CONTEXTS, "attending to latents"):
         case = latent_case(shape, context, torch.float32, device)
@@ -234,7 +243,7 @@ def measure_latent(
     return {"contexts": records, "operations": operations}
 
 
-# ---- 4. the kernels --------------------------------------------------------------------------------------------------
+# ---- 4. the kernels ------------------------------------------------------------------------------
 
 HEAD_CASES = ((4, 4, 64), (6, 2, 80), (8, 1, 128), (14, 2, 64), (20, 1, 16))
 """Query heads, KV heads, head dim."""
@@ -247,7 +256,9 @@ LATENT_CASES = (
 
 
 def head_case(heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, ...]:
-    """Return `decode`'s arguments in float16, drawn at random; the slots after each length are filled, too."""
+    """Return `decode`'s arguments in float16, drawn at random; the slots after each length are
+    filled, too.
+    """
     slots = max(lengths) + 5
     q = torch.randn(len(lengths), heads, head_dim).half()
     keys, values = torch.randn(2, len(lengths), slots, kv_heads, head_dim).half()
@@ -255,7 +266,9 @@ def head_case(heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int] =
 
 
 def one_by_one(grouped_attention: LessonCode, case: Sequence[Tensor]) -> Tensor:
-    """Run the lesson's attention on each request of a `head_case` in float64; return zeros for an empty request."""
+    """Run the lesson's attention on each request of a `head_case` in float64; return zeros for
+    an empty request.
+    """
     q, keys, values, lengths = case
     rows = []
     for query, k, v, length in zip(q.double(), keys.double(), values.double(), lengths.tolist(), strict=True):
@@ -272,7 +285,9 @@ def latent_batch(shape: Mapping[str, int], lengths: Sequence[int] = LENGTHS) -> 
 
 
 def latents_one_by_one(absorbed_attention: LessonCode, batch: Sequence[Tensor]) -> Tensor:
-    """Run the lesson's attention on each request of a `latent_batch` in float64; return zeros for an empty request."""
+    """Run the lesson's attention on each request of a `latent_batch` in float64; return zeros
+    for an empty request.
+    """
     q_nope, q_rope, cache, lengths, w_uk, w_uv = (tensor.double() for tensor in batch)
     rows, rank = [], w_uk.shape[2]
     for index, length in enumerate(lengths.int().tolist()):
@@ -293,7 +308,8 @@ def verify_kernels(
     grouped_attention: LessonCode, absorbed_attention: LessonCode, decode: LessonCode, latent_decode: LessonCode,
     device: torch.device, quick: bool,
 ) -> dict:  # fmt: skip
-    """Compare both kernels with float64 on awkward shapes, and count the bytes of keys and values that they read.
+    """Compare both kernels with float64 on awkward shapes, and count the bytes of keys and values
+    that they read.
 
     `quick`: one shape for each of them, and the bytes of a request of one tile.
 
@@ -318,7 +334,8 @@ def verify_kernels(
 
 
 def count_bytes(decode: LessonCode, latent_decode: LessonCode, tokens: int) -> dict:
-    """Trace how many bytes of one request's keys and values, or latents, are read, by query heads a program.
+    """Trace how many bytes of one request's keys and values, or latents, are read, by query heads a
+    program.
 
     Raises:
         AssertionError: a program with all heads of a group reads a byte twice.
@@ -350,11 +367,13 @@ def count_bytes(decode: LessonCode, latent_decode: LessonCode, tokens: int) -> d
     return records
 
 
-# ---- 5. what sharing costs -------------------------------------------------------------------------------------------
+# ---- 5. what sharing costs -----------------------------------------------------------------------
 
 
 def measure_pooled(pool: Pool, arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Measure the held-out loss of the model, and with its KV heads pooled into one without further training."""
+    """Measure the held-out loss of the model, and with its KV heads pooled into one without
+    further training.
+    """
     texts, length = (4, 128) if arguments.quick else (16, 256)
     tokenizer = load_tokenizer(arguments.model)
     ids = first_passages([tokenizer.encode(text[:8000]).ids for text in held_out_texts()], texts, length)
@@ -375,7 +394,7 @@ def measure_pooled(pool: Pool, arguments: argparse.Namespace, device: torch.devi
     return {"kv_heads": config.num_key_value_heads, "texts": len(ids), "tokens": length, **losses}
 
 
-# ---- 6. break it -----------------------------------------------------------------------------------------------------
+# ---- 6. break it ---------------------------------------------------------------------------------
 
 
 def show_ranks(kv_heads_of_rank: LessonCode) -> dict:
@@ -403,7 +422,8 @@ def show_ranks(kv_heads_of_rank: LessonCode) -> dict:
 
 
 def run_two_ranks(pool: Pool, kv_heads_of_rank: LessonCode, arguments: argparse.Namespace) -> dict:
-    """Run the engine on one rank and on two, with the model's KV heads and with one: tokens, and bytes on each rank.
+    """Run the engine on one rank and on two, with the model's KV heads and with one: tokens, and
+    bytes on each rank.
 
     Raises:
         AssertionError: tokens differ, or a rank keeps other than the rule says.
@@ -458,7 +478,7 @@ def show_padding(padded_rows: LessonCode) -> dict:
     return records
 
 
-# ---- the whole lesson ------------------------------------------------------------------------------------------------
+# ---- the whole lesson ----------------------------------------------------------------------------
 
 
 def close(figures: dict, disturbance: str) -> None:
@@ -482,7 +502,9 @@ def close(figures: dict, disturbance: str) -> None:
 
 
 def draw(figures: dict, path: str) -> None:
-    """Draw operations a byte over bytes a token; bytes and time of a step by KV heads; bytes by ranks."""
+    """Draw operations a byte over bytes a token; bytes and time of a step by KV heads; bytes by
+    ranks.
+    """
     with panels(path, 3) as (left, middle, right):
         for name, record in zip(MODELS, figures["models"]["models"].values(), strict=True):
             point, at_right = (record["kib"], record["intensity"]), record["kib"] > 200

@@ -1,11 +1,13 @@
-"""Siblings of a model with other KV heads, and what each of several GPUs keeps and computes of them. *Modelled*.
+"""Siblings of a model with other KV heads, and what each of several GPUs keeps and computes of
+them. *Modelled*.
 
     sibling = with_kv_heads(known_model("Llama-3.1-8B"), 1)
     share = ModelShare(sibling, get_hardware("H100"), tp=16)
     share.bytes_per_token, share.copies, share.intensity, share.fits(32_768)
 
-`minivllm.memory` counts memory as vLLM does at its start; `levers` models a step's time. Links between all GPUs are
-assumed to be as fast as within a machine. The siblings are shapes without weights; their quality is not modelled.
+`minivllm.memory` counts memory as vLLM does at its start; `levers` models a step's time. Links
+between all GPUs are assumed to be as fast as within a machine. The siblings are shapes without
+weights; their quality is not modelled.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def with_kv_heads(model: ModelConfig, heads: int) -> ModelConfig:
 
 
 def with_latent(model: ModelConfig, width: int) -> ModelConfig:
-    """Return the model with DeepSeek-V2's attention: a layer keeps a latent of `width` and `ROPE` more numbers."""
+    """Return the model with DeepSeek-V2's attention: a layer keeps a latent of `width` and
+    `ROPE` more numbers.
+    """
     require(width >= 1, f"a latent has at least one number, not {width}")
     return replace(
         model,
@@ -56,7 +60,8 @@ def with_latent(model: ModelConfig, width: int) -> ModelConfig:
 def decode_flops_per_key(model: ModelConfig, tp: int = 1) -> float:
     """Count one GPU's operations for each cached token, in all layers, when one token is decoded.
 
-    A latent is used in the absorbed form: scores over latent and rotary key, then the weighted sum of latents.
+    A latent is used in the absorbed form: scores over latent and rotary key, then the weighted sum
+    of latents.
     """
     per_head = 4 * model.head_dim
     if model.kv_lora_rank is not None:
@@ -70,7 +75,8 @@ def decode_intensity(model: ModelConfig, tp: int = 1) -> float:
 
 
 def kv_heads_of_rank(rank: int, tp: int, num_kv_heads: int) -> list[int]:
-    """Return the KV heads that a rank keeps; with more ranks than heads, neighbours keep the same one.
+    """Return the KV heads that a rank keeps; with more ranks than heads, neighbours keep the same
+    one.
 
     In vLLM v0.33.0: `vllm/model_executor/layers/linear.py` (`QKVParallelLinear`).
     """
@@ -80,7 +86,9 @@ def kv_heads_of_rank(rank: int, tp: int, num_kv_heads: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ModelShare:
-    """The part of a model on one of `tp` equal GPUs; `kv_heads` overrides the KV heads that vLLM's rule gives it."""
+    """The part of a model on one of `tp` equal GPUs; `kv_heads` overrides the KV heads that
+    vLLM's rule gives it.
+    """
 
     model: ModelConfig
     gpu: Hardware
@@ -89,7 +97,9 @@ class ModelShare:
 
     @property
     def holders(self) -> int:
-        """The most parts that keys and values can be divided into: the KV heads, or one for a latent."""
+        """The most parts that keys and values can be divided into: the KV heads, or one for a
+        latent.
+        """
         return 1 if self.model.kv_lora_rank is not None else self.model.num_key_value_heads
 
     @property
@@ -115,7 +125,8 @@ class ModelShare:
         """The use of this GPU's memory.
 
         Raises:
-            MinivllmError: nothing is left for keys and values, or the query heads cannot be divided.
+            MinivllmError: nothing is left for keys and values, or the query heads cannot be
+                divided.
         """
         return memory_ledger(
             self.model, self.gpu, max_model_len=1, tp=self.tp, gpu_memory_utilization=UTILIZATION,
@@ -141,5 +152,7 @@ class ModelShare:
         )
 
     def tokens_per_second(self, batch: int, context: int) -> float:
-        """Return the throughput of all GPUs when `batch` requests of `context` tokens decode; 0 without requests."""
+        """Return the throughput of all GPUs when `batch` requests of `context` tokens decode; 0
+        without requests.
+        """
         return batch / self.cost.seconds(StepShape.of([(1, context - 1)] * batch)) if batch else 0.0

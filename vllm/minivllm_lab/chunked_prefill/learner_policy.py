@@ -2,8 +2,8 @@
 
     LLM(model, parts=Parts(policy=learner_policy(chunk_limit, running_tokens, admitted_tokens)))
 
-The functions return how many tokens a request gets in a step; order, memory, preemption and drafts stay the engine's
-own. No torch.
+The functions return how many tokens a request gets in a step; order, memory, preemption and drafts
+stay the engine's own. No torch.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,15 @@ from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.errors import MinivllmError
 
 ChunkLimit = Callable[[int, int, int, bool], int]
-"""`chunk_limit(token_budget, threshold, num_requests, adaptive)` returns the most tokens of one request in a step."""
+"""`chunk_limit(token_budget, threshold, num_requests, adaptive)` returns the most tokens of one
+request in a step.
+"""
 RunningTokens = Callable[[int, int, int], int]
 """`running_tokens(missing, limit, budget_left)` returns the tokens that a running request gets."""
 AdmittedTokens = Callable[[int, int, int, bool], int]
-"""`admitted_tokens(missing, limit, budget_left, may_be_cut)` returns those of a waiting request; 0 keeps it waiting."""
+"""`admitted_tokens(missing, limit, budget_left, may_be_cut)` returns those of a waiting request;
+0 keeps it waiting.
+"""
 
 
 def learner_policy(
@@ -27,7 +31,8 @@ def learner_policy(
 ) -> SchedulingPolicy:
     """Return the policy with these caps; None leaves the engine's own.
 
-    A result that the engine cannot carry out raises `MinivllmError` in its step; the message says which.
+    A result that the engine cannot carry out raises `MinivllmError` in its step; the message says
+    which.
     """
     own = DEFAULT_POLICY
     return SchedulingPolicy(

@@ -1,7 +1,8 @@
-"""Draw lesson 10's opening: a long prompt comes while the followed request decodes; in one piece, then in three.
+"""Draw lesson 10's opening: a long prompt comes while the followed request decodes; in one piece,
+then in three.
 
-The pieces are the engine's steps of the scene "long prompt"; the one piece is scheduled by `PREFILL_FIRST`, the policy
-of vLLM V0.
+The pieces are the engine's steps of the scene "long prompt"; the one piece is scheduled by
+`PREFILL_FIRST`, the policy of vLLM V0.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def _tokens(step: Step, name: str) -> int:
 
 
 def _cells(x: float, y: float, cells: Sequence[tuple[str, str, str | None]], width: float, tall: float) -> list[str]:
-    """Draw cells side by side, each with its text, fill and dash; leave out text that is too long."""
+    """Draw cells side by side, each with its text, fill and dash; leave out text that is too
+    long.
+    """
     return [
         rect(
             x + place * width, y, width, tall, fill, stroke=QUIET if dash else "#FFFFFF", dash=dash,

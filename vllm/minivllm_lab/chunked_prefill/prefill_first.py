@@ -2,9 +2,10 @@
 
     Scheduler(scheduler_config, cache_config, PREFILL_FIRST)
 
-A step either admits or decodes. While there is room for a waiting request, a step computes whole prompts, as many as
-fit into its budget, and running requests get no token. A prompt that is longer than the budget would wait for ever, so
-with `enable_chunked_prefill=False`, `SchedulerConfig` demands a budget of `max_model_len`.
+A step either admits or decodes. While there is room for a waiting request, a step computes whole
+prompts, as many as fit into its budget, and running requests get no token. A prompt that is longer
+than the budget would wait for ever, so with `enable_chunked_prefill=False`, `SchedulerConfig`
+demands a budget of `max_model_len`.
 
 In vLLM v0.6.0: `vllm/core/scheduler.py` (`Scheduler._schedule_default`, `_schedule_prefills`).
 """

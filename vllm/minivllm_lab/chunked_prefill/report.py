@@ -1,7 +1,7 @@
 """Lesson 10's measurements, tables, figure and command line.
 
-A function `measure_*`, `compare_*` or `show_*` prints its table and returns its figures; the callables that it takes
-are the lesson's own code.
+A function `measure_*`, `compare_*` or `show_*` prints its table and returns its figures; the
+callables that it takes are the lesson's own code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ LessonCode = Callable[..., Any]
 
 
 def load(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Read the model's config, so that a missing model is refused first, and put the device into `arguments`.
+    """Read the model's config, so that a missing model is refused first, and put the device into
+    `arguments`.
 
     Raises:
         MinivllmError: there is no such model.
@@ -60,7 +61,7 @@ def load(arguments: argparse.Namespace, device: torch.device) -> None:
     ModelConfig.from_pretrained(arguments.model)
 
 
-# ---- 1 and 2. what a step is made of ---------------------------------------------------------------------------------
+# ---- 1 and 2. what a step is made of -------------------------------------------------------------
 
 
 def show_steps(policies: Mapping[str, Steps]) -> dict[str, list[dict[str, int]]]:
@@ -74,7 +75,9 @@ def show_steps(policies: Mapping[str, Steps]) -> dict[str, list[dict[str, int]]]
 
 
 def show_order() -> list[dict[str, int]]:
-    """Show the engine's steps with a chunk before a decode: a long prompt under a threshold, then a chat."""
+    """Show the engine's steps with a chunk before a decode: a long prompt under a threshold,
+    then a chat.
+    """
     limits = SchedulerConfig(max_model_len=64, max_num_batched_tokens=12, long_prefill_token_threshold=8)
     engine, steps = Scheduler(limits, CacheConfig(num_gpu_blocks=100, enable_prefix_caching=False)), []
     engine.add_request(Request("long", [0] * 28, max_tokens=2))
@@ -95,7 +98,7 @@ def show_order() -> list[dict[str, int]]:
     return steps
 
 
-# ---- 3. chats and long prompts in the engine -------------------------------------------------------------------------
+# ---- 3. chats and long prompts in the engine -----------------------------------------------------
 
 CHATS = 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -110,7 +113,9 @@ QUICK_WAYS = "prefill first (V0)", "mixed, 512 a step", "mixed, 32 a step"
 
 
 def measure_chats(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Measure, by policy, the gaps of chats while long prompts arrive, and the prompts' time to first token."""
+    """Measure, by policy, the gaps of chats while long prompts arrive, and the prompts' time to
+    first token.
+    """
     records, prompts = {}, 1 if arguments.quick else 4
     blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=600, enable_prefix_caching=False)
     for name in track(QUICK_WAYS if arguments.quick else tuple(WAYS), "disturbing"):
@@ -165,7 +170,7 @@ def show_servers(figures: Mapping[str, Any]) -> None:
     table(title, ("server", "budget", *SERVER_COLUMNS.values()), rows, caption)
 
 
-# ---- 4. the kernel ---------------------------------------------------------------------------------------------------
+# ---- 4. the kernel -------------------------------------------------------------------------------
 
 AWKWARD = {
     "decodes and chunks": ([1, 1, 1, 17, 40, 5], [33, 1, 70, 17, 90, 37]),
@@ -240,7 +245,9 @@ TILES = {"tiles of 16 rows": (16, 16), "tiles of 64": (64, 64), "16 for decodes,
 
 
 def compare_launches(tile_work: LessonCode, device: torch.device) -> dict[str, Any]:
-    """Count the rows, scores and keys of a step by its tiles; time the engine's attention in one call and in two."""
+    """Count the rows, scores and keys of a step by its tiles; time the engine's attention in one
+    call and in two.
+    """
     queries, lengths = STEP
     records = {}
     for name, (decode, chunk) in TILES.items():
@@ -282,7 +289,7 @@ def _attend(case: Mapping[str, Tensor], first: int = 0, last: int | None = None)
     )  # fmt: skip
 
 
-# ---- 5. what the pieces cost -----------------------------------------------------------------------------------------
+# ---- 5. what the pieces cost ---------------------------------------------------------------------
 
 
 @contextmanager
@@ -297,7 +304,8 @@ def one_thread() -> Iterator[None]:
 
 
 def measure_keys_read_again(keys_read_again: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure a prompt by the size of its chunks: re-read keys, time of attention, time of all steps.
+    """Measure a prompt by the size of its chunks: re-read keys, time of attention, time of all
+    steps.
 
     Raises:
         AssertionError: the engine's steps read another number of keys than the formula says.
@@ -362,7 +370,7 @@ def _chunks(prompt: int, chunk: int, device: torch.device) -> list[dict[str, Ten
     return cases
 
 
-# ---- 6. how many tokens are free -------------------------------------------------------------------------------------
+# ---- 6. how many tokens are free -----------------------------------------------------------------
 
 LARGE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 2048,
@@ -377,10 +385,12 @@ FEW, MANY, ROWS = 4, 32, 256
 
 
 def measure_knee(knee: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time the steps of a model larger than any cache by their tokens, and compare the knee with the predicted one.
+    """Time the steps of a model larger than any cache by their tokens, and compare the knee with
+    the predicted one.
 
-    The prediction uses two rates of matmuls alone: operations a second with many rows, bytes a second with one row. The
-    medians of all turns count; the spread comes from doing the same for each turn.
+    The prediction uses two rates of matmuls alone: operations a second with many rows, bytes a
+    second with one row. The medians of all turns count; the spread comes from doing the same for
+    each turn.
     """
     settings = LARGE | QUICK if arguments.quick else LARGE
     config, turns = ModelConfig.from_dict(settings), _turns_of_steps(settings, arguments)
@@ -415,10 +425,11 @@ def measure_knee(knee: LessonCode, arguments: argparse.Namespace) -> dict[str, A
 
 
 def _turns_of_steps(settings: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Time steps by their tokens, all layers' matmuls with one row, and one matmul with many rows, in turns.
+    """Time steps by their tokens, all layers' matmuls with one row, and one matmul with many rows,
+    in turns.
 
-    In turns, a shared machine's changing memory speed affects all alike. Each token is a request of its own, because
-    only a prompt's last token goes through all of the last layer.
+    In turns, a shared machine's changing memory speed affects all alike. Each token is a request of
+    its own, because only a prompt's last token goes through all of the last layer.
     """
     device = arguments.device
     with tempfile.TemporaryDirectory() as folder, one_thread():
@@ -441,10 +452,12 @@ def _turns_of_steps(settings: Mapping[str, Any], arguments: argparse.Namespace) 
 
 
 def sweep_knee(seconds: Mapping[int, float]) -> float:
-    """Return the knee in a sweep of steps: the time of a small step over the time that a token adds to a large one.
+    """Return the knee in a sweep of steps: the time of a small step over the time that a token adds
+    to a large one.
 
-    The former is the median of the steps of up to `FEW` tokens. The latter is the slope of a line through the steps
-    from `MANY` tokens on, with the least squares of relative errors; its intercept does not matter.
+    The former is the median of the steps of up to `FEW` tokens. The latter is the slope of a line
+    through the steps of `MANY` tokens and more, with the least squares of relative errors; its
+    intercept does not matter.
     """
     few = statistics.median(time for size, time in seconds.items() if size <= FEW)
     large = [size for size in seconds if size >= MANY]
@@ -458,7 +471,9 @@ GPU_MODEL, GAP = "Llama-3.1-8B", 0.05
 
 
 def show_gpus(knee: LessonCode, budget_for: LessonCode) -> dict[str, Any]:
-    """Show the knee by GPU from data sheets, the modelled budget for a gap of 50 ms, and the model's error."""
+    """Show the knee by GPU from data sheets, the modelled budget for a gap of 50 ms, and the
+    model's error.
+    """
     model, records = known_model(GPU_MODEL), {}
     parameters = num_parameters(model) - model.vocab_size * model.hidden_size
     for name in GPUS:
@@ -482,7 +497,9 @@ def show_gpus(knee: LessonCode, budget_for: LessonCode) -> dict[str, Any]:
 
 
 def _sarathi() -> dict[str, float]:
-    """Compare the model with the longest gaps that Sarathi-Serve's authors published for their budget."""
+    """Compare the model with the longest gaps that Sarathi-Serve's authors published for their
+    budget.
+    """
     errors = {name: sarathi_step(context) / published - 1 for name, (context, published) in SARATHI.items()}
     off = " and ".join(f"{error:+.0%}" for error in errors.values())
     console.print(
@@ -493,16 +510,20 @@ def _sarathi() -> dict[str, float]:
     return errors
 
 
-# ---- 7. break it -----------------------------------------------------------------------------------------------------
+# ---- 7. break it ---------------------------------------------------------------------------------
 
 
 def break_it(
     serve: LessonCode, mixed: LessonCode, steps_of_a_prompt: LessonCode, request: LessonCode
 ) -> dict[str, Any]:
-    """Show a budget that decodes use up, a prompt that must not be cut, and a budget below the longest prompt."""
+    """Show a budget that decodes use up, a prompt that must not be cut, and a budget below the
+    longest prompt.
+    """
 
     def steps_to_first_token(**settings: Any) -> int:
-        """Count the steps of a prompt of 24 tokens that comes when four chats of 30 tokens have begun."""
+        """Count the steps of a prompt of 24 tokens that comes when four chats of 30 tokens have
+        begun.
+        """
         arrivals = {0: [request(name, 1, 30) for name in "abcd"], 1: [request("L", 24, 1)]}
         steps = list(serve(partial(mixed, **settings), arrivals))
         return max(number for number, step in enumerate(steps) if "L" in step)
@@ -528,7 +549,7 @@ def break_it(
     return {"budgets": budgets, "refused": refused}
 
 
-# ---- the whole lesson ------------------------------------------------------------------------------------------------
+# ---- the whole lesson ----------------------------------------------------------------------------
 
 
 def close(figures: dict, disturbance: str) -> None:

@@ -1,9 +1,10 @@
-"""A scheduling policy that leaves every decision to one function: the learner's `schedule` of exercise 04.
+"""A scheduling policy that leaves every decision to one function: the learner's `schedule` of
+exercise 04.
 
     LLM(model, parts=Parts(policy=learner_policy(schedule)), enable_prefix_caching=False)
 
-The function decides on counts (tokens and blocks); this module carries out what it decided on the engine's requests and
-block tables. First come, first served, without prefix caching and drafts.
+The function decides on counts (tokens and blocks); this module carries out what it decided on the
+engine's requests and block tables. First come, first served, without prefix caching and drafts.
 """
 
 from collections import deque
@@ -37,13 +38,16 @@ class CountedPool:
 
 
 Schedule = Callable[[list, deque, CountedPool, int, int, int], dict[str, int]]
-"""`schedule(running, waiting, pool, token_budget, chunk_limit, max_num_seqs)`, as exercise 04 describes it."""
+"""`schedule(running, waiting, pool, token_budget, chunk_limit, max_num_seqs)`, as exercise 04
+describes it.
+"""
 
 
 def learner_policy(schedule: Schedule) -> SchedulingPolicy:
     """Return the policy whose steps `schedule` decides.
 
-    A decision that cannot be carried out raises `MinivllmError` in the engine's step; the message says which.
+    A decision that cannot be carried out raises `MinivllmError` in the engine's step; the message
+    says which.
     """
     return SchedulingPolicy(schedule=partial(_ask, schedule))
 

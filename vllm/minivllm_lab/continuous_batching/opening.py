@@ -1,6 +1,8 @@
-"""Lesson 04's opening: a step in which a decode, a whole prompt and a chunk of a prompt share one forward pass.
+"""Lesson 04's opening: a step in which a decode, a whole prompt and a chunk of a prompt share one
+forward pass.
 
-It is the second step of the scene "company": the followed request decodes, and two others have just arrived.
+It is the second step of the scene "company": the followed request decodes, and two others have just
+arrived.
 """
 
 from __future__ import annotations

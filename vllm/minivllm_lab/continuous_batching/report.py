@@ -62,7 +62,9 @@ def pool(block_size: int) -> CacheConfig:
 
 
 def measure_engine(arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Run the engine each way on the same requests; print throughput, and the error of a model of half of the steps."""
+    """Run the engine each way on the same requests; print throughput, and the error of a model
+    of half of the steps.
+    """
     draw, outputs, runs = random.Random(arguments.seed), Lengths(16.0 if arguments.quick else 48.0), {}
     requests = arguments.requests or (12 if arguments.quick else 256 if arguments.full else 72)
     lengths = [(draw.randint(8, 64), min(outputs.quantile(draw.random()), MAX_LEN - 64)) for _ in range(requests)]
@@ -95,7 +97,9 @@ def refuse_too_long(model: str, device: torch.device) -> str:
 
 
 def break_on_simulator(arguments: argparse.Namespace) -> dict:
-    """Check the step model on figures kept aside, then overload an H100 and send it a long prompt."""
+    """Check the step model on figures kept aside, then overload an H100 and send it a long
+    prompt.
+    """
     served, card = known_model(SERVED), get_hardware("H100")
     blocks = memory_ledger(served, card, max_model_len=8192).num_blocks
     cost, cache = RooflineCost.of(served, card), CacheConfig(num_gpu_blocks=blocks, enable_prefix_caching=False)
@@ -107,7 +111,9 @@ def break_on_simulator(arguments: argparse.Namespace) -> dict:
 
 
 def _measure_overload(cost: RooflineCost, cache: CacheConfig, requests: int, seed: int) -> dict:
-    """Send requests like ShareGPT's at 0.7 and 1.3 times what 16 slots can serve; print how long they wait."""
+    """Send requests like ShareGPT's at 0.7 and 1.3 times what 16 slots can serve; print how long
+    they wait.
+    """
     config = SchedulerConfig(max_model_len=8192, max_num_seqs=16)
     lengths = workload("sharegpt").sample(2 * requests, seed)
     rate = scenes.capacity(lengths, config, cache, cost)
@@ -120,7 +126,9 @@ def _measure_overload(cost: RooflineCost, cache: CacheConfig, requests: int, see
 
 
 def _measure_long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
-    """Let 16 chats decode while a prompt of 4,096 tokens arrives; print the gaps between a chat's tokens."""
+    """Let 16 chats decode while a prompt of 4,096 tokens arrives; print the gaps between a
+    chat's tokens.
+    """
     results = {str(budget): vars(scenes.long_prompt(budget, cache, cost)) for budget in (8192, 2048, 512, 256)}
     rows = [(budget, *(f"{1e3 * value:.1f}" for value in gaps.values())) for budget, gaps in results.items()]
     columns = ("budget", "usual gap, ms", "longest gap, ms", "its first token, ms")
@@ -131,7 +139,8 @@ def _measure_long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
 def pipeline(depth: int, placeholders: bool, tokens: int, schedule_ms: float, forward_ms: float) -> dict:
     """Simulate one request that generates `tokens`, with up to `depth` steps in flight.
 
-    CPU and GPU each do one thing at a time. With `placeholders`, a sample in flight counts as a known token.
+    CPU and GPU each do one thing at a time. With `placeholders`, a sample in flight counts as a
+    known token.
 
     Returns:
         Milliseconds per token, steps, and how often the scheduler had nothing to schedule.

@@ -22,7 +22,9 @@ class Overload:
 
 
 def capacity(lengths: Sequence[RequestLengths], config: SchedulerConfig, cache: CacheConfig, cost: Cost) -> float:
-    """Return the requests per second that full slots serve, by Little's law: slots / mean time in a slot."""
+    """Return the requests per second that full slots serve, by Little's law: slots / mean time
+    in a slot.
+    """
     result = simulate([SimulatedRequest(x.prompt_tokens, x.output_tokens) for x in lengths], config, cache, cost)
     return config.max_num_seqs / statistics.mean(x.token_times[-1] - x.token_times[0] for x in result.requests)
 
@@ -36,7 +38,9 @@ def arrivals_at(
     requests_per_second: float,
     seed: int = 0,
 ) -> Overload:
-    """Send these requests as a Poisson process at `load` times a capacity of `requests_per_second`."""
+    """Send these requests as a Poisson process at `load` times a capacity of
+    `requests_per_second`.
+    """
     times = poisson_arrivals(load * requests_per_second, len(lengths), seed)
     work = [SimulatedRequest(x.prompt_tokens, x.output_tokens, at) for x, at in zip(lengths, times, strict=True)]
     result = simulate(work, config, cache, cost)
@@ -46,7 +50,9 @@ def arrivals_at(
 
 @dataclass(frozen=True)
 class LongPrompt:
-    """How chats and a long prompt affect one another under one token budget. Seconds are modelled."""
+    """The effect of chats and a long prompt on each other under one token budget. Seconds are
+    modelled.
+    """
 
     usual_gap: float
     """Median gap between two tokens of a chat."""
@@ -58,7 +64,9 @@ class LongPrompt:
 def long_prompt(
     budget: int, cache: CacheConfig, cost: Cost, prompt_tokens: int = 4096, chats: int = 16, arrival: float = 0.5
 ) -> LongPrompt:
-    """Let `chats` decode 200 tokens each while a prompt arrives after `arrival` seconds; `budget` is in tokens."""
+    """Let `chats` decode 200 tokens each while a prompt arrives after `arrival` seconds;
+    `budget` is in tokens.
+    """
     work = [SimulatedRequest(128, 200)] * chats + [SimulatedRequest(prompt_tokens, 16, arrival)]
     config = SchedulerConfig(max_model_len=2 * prompt_tokens, max_num_batched_tokens=budget)
     result = simulate(work, config, cache, cost)

@@ -1,13 +1,17 @@
-"""Slots for drawing a batch: a scheduler has no slots, but a picture needs one row for each place in the batch."""
+"""Slots for drawing a batch: a scheduler has no slots, but a picture needs one row for each
+place in the batch.
+"""
 
 from collections.abc import Iterable
 
 
 def seat(steps: Iterable[Iterable[str]], slots: int) -> list[list[str]]:
-    """Give every request the lowest free slot when it first appears, and keep it there until it leaves.
+    """Give every request the lowest free slot when it first appears, and keep it there until it
+    leaves.
 
     Args:
-        steps: the ids of the requests in the batch, step by step. A request that left comes back as a new one.
+        steps: the ids of the requests in the batch, step by step. A request that left comes back as
+            a new one.
         slots: at least as many as there are requests in any step.
 
     Returns:

@@ -1,11 +1,13 @@
-"""The goodput of two pools of GPUs, one that prefills and one that decodes, and of as many GPUs that do both.
+"""The goodput of two pools of GPUs, one that prefills and one that decodes, and of as many GPUs
+that do both.
 
     pair = Disaggregated(model, gpu, prefill=1, decode=1, link=get_link("400 Gb/s"))
     goodput(pair, Work(1024, 128), Objective(ttft=0.3, tpot=0.02)).per_gpu
 
-Goodput is the highest rate at which 90 % of the requests have both their first token and the following ones in time.
-Bisection finds it: the real schedulers serve every rate that is tried (`pools`, `open_load`), with a step's cost from
-`layouts`. Everything is *modelled*; `model_checks` says how far it is off published figures.
+Goodput is the highest rate at which 90 % of the requests have both their first token and the
+following ones in time. Bisection finds it: the real schedulers serve every rate that is tried
+(`pools`, `open_load`), with a step's cost from `layouts`. Everything is *modelled*; `model_checks`
+says how far it is off published figures.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Objective:
 
 @dataclass(frozen=True)
 class Work:
-    """Requests of equal lengths, or of a workload whose prompts and answers are cut after `longest` tokens."""
+    """Requests of equal lengths, or of a workload whose prompts and answers are cut after
+    `longest` tokens.
+    """
 
     prompt: int
     output: int
@@ -60,7 +64,9 @@ class Work:
 
     @cached_property
     def lengths(self) -> list[RequestLengths]:
-        """The lengths of a run's requests: those that are counted, and as many that keep the load up."""
+        """The lengths of a run's requests: those that are counted, and as many that keep the
+        load up.
+        """
         if self.source is None:
             return [RequestLengths(self.prompt, self.output)] * (2 * self.counted)
         drawn = self.source.sample(2 * self.counted, SEED)
@@ -77,7 +83,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Client:
-    """One client's latencies in seconds, and the parts of its time to first token where they are known."""
+    """One client's latencies in seconds, and the parts of its time to first token where they are
+    known.
+    """
 
     ttft: float
     tpot: float
@@ -97,12 +105,15 @@ class Served:
         return met / len(self.clients)
 
     def late(self, objective: Objective) -> tuple[float, float]:
-        """Return the shares of requests whose first token, and whose following tokens, came too late."""
+        """Return the shares of requests whose first token, and whose following tokens, came too
+        late.
+        """
         first = sum(one.ttft > objective.ttft for one in self.clients)
         return first / len(self.clients), sum(one.tpot > objective.tpot for one in self.clients) / len(self.clients)
 
     def cause(self, objective: Objective) -> str:
-        """Say why most late requests were late: "tpot", or the largest of PARTS; empty where none was late.
+        """Say why most late requests were late: "tpot", or the largest of PARTS; empty where none
+        was late.
 
         Colocated engines know no parts and say "ttft".
         """
@@ -162,9 +173,11 @@ class _OneGpuEngines:
 
 @dataclass(frozen=True)
 class Disaggregated(_OneGpuEngines):
-    """`prefill` GPUs that compute prompts, `decode` GPUs that generate, and a link; one engine on each GPU.
+    """`prefill` GPUs that compute prompts, `decode` GPUs that generate, and a link; one engine on
+    each GPU.
 
-    `cost` replaces the model's cost of a step, `connector` the connector beside each scheduler (see `Pools`).
+    `cost` replaces the model's cost of a step, `connector` the connector beside each scheduler (see
+    `Pools`).
     """
 
     model: ModelConfig
@@ -196,12 +209,16 @@ class Disaggregated(_OneGpuEngines):
         return Served(rate, [Client(one.ttft, one.tpot, one.parts) for one in journeys])
 
     def load(self, work: Work, rate: float) -> PoolLoad:
-        """Draw random arrivals, with as many requests already there as are decoded at this rate on average."""
+        """Draw random arrivals, with as many requests already there as are decoded at this rate
+        on average.
+        """
         there = self.decode * self.decoding.batch(work, rate / self.decode)
         return PoolLoad(work.lengths, arrivals(work, rate), work.counted, round(there))
 
     def pools(self, work: Work, at_start: int | None = None) -> Pools:
-        """Return the engines' settings; at the start `at_start` requests are decoded, by default as many as fit."""
+        """Return the engines' settings; at the start `at_start` requests are decoded, by default
+        as many as fit.
+        """
         placed, come = self.placed, len(work.lengths)
         there = PLACES * self.decode if at_start is None else at_start
         return Pools(
@@ -231,7 +248,9 @@ class Disaggregated(_OneGpuEngines):
         return Decoding(self.step_cost, self.placed.kv_tokens(), self.placed.places)
 
     def bounds(self, work: Work, objective: Objective) -> dict[str, float]:
-        """Return the rate at which each part is always busy: "prefill", "link", "decode" within the objective."""
+        """Return the rate at which each part is always busy: "prefill", "link", "decode" within
+        the objective.
+        """
         prompt, _ = work.means
         ways = 1 if self.shared else min(self.prefill, self.decode)
         return {
@@ -262,7 +281,9 @@ class Disaggregated(_OneGpuEngines):
 
 @dataclass(frozen=True)
 class Colocated(_OneGpuEngines):
-    """`gpus` engines that prefill and decode, `budget` tokens a step; each gets every `gpus`-th request."""
+    """`gpus` engines that prefill and decode, `budget` tokens a step; each gets every `gpus`-th
+    request.
+    """
 
     model: ModelConfig
     gpu: Hardware
@@ -313,13 +334,17 @@ class Decoding:
         return max(1, min(self.places, int(self.kv_tokens / sum(work.means))))
 
     def step_seconds(self, work: Work, batch: int) -> float:
-        """Return the seconds of a step whose requests are half-way through their answers on average."""
+        """Return the seconds of a step whose requests are half-way through their answers on
+        average.
+        """
         prompt, output = work.means
         keys = batch * (1 + round(prompt + output / 2))
         return self.cost.seconds(StepShape(batch, batch, keys, keys))
 
     def capacity(self, work: Work, tpot: float) -> float:
-        """Return the highest rate at which no token takes longer than `tpot`; 0 if it does for one alone."""
+        """Return the highest rate at which no token takes longer than `tpot`; 0 if it does for
+        one alone.
+        """
         steps = {batch: self.step_seconds(work, batch) for batch in _batches(self.most(work))}
         rates = (batch / (work.means[1] * seconds) for batch, seconds in steps.items() if seconds <= tpot)
         return max(rates, default=0.0)
@@ -356,7 +381,9 @@ class Mixed:
 
     @cached_property
     def capacity(self) -> float:
-        """The highest rate. A batch is a mean here: where prompts are long, fewer than two fill a budget."""
+        """The highest rate. A batch is a mean here: where prompts are long, fewer than two fill
+        a budget.
+        """
         batches = (self.most * share / 64 for share in range(1, 65))
         return max(batch / (self.work.means[1] * self.seconds(batch)) for batch in batches)
 
@@ -367,7 +394,9 @@ class Mixed:
 
 
 def by_littles_law(most: float, inside: Callable[[float], float]) -> float:
-    """Find the batch with as many requests as are `inside` while its steps last; `most` where there are more."""
+    """Find the batch with as many requests as are `inside` while its steps last; `most` where
+    there are more.
+    """
     low, high = 0.0, float(most)
     for _ in range(12):
         middle = (low + high) / 2
@@ -398,7 +427,8 @@ def engine_configs(
 ) -> tuple[SchedulerConfig, CacheConfig]:
     """Return the settings of one engine's scheduler, with as many blocks as the GPU's memory holds.
 
-    It gets no more blocks than its `num_requests` requests could use, since making a block takes time.
+    It gets no more blocks than its `num_requests` requests could use, since making a block takes
+    time.
     """
     longest = max(one.total for one in work.lengths)
     scheduler, cache = placed.configs((longest + 2 * BLOCK_SIZE) * num_requests)
@@ -421,9 +451,11 @@ class Goodput:
 
 
 def goodput(system: System, work: Work, objective: Objective, rounds: int = 7) -> Goodput:
-    """Find the highest rate at which SHARE of the requests are in time, to `bound` / 2 ** `rounds` and never above it.
+    """Find the highest rate at which SHARE of the requests are in time, to `bound` / 2 ** `rounds`
+    and never above it.
 
-    A run has an end, so it may sustain a little more than is possible for long; then the bound holds.
+    A run has an end, so it may sustain a little more than is possible for long; then the bound
+    holds.
     """
     served: dict[float, Served] = {}
 

@@ -1,6 +1,8 @@
-"""A KV connector between engines of one process whose scheduler's side is the `ConnectorScheduler` of exercise 08.
+"""A KV connector between engines of one process whose scheduler's side is the `ConnectorScheduler`
+of exercise 08.
 
-LLM(model, parts=Parts(kv_connector=learner_connector(ConnectorScheduler)), kv_transfer_config={...})
+LLM(model, parts=Parts(kv_connector=learner_connector(ConnectorScheduler)),
+kv_transfer_config={...})
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ SECONDS_TO_RELEASE = 5.0
 
 @dataclass
 class Peer:
-    """An engine's cache, its requests that have been read, and how many blocks it has read itself."""
+    """An engine's cache, its requests that have been read, and how many blocks it has read
+    itself.
+    """
 
     kv_caches: KVCaches
     sent: set[str] = field(default_factory=set)
@@ -133,11 +137,13 @@ class LearnerConnector(KVConnectorBase_V1):
 
 FREE, CAME = "blocks free again at the end", "blocks that came from the other engine"
 
-# ---- two engines in a row --------------------------------------------------------------------------------------------
+# ---- two engines in a row ------------------------------------------------------------------------
 
 
 def serve_through_both(plugged: Plugged, parts: Parts) -> Served:
-    """Compute each prompt on one engine and answer it on another; without parts, one engine does both."""
+    """Compute each prompt on one engine and answer it on another; without parts, one engine does
+    both.
+    """
     if not parts.names:
         served = serve(plugged, parts)
         served.equal = {FREE: served.rows.pop(FREE)}
@@ -170,7 +176,9 @@ def _engine(parts: Parts, name: str) -> LLM:
 
 
 def _free_blocks(llm: LLM) -> str:
-    """Step until the blocks that were read are freed, but not for ever; return how many are free."""
+    """Step until the blocks that were read are freed, but not for ever; return how many are
+    free.
+    """
     pool = core_of(llm).scheduler.kv_cache_manager.block_pool
     until = time.monotonic() + SECONDS_TO_RELEASE
     while pool.get_num_free_blocks() < pool.num_usable_blocks and time.monotonic() < until:

@@ -1,12 +1,14 @@
-"""The error of the model of disaggregation against published figures, and which of them it was fitted to.
+"""The error of the model of disaggregation against published figures, and which of them it was
+fitted to.
 
-    for check in disaggregation_checks(): print(check.table, check.what, check.measured, check.modelled, check.fitted)
+    for check in disaggregation_checks(): print(check.table, check.what, check.measured,
+    check.modelled, check.fitted)
 
-The cost of a step is that of today's kernels at a data sheet's rates (`layouts`); the publications' engines are of 2023
-and slower. So DistServe's example is there twice: with the cost as it is, and with two factors fitted to two of its
-figures, for arithmetic and for memory, so that the others are predictions. Everything else is fitted to
-nothing. Not checked: DistServe's and Mooncake's gains on recorded traffic, whose lengths and settings are not published
-in a form that could be run here.
+The cost of a step is that of today's kernels at a data sheet's rates (`layouts`); the publications'
+engines are of 2023 and slower. So DistServe's example is there twice: with the cost as it is, and
+with two factors fitted to two of its figures, for arithmetic and for memory, so that the others are
+predictions. Everything else is fitted to nothing. Not checked: DistServe's and Mooncake's gains on
+recorded traffic, whose lengths and settings are not published in a form that could be run here.
 """
 
 from __future__ import annotations
@@ -36,15 +38,21 @@ MOONCAKE_ENGINE = "Mooncake (FAST 2025): transfer engine over RoCE, 40 GB"
 
 TTFT, TPOT, NEVER = 0.4, 0.04, 1e6
 ARITHMETIC_SLOWER, MEMORY_SLOWER = 1.75, 1.82
-"""Fitted: with them a prefilling A100 sustains 5.6 requests a second, and a decoding one 10, as in DISTSERVE."""
+"""Fitted: with them a prefilling A100 sustains 5.6 requests a second, and a decoding one 10, as
+in DISTSERVE.
+"""
 NO_LINK = Link("none", 1e15, 0.0, "DistServe's example leaves it out")
 SPLITWISE_GAPS = {("coding", 13): (0.052, 0.031), ("conversation", 129): (0.040, 0.028)}
-"""Seconds between tokens on A100 and H100, by trace and its median tokens out; the rest is in `lever_checks`."""
+"""Seconds between tokens on A100 and H100, by trace and its median tokens out; the rest is in
+`lever_checks`.
+"""
 
 
 @dataclass(frozen=True)
 class DisaggregationCheck(PublishedCheck):
-    """A published figure and the model's, in which table it stands, and whether the model was fitted to it."""
+    """A published figure and the model's, in which table it stands, and whether the model was
+    fitted to it.
+    """
 
     table: str
     fitted: bool = False
@@ -70,7 +78,9 @@ def disaggregation_error(counted: int = 200) -> float:
 
 
 def slower(arithmetic: float, memory: float) -> Cost:
-    """Return the cost of OPT-13B on an A100-80 whose arithmetic and memory are slower by these factors."""
+    """Return the cost of OPT-13B on an A100-80 whose arithmetic and memory are slower by these
+    factors.
+    """
     cost = PlacedModel(known_model("opt-13b"), get_hardware("A100-80"), Layout(1, 1, 1)).cost
     roofline = cost.step.roofline
     slow = replace(roofline, flops=roofline.flops / arithmetic, bandwidth=roofline.bandwidth / memory)
@@ -84,7 +94,9 @@ def example(prefill: int, decode: int, cost: Cost) -> Disaggregated:
 
 
 def sustained(system: System, work: Work, objective: Objective, high: float, part: str = "") -> float:
-    """Find the highest sustained rate up to `high`; with `part` "prefill", a computed prompt is a first token."""
+    """Find the highest sustained rate up to `high`; with `part` "prefill", a computed prompt is
+    a first token.
+    """
 
     def attainment(rate: float) -> float:
         served = finished(system.serve(work, rate))
@@ -113,13 +125,17 @@ def colocated(cost: Cost) -> Colocated:
 
 
 def two_to_one(cost: Cost, work: Work) -> tuple[float, float]:
-    """Return the requests a second per GPU that two prefillers and a decoder sustain, and one GPU that does both."""
+    """Return the requests a second per GPU that two prefillers and a decoder sustain, and one
+    GPU that does both.
+    """
     both = Objective(TTFT, TPOT)
     return sustained(example(2, 1, cost), work, both, 48) / 3, sustained(colocated(cost), work, both, 16)
 
 
 def distserve_checks(table: str, counted: int, arithmetic: float, memory: float) -> list[DisaggregationCheck]:
-    """Check figure 6 of DISTSERVE with these factors; where they are not 1, two of its figures were fitted to."""
+    """Check figure 6 of DISTSERVE with these factors; where they are not 1, two of its figures
+    were fitted to.
+    """
     work, cost, fitted = Work(512, 64, counted=counted), slower(arithmetic, memory), arithmetic != 1
     one, (three, mixed) = colocated(cost), two_to_one(cost, work)
     first, following = Objective(TTFT, NEVER), Objective(NEVER, TPOT)
@@ -139,7 +155,9 @@ def distserve_checks(table: str, counted: int, arithmetic: float, memory: float)
 
 
 def splitwise_checks() -> list[DisaggregationCheck]:
-    """Check the prompt and token times of one request on two kinds of GPUs, and the ratio of the two."""
+    """Check the prompt and token times of one request on two kinds of GPUs, and the ratio of the
+    two.
+    """
     found, gpus = [], ("A100-80", "H100")
     first_tokens = zip(SPLITWISE_FIRST_TOKENS.items(), SPLITWISE_GAPS.items(), strict=True)
     for ((trace, prompt), by_gpu), ((_, output), tbts) in first_tokens:
@@ -157,7 +175,9 @@ def splitwise_checks() -> list[DisaggregationCheck]:
 
 
 def link_checks() -> list[DisaggregationCheck]:
-    """Check a prompt's bytes, the bandwidth that moves it as fast as it is computed, and what networks reach."""
+    """Check a prompt's bytes, the bandwidth that moves it as fast as it is computed, and what
+    networks reach.
+    """
     model, table = known_model("Meta-Llama-3-70B"), "Bytes and links"
     opt66 = 2 * 64 * 9216 * 2
     rows = [("KV cache of a prompt, bytes", DISTSERVE_PAPER, 1.13 * 2**30, 512.0 * opt66)]

@@ -1,7 +1,9 @@
-"""Lesson 08's opening: the followed request's prompt on one engine, its answer on another, and the blocks between them.
+"""Lesson 08's opening: the followed request's prompt on one engine, its answer on another, and the
+blocks between them.
 
-Left the prefiller's blocks, right the decoder's; on top what the proxy hands from one to the other. Tokens and the
-prefiller's blocks are those of the recorded request; the decoder's come from a pool in which others have left gaps.
+Left the prefiller's blocks, right the decoder's; on top what the proxy hands from one to the other.
+Tokens and the prefiller's blocks are those of the recorded request; the decoder's come from a pool
+in which others have left gaps.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ LEFT, RIGHT, PANEL, SLOT = 24, 456, 380, 58
 TOP, ROW, STATE = 142, 48, 300
 NEW, KEPT, CAME = tint(ORANGE, 0.6), tint(BLUE, 0.3), tint(GREEN, 0.5)
 BYTES_PER_TOKEN = 2048
-"""Bytes a token of the embedded model in float32: 4 layers, keys and values, 2 heads of 32 numbers."""
+"""Bytes a token of the embedded model in float32: 4 layers, keys and values, 2 heads of 32
+numbers.
+"""
 LEASE = 30
 
 
@@ -97,7 +101,7 @@ def _slots(tokens: Sequence[Token]) -> list[list[str | None]]:
     return [shown[start : start + BLOCK_SIZE] for start in range(0, len(shown), BLOCK_SIZE)]
 
 
-# ---- parts of a still ------------------------------------------------------------------------------------------------
+# ---- parts of a still ----------------------------------------------------------------------------
 
 
 def _still(*parts: str) -> str:
@@ -113,7 +117,9 @@ def _cache(
     x: float, ids: Sequence[int], rows: Sequence[Sequence[str | None]], fill: str,
     *, holds: bool = True, held: bool = False, last: int | None = None,
 ) -> str:  # fmt: skip
-    """Draw the blocks of one engine in the order of their ids; `rows` are in the order of the request's tokens."""
+    """Draw the blocks of one engine in the order of their ids; `rows` are in the order of the
+    request's tokens.
+    """
     shown = []
     for place, block_id in enumerate(sorted(ids)):
         index = ids.index(block_id)
@@ -138,7 +144,9 @@ def _state(x: float, status: str, words: str) -> str:
 
 
 def _proxy(words: str, *, to_left: bool | None = None, to_right: bool = False) -> str:
-    """Draw the proxy's box with a message: to the prefiller, from it (`to_left` False), or to the decoder."""
+    """Draw the proxy's box with a message: to the prefiller, from it (`to_left` False), or to
+    the decoder.
+    """
     box = rect(110, 26, 640, 34, "#FFFFFF", stroke="#3C4043", stroke_width=2, radius=6, label=words, size=12)
     name = text(110, 20, "the proxy", size=12, colour=QUIET)
     if to_right:

@@ -1,14 +1,16 @@
-"""Simulate engines that prefill, engines that decode, and the link between: the real scheduler in each.
+"""Simulate engines that prefill, engines that decode, and the link between: the real scheduler in
+each.
 
-A request goes to a prefilling engine, which computes its prompt, then to a decoding engine, which allocates blocks for
-the prompt and pulls keys and values into them. Both ends hold their blocks until the last byte has arrived. Then the
-decoding engine computes the prompt's last token again, as vLLM's does, and that step gives the first token that the
-client sees. Engines take requests in turn (round robin), as a proxy would hand them out.
+A request goes to a prefilling engine, which computes its prompt, then to a decoding engine, which
+allocates blocks for the prompt and pulls keys and values into them. Both ends hold their blocks
+until the last byte has arrived. Then the decoding engine computes the prompt's last token again, as
+vLLM's does, and that step gives the first token that the client sees. Engines take requests in turn
+(round robin), as a proxy would hand them out.
 
-Each scheduler decides by itself which requests wait and which blocks are held (`core.remote_kv`); `SimulatedConnector`
-tells it what has moved. Engines step independently on one event loop, and what one engine hands to another takes
-effect at the other's next step. As in `open_load`, an engine takes many similar steps at once, up to the next moment at
-which it may be handed something.
+Each scheduler decides by itself which requests wait and which blocks are held (`core.remote_kv`);
+`SimulatedConnector` tells it what has moved. Engines step independently on one event loop, and what
+one engine hands to another takes effect at the other's next step. As in `open_load`, an engine
+takes many similar steps at once, up to the next moment at which it may be handed something.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ Configs = tuple[SchedulerConfig, CacheConfig]
 class Journey:
     """A request's way through both pools. Times in seconds since the start; inf: not yet.
 
-    - `begun`, `computed`: when the step of its first prompt tokens began, and when its last prompt token was computed.
+    - `begun`, `computed`: when the step of its first prompt tokens began, and when its last prompt
+      token was computed.
     - `taken`: when the decoding engine had blocks for it.
     - `sent`, `received`: when the first byte left, and when the last one arrived.
     - `first`, `last`: when the client saw its first token, and its latest.
@@ -83,16 +86,17 @@ class Journey:
 
 
 PARTS = ("queue", "prefill", "room", "link", "decode")
-"""Waiting for a prefilling engine; the prefill; waiting for blocks at the decoding engine; the transfer, with the wait
-for the link; waiting to be scheduled there, and the first step."""
+"""Waiting for a prefilling engine; the prefill; waiting for blocks at the decoding engine; the
+transfer, with the wait for the link; waiting to be scheduled there, and the first step.
+"""
 
 
 @dataclass(frozen=True)
 class PoolLoad:
     """Requests that arrive one after another.
 
-    At the start, `at_start` requests are somewhere in their answers. The first `counted` arrivals are measured; those
-    after them only keep the load up until the last counted one has ended.
+    At the start, `at_start` requests are somewhere in their answers. The first `counted` arrivals
+    are measured; those after them only keep the load up until the last counted one has ended.
     """
 
     lengths: Sequence[RequestLengths]
@@ -105,9 +109,10 @@ class PoolLoad:
 class Pools:
     """The engines of both pools, their settings, what their steps cost, and how they are linked.
 
-    - `link`: each engine has one for both directions; a transfer holds the sender's and the receiver's. With `shared`
-      there is one link for all engines.
-    - `layer_wise`: send each layer as soon as it is computed; else the transfer begins when the whole prompt is.
+    - `link`: each engine has one for both directions; a transfer holds the sender's and the
+      receiver's. With `shared` there is one link for all engines.
+    - `layer_wise`: send each layer as soon as it is computed; else the transfer begins when the
+      whole prompt is.
     - `connector`: makes the connector of each scheduler; called with whether the engine sends.
     """
 
@@ -125,7 +130,8 @@ class Pools:
 
 
 def run_pools(pools: Pools, load: PoolLoad) -> Generator[None, None, list[Journey]]:
-    """Serve a load, with a pause every few milliseconds of work; return the counted requests, all of them ended.
+    """Serve a load, with a pause every few milliseconds of work; return the counted requests, all
+    of them ended.
 
     Raises:
         MinivllmError: a scheduler refuses a request.
@@ -136,8 +142,9 @@ def run_pools(pools: Pools, load: PoolLoad) -> Generator[None, None, list[Journe
 class SimulatedConnector(KVConnectorBase_V1):
     """The scheduler's side of a connector over a simulated link.
 
-    A prompt that has been computed keeps its blocks until it has been sent; one that is computed elsewhere holds blocks
-    and waits for all of its tokens. A preempted request has lost its blocks and is computed where it is.
+    A prompt that has been computed keeps its blocks until it has been sent; one that is computed
+    elsewhere holds blocks and waits for all of its tokens. A preempted request has lost its blocks
+    and is computed where it is.
     """
 
     def __init__(self, sends: bool) -> None:
@@ -261,7 +268,9 @@ class PoolSimulation:
         return self.work
 
     def _fill_decoders(self) -> None:
-        """Give the decoders requests that are somewhere in their answers, spread evenly over them."""
+        """Give the decoders requests that are somewhere in their answers, spread evenly over
+        them.
+        """
         engines, lengths = self.decoders, self.load.lengths
         turns = -(-self.load.at_start // len(engines))
         for index in range(self.load.at_start):
@@ -363,7 +372,9 @@ class PoolSimulation:
         return min([*list(engine.incoming)[:1], *soonest])
 
     def _hands_over_from(self, source: _Engine, decoder: int) -> float:
-        """Return when a prefilling engine may have something for this decoding engine, at the soonest."""
+        """Return when a prefilling engine may have something for this decoding engine, at the
+        soonest.
+        """
         waits = 0.0 if self.pools.layer_wise else source.shortest
         if source.busy:
             ends = any(int(request_id) % len(self.decoders) == decoder for request_id in source.ending)

@@ -1,7 +1,7 @@
 """Lesson 08's measurements, its tables, its figure and its command line.
 
-A function `measure_*` or `compare_*` measures, prints its table and returns its figures; what it takes as a callable is
-code of the lesson. `Make` makes the lesson's two engines.
+A function `measure_*` or `compare_*` measures, prints its table and returns its figures; what it
+takes as a callable is code of the lesson. `Make` makes the lesson's two engines.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def paged_model(arguments: argparse.Namespace) -> PagedModel:
     return PagedModel(decoder_of(arguments), NUM_BLOCKS, BLOCK_SIZE)
 
 
-# ---- 1. interference -------------------------------------------------------------------------------------------------
+# ---- 1. interference -----------------------------------------------------------------------------
 
 
 def measure_interference(arguments: argparse.Namespace) -> dict:
@@ -111,7 +111,9 @@ def measure_interference(arguments: argparse.Namespace) -> dict:
 
 
 def latencies(gaps: Sequence[float], firsts: Sequence[float]) -> dict[str, float]:
-    """Sum up the gaps of chats, and the times to first token of the long prompts, if there were any."""
+    """Sum up the gaps of chats, and the times to first token of the long prompts, if there were
+    any.
+    """
     found = {"itl_p50_ms": statistics.median(gaps), "itl_p99_ms": percentile(gaps, 0.99), "itl_max_ms": max(gaps)}
     if firsts:
         found["ttft_ms"] = statistics.median(firsts)
@@ -119,7 +121,8 @@ def latencies(gaps: Sequence[float], firsts: Sequence[float]) -> dict[str, float
 
 
 def measure_two_servers(arguments: argparse.Namespace) -> dict:
-    """Send the same chats and prompts over HTTP, to one server and through a proxy to two; or say why not.
+    """Send the same chats and prompts over HTTP, to one server and through a proxy to two; or say
+    why not.
 
     Each server has a core of its own, where that can be.
     """
@@ -178,11 +181,12 @@ def _same_answers(left: Sequence[Answer], right: Sequence[Answer]) -> dict[str, 
     return {"answers": len(pairs), "same_answers": same, "compared_tokens": sum(len(one) for one, _ in pairs)}
 
 
-# ---- 2. the same tokens ----------------------------------------------------------------------------------------------
+# ---- 2. the same tokens --------------------------------------------------------------------------
 
 
 def compare_tokens(make: Make, through_both: Callable, arguments: argparse.Namespace) -> dict:
-    """Send requests through both engines and through one; compare the tokens, what moved, and what is held afterwards.
+    """Send requests through both engines and through one; compare the tokens, what moved, and what
+    is held afterwards.
 
     Raises:
         AssertionError: a token differs, or a block is still held.
@@ -221,7 +225,9 @@ def compare_tokens(make: Make, through_both: Callable, arguments: argparse.Names
 
 
 def _two_at_once(prefiller: Any, decoder: Any, prompt: list[int]) -> dict[str, int]:
-    """Let two requests with one prompt reach the decoder together; count the blocks that move for each."""
+    """Let two requests with one prompt reach the decoder together; count the blocks that move
+    for each.
+    """
     for name in ("left", "right"):
         until_finished(prefiller, prefiller.add(name, list(prompt), 1, {"do_remote_decode": True}))
     requests = [decoder.add(name, list(prompt), 2, prefiller.params[name]) for name in ("left", "right")]
@@ -240,11 +246,13 @@ def _until_released(engine: Any, seconds: float = 30.0) -> None:
         time.sleep(1e-4)
 
 
-# ---- 3. the kernel ---------------------------------------------------------------------------------------------------
+# ---- 3. the kernel -------------------------------------------------------------------------------
 
 
 def transfer_case(numbers: int, num_blocks: int, block_ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Make a random cache [6, num_blocks, numbers], an empty staging buffer for these blocks, and their ids."""
+    """Make a random cache [6, num_blocks, numbers], an empty staging buffer for these blocks,
+    and their ids.
+    """
     data = torch.randn(6, num_blocks, numbers)
     return data, torch.zeros(len(block_ids), 6, numbers), torch.tensor(list(block_ids), dtype=torch.int32)
 
@@ -252,7 +260,8 @@ def transfer_case(numbers: int, num_blocks: int, block_ids: Sequence[int]) -> tu
 def verify_kernels(
     launch: Callable[..., Tensor], gather_kernel: Any, scatter_kernel: Any, device: torch.device
 ) -> dict:
-    """Gather and scatter again, bit for bit, blocks that no tile divides; count bytes, and on a GPU time them.
+    """Gather and scatter again, bit for bit, blocks that no tile divides; count bytes, and on a GPU
+    time them.
 
     Raises:
         AssertionError: a number is wrong, or one was written that should not be.
@@ -278,7 +287,9 @@ def verify_kernels(
 
 
 def _measure_gather(launch: Callable[..., Tensor], kernel: Any, device: torch.device) -> dict:
-    """Compare the kernel with a plain copy on a GPU, for blocks of Llama-3.1-8B; measure nothing elsewhere."""
+    """Compare the kernel with a plain copy on a GPU, for blocks of Llama-3.1-8B; measure nothing
+    elsewhere.
+    """
     if device.type != "cuda":
         return {}
     cache_ = torch.empty(64, 1024, 16 * 8 * 128, dtype=torch.bfloat16, device=device)
@@ -297,11 +308,13 @@ def _measure_gather(launch: Callable[..., Tensor], kernel: Any, device: torch.de
     return {"bandwidth_share": share, "times_faster": times}
 
 
-# ---- 4. links --------------------------------------------------------------------------------------------------------
+# ---- 4. links ------------------------------------------------------------------------------------
 
 
 def show_links(added_seconds: Callable[[float, float, int], float]) -> dict:
-    """Show a prompt's prefill, its bytes, and what each link adds to its first token. *Modelled*."""
+    """Show a prompt's prefill, its bytes, and what each link adds to its first token.
+    *Modelled*.
+    """
     heading("4. Which links hide the transfer")
     found, shown = {}, {}
     for (place, (name, gpu, tp)), prompt in product(PLACES.items(), PROMPTS):
@@ -337,14 +350,18 @@ def show_links(added_seconds: Callable[[float, float, int], float]) -> dict:
     return {"places": found, "off_mooncake": off}
 
 
-# ---- 5. how many of each ---------------------------------------------------------------------------------------------
+# ---- 5. how many of each -------------------------------------------------------------------------
 
 DISTSERVE = {"together": 1.6, "prefill": 5.6, "decode": 10.0}
-"""Requests a second of one A100 with a model of 13 billion parameters, in the example of DistServe's authors."""
+"""Requests a second of one A100 with a model of 13 billion parameters, in the example of
+DistServe's authors.
+"""
 
 
 def show_ratios(goodput_per_gpu: Callable[[float, float, int, int], float], arguments: argparse.Namespace) -> dict:
-    """Show DistServe's example for each ratio, by arithmetic, and four GPUs with the real schedulers."""
+    """Show DistServe's example for each ratio, by arithmetic, and four GPUs with the real
+    schedulers.
+    """
     heading("5. How many of each")
     found, shown = {}, {}
     for prefillers, decoders in ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3)):
@@ -361,7 +378,9 @@ def show_ratios(goodput_per_gpu: Callable[[float, float, int, int], float], argu
 
 
 def _simulated_pools(arguments: argparse.Namespace) -> dict:
-    """Find the goodput per GPU of one pool, tuned and not, and of two pools in each split, for two kinds of work."""
+    """Find the goodput per GPU of one pool, tuned and not, and of two pools in each split, for
+    two kinds of work.
+    """
     counted, rounds = (4, 2) if arguments.quick else (60, ROUNDS)
     objective = Objective(TTFT_SLO, TPOT_SLO)
     works = {kind: Work(*lengths, counted=counted) for kind, lengths in WORKS.items()}
@@ -421,17 +440,20 @@ def _show_pools(found: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any],
 
 
 def _against_distserve(counted: int) -> list[float]:
-    """Model DistServe's gain over prompts computed whole: with the cost as it is, and fitted to its engine."""
+    """Model DistServe's gain over prompts computed whole: with the cost as it is, and fitted to
+    its engine.
+    """
     costs = (slower(1.0, 1.0), slower(ARITHMETIC_SLOWER, MEMORY_SLOWER))
     rates = [two_to_one(cost, Work(512, 64, counted=counted)) for cost in costs]
     return [apart / together for apart, together in rates]
 
 
-# ---- 6. break it -----------------------------------------------------------------------------------------------------
+# ---- 6. break it ---------------------------------------------------------------------------------
 
 
 def measure_slow_links(make: Make, through_both: Callable, arguments: argparse.Namespace) -> dict:
-    """Compare the first token of a prompt computed elsewhere with one computed here, by the link's rate.
+    """Compare the first token of a prompt computed elsewhere with one computed here, by the link's
+    rate.
 
     The two take turns, because a busy machine is not always equally fast.
     """
@@ -469,7 +491,8 @@ def measure_slow_links(make: Make, through_both: Callable, arguments: argparse.N
 
 
 def break_peers(make: Make, arguments: argparse.Namespace, lease: float = 0.4) -> dict:
-    """Let a decoder die in the middle of reading, and a prefiller before: look at the blocks, and at the tokens.
+    """Let a decoder die in the middle of reading, and a prefiller before: look at the blocks, and
+    at the tokens.
 
     Raises:
         AssertionError: blocks are lost for good, or a token is wrong.
@@ -523,7 +546,7 @@ def _dead_prefiller(make: Make, prompt: list[int]) -> dict:
     return {"bytes_from_the_dead": decoder.worker.num_bytes}
 
 
-# ---- the whole lesson ------------------------------------------------------------------------------------------------
+# ---- the whole lesson ----------------------------------------------------------------------------
 
 
 def close(found: dict, disturbance: str) -> None:

@@ -1,12 +1,14 @@
-"""Two real servers with a proxy in front, in processes of their own, each server on a core of its own.
+"""Two real servers with a proxy in front, in processes of their own, each server on a core of its
+own.
 
     with server_pair(model, budget=2048) as pair:
         load(pair.proxy, asks)  # one server computes the prompt, the other the answer
         load(pair.prefill, asks)  # asked directly, the first server does both
 
-A server's threads and its engine's process inherit its core, so two servers do not compute on each other's time. On one
-machine this comes nearest to a machine for each; they still share its memory and its caches. `pinned` is False where a
-process cannot be bound to a core, or there is only one core.
+A server's threads and its engine's process inherit its core, so two servers do not compute on each
+other's time. On one machine this comes nearest to a machine for each; they still share its memory
+and its caches. `pinned` is False where a process cannot be bound to a core, or there is only one
+core.
 """
 
 from __future__ import annotations
@@ -116,7 +118,9 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does; by default it would end this process and leave the servers running."""
+    """Let SIGTERM end the block as Ctrl-C does; by default it would end this process and leave
+    the servers running.
+    """
     if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
         yield
         return

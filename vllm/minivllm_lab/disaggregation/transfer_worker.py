@@ -1,4 +1,6 @@
-"""Both ends of lesson 08's transfer of blocks: a listening socket, and a record of what has moved."""
+"""Both ends of lesson 08's transfer of blocks: a listening socket, and a record of what has
+moved.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ PIECE = 1 << 16
 
 @dataclass
 class Read:
-    """Copy a peer's `remote_block_ids` into our `block_ids`, then tell it so; without blocks, only tell it."""
+    """Copy a peer's `remote_block_ids` into our `block_ids`, then tell it so; without blocks,
+    only tell it.
+    """
 
     request_id: str
     params: dict[str, Any]
@@ -46,7 +50,9 @@ class Worker:
         """Read blocks, on a worker that receives."""
 
     def get_finished(self) -> tuple[set[str], set[str], set[str]]:
-        """Return the requests whose blocks were sent, received, or not received, since the last call."""
+        """Return the requests whose blocks were sent, received, or not received, since the last
+        call.
+        """
         sent, received, failed = (
             {queue.get() for _ in range(queue.qsize())} for queue in (self.sent, self.received, self.failed)
         )
@@ -54,7 +60,9 @@ class Worker:
 
 
 class Listening:
-    """A port of this machine, with a thread for each connection to it. A peer that leaves is no error."""
+    """A port of this machine, with a thread for each connection to it. A peer that leaves is no
+    error.
+    """
 
     def __init__(self, serve: Callable[[socket.socket], None]) -> None:
         self._serve, self._socket = serve, socket.create_server(("127.0.0.1", 0))

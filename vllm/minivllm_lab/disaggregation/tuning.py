@@ -1,13 +1,16 @@
-"""The best that each side can do: one pool with its best token budget, two pools with their best split. *Modelled*.
+"""The best that each side can do: one pool with its best token budget, two pools with their best
+split. *Modelled*.
 
     best_budget(Colocated(model, gpu, 4), Work(1024, 128), Objective(0.2, 0.0075)).name   # tokens of a step
     best_split(Disaggregated(model, gpu, 1, 3, link), work, objective).goodput.per_gpu
 
-A comparison with an untuned budget only says how bad that budget is. So every setting of a ladder is tried on the same
-rates, and one that cannot sustain the next rate above the best so far is out after a single run.
+A comparison with an untuned budget only says how bad that budget is. So every setting of a ladder
+is tried on the same rates, and one that cannot sustain the next rate above the best so far is out
+after a single run.
 
-`winning_budgets` are those with which one pool sustains as much as two. `MixingCost` adds what the roofline leaves out
-of a step in which prompts and answers meet; `break_even` finds how much of it one pool can take before two are better.
+`winning_budgets` are those with which one pool sustains as much as two. `MixingCost` adds what the
+roofline leaves out of a step in which prompts and answers meet; `break_even` finds how much of it
+one pool can take before two are better.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from minivllm_simulate.cost_model import Cost, StepShape
 from minivllm_simulate.open_load import finished
 
 BUDGETS = (*range(64, 513, 64), 640, 768, 896, 1024, 1536, 2048, 4096, 8192)
-"""Token budgets that are tried: up to 512 every multiple of 64, since goodput falls steeply beside the best."""
+"""Token budgets that are tried: up to 512 every multiple of 64, since goodput falls steeply
+beside the best.
+"""
 ROUNDS = 7
 
 
@@ -73,7 +78,9 @@ def best_of(systems: Mapping[str, System], work: Work, objective: Objective, rou
 
 
 def best_budget(pool: Colocated, work: Work, objective: Objective, rounds: int = ROUNDS) -> Best:
-    """Return the best token budget of one pool, whose name is the budget; `pool.budget` does not matter."""
+    """Return the best token budget of one pool, whose name is the budget; `pool.budget` does not
+    matter.
+    """
     budgets = likely_first(pool.step_cost, BUDGETS, objective)
     return best_of({str(each): replace(pool, budget=each) for each in budgets}, work, objective, rounds)
 
@@ -87,7 +94,9 @@ def best_split(pools: Disaggregated, work: Work, objective: Objective, rounds: i
 
 
 def likely_first(cost: Cost, budgets: Iterable[int], objective: Objective) -> list[int]:
-    """Sort budgets by how near they are to the largest one whose full step lasts no longer than a token may take."""
+    """Sort budgets by how near they are to the largest one whose full step lasts no longer than
+    a token may take.
+    """
     ladder = sorted(budgets)
     short = [budget for budget in ladder if cost.seconds(StepShape.of([(budget, 0)])) <= objective.tpot]
     guess = short[-1] if short else ladder[0]
@@ -96,13 +105,17 @@ def likely_first(cost: Cost, budgets: Iterable[int], objective: Objective) -> li
 
 @dataclass(frozen=True)
 class MixingCost:
-    """A step's cost, with `extra` seconds where prompt tokens and answers are computed in the same step."""
+    """A step's cost, with `extra` seconds where prompt tokens and answers are computed in the
+    same step.
+    """
 
     cost: Cost
     extra: float
 
     def seconds(self, shape: StepShape) -> float:
-        """Return the seconds of a step. It is mixed if several requests have more tokens than requests."""
+        """Return the seconds of a step. It is mixed if several requests have more tokens than
+        requests.
+        """
         is_mixed = shape.num_tokens > shape.num_reqs > 1
         return self.cost.seconds(shape) + (self.extra if is_mixed else 0.0)
 
@@ -118,11 +131,12 @@ def winning_budgets(
 
 
 def break_even(pool: Colocated, rate: float, work: Work, objective: Objective, rounds: int = 6) -> float:
-    """Return the most seconds of `MixingCost` with which a pool, tuned anew each time, still sustains `rate`.
+    """Return the most seconds of `MixingCost` with which a pool, tuned again each time, still
+    sustains `rate`.
 
-    It is at most `objective.tpot`, 0 where the pool does not sustain the rate at no extra cost, and too low by at most
-    `objective.tpot` / 2 ** `rounds`. A budget that loses at some cost loses at any
-    higher one, so it is not tried again.
+    It is at most `objective.tpot`, 0 where the pool does not sustain the rate at no extra cost, and
+    too low by at most `objective.tpot` / 2 ** `rounds`. A budget that loses at some cost loses at
+    any higher one, so it is not tried again.
     """
     low, high = 0.0, objective.tpot
     winning = winning_budgets(pool, rate, work, objective)

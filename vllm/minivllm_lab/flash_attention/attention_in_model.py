@@ -1,4 +1,6 @@
-"""Runs a real model with lesson 03's own attention: the error of its logits, and one row of scores to inspect."""
+"""Runs a real model with lesson 03's own attention: the error of its logits, and one row of
+scores to inspect.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from minivllm_lab.flash_attention.other_attention import stored_attention
 from minivllm_lab.proof import furthest
 
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Causal attention over q, k, v, all [tokens, heads, head_dim]: the output, like q, and anything."""
+"""Causal attention over q, k, v, all [tokens, heads, head_dim]: the output, like q, and
+anything.
+"""
 KEYS_A_TILE = 4
 """Tile width of the displayed row."""
 
@@ -29,15 +33,18 @@ class ModelRun:
     """The largest difference from the logits with `CausalAttention`."""
     largest_score: float
     row: dict
-    """The last token's scores in one `layer` and `head`, rounded: `tokens` (their texts), `scores`, and `values`, the
-    first three numbers of each value."""
+    """The last token's scores in one `layer` and `head`, rounded: `tokens` (their texts), `scores`,
+    and `values`, the first three numbers of each value.
+    """
 
 
 @torch.inference_mode()
 def attend_in_model(model: Decoder, tokenizer: Tokenizer, text: str, kernel: Kernel | None, large: float) -> ModelRun:
-    """Run a model with `kernel` as its attention, and pick the row of scores that changes most visibly between tiles.
+    """Run a model with `kernel` as its attention, and pick the row of scores that changes most
+    visibly between tiles.
 
-    If `kernel` is None, attention that stores its scores is used. Rows with a score above `large` are preferred.
+    If `kernel` is None, attention that stores its scores is used. Rows with a score above `large`
+    are preferred.
 
     Raises:
         AssertionError: the logits are wrong.
@@ -68,7 +75,9 @@ def attend_in_model(model: Decoder, tokenizer: Tokenizer, text: str, kernel: Ker
 
 
 def visible_steps(scores: Tensor, keys_a_tile: int = KEYS_A_TILE) -> int:
-    """Count the tiles of this row [keys] that raise the maximum visibly, but do not wipe out the old sums."""
+    """Count the tiles of this row [keys] that raise the maximum visibly, but do not wipe out the
+    old sums.
+    """
     running = scores.cummax(0).values[keys_a_tile - 1 :: keys_a_tile]
     kept = (running[:-1] - running[1:]).exp()
     return int(((kept > 0.05) & (kept < 0.9)).sum())

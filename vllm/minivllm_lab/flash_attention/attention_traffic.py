@@ -1,10 +1,13 @@
-"""Bytes that causal attention moves between a GPU's memory and its chip: with a stored score matrix, and tile by tile.
+"""Bytes that causal attention moves between a GPU's memory and its chip: with a stored score
+matrix, and tile by tile.
 
-Everything is for one head and one sequence, forward. `flash_traffic` walks the loop that the tiled kernel runs and adds
-up what each step loads and stores; no cache behind the chip is assumed, so a real GPU, with its L2, may move less.
+Everything is for one head and one sequence, forward. `flash_traffic` walks the loop that the tiled
+kernel runs and adds up what each step loads and stores; no cache behind the chip is assumed, so a
+real GPU, with its L2, may move less.
 
-Dao et al. 2022 (FlashAttention, arXiv 2205.14135): algorithm 0 and theorem 2 for what is counted and its bounds. The
-loop order, queries outside and keys inside, is that of FlashAttention-2 (arXiv 2307.08691).
+Dao et al. 2022 (FlashAttention, arXiv 2205.14135): algorithm 0 and theorem 2 for what is counted
+and its bounds. The loop order, queries outside and keys inside, is that of FlashAttention-2 (arXiv
+2307.08691).
 """
 
 import math
@@ -19,20 +22,25 @@ ACCUMULATOR_BYTES = 4
 SMALLEST_TILE = 16
 """Minimum rows per tile for the tensor cores."""
 REGISTER_FILE = 256 * KIB
-"""Registers of a multiprocessor: 65,536 of 32 bits on each NVIDIA architecture from 7.0 to 9.0, in bytes."""
+"""Registers of a multiprocessor: 65,536 of 32 bits on each NVIDIA architecture from 7.0 to 9.0,
+in bytes.
+"""
 OTHER_REGISTERS = REGISTER_FILE // 4
-"""Addresses, masks, weights on their way into the tensor cores. With this share the model agrees with Triton's compiler
-about Hopper; see the test of `register_bytes`."""
+"""Addresses, masks, weights on their way into the tensor cores. With this share the model agrees
+with Triton's compiler about Hopper; see the test of `register_bytes`.
+"""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What one program may take of a multiprocessor."""
+    """The resources of a multiprocessor that one program may use."""
 
     shared_memory: int
     """Bytes of shared memory: CUDA C++ programming guide, compute capabilities."""
     q_in_registers: bool
-    """The tensor cores take their operands from registers. Hopper's read them from shared memory."""
+    """The tensor cores take their operands from registers. Hopper's read them from shared
+    memory.
+    """
 
 
 CHIPS = {
@@ -42,7 +50,9 @@ CHIPS = {
     "H100": Chip(227 * KIB, q_in_registers=False),
     "H200": Chip(227 * KIB, q_in_registers=False),
 }
-"""By the names of `HARDWARE`. Blackwell is missing: its tensor cores keep sums in a memory of their own."""
+"""By the names of `HARDWARE`. Blackwell is missing: its tensor cores keep sums in a memory of
+their own.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,9 @@ class Traffic:
 
 
 def naive_traffic(length: int, head_dim: int, itemsize: int = 2) -> Traffic:
-    """Count the paper's algorithm 0: scores are written, read for the softmax, its weights written, and read again."""
+    """Count the paper's algorithm 0: scores are written, read for the softmax, its weights
+    written, and read again.
+    """
     _positive(length=length, head_dim=head_dim, itemsize=itemsize)
     vectors, matrix = length * head_dim * itemsize, length * length * itemsize
     return Traffic(
@@ -84,7 +96,9 @@ def naive_traffic(length: int, head_dim: int, itemsize: int = 2) -> Traffic:
 def flash_traffic(
     length: int, head_dim: int, block_q: int, block_k: int, itemsize: int = 2, *, causal: bool = True
 ) -> Traffic:
-    """Count the tiled loop: each tile of `block_q` queries reads the tiles of `block_k` keys that it sees."""
+    """Count the tiled loop: each tile of `block_q` queries reads the tiles of `block_k` keys
+    that it sees.
+    """
     _positive(length=length, head_dim=head_dim, block_q=block_q, block_k=block_k, itemsize=itemsize)
     row = head_dim * itemsize
     read = written = flops = 0
@@ -96,14 +110,18 @@ def flash_traffic(
 
 
 def flash_programs(length: int, block_q: int, block_k: int, *, causal: bool = True) -> Iterator[tuple[int, int]]:
-    """Yield the programs of the tiled loop in the grid's order: (queries of its tile, keys that it reads)."""
+    """Yield the programs of the tiled loop in the grid's order: (queries of its tile, keys that
+    it reads).
+    """
     for start in range(0, length, block_q):
         rows = min(block_q, length - start)
         yield rows, min(math.ceil((start + rows) / block_k) * block_k, length) if causal else length
 
 
 def least_traffic(length: int, head_dim: int, itemsize: int = 2) -> int:
-    """Count the bytes that any attention must move: Q, K and V read once, the output written once."""
+    """Count the bytes that any attention must move: Q, K and V read once, the output written
+    once.
+    """
     _positive(length=length, head_dim=head_dim, itemsize=itemsize)
     return 4 * length * head_dim * itemsize
 
@@ -123,7 +141,8 @@ def on_chip_bytes(block_q: int, block_k: int, head_dim: int, itemsize: int = 2) 
 def shared_memory_bytes(
     block_q: int, block_k: int, head_dim: int, stages: int = 2, itemsize: int = 2
 ) -> dict[str, int]:
-    """Return the shared memory of one program, in bytes; it holds `stages` tiles of keys and values at a time.
+    """Return the shared memory of one program, in bytes; it holds `stages` tiles of keys and values
+    at a time.
 
     A kernel that needs more than `Chip.shared_memory` is not launched.
     """
@@ -134,7 +153,9 @@ def shared_memory_bytes(
 def register_bytes(
     block_q: int, block_k: int, head_dim: int, itemsize: int = 2, *, q_in_registers: bool = False
 ) -> dict[str, int]:
-    """Return the register bytes of a program's sums. Beyond `REGISTER_FILE - OTHER_REGISTERS` they spill (modelled)."""
+    """Return the register bytes of a program's sums. Beyond `REGISTER_FILE - OTHER_REGISTERS`
+    they spill (modelled).
+    """
     _positive(block_q=block_q, block_k=block_k, head_dim=head_dim, itemsize=itemsize)
     parts = {
         "O": block_q * head_dim * ACCUMULATOR_BYTES,
@@ -145,7 +166,9 @@ def register_bytes(
 
 
 def most_queries_launched(chip: Chip, block_k: int, head_dim: int, stages: int = 2) -> int:
-    """Return the most queries of a tile that `chip` launches; 0 if keys and values leave no room for any."""
+    """Return the most queries of a tile that `chip` launches; 0 if keys and values leave no room
+    for any.
+    """
     parts = shared_memory_bytes(1, block_k, head_dim, stages)
     return max(0, (chip.shared_memory - parts["K, V"]) // parts["Q"])
 
@@ -176,7 +199,9 @@ def largest_block_q(on_chip: int, head_dim: int, block_k: int, itemsize: int = 2
 
 
 def longest_naive(memory: int, heads: int, itemsize: int = 2) -> int:
-    """Return the most tokens whose scores and weights, for all heads at once, fit into `memory` bytes."""
+    """Return the most tokens whose scores and weights, for all heads at once, fit into `memory`
+    bytes.
+    """
     _positive(memory=memory, heads=heads, itemsize=itemsize)
     return math.isqrt(memory // (2 * heads * itemsize))
 

@@ -1,7 +1,9 @@
-"""The online softmax, one row in plain Python: what a tile of scores does to the running maximum, sum and output.
+"""The online softmax, one row in plain Python: what a tile of scores does to the running maximum,
+sum and output.
 
-Milakov and Gimelshein 2018 (arXiv 1805.02867) for the softmax in one pass, Dao et al. 2022 (arXiv 2205.14135) for the
-output beside it. In vLLM: `vllm/v1/attention/ops/triton_attention_helpers.py`, `softmax_step`.
+Milakov and Gimelshein 2018 (arXiv 1805.02867) for the softmax in one pass, Dao et al. 2022 (arXiv
+2205.14135) for the output beside it. In vLLM: `vllm/v1/attention/ops/triton_attention_helpers.py`,
+`softmax_step`.
 """
 
 import math
@@ -29,7 +31,9 @@ class RunningSoftmax:
 
 
 def softmax_step(state: RunningSoftmax, scores: Sequence[float], values: Sequence[Sequence[float]]) -> RunningSoftmax:
-    """Add one more tile to the state: `scores` of its keys (-inf where masked) and their `values`."""
+    """Add one more tile to the state: `scores` of its keys (-inf where masked) and their
+    `values`.
+    """
     m = max(state.m, *scores)
     if m == -math.inf:  # no key seen yet, and exp(-inf - -inf) is not a number
         return state

@@ -1,4 +1,5 @@
-"""Lesson 03's opening figure: one tile of queries walks over the tiles of keys that it sees, in fast memory.
+"""Lesson 03's opening figure: one tile of queries walks over the tiles of keys that it sees, in
+fast memory.
 
 The followed request's prompt in one head of the embedded model, queries and keys four at a time.
 """
@@ -73,7 +74,9 @@ def still(step: int) -> str:
 
 
 def slow_memory(tokens: list[str], step: int, tile: int | None) -> str:
-    """Draw queries, keys, values and output, a row per token; copies on the chip are in strong colours."""
+    """Draw queries, keys, values and output, a row per token; copies on the chip are in strong
+    colours.
+    """
     shapes = [text(16, 28, "slow memory", bold=True)]
     shapes += [text(x + CELL / 2, 58, name, anchor="middle", colour=QUIET) for name, x in COLUMNS.items()]
     queries = range(FIRST, FIRST + TILE)
@@ -157,7 +160,9 @@ def scores_of(tokens: list[str], tile: int, seen_values: bool) -> str:
 
 
 def state_of(row: int, step: int) -> str:
-    """Draw m, l and O of one query after this step, and the factor by which its old sums were rescaled."""
+    """Draw m, l and O of one query after this step, and the factor by which its old sums were
+    rescaled.
+    """
     y, scores = row_of(row) + 22, SCORES[row]
     seen = {1: 0, 2: 0, 3: TILE, 4: TILE}.get(step, len(scores))
     shapes = []

@@ -1,4 +1,6 @@
-"""Other attention implementations to compare a lesson's kernel with: stored scores, the engine's kernel, PyTorch's."""
+"""Other attention implementations to compare a lesson's kernel with: stored scores, the engine's
+kernel, PyTorch's.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from minivllm_lab.timing import median_seconds
 def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     """Attend naively over many heads, storing the scores of all queries and keys.
 
-    q [queries, heads, head_dim], k, v [keys, heads, head_dim] -> like q. Causal: the queries are the last positions.
+    q [queries, heads, head_dim], k, v [keys, heads, head_dim] -> like q. Causal: the queries are
+    the last positions.
     """
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
     if causal:
@@ -29,10 +32,11 @@ def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Te
 
 
 def compare_with_pool(device: torch.device) -> tuple[float, float]:
-    """Run the engine's kernel on K and V in scattered blocks; return its error, and table bytes per byte of K and V.
+    """Run the engine's kernel on K and V in scattered blocks; return its error, and table bytes per
+    byte of K and V.
 
-    Tiles determine what moves during one attention; blocks determine where K and V are stored in between. That kernel
-    uses both.
+    Tiles determine what moves during one attention; blocks determine where K and V are stored in
+    between. That kernel uses both.
     """
     q, k, v = torch.randn(3, 80, 2, 64, device=device)
     expected, order = stored_attention(q.double(), k.double(), v.double()), torch.randperm(8)[:5].tolist()
@@ -50,7 +54,8 @@ def attention_seconds(
     head_dim: int,
     kernel: Callable[[Tensor, Tensor, Tensor], object],
 ) -> dict[str, float]:
-    """Time one causal attention by stored scores, by `kernel` (on a GPU only) and by PyTorch's fused attentions.
+    """Time one causal attention by stored scores, by `kernel` (on a GPU only) and by PyTorch's
+    fused attentions.
 
     On a CPU there is only one fused attention, tiled like FlashAttention.
     """

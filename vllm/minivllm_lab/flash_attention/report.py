@@ -113,7 +113,9 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def show_budget(heads: int, budget: int) -> dict[str, int]:
-    """Double the sequence until its float32 scores and weights exceed `budget` bytes; nothing is allocated."""
+    """Double the sequence until its float32 scores and weights exceed `budget` bytes; nothing is
+    allocated.
+    """
     refused, needs = 512, {}
     while needs.setdefault(refused, heads * naive_traffic(refused, 1, 4).extra) <= budget:
         refused *= 2
@@ -126,7 +128,9 @@ def show_budget(heads: int, budget: int) -> dict[str, int]:
 
 
 def show_overflow(softmax: Callable[[np.ndarray], np.ndarray]) -> dict[str, float]:
-    """Print the softmax of a score just under and just over each dtype's limit: unguarded, and by `softmax`."""
+    """Print the softmax of a score just under and just over each dtype's limit: unguarded, and
+    by `softmax`.
+    """
     rows = []
     with np.errstate(over="ignore", invalid="ignore"):
         for dtype, score in [(dtype, limit + off) for dtype, limit in LIMITS.items() for off in (-0.1, 0.1)]:
@@ -153,7 +157,9 @@ def show_model(run: ModelRun, row_path: str | None) -> dict[str, float]:
 
 
 def show_row(row: dict, states: Sequence[Any], outputs: Sequence[np.ndarray], expected: np.ndarray) -> None:
-    """Print one row of scores, a tile per line: `states` before the first tile and after each, and the outputs."""
+    """Print one row of scores, a tile per line: `states` before the first tile and after each,
+    and the outputs.
+    """
     rows = []
     for number, ((before, state), output) in enumerate(zip(pairwise(states), outputs, strict=True)):
         words = "".join(row["tokens"][KEYS_A_TILE * number : KEYS_A_TILE * (number + 1)])
@@ -169,7 +175,9 @@ def time_attention(
     lengths: Sequence[int],
     kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
 ) -> dict:
-    """Time stored scores, `kernel` (on a GPU only) and PyTorch's fused attentions at each length, and print them."""
+    """Time stored scores, `kernel` (on a GPU only) and PyTorch's fused attentions at each
+    length, and print them.
+    """
     from minivllm_lab.flash_attention.other_attention import attention_seconds
 
     heads, head_dim = (32, 128) if device.type == "cuda" else (4, 64)
@@ -198,7 +206,9 @@ def show_guard(guarded: float) -> dict:
 
 
 def show_tiles(target: str, kernel: Any, tiles: Sequence[tuple[int, int, int]]) -> dict:
-    """Compile `flash_kernel` with tiles of (queries, keys, stages), without a GPU; print what fits and what spills."""
+    """Compile `flash_kernel` with tiles of (queries, keys, stages), without a GPU; print what
+    fits and what spills.
+    """
     shape = {"queries": 4096, "keys": 4096, "scale": 0.1, "CAUSAL": True, "HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128}
     arguments = {**dict.fromkeys(("out", "q", "k", "v"), "*bf16"), "lse": "*fp32", **shape}
     rows, results = [], {}
@@ -229,7 +239,9 @@ def conclude(results: dict, disturbance: str) -> None:
 
 
 def draw(row: dict, results: dict, path: str) -> None:
-    """Plot a row of scores with its running maximum, and by length how much less tiles move and keep."""
+    """Plot a row of scores with its running maximum, and by length how much less tiles move and
+    keep.
+    """
     traffic, scores = results["traffic"], np.array(row["scores"])
     lengths, tile = traffic["lengths"], np.arange(len(scores)) // KEYS_A_TILE
     with panels(path, 3) as (left, middle, right):

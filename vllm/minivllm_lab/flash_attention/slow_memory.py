@@ -21,7 +21,8 @@ class Trips:
 
 
 class SlowArray(np.ndarray):
-    """`a[rows]` reads a plain array to the chip, `a[rows] = tile` writes one back; `trips` counts both.
+    """`a[rows]` reads a plain array to the chip, `a[rows] = tile` writes one back; `trips` counts
+    both.
 
     `np.empty_like(a, shape=...)` makes a new array in the same slow memory, with the same `trips`.
     """
@@ -45,7 +46,9 @@ class SlowArray(np.ndarray):
 
 
 def in_slow_memory(*arrays: np.ndarray) -> tuple[list[SlowArray], Trips]:
-    """Put the arrays into one slow memory; return them and the counter of its traffic from now on."""
+    """Put the arrays into one slow memory; return them and the counter of its traffic from now
+    on.
+    """
     trips, slow = Trips(), [array.view(SlowArray) for array in arrays]
     for array in slow:
         array.trips = trips

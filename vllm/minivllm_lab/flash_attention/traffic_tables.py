@@ -1,4 +1,6 @@
-"""Lesson 03's counted bytes: by length, the powers that they follow, and the shape of the paper's figure 2."""
+"""Lesson 03's counted bytes: by length, the powers that they follow, and the shape of the
+paper's figure 2.
+"""
 
 from collections.abc import Mapping
 
@@ -21,7 +23,8 @@ PAPERS_GB = 40.3
 def show_traffic(
     head_dim: int, block_q: int, block_k: int, longest: int, peaks: Mapping[str, float], on_chip: int
 ) -> dict[str, dict]:
-    """Print the bytes that one head moves and keeps by length, the powers they follow, and the paper's shape.
+    """Print the bytes that one head moves and keeps by length, the powers they follow, and the
+    paper's shape.
 
     `peaks` are the MiB that NumPy allocated; `on_chip` is the memory on the chip, in bytes.
     """
@@ -49,7 +52,9 @@ def show_traffic(
 
 
 def _fit_powers(traffic: dict, on_chip: int) -> dict[str, float]:
-    """Fit the powers of T, of the head dim and of the memory on the chip with which the counted bytes grow."""
+    """Fit the powers of T, of the head dim and of the memory on the chip with which the counted
+    bytes grow.
+    """
 
     def moved(head_dim: int, memory: int) -> int:
         return flash_traffic(65536, head_dim, largest_block_q(memory, head_dim, 16), 16).moved
@@ -70,7 +75,9 @@ def _fit_powers(traffic: dict, on_chip: int) -> dict[str, float]:
 
 
 def _compare_with_paper() -> dict:
-    """Print the traffic at the shape of the paper's figure 2, forward: 64 sequences of 1,024 tokens, 16 heads of 64."""
+    """Print the traffic at the shape of the paper's figure 2, forward: 64 sequences of 1,024
+    tokens, 16 heads of 64.
+    """
     naive, least, heads = naive_traffic(1024, 64).moved, least_traffic(1024, 64), 64 * 16
     tiled = {f"tiles of {n} queries": flash_traffic(1024, 64, n, 64, causal=False).moved for n in (64, 128, 256)}
     ways = {"T × T stored": naive, **tiled, "every byte moved once": least}

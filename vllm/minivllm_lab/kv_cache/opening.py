@@ -1,4 +1,6 @@
-"""Lesson 01's opening figure: the followed request's cache grows by a slot a step, and its query reads all slots."""
+"""Lesson 01's opening figure: the followed request's cache grows by a slot a step, and its query
+reads all slots.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def _still(tokens: Sequence[Token], rows: Sequence[Row], index: int) -> str:
 
 
 def _tokens(tokens: Sequence[Token], row: Row) -> list[str]:
-    """Draw the text so far, the tokens that this step feeds in colour, and the token that it chooses."""
+    """Draw the text so far, the tokens that this step feeds in colour, and the token that it
+    chooses.
+    """
     middle = (_x(row.positions[0]) + _x(row.positions[-1] + 1)) / 2
     parts = [text(16, TOKENS_Y + 19, "tokens"), text(middle, 26, "fed", size=12, colour=ORANGE_INK, anchor="middle")]
     for position, token in enumerate(tokens[: row.seq_len]):

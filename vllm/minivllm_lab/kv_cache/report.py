@@ -45,7 +45,8 @@ def load_prompt(arguments: argparse.Namespace, device: torch.device) -> tuple:
 class Roofline:
     """The share of a device's measured bandwidth and arithmetic rate that each step reaches.
 
-    Shares of measured rates can be compared across machines; seconds, or shares of a data sheet's peaks, cannot.
+    Shares of measured rates can be compared across machines; seconds, or shares of a data sheet's
+    peaks, cannot.
     """
 
     def __init__(self, device: torch.device, quick: bool) -> None:
@@ -79,7 +80,8 @@ class Roofline:
 
 
 def show_generation(prompt_tokens: int, without, cached, tokenizer) -> dict:
-    """Print the time of a token against its position, without and with a cache, and the work of both.
+    """Print the time of a token against its position, without and with a cache, and the work of
+    both.
 
     `without` and `cached` are the script's `Generation`s of the same text.
     """
@@ -107,7 +109,9 @@ def show_generation(prompt_tokens: int, without, cached, tokenizer) -> dict:
 
 
 def show_sizes(kv_bytes_per_token: Callable[[ModelConfig], int]) -> dict[str, int]:
-    """Print the bytes per token of the known models, the smallest first, and the size of one long request."""
+    """Print the bytes per token of the known models, the smallest first, and the size of one
+    long request.
+    """
     sizes = {name.split("/")[1]: kv_bytes_per_token(known_model(name)) for name in CONFIGS}
     order = sorted(sizes.items(), key=lambda item: item[1])
     rows = [(name, f"{size:,}", f"{size / 1024:g}", f"{size * 32768 / GIB:.1f}") for name, size in order]
@@ -124,7 +128,9 @@ def show_sequences(rates: Mapping[str, float]) -> dict[str, Mapping[str, float]]
 
 
 def show_unused(workloads: Mapping[str, Mapping]) -> None:
-    """Print the share of reserved slots that stay empty, by kind of request and length of the reservation."""
+    """Print the share of reserved slots that stay empty, by kind of request and length of the
+    reservation.
+    """
     slots = next(iter(workloads.values()))["unused"]
     rows = [(x["title"], f"{x['mean']:,.0f}", *(f"{s:.1%}" for s in x["unused"].values())) for x in workloads.values()]
     columns = ("requests like", "mean tokens", *(f"of {int(n):,}" for n in slots))
@@ -132,7 +138,9 @@ def show_unused(workloads: Mapping[str, Mapping]) -> None:
 
 
 def show_card(ledger: MemoryLedger, running: int, workloads: Mapping[str, Mapping]) -> dict:
-    """Print how many requests a card runs with whole reservations and without, by kind of request."""
+    """Print how many requests a card runs with whole reservations and without, by kind of
+    request.
+    """
     slots = ledger.max_model_len
     usage, rows = {}, []
     for name, workload in workloads.items():
@@ -173,7 +181,9 @@ def close(results: dict, disturbance: str) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Plot the time per token against length, the card's memory, and the used share of reservations."""
+    """Plot the time per token against length, the card's memory, and the used share of
+    reservations.
+    """
     run, card, bottom = results["generation"], results["card"], 0.0
     used = {kind["title"]: 1 - kind["unused"]["2048"] for kind in results["reservation"].values()}
     with panels(path, 3) as (left, middle, right):

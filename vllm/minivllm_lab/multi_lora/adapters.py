@@ -1,8 +1,9 @@
 """Write and read LoRA adapters in PEFT's format, and make any number of random ones.
 
 A folder holds `adapter_config.json` and `adapter_model.safetensors`, whose keys are
-`base_model.model.model.layers.N.self_attn.q_proj.lora_A.weight` [rank, in] and `…lora_B.weight` [out, rank], as `peft`
-writes and reads them. vLLM v0.33.0 reads them in `vllm/lora/peft_helper.py` and `vllm/lora/lora_model.py`.
+`base_model.model.model.layers.N.self_attn.q_proj.lora_A.weight` [rank, in] and `…lora_B.weight`
+[out, rank], as `peft` writes and reads them. vLLM v0.33.0 reads them in `vllm/lora/peft_helper.py`
+and `vllm/lora/lora_model.py`.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ def random_adapter(
 ) -> Tensors:
     """Return a random adapter's tensors under PEFT's keys, for the scale 1 (`lora_alpha` = `rank`).
 
-    The same arguments give the same tensors. `strength` is the size of B A x relative to x, in root mean square: at 0.5
-    the embedded model generates another text within a few tokens, and it is still text.
+    The same arguments give the same tensors. `strength` is the size of B A x relative to x, in root
+    mean square: at 0.5 the embedded model generates another text within a few tokens, and it is
+    still text.
 
     Raises:
-        MinivllmError: an unknown target, a rank below 1, or a model whose linears are not known here.
+        MinivllmError: an unknown target, a rank below 1, or a model whose linears are not known
+            here.
     """
     import torch
 
@@ -73,7 +76,9 @@ def write_adapter(
     base: str,
     **fields: object,
 ) -> Path:
-    """Write an adapter as PEFT does and return its folder; `fields` go into its config, such as `use_rslora`."""
+    """Write an adapter as PEFT does and return its folder; `fields` go into its config, such as
+    `use_rslora`.
+    """
     from safetensors.torch import save_file
 
     directory = Path(directory)
@@ -109,8 +114,8 @@ def read_adapter(directory: str | Path) -> tuple[dict[str, Any], Tensors]:
 def merge_adapter(model: torch.nn.Module, directory: str | Path) -> None:
     """Merge an adapter into a model of `transformers`: add scale * B A to its weights.
 
-    The scale is `lora_alpha` / r, and with rsLoRA `lora_alpha` / sqrt(r); A and B are multiplied in the weights' dtype.
-    Patterns of ranks and alphas are ignored.
+    The scale is `lora_alpha` / r, and with rsLoRA `lora_alpha` / sqrt(r); A and B are multiplied in
+    the weights' dtype. Patterns of ranks and alphas are ignored.
     """
     config, tensors = read_adapter(directory)
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])

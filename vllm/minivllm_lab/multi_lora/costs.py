@@ -1,8 +1,10 @@
-"""Model many LoRA adapters on one engine: their traffic, and a step's cost applied together, in a loop, or merged.
+"""Model many LoRA adapters on one engine: their traffic, and a step's cost applied together, in a
+loop, or merged.
 
-Applied together, one shrink and one expand per group of linears (q, k, v; o; gate, up; down) serve all adapters of a
-batch. In a loop, each adapter has launches of its own. Merged copies have none, but each takes the memory of a
-model, and a batch of d adapters is d forward passes. Everything is *modelled*.
+Applied together, one shrink and one expand per group of linears (q, k, v; o; gate, up; down) serve
+all adapters of a batch. In a loop, each adapter has launches of its own. Merged copies have none,
+but each takes the memory of a model, and a batch of d adapters is d forward passes. Everything is
+*modelled*.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from minivllm_simulate.hardware import Hardware
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linears that read the same input and share a launch."""
 LAUNCH_SECONDS = 2e-3 / (32 * 7 * 2)
-"""The time of a kernel that does almost nothing. Punica (arXiv 2310.18547) adds about 2 ms to a token of Llama-2-7B,
-with a shrink and an expand for each of 7 linears in 32 layers: 4.5 µs each."""
+"""The time of a kernel that does almost nothing. Punica (arXiv 2310.18547) adds about 2 ms to a
+token of Llama-2-7B, with a shrink and an expand for each of 7 linears in 32 layers: 4.5 µs each.
+"""
 
 
 def zipf_shares(adapters: int, skew: float) -> list[float]:
-    """Return each adapter's share of the requests, the most popular first: 1 / rank^skew, normalized.
+    """Return each adapter's share of the requests, the most popular first: 1 / rank^skew,
+    normalized.
 
     Raises:
         MinivllmError: no adapters, or a skew below 0 (where all are equally popular).
@@ -52,16 +56,19 @@ def zipf_adapters(adapters: int, skew: float, requests: int, seed: int = 0) -> l
 def distinct_adapters(shares: Sequence[float], running: float) -> float:
     """Return how many adapters `running` requests use on average, if no request waits for a slot.
 
-    Each adapter then has a Poisson number of requests with the mean `running` * share, and 1 - e^-mean have any.
+    Each adapter then has a Poisson number of requests with the mean `running` * share, and 1 -
+    e^-mean have any.
     """
     return sum(-math.expm1(-running * share) for share in shares)
 
 
 def lru_hit_rate(shares: Sequence[float], slots: int) -> float:
-    """Return the share of requests that find their adapter in an LRU of `slots`, one request after another.
+    """Return the share of requests that find their adapter in an LRU of `slots`, one request after
+    another.
 
-    Che's approximation: an adapter has a slot if it was used within the last t requests, and t is such that these
-    adapters fill the slots (Che et al., 2002; exact in the limit of many slots and adapters).
+    Che's approximation: an adapter has a slot if it was used within the last t requests, and t is
+    such that these adapters fill the slots (Che et al., 2002; exact in the limit of many slots and
+    adapters).
     """
     if slots >= len(shares):
         return 1.0
@@ -75,12 +82,14 @@ def lru_hit_rate(shares: Sequence[float], slots: int) -> float:
 
 
 def wait_for_a_slot(shares: Sequence[float], load: float, stay: float, slots: int, most: float) -> float:
-    """Return the time within which the share `most` of the requests get a slot for their adapter, in the long run.
+    """Return the time within which the share `most` of the requests get a slot for their adapter,
+    in the long run.
 
-    An adapter's first request waits for w seconds, and requests that come in this time get the slot with it. The
-    adapter keeps its slot as long as one of its requests runs: (e^x - 1) / rate seconds with x = rate * stay, the busy
-    period of a server with room for all. Each adapter cycles like this, and w is such that all slots are in use. These
-    are means; chance is left out, so real waits are a little longer.
+    An adapter's first request waits for w seconds, and requests that come in this time get the slot
+    with it. The adapter keeps its slot as long as one of its requests runs: (e^x - 1) / rate
+    seconds with x = rate * stay, the busy period of a server with room for all. Each adapter cycles
+    like this, and w is such that all slots are in use. These are means; chance is left out, so real
+    waits are a little longer.
 
     Args:
         shares: each adapter's share of the requests.
@@ -133,7 +142,9 @@ class AdapterCost:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes moved for a token: inputs once a group, outputs read and written, and the 32-bit numbers in between."""
+        """Bytes moved for a token: inputs once a group, outputs read and written, and the 32-bit
+        numbers in between.
+        """
         shapes = linear_shapes(self.model)
         read = sum(max((shapes[name][1] for name in group if name in self.targets), default=0) for group in GROUPS)
         added = sum(2 * shapes[name][0] for name in self.targets)
@@ -145,11 +156,15 @@ class AdapterCost:
         return 2 * adapter_parameters(self.model, self.max_lora_rank, self.targets)
 
     def load_seconds(self, rank: int) -> float:
-        """Return the time to copy an adapter of this rank from host memory into a slot, over one direction of PCIe."""
+        """Return the time to copy an adapter of this rank from host memory into a slot, over one
+        direction of PCIe.
+        """
         return adapter_bytes(self.model, rank, self.targets) / (self.gpu.pcie / 2 * self.memory_efficiency)
 
     def lora_seconds(self, tokens: int, distinct: int, launches: int) -> float:
-        """Return the time of the adapters alone: the longest of launches, memory traffic and arithmetic."""
+        """Return the time of the adapters alone: the longest of launches, memory traffic and
+        arithmetic.
+        """
         if not distinct:
             return 0.0
         moved = distinct * self.slot_bytes + tokens * self.row_bytes
@@ -159,7 +174,9 @@ class AdapterCost:
         return max(launches * LAUNCH_SECONDS, memory, arithmetic)
 
     def seconds(self, shape: StepShape, distinct: int, lora_tokens: int | None = None) -> float:
-        """Return the time of a step that applies `distinct` adapters together to `lora_tokens` (None: all tokens)."""
+        """Return the time of a step that applies `distinct` adapters together to `lora_tokens`
+        (None: all tokens).
+        """
         tokens = shape.num_tokens if lora_tokens is None else lora_tokens
         return self.base.seconds(shape) + self.lora_seconds(tokens, distinct, self.launches)
 
@@ -168,7 +185,9 @@ class AdapterCost:
         return self.base.seconds(shape) + self.lora_seconds(shape.num_tokens, distinct, distinct * self.launches)
 
     def merged_seconds(self, shape: StepShape, distinct: int) -> float:
-        """Return the time of the same requests on merged copies: a forward pass for each adapter's requests."""
+        """Return the time of the same requests on merged copies: a forward pass for each
+        adapter's requests.
+        """
         count = max(distinct, 1)
         part = StepShape(*(max(1, round(each / count)) for each in (
             shape.num_reqs, shape.num_tokens, shape.num_keys, shape.num_pairs

@@ -2,7 +2,8 @@
 
     LLM(model, enable_lora=True, max_loras=2, parts=Parts(policy=learner_policy(admit)))
 
-The function picks the waiting requests that may start; order, memory and budget stay the engine's own. No torch.
+The function picks the waiting requests that may start; order, memory and budget stay the engine's
+own. No torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,9 @@ from minivllm.core.step import Step
 from minivllm.errors import MinivllmError
 
 Admit = Callable[[Sequence[int], Sequence[int], int, int], Sequence[int]]
-"""`admit(running, waiting, max_loras, places)` gets adapters, 0 for none, and returns indices of waiting requests."""
+"""`admit(running, waiting, max_loras, places)` gets adapters, 0 for none, and returns indices of
+waiting requests.
+"""
 
 
 def adapter_of(request: Request) -> int:
@@ -25,7 +28,8 @@ def adapter_of(request: Request) -> int:
 def learner_policy(admit: Admit) -> SchedulingPolicy:
     """Return the policy with this function as its gate.
 
-    A result that the engine cannot carry out raises `MinivllmError` in its step; the message says which.
+    A result that the engine cannot carry out raises `MinivllmError` in its step; the message says
+    which.
     """
     may_start: set[str] = set()
 

@@ -1,7 +1,8 @@
-"""Draw lesson 12's opening: a step whose requests have different adapters; token indices are sorted, tokens not moved.
+"""Draw lesson 12's opening: a step whose requests have different adapters; token indices are
+sorted, tokens not moved.
 
-The step is that of the scene "company" in which the followed request decodes beside two prompts. The adapters are set
-here; the groups are computed as the engine computes them.
+The step is that of the scene "company" in which the followed request decodes beside two prompts.
+The adapters are set here; the groups are computed as the engine computes them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def frames() -> Frames:
 
 
 def groups(slots: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Return token indices by slot, the slots that occur, and where each begins, without the tokens of slot -1."""
+    """Return token indices by slot, the slots that occur, and where each begins, without the
+    tokens of slot -1.
+    """
     order = [int(token) for token in np.argsort(slots, kind="stable") if slots[token] >= 0]
     active = sorted({slots[token] for token in order})
     counts = [sum(slots[token] == slot for token in order) for slot in active]

@@ -1,7 +1,7 @@
 """Lesson 12's measurements, tables, figure and command line.
 
-A function `measure_*`, `count_*` or `show_*` prints its table and returns its figures; the callables that it takes are
-the lesson's own code.
+A function `measure_*`, `count_*` or `show_*` prints its table and returns its figures; the
+callables that it takes are the lesson's own code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ MB, GB = 1e6, 1e9
 
 
 def check(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Read the model's config, so that a wrong one is refused first, and put the device's name into `arguments`.
+    """Read the model's config, so that a wrong one is refused first, and put the device's name into
+    `arguments`.
 
     Raises:
         MinivllmError: there is no such model, or it has linears that adapters are not known for.
@@ -61,7 +62,7 @@ def check(arguments: argparse.Namespace, device: torch.device) -> None:
     arguments.device = device.type
 
 
-# ---- 1. what an adapter weighs ---------------------------------------------------------------------------------------
+# ---- 1. what an adapter weighs -------------------------------------------------------------------
 
 MODELS = ("Llama-3.1-8B", "Llama-3.1-70B", "the embedded model")
 RANKS = (8, 16, 64)
@@ -93,7 +94,7 @@ def _bytes(count: float) -> str:
     return f"{count / 1e3:,.1f} kB"
 
 
-# ---- 2. merged or applied --------------------------------------------------------------------------------------------
+# ---- 2. merged or applied ------------------------------------------------------------------------
 
 RANK = 16
 """The rank of the adapters in the measurements of one linear."""
@@ -135,7 +136,7 @@ def measure_applied(
     return {"off": off, "tokens": records, "merging": merging, "operations": operations}
 
 
-# ---- 3. the same batch, four ways ------------------------------------------------------------------------------------
+# ---- 3. the same batch, four ways ----------------------------------------------------------------
 
 AWKWARD: dict[str, tuple[list[int], int, int, int]] = {
     "a prompt, decodes, some without": ([2] * 19 + [0, -1, 2, 0, -1, 3], 8, 80, 72),
@@ -199,7 +200,8 @@ def count_ways(ways: Mapping[str, Way], quick: bool) -> dict[str, Any] | None:
     """Count launches, and how often an adapter is read, for 16 tokens in Triton's interpreter.
 
     Raises:
-        AssertionError: the sorted way reads an adapter more than once, or launches more than two kernels.
+        AssertionError: the sorted way reads an adapter more than once, or launches more than two
+            kernels.
     """
     if not (HAS_TRITON and INTERPRETED):
         return None
@@ -241,7 +243,9 @@ def looped(out: Tensor, x: Tensor, a: Tensor, b: Tensor, members: Sequence[tuple
 
 
 def gathered(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> Tensor:
-    """Apply a copy of its adapter to each token, with torch's batched products, as bgmv reads them."""
+    """Apply a copy of its adapter to each token, with torch's batched products, as bgmv reads
+    them.
+    """
     return out + torch.bmm(b[slots], torch.bmm(a[slots], x[:, :, None]))[:, :, 0]
 
 
@@ -277,7 +281,9 @@ def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dic
 def engine_call(
     out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, rank: int | None = None, backend: str | None = None
 ) -> Callable[[], None]:
-    """Return the engine's call for these tensors, which takes a transposed B and a rank for each slot."""
+    """Return the engine's call for these tensors, which takes a transposed B and a rank for each
+    slot.
+    """
     meta = LoRAKernelMeta(len(x), len(a), x.device)
     meta.prepare(slots.cpu().numpy())
     engine_a, engine_b = a[None].contiguous(), b.transpose(1, 2).contiguous()
@@ -286,14 +292,16 @@ def engine_call(
     return lambda: lora_linear(out, x, engine_a, engine_b, ranks, bounds, meta, backend=backend)
 
 
-# ---- 4. slots, and a tier below --------------------------------------------------------------------------------------
+# ---- 4. slots, and a tier below ------------------------------------------------------------------
 
 PLACES, SERVED_STEPS = 32, 12
 """The traffic's `max_num_seqs`, and the mean number of steps of a request."""
 
 
 def traffic(adapters: int, skew: float, requests: int, a_step: float, seed: int) -> list[tuple[str, int, int, int]]:
-    """Draw requests (name, adapter, steps, arrival) by Zipf: the k-th adapter has a share in proportion to k^-skew."""
+    """Draw requests (name, adapter, steps, arrival) by Zipf: the k-th adapter has a share in
+    proportion to k^-skew.
+    """
     draw = random.Random(seed)
     chosen = draw.choices(range(1, adapters + 1), [k**-skew for k in range(1, adapters + 1)], k=requests)
     steps = [1 + min(4 * SERVED_STEPS, int(draw.expovariate(1 / (SERVED_STEPS - 1)))) for _ in chosen]
@@ -327,7 +335,9 @@ class Served:
 def show_tiers(
     serve: LessonCode, tiers: LessonCode, request: LessonCode, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Serve the same traffic with ever more slots: what runs, what is copied into slots and read from disk."""
+    """Serve the same traffic with ever more slots: what runs, what is copied into slots and read
+    from disk.
+    """
     work = traffic(arguments.adapters, arguments.skew, 150 if arguments.quick else 800, 2.0, arguments.seed)
     wanted = len({adapter for _, adapter, *_ in work})
     records = {}
@@ -346,7 +356,7 @@ def show_tiers(
     return {"requests": len(work), "wanted": wanted, "tiers": tiers_by_name}
 
 
-# ---- 5. in the engine ------------------------------------------------------------------------------------------------
+# ---- 5. in the engine ----------------------------------------------------------------------------
 
 AT_ONCE = 16
 """Requests of a step, and slots, so that no request waits for a slot."""
@@ -372,7 +382,9 @@ def named(folders: Sequence[Path]) -> list[LoRARequest]:
 
 
 def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Serve Zipf traffic over more and more adapters, each in one engine: what is loaded, and requests a second."""
+    """Serve Zipf traffic over more and more adapters, each in one engine: what is loaded, and
+    requests a second.
+    """
     most = min(arguments.adapters, 64) if arguments.quick else arguments.adapters
     requests, records = 32 if arguments.quick else 128, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -411,7 +423,9 @@ def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def eight_a_step(adapters: int, requests: int) -> list[int]:
-    """Return an adapter for each request: eight different ones for those that run together, in turn."""
+    """Return an adapter for each request: eight different ones for those that run together, in
+    turn.
+    """
     return [(number // AT_ONCE * 8 + number % 8) % adapters for number in range(requests)]
 
 
@@ -441,7 +455,9 @@ def _generate(llm: LLM, adapters: Sequence[LoRARequest | None], max_tokens: int 
 
 
 def measure_cost(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time a decode step of 16 requests: with `enable_lora` off, with no adapter used, with one, with sixteen."""
+    """Time a decode step of 16 requests: with `enable_lora` off, with no adapter used, with one,
+    with sixteen.
+    """
     with tempfile.TemporaryDirectory() as folder:
         adapters = named(write_random_adapters(folder, AT_ONCE, model=arguments.model))
         off = engine_with(arguments, enable_prefix_caching=False)
@@ -480,11 +496,13 @@ def _decode_seconds(llm: LLM, adapters: Sequence[LoRARequest | None], tokens: in
     return statistics.median(times)
 
 
-# ---- 6. break it -----------------------------------------------------------------------------------------------------
+# ---- 6. break it ---------------------------------------------------------------------------------
 
 
 def show_gate(serve: LessonCode, tiers: LessonCode, request: LessonCode) -> dict[str, Any]:
-    """Serve sixteen equally popular adapters with ever more slots; then one that waits behind two popular ones."""
+    """Serve sixteen equally popular adapters with ever more slots; then one that waits behind
+    two popular ones.
+    """
     work = [request(str(i), 1 + i % 16, 8, i // 2) for i in range(160)]
     records = {str(slots): Served(serve, work, slots, 16).figures(tiers, 16) for slots in (1, 2, 4, 8, 16)}
     record_table(
@@ -504,7 +522,9 @@ def show_gate(serve: LessonCode, tiers: LessonCode, request: LessonCode) -> dict
 
 
 def show_ranks(by_sorting: Way, adapter_numbers: LessonCode, quick: bool) -> dict[str, Any] | None:
-    """Count what adapters of rank 8 take in slots for up to 256, and what 16 tokens of four adapters read."""
+    """Count what adapters of rank 8 take in slots for up to 256, and what 16 tokens of four
+    adapters read.
+    """
     if not (HAS_TRITON and INTERPRETED):
         return None
     model = known_model("Llama-3.1-8B")
@@ -537,7 +557,9 @@ def embedded_with_adapters(arguments: argparse.Namespace, **settings: Any) -> tu
 
 
 def show_answers(arguments: argparse.Namespace) -> dict[str, str]:
-    """Show how the model continues one prompt, alone and with each of the trained adapters, in one batch."""
+    """Show how the model continues one prompt, alone and with each of the trained adapters, in
+    one batch.
+    """
     llm, adapters = embedded_with_adapters(arguments)
     texts = [output.outputs[0].text for output in _continue(llm, [None, *adapters])]
     names = ["no adapter", *(adapter.lora_name for adapter in adapters)]
@@ -549,7 +571,8 @@ def show_answers(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one prompt under two adapters in turn; then again with block hashes that leave the adapter out.
+    """Run one prompt under two adapters in turn; then again with block hashes that leave the
+    adapter out.
 
     Raises:
         AssertionError: the sound engine hits another adapter's blocks, or the other one does not.
@@ -583,7 +606,7 @@ def _continue(llm: LLM, adapters: Sequence[LoRARequest | None]) -> list[RequestO
     return llm.generate([PROMPT] * len(adapters), GREEDY, use_tqdm=False, lora_request=list(adapters))
 
 
-# ---- the whole lesson ------------------------------------------------------------------------------------------------
+# ---- the whole lesson ----------------------------------------------------------------------------
 
 
 def close(figures: dict, disturbance: str) -> None:
@@ -606,7 +629,9 @@ def close(figures: dict, disturbance: str) -> None:
 
 
 def draw(figures: dict, path: str) -> None:
-    """Draw the size of a thousand adapters; one linear by the adapters of a batch; places in use by slots."""
+    """Draw the size of a thousand adapters; one linear by the adapters of a batch; places in use
+    by slots.
+    """
     with panels(path, 3) as (left, middle, right):
         for place, record in enumerate(figures["weighs"].values()):
             for offset, key, colour in ((0.0, "model_bytes", palette.ORANGE), (0.4, "16", palette.BLUE)):

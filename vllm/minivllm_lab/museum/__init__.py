@@ -1,4 +1,5 @@
-"""The bug museum: engines with one defect each, built in on demand, to be found from their symptoms (`make bugs`).
+"""The bug museum: engines with one defect each, built in on demand, to be found from their symptoms
+(`make bugs`).
 
 - `exhibits`: the collection, read from `lessons/bugs/exhibits.toml`.
 - `workloads`: what each engine is given to do, and what is looked at.

@@ -1,4 +1,6 @@
-"""Keep the museum's rooms, `out/bugs/NN`: copies of the engine with a defect, and a record of solved exhibits."""
+"""Keep the museum's rooms, `out/bugs/NN`: copies of the engine with a defect, and a record of
+solved exhibits.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ def room_of(exhibit: Exhibit) -> Path:
 
 
 def set_up(exhibit: Exhibit) -> bool:
-    """Copy the engine with the defect, unless the learner has changed the existing copy. Return whether it was copied.
+    """Copy the engine with the defect, unless the learner has changed the existing copy. Return
+    whether it was copied.
 
-    Compiled loops (numba's cache) are copied too: they stay valid as long as their sources keep their times.
+    Compiled loops (numba's cache) are copied too: they stay valid as long as their sources keep
+    their times.
     """
     room = room_of(exhibit)
     copy, stamp = room / "minivllm", room / "as_made"
@@ -58,7 +62,8 @@ def is_set_up(exhibit: Exhibit) -> bool:
 
 
 def observe(workloads: list[str], *rooms: Path | None) -> list[Observations]:
-    """Run workloads on the copies in these rooms, None being the sound engine, each in a process of its own.
+    """Run workloads on the copies in these rooms, None being the sound engine, each in a process of
+    its own.
 
     That a copy cannot be imported, or does not end, is an observation of every workload.
 
@@ -96,7 +101,9 @@ def _observe(workloads: list[str], room: Path | None) -> Observations:
 
 
 def solved() -> dict[str, str]:
-    """Return how each exhibit was solved ("line" or "mended"), by number; ignore a damaged record."""
+    """Return how each exhibit was solved ("line" or "mended"), by number; ignore a damaged
+    record.
+    """
     try:
         record = json.loads((ROOMS / "solved.json").read_text())
     except (OSError, ValueError):

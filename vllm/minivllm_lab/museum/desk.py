@@ -44,7 +44,9 @@ def show_list() -> None:
 
 
 def show_exhibit(exhibit: Exhibit) -> None:
-    """Set an exhibit up, run its workload on it and on the sound engine, and show the difference."""
+    """Set an exhibit up, run its workload on it and on the sound engine, and show the
+    difference.
+    """
     fresh = set_up(exhibit)
     sound, changed = (seen[exhibit.workload] for seen in observe([exhibit.workload], None, room_of(exhibit)))
     console.print(f"[bold]{exhibit.number}. {exhibit.title}[/bold] (lesson {exhibit.lesson:02d})")
@@ -113,7 +115,8 @@ def parse_place(place: str) -> tuple[str, int]:
 
 
 def try_copy(exhibit: Exhibit) -> bool:
-    """Run all workloads on the learner's copy and on the sound engine; return whether all of them agree.
+    """Run all workloads on the learner's copy and on the sound engine; return whether all of them
+    agree.
 
     Raises:
         MinivllmError: there is no copy yet.

@@ -22,8 +22,9 @@ CLOSE_ENOUGH = 2
 class Exhibit:
     """A defect: where it is built in, its symptom, and its hints.
 
-    `old` and `new` are pieces of `function` in `file`, a path below the engine's package (see `minivllm_lab.mutants`).
-    `solution` is the same defect in the lesson's script, for its checks to catch.
+    `old` and `new` are pieces of `function` in `file`, a path below the engine's package (see
+    `minivllm_lab.mutants`). `solution` is the same defect in the lesson's script, for its checks to
+    catch.
     """
 
     number: int

@@ -2,7 +2,8 @@
 
     PYTHONPATH=out/bugs/07 python -P vllm/minivllm_lab/museum/runner.py shared_prompt
 
-Like the workloads, it imports nothing of `minivllm_lab`: the engine that it runs may be a copy without it.
+Like the workloads, it imports nothing of `minivllm_lab`: the engine that it runs may be a copy
+without it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def _load_workloads() -> ModuleType:
 
 
 def main(seconds: int, names: list[str]) -> None:
-    """Print these workloads' observations as the last line; the system ends the process after `seconds` of CPU time."""
+    """Print these workloads' observations as the last line; the system ends the process after
+    `seconds` of CPU time.
+    """
     import torch
 
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

@@ -1,7 +1,8 @@
 """The museum's workloads: each function drives an engine and returns its observations.
 
-A workload imports only the engine (`minivllm`), since it also runs on copies that consist of the engine alone. It is
-deterministic: on the sound engine it always returns the same. The first line of its docstring says what happens in it.
+A workload imports only the engine (`minivllm`), since it also runs on copies that consist of the
+engine alone. It is deterministic: on the sound engine it always returns the same. The first line of
+its docstring says what happens in it.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ LONG = (
 LONGER = LONG + "        if os.path.exists(path):\n            print(path)\n\n\n" + CLASS
 
 
-# ---- driving an engine -----------------------------------------------------------------------------------------------
+# ---- driving an engine ---------------------------------------------------------------------------
 
 
 @dataclass
 class Ask:
-    """A request: its prompt, its length, the step in which it comes, and its parameters (greedy by default)."""
+    """A request: its prompt, its length, the step in which it comes, and its parameters (greedy
+    by default).
+    """
 
     prompt: str | list[int]
     max_tokens: int = 16
@@ -81,7 +84,9 @@ class Answer:
 
 
 def engine(**settings: Any) -> LLMEngine:
-    """Start a small engine on the embedded model: 64 blocks of 16 slots, at most 4 requests at once."""
+    """Start a small engine on the embedded model: 64 blocks of 16 slots, at most 4 requests at
+    once.
+    """
     defaults = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 65}
     return LLMEngine(EngineArgs(**{"model": MODEL, "disable_log_stats": True, **defaults, **settings}))
 
@@ -190,7 +195,7 @@ def prompt_of(number: int, length: int) -> list[int]:
     return [(37 * number + 11 * position + position * position) % 4000 + 5 for position in range(length)]
 
 
-# ---- lesson 01: one request, token by token --------------------------------------------------------------------------
+# ---- lesson 01: one request, token by token ------------------------------------------------------
 
 
 def one_request() -> Seen:
@@ -222,11 +227,13 @@ def wanted_lengths() -> Seen:
     return each_answer(answers, "tokens of", lambda answer: len(answer.token_ids))
 
 
-# ---- lesson 02: blocks -----------------------------------------------------------------------------------------------
+# ---- lesson 02: blocks ---------------------------------------------------------------------------
 
 
 def shared_prompt() -> Seen:
-    """A prompt comes twice, one after the other; while the second answer grows, strangers fill the small pool."""
+    """A prompt comes twice, one after the other; while the second answer grows, strangers fill
+    the small pool.
+    """
     llm = engine(num_gpu_blocks_override=13, max_model_len=128)
     prompt = prompt_of(1, 40)
     asks = {"A": Ask(prompt, 4), "B": Ask(prompt, 24, at=6)}
@@ -244,7 +251,9 @@ def shared_prompt() -> Seen:
 
 
 def preemption() -> Seen:
-    """Three requests outgrow a pool of eight blocks: the last one loses its blocks and runs again later."""
+    """Three requests outgrow a pool of eight blocks: the last one loses its blocks and runs
+    again later.
+    """
     llm = engine(num_gpu_blocks_override=9, max_model_len=96)
     answers = serve(llm, {"A": Ask(READ, 32), "B": Ask(LOOP, 32), "C": Ask(ADD, 40)})
     return {**texts(answers), "preemptions": core_of(llm).scheduler.num_preemptions, **left_over(llm)}
@@ -288,11 +297,13 @@ def full_house() -> Seen:
     return {**counts, "preemptions": scheduler.num_preemptions}
 
 
-# ---- lesson 03: attention --------------------------------------------------------------------------------------------
+# ---- lesson 03: attention ------------------------------------------------------------------------
 
 
 def triton_kernel() -> Seen:
-    """A short prompt and a long one on the Triton kernel, in its interpreter: texts, and how likely the prompts are."""
+    """A short prompt and a long one on the Triton kernel, in its interpreter: texts, and how
+    likely the prompts are.
+    """
     llm = engine()
     core_of(llm).executor.worker.runner.attention.backend = "triton"  # type: ignore[attr-defined]
     params = {"prompt_logprobs": 0}
@@ -302,7 +313,9 @@ def triton_kernel() -> Seen:
 
 
 def sliding_window() -> Seen:
-    """A model whose layers see the last 8 tokens, with random weights, answers a short and a long prompt."""
+    """A model whose layers see the last 8 tokens, with random weights, answers a short and a
+    long prompt.
+    """
     config = json.loads((MODEL / "config.json").read_text())
     window = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
     with tempfile.TemporaryDirectory() as folder:
@@ -313,13 +326,15 @@ def sliding_window() -> Seen:
 
 
 def naive_attention() -> Seen:
-    """The engine with `attention_backend="naive"`: one long prompt whole, then in chunks of 16 tokens."""
+    """The engine with `attention_backend="naive"`: one long prompt whole, then in chunks of 16
+    tokens.
+    """
     whole = serve(engine(attention_backend="naive"), {"the whole prompt": Ask(LONG, 12)})
     chunked = engine(attention_backend="naive", max_num_batched_tokens=16)
     return {**texts(whole), **texts(serve(chunked, {"the prompt in chunks": Ask(LONG, 12)}))}
 
 
-# ---- lesson 04: many requests ----------------------------------------------------------------------------------------
+# ---- lesson 04: many requests --------------------------------------------------------------------
 
 
 def burst() -> Seen:
@@ -341,7 +356,9 @@ def four_samples() -> Seen:
 
 
 def mixed_settings() -> Seen:
-    """A long prompt, computed in chunks of 16, beside a greedy request and one with temperature 2."""
+    """A long prompt, computed in chunks of 16, beside a greedy request and one with temperature
+    2.
+    """
     llm = engine(long_prefill_token_threshold=16, enable_prefix_caching=False)
     hot = {"temperature": 2.0, "seed": 3}
     return texts(
@@ -363,7 +380,9 @@ def stop_string() -> Seen:
 
 
 def stop_across_tokens() -> Seen:
-    """Two requests with stop strings: one that is a single token of the answer, one that takes several."""
+    """Two requests with stop strings: one that is a single token of the answer, one that takes
+    several.
+    """
     asks = {"one token": Ask(ADD, params={"stop": ["def"]}), "several": Ask(ADD, params={"stop": ["b\n\ndef _"]})}
     answers = serve(engine(), asks)
     return {**texts(answers), **each_answer(answers, "the end of", lambda answer: answer.finish_reason)}
@@ -389,11 +408,13 @@ def stream_of_characters() -> Seen:
     return {"sent": "".join(pieces) + detokenizer.text[num_sent:]}
 
 
-# ---- lesson 05: the prefix cache and other levers --------------------------------------------------------------------
+# ---- lesson 05: the prefix cache and other levers ------------------------------------------------
 
 
 def two_tenants() -> Seen:
-    """The same prompt from one tenant, from another one with a different `cache_salt`, and from the first again."""
+    """The same prompt from one tenant, from another one with a different `cache_salt`, and from
+    the first again.
+    """
     prompt = prompt_of(1, 40)
     asks = {
         "tenant 1": Ask(prompt, 4, salt="one"),
@@ -404,7 +425,9 @@ def two_tenants() -> Seen:
 
 
 def same_middle() -> Seen:
-    """Three prompts of two blocks: the third has the first block of one and the second block of another."""
+    """Three prompts of two blocks: the third has the first block of one and the second block of
+    another.
+    """
     first, second = prompt_of(1, 33), prompt_of(2, 33)
     third = [*first[:16], *second[16:]]
     answers = serve(engine(), {"A": Ask(first), "B": Ask(second, at=1), "C": Ask(third, at=20)})
@@ -449,7 +472,9 @@ def int8_cache() -> Seen:
 
 
 def graphs() -> Seen:
-    """Decode steps run as captured graphs, replayed by plain calls; one of four requests ends early."""
+    """Decode steps run as captured graphs, replayed by plain calls; one of four requests ends
+    early.
+    """
     llm = engine()
     core_of(llm).executor.worker.runner.capture_model(lambda function: function)  # type: ignore[attr-defined]
     asks = {"A": Ask(CLASS, 40), "B": Ask(READ, 40), "C": Ask(LOOP, 40), "D": Ask(ADD, 6)}
@@ -457,7 +482,9 @@ def graphs() -> Seen:
 
 
 def tight_pool() -> Seen:
-    """A prompt with a long prefix hit comes back to a pool that another request has nearly filled."""
+    """A prompt with a long prefix hit comes back to a pool that another request has nearly
+    filled.
+    """
     llm = engine(num_gpu_blocks_override=11, max_model_len=128)
     prompt = prompt_of(1, 65)
     longer = [*prompt, *prompt_of(3, 30)]
@@ -466,7 +493,7 @@ def tight_pool() -> Seen:
     return {**texts(answers), **hits(answers), **left_over(llm)}
 
 
-# ---- lesson 06: a server's front end ---------------------------------------------------------------------------------
+# ---- lesson 06: a server's front end -------------------------------------------------------------
 
 
 def in_event_loop(work: Callable[[AsyncLLM], Awaitable[Seen]]) -> Seen:
@@ -490,7 +517,9 @@ def deltas(max_tokens: int) -> SamplingParams:
 
 
 def slow_reader() -> Seen:
-    """Two clients send the same prompt; one reads each piece as it comes, the other waits until all have come."""
+    """Two clients send the same prompt; one reads each piece as it comes, the other waits until
+    all have come.
+    """
 
     async def work(llm: AsyncLLM) -> Seen:
         names = ("the fast reader", "the slow reader")
@@ -510,7 +539,9 @@ def slow_reader() -> Seen:
 
 
 def reader_leaves() -> Seen:
-    """A client leaves after two pieces of an answer of 200 tokens; then the pool is checked for taken blocks."""
+    """A client leaves after two pieces of an answer of 200 tokens; then the pool is checked for
+    taken blocks.
+    """
 
     async def work(llm: AsyncLLM) -> Seen:
         stream = llm.generate({"prompt": ADD}, deltas(200), "A")
@@ -522,7 +553,7 @@ def reader_leaves() -> Seen:
     return in_event_loop(work)
 
 
-# ---- lesson 07: speculative decoding ---------------------------------------------------------------------------------
+# ---- lesson 07: speculative decoding -------------------------------------------------------------
 
 
 def drafting(lookup_min: int = 1, lookup_max: int = 2, **settings: Any) -> LLMEngine:
@@ -532,7 +563,9 @@ def drafting(lookup_min: int = 1, lookup_max: int = 2, **settings: Any) -> LLMEn
 
 
 def wasted_drafts() -> Seen:
-    """One request has drafts by suffixes of two to four tokens; steps and their tokens are counted."""
+    """One request has drafts by suffixes of two to four tokens; steps and their tokens are
+    counted.
+    """
     llm = drafting(2, 4)
     steps = recorded_steps(llm)
     answers = serve(llm, {"A": Ask(READ, 60)})
@@ -576,13 +609,15 @@ def drafts_to_the_end() -> Seen:
 
 
 def ahead_under_pressure() -> Seen:
-    """Requests with drafts outgrow a small pool, while each step is scheduled before the last one has ended."""
+    """Requests with drafts outgrow a small pool, while each step is scheduled before the last
+    one has ended.
+    """
     llm = drafting(async_scheduling=True, num_gpu_blocks_override=9, max_model_len=96)
     answers = serve(llm, {"A": Ask(READ, 32), "B": Ask(LOOP, 32), "C": Ask(ADD, 40)})
     return {**texts(answers), "preemptions": core_of(llm).scheduler.num_preemptions > 0, **left_over(llm)}
 
 
-# ---- lesson 08: keys and values from elsewhere -----------------------------------------------------------------------
+# ---- lesson 08: keys and values from elsewhere ---------------------------------------------------
 
 
 @dataclass
@@ -593,10 +628,11 @@ class Orders(KVConnectorMetadata):
 
 
 class Courier(KVConnectorBase_V1):
-    """Both sides of a connector that delivers keys and values `STEPS` steps after they were ordered.
+    """Both sides of a connector that delivers keys and values `STEPS` steps after they were
+    ordered.
 
-    A request names the parcel with its prompt's keys and values in `kv_transfer_params`. A parcel has, for each tensor
-    of the cache, the prompt's blocks. An order cannot be cancelled.
+    A request names the parcel with its prompt's keys and values in `kv_transfer_params`. A parcel
+    has, for each tensor of the cache, the prompt's blocks. An order cannot be cancelled.
     """
 
     STEPS = 4
@@ -672,7 +708,9 @@ BY_COURIER = {"extra_args": {"kv_transfer_params": {"parcel": "prompt"}}}
 
 
 def same_prompt_meanwhile() -> Seen:
-    """A prompt's keys and values are on their way from another engine; meanwhile the same prompt comes again."""
+    """A prompt's keys and values are on their way from another engine; meanwhile the same prompt
+    comes again.
+    """
     prompt = prompt_of(1, 40)
     llm = receiving(prompt)
     answers = serve(llm, {"A": Ask(prompt, 6, params=BY_COURIER), "B": Ask(prompt, 6, at=1)})
@@ -680,7 +718,9 @@ def same_prompt_meanwhile() -> Seen:
 
 
 def gone_before_it_came() -> Seen:
-    """A client leaves while its prompt's keys and values are on their way; two strangers come, and fill the pool."""
+    """A client leaves while its prompt's keys and values are on their way; two strangers come,
+    and fill the pool.
+    """
     prompt = prompt_of(1, 64)
     llm = receiving(prompt, num_gpu_blocks_override=9, max_model_len=64)
     steps = [0]
@@ -697,7 +737,9 @@ def gone_before_it_came() -> Seen:
 
 
 def shared_folder() -> Seen:
-    """An engine leaves the keys and values of two prompts in a folder, where another engine finds them."""
+    """An engine leaves the keys and values of two prompts in a folder, where another engine
+    finds them.
+    """
     asks = {f"the prompt of {length}": Ask(prompt_of(length, length), 6) for length in (32, 37)}
     with tempfile.TemporaryDirectory() as folder:
         extra = {"shared_storage_path": folder}
@@ -708,11 +750,13 @@ def shared_folder() -> Seen:
     return {**texts(answers), **hits(answers), **left_over(llm)}
 
 
-# ---- lesson 09: heads that share -------------------------------------------------------------------------------------
+# ---- lesson 09: heads that share -----------------------------------------------------------------
 
 
 def fewer_heads_than_gpus() -> Seen:
-    """The tokens that 1 GiB of each GPU holds are counted for a model with 4 KV heads on more and more GPUs."""
+    """The tokens that 1 GiB of each GPU holds are counted for a model with 4 KV heads on more
+    and more GPUs.
+    """
     config = ModelConfig(
         num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=64, dtype="float16"
     )
@@ -720,7 +764,9 @@ def fewer_heads_than_gpus() -> Seen:
 
 
 def groups_on_triton() -> Seen:
-    """Prompts of 20 and 40 tokens on the Triton kernel, in groups of two and three: wrong rows are listed."""
+    """Prompts of 20 and 40 tokens on the Triton kernel, in groups of two and three: wrong rows
+    are listed.
+    """
     seen: Seen = {}
     for length, group in ((20, 2), (40, 2), (20, 3), (40, 3)):
         torch.manual_seed(length)
@@ -733,18 +779,22 @@ def groups_on_triton() -> Seen:
     return seen
 
 
-# ---- lesson 10: prompts in pieces ------------------------------------------------------------------------------------
+# ---- lesson 10: prompts in pieces ----------------------------------------------------------------
 
 
 def short_behind_long() -> Seen:
-    """A prompt of 120 tokens comes with one of 10; a step has 32 tokens, and one request 16 of them at most."""
+    """A prompt of 120 tokens comes with one of 10; a step has 32 tokens, and one request 16 of
+    them at most.
+    """
     sizes = {"max_num_batched_tokens": 32, "long_prefill_token_threshold": 16, "enable_prefix_caching": False}
     asks = {"the long prompt": Ask(prompt_of(1, 120), 2), "the short one": Ask(prompt_of(2, 10), 4)}
     return _steps_of_tokens(engine(**sizes), asks)
 
 
 def whole_or_cut() -> Seen:
-    """Chunked prefill is off, the threshold 64; three chats run when a prompt of 254 comes, of 256 tokens a step."""
+    """Chunked prefill is off, the threshold 64; three chats run when a prompt of 254 comes, of
+    256 tokens a step.
+    """
     sizes = {"max_num_batched_tokens": 256, "long_prefill_token_threshold": 64, "enable_prefix_caching": False}
     chats = {f"chat {number}": Ask(prompt_of(number, 10), 30) for number in range(3)}
     llm = engine(enable_chunked_prefill=False, **sizes)
@@ -768,22 +818,28 @@ def _steps_of_tokens(llm: LLMEngine, asks: Mapping[str, Ask]) -> Seen:
     return seen
 
 
-# ---- lesson 11: memory that runs out ---------------------------------------------------------------------------------
+# ---- lesson 11: memory that runs out -------------------------------------------------------------
 
 
 def by_priority() -> Seen:
-    """Four requests come one after another to 12 blocks of 4 slots, by priority; blocks run out again and again."""
+    """Four requests come one after another to 12 blocks of 4 slots, by priority; blocks run out
+    again and again.
+    """
     return _tight_steps("priority", 13, {"a": (9, 14, 3), "b": (11, 12, 0), "c": (9, 14, 2), "d": (10, 13, 1)})
 
 
 def in_turn() -> Seen:
-    """Four requests come one by one to 12 blocks of 4 slots, first come, first served; three short ones follow."""
+    """Four requests come one by one to 12 blocks of 4 slots, first come, first served; three
+    short ones follow.
+    """
     asks = dict.fromkeys("abcd", (9, 14, 0)) | {f"short {number}": (6, 2, 0) for number in range(3)}
     return _tight_steps("fcfs", 13, asks)
 
 
 def _tight_steps(policy: str, num_blocks: int, asks: Mapping[str, tuple[int, int, int]]) -> Seen:
-    """Return when each request (prompt, answer, priority) ended, its preemptions, and steps without a token."""
+    """Return when each request (prompt, answer, priority) ended, its preemptions, and steps
+    without a token.
+    """
     limits = SchedulerConfig(max_model_len=24, max_num_batched_tokens=32, max_num_seqs=8, policy=policy)
     pool = CacheConfig(num_gpu_blocks=num_blocks, block_size=4, enable_prefix_caching=False)
     scheduler, ends, preempted, idle = Scheduler(limits, pool), {}, dict.fromkeys(asks, 0), dict.fromkeys(asks, 0)
@@ -809,7 +865,7 @@ def _tight_steps(policy: str, num_blocks: int, asks: Mapping[str, tuple[int, int
     return seen | {"steps in which a running request got no token": sum(idle.values())}
 
 
-# ---- lesson 12: adapters ---------------------------------------------------------------------------------------------
+# ---- lesson 12: adapters -------------------------------------------------------------------------
 
 TOTAL = "def total(items, start):\n    result = start\n    for item in items:\n"
 
@@ -825,7 +881,9 @@ def with_slots(slots: int, **settings: Any) -> LLMEngine:
 
 
 def one_name_two_folders() -> Seen:
-    """A customer's adapter is replaced by one of the same name in another folder; the same prompt comes again."""
+    """A customer's adapter is replaced by one of the same name in another folder; the same
+    prompt comes again.
+    """
     old, new = trained("braces", 1, "customer"), trained("doctest", 2, "customer")
     prompt = "def add(a, b):\n    return a + b\n\n\ndef total(items):"
     asks = {"the old one": Ask(prompt, adapter=old), "the new one": Ask(prompt, adapter=new, at=30)}
@@ -834,7 +892,9 @@ def one_name_two_folders() -> Seen:
 
 
 def three_for_two_slots() -> Seen:
-    """Three requests with an adapter each come together, then one after the other; there are two slots."""
+    """Three requests with an adapter each come together, then one after the other; there are two
+    slots.
+    """
     adapters = [trained(name, number) for number, name in enumerate(("braces", "doctest", "stubs"), start=1)]
     together = {f"{adapter.lora_name}, together": Ask(TOTAL, adapter=adapter) for adapter in adapters}
     alone = {
@@ -845,7 +905,9 @@ def three_for_two_slots() -> Seen:
 
 
 def large_then_small() -> Seen:
-    """Requests use an adapter of rank 8, then one of rank 16, then the first again; they share one slot."""
+    """Requests use an adapter of rank 8, then one of rank 16, then the first again; they share
+    one slot.
+    """
     small, large = trained("doctest", 1), trained("braces", 2)
     order = (("the small one, first", small, 0), ("the large one", large, 30), ("the small one, again", small, 60))
     asks = {name: Ask(TOTAL, adapter=adapter, at=at) for name, adapter, at in order}

@@ -1,4 +1,6 @@
-"""Draws `lessons/figures/05_graph_replay.svg`: a step launched kernel by kernel, and replayed as a graph."""
+"""Draws `lessons/figures/05_graph_replay.svg`: a step launched kernel by kernel, and replayed as
+a graph.
+"""
 
 from minivllm_lab import palette
 from minivllm_lab.drawing import QUIET, line, rect, svg, text, tint

@@ -22,7 +22,9 @@ STRANGERS_PROMPT = "def sub(a, b):\n    return"
 
 
 def paper_name(parent: int, token_ids: Sequence[int]) -> int:
-    """Hash on paper, as the lesson does: (7 × the parent's hash + the tokens, weighted 1, 2, 3, 4) mod 1000."""
+    """Hash on paper, as the lesson does: (7 × the parent's hash + the tokens, weighted 1, 2, 3,
+    4) mod 1000.
+    """
     return (7 * parent + sum(weight * token for weight, token in enumerate(token_ids, start=1))) % 1000
 
 
@@ -100,7 +102,9 @@ def _still(
     other: Prompt | None = None,
     found: bool = False,
 ) -> str:
-    """Draw `shown` names of the first prompt, the pool's blocks, and another prompt that looks its names up."""
+    """Draw `shown` names of the first prompt, the pool's blocks, and another prompt that looks
+    its names up.
+    """
     shapes = [text(LEFT, FIRST_Y - 28, "the first request's prompt", colour=QUIET), *_prompt(first, FIRST_Y, QUIET)]
     for index in range(shown):
         shapes.append(_name(_x(index), FIRST_Y + TALL + 8, first.names[index], BLUE))

@@ -1,6 +1,8 @@
-"""Sessions on the engine's own scheduler and block pool: prefix-cache hits, evictions and wrong hits.
+"""Sessions on the engine's own scheduler and block pool: prefix-cache hits, evictions and wrong
+hits.
 
-The scheduler and the pool are watched from outside: which requests each step admits, and which blocks it evicts.
+The scheduler and the pool are watched from outside: which requests each step admits, and which
+blocks it evicts.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Admission:
     requests: tuple[int, ...]
     """Indices in the workload."""
     lost: tuple[tuple[int, int], ...]
-    """(user, blocks of that user's context that were evicted in these steps); `SHARED` stands for all users."""
+    """(user, blocks of that user's context that were evicted in these steps); `SHARED` stands
+    for all users.
+    """
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,17 @@ class Reuse:
         return sum(self.found) / sum(self.prompts)
 
     def later_ttft(self, turns: int, share: float = 0.95) -> float:
-        """Return a quantile of the time to first token, in seconds, without each user's first request."""
+        """Return a quantile of the time to first token, in seconds, without each user's first
+        request.
+        """
         return percentile([ttft for index, ttft in enumerate(self.ttfts) if index % turns or turns == 1], share)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Sessions to serve, as `sessions` takes them, and the function that hashes their blocks (None: the engine's)."""
+    """Sessions to serve, as `sessions` takes them, and the function that hashes their blocks
+    (None: the engine's).
+    """
 
     kind: Sharing
     users: int
@@ -93,7 +101,9 @@ class Load:
 
     @property
     def ample_blocks(self) -> int:
-        """Return the size of a pool that never evicts: the blocks of each request, less its hits."""
+        """Return the size of a pool that never evicts: the blocks of each request, less its
+        hits.
+        """
         prompts = [self.prefix + self.kind.question + self.kind.answer] * self.users * self.turns
         if self.kind.grows:
             turn_tokens = self.kind.question + self.kind.answer
@@ -210,7 +220,9 @@ def _true(name: BlockHash | None) -> BlockHash | None:
 
 @lru_cache(maxsize=4)
 def _named(own: HashBlockTokens) -> HashBlockTokens:
-    """Wrap the reader's function: call it once for each block, and keep the true hash beside its result."""
+    """Wrap the reader's function: call it once for each block, and keep the true hash beside its
+    result.
+    """
     known: dict[BlockHash, _Name] = {}
 
     def name(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:

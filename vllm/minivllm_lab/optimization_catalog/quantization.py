@@ -1,6 +1,7 @@
 """Lesson 05's measurements of an int8 KV cache, and of int8 and int4 weights.
 
-A function `measure_*` measures, prints its table and returns its figures; its callables are the lesson's own code.
+A function `measure_*` measures, prints its table and returns its figures; its callables are the
+lesson's own code.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ class Rounding(NamedTuple):
     dequantize_int4: Callable[[Tensor, Tensor, int], Tensor]
 
 
-# ---- the KV cache in int8 --------------------------------------------------------------------------------------------
+# ---- the KV cache in int8 ------------------------------------------------------------------------
 
 
 def measure_cache(llm: LLM, model: str, texts: Texts, context: int, device: torch.device) -> dict:
-    """Measure the engine's int8 cache: bytes of a token, loss and agreement on held-out text, and a step's time."""
+    """Measure the engine's int8 cache: bytes of a token, loss and agreement on held-out text,
+    and a step's time.
+    """
     kinds, config = ("float32", "bfloat16", "fp8", "int8"), llm.llm_engine.model_config
     sizes = {
         kind: {"here": kv_bytes_per_token(config, kind), "llama": kv_bytes_per_token(LLAMA, kind)} for kind in kinds
@@ -72,7 +75,9 @@ def _step_seconds(model: str, device: torch.device, context: int, kv_cache_dtype
 
 
 def int8_caches(quantize: Quantize) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return functions that round keys or values [tokens, heads, head_dim] as an int8 cache does, by granularity."""
+    """Return functions that round keys or values [tokens, heads, head_dim] as an int8 cache
+    does, by granularity.
+    """
 
     def per_token_and_head(x: Tensor) -> Tensor:
         integers, scales = quantize(x)
@@ -85,7 +90,9 @@ def int8_caches(quantize: Quantize) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def measure_outlier(model: Decoder, texts: Texts, quantize: Quantize) -> dict:
-    """Measure the loss that an int8 cache adds, by granularity: for the model as it is, and with one channel × 50."""
+    """Measure the loss that an int8 cache adds, by granularity: for the model as it is, and with
+    one channel × 50.
+    """
     plain, lengths, results = decoder_loss(model, texts), [len(text) for text in texts], {}
     for name, rounded in int8_caches(quantize).items():
         caches = {str(size): RoundedCache(model.config, lengths, rounded, size) for size in OUTLIERS}
@@ -95,11 +102,12 @@ def measure_outlier(model: Decoder, texts: Texts, quantize: Quantize) -> dict:
     return results
 
 
-# ---- weights in int8 and int4 ----------------------------------------------------------------------------------------
+# ---- weights in int8 and int4 --------------------------------------------------------------------
 
 
 def stored(weight: Tensor, group: int | None, rounding: Rounding) -> tuple[Tensor, float]:
-    """Round weights [n, k] to int4 groups (None: int8, a scale per row); return them and the bits per weight.
+    """Round weights [n, k] to int4 groups (None: int8, a scale per row); return them and the bits
+    per weight.
 
     Scales count as 16 bits.
     """
@@ -113,7 +121,9 @@ def stored(weight: Tensor, group: int | None, rounding: Rounding) -> tuple[Tenso
 
 
 def measure_weights(model: Decoder, texts: Texts, group: int, rounding: Rounding) -> dict:
-    """Measure bits, error and added loss of all layers' weights, in int8, and in int4 by the size of its groups."""
+    """Measure bits, error and added loss of all layers' weights, in int8, and in int4 by the
+    size of its groups.
+    """
     groups: dict = {"int8, a scale per row": None, "int4, a scale per row": 1 << 20}
     groups |= {f"int4, groups of {size}": size for size in sorted({16, 128, group}, reverse=True)}
     layer: Any = model.layers[0]

@@ -1,6 +1,7 @@
 """Lesson 05's measurements on the engine, its tables, its figure and its command line.
 
-A function `measure_*` measures, prints its table and returns its figures; its callables are the lesson's own code.
+A function `measure_*` measures, prints its table and returns its figures; its callables are the
+lesson's own code.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ GRAPH_GAINS = {
     "Qwen3-0.6B, xLLM": {"1": 4.20 / 2.72, "30": 9.85 / 9.11},
     "Llama-2-7B, vLLM": {"1": 1.20 / 1.05},
 }
-"""Published gains of CUDA graphs, by requests at once: deepspeedai/DeepSpeed#8352 (tokens/s), xLLM-AI/xllm#713 (ms a
-token), vllm-project/vllm#1440 (s for 100 tokens)."""
+"""Published gains of CUDA graphs, by requests at once: deepspeedai/DeepSpeed#8352 (tokens/s),
+xLLM-AI/xllm#713 (ms a token), vllm-project/vllm#1440 (s for 100 tokens).
+"""
 
 
-# ---- prefix caching --------------------------------------------------------------------------------------------------
+# ---- prefix caching ------------------------------------------------------------------------------
 
 
 def measure_prefixes(llm: LLM, without: LLM, text: Sequence[int], users: int, rounds: int) -> dict:
-    """Serve each workload with and without the prefix cache: hit rate, and the gain in time to first token."""
+    """Serve each workload with and without the prefix cache: hit rate, and the gain in time to
+    first token.
+    """
     results, rows = {}, []
     for name, work in track(WORK.items(), "sharing prefixes"):
         runs = [[serve(engine, work, text, users) for engine in (llm, without)] for _ in range(rounds)]
@@ -74,13 +78,14 @@ def measure_salted(llm: LLM, prompt: list[int]) -> dict:
     return cached
 
 
-# ---- CUDA graphs -----------------------------------------------------------------------------------------------------
+# ---- CUDA graphs ---------------------------------------------------------------------------------
 
 
 def replay_wrongly(
     buffers_of: Callable[[int, int], Any], padded_size: Callable[[int, Sequence[int]], int | None]
 ) -> dict:
-    """Print the graph of each batch, a replay without padding, and one of a graph that is too small.
+    """Print the graph of each batch, a replay without padding, and one of a graph that is too
+    small.
 
     `buffers_of(largest, cache_slots)` makes the lesson's buffers.
     """
@@ -103,12 +108,14 @@ def replay_wrongly(
     return results | {"right": right, "too small": too_small}
 
 
-# ---- tensor parallelism ----------------------------------------------------------------------------------------------
+# ---- tensor parallelism --------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def measure_parallel(model: Decoder, column_then_row: Callable, all_reduce_bytes: Callable) -> dict:
-    """Compare one layer's two halves on one rank and on two; print what GPUs would send for Llama-3-70B."""
+    """Compare one layer's two halves on one rank and on two; print what GPUs would send for
+    Llama-3-70B.
+    """
     config = model.config
     layer: Any = model.layers[0]
     x, attend = torch.randn(24, config.hidden_size).to(layer.mlp.down_proj.weight), CausalAttention(config)
@@ -133,7 +140,7 @@ def measure_parallel(model: Decoder, column_then_row: Callable, all_reduce_bytes
     return {"off": max(off.values()), "sent": sent}
 
 
-# ---- the whole lesson ------------------------------------------------------------------------------------------------
+# ---- the whole lesson ----------------------------------------------------------------------------
 
 
 def close(results: dict, disturbance: str) -> None:
@@ -156,7 +163,9 @@ def close(results: dict, disturbance: str) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Plot hit rates when prefixes outgrow the pool, loss by bits of the weights, and published gains of graphs."""
+    """Plot hit rates when prefixes outgrow the pool, loss by bits of the weights, and published
+    gains of graphs.
+    """
     with panels(path, 3) as (left, middle, right):
         curves(left, {"hits": results["thrash"]}, factor=100)
         left.set(title="Prefixes outgrow the pool", xlabel="prefixes of 8 blocks, pool of 63", ylabel="% hits", ylim=-2)

@@ -1,7 +1,8 @@
-"""Workloads whose prompts share prefixes, as in real use of an engine, and how much a prefix cache saves.
+"""Workloads whose prompts share prefixes, as in real use of an engine, and how much a prefix cache
+saves.
 
-Each workload asks the engine for answers and puts them into its next prompts. All text is taken from one stream of
-tokens, so the only repetitions are those of the workload itself.
+Each workload asks the engine for answers and puts them into its next prompts. All text is taken
+from one stream of tokens, so the only repetitions are those of the workload itself.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ WORK = {"one system prompt": system_prompt, "chats of 5 turns": chats, "an agent
 
 @dataclass(frozen=True)
 class Served:
-    """Results of a workload: prompt tokens looked up and found in the cache, mean seconds to the first token."""
+    """Results of a workload: prompt tokens looked up and found in the cache, mean seconds to the
+    first token.
+    """
 
     queries: int
     hits: int

@@ -1,8 +1,10 @@
-"""Workloads whose prompts share prefixes: prefix cache hits depend on who shares what with whom, and when.
+"""Workloads whose prompts share prefixes: prefix cache hits depend on who shares what with whom,
+and when.
 
-A session is one user's turns, each sent some time after the previous answer. Token ids are made up: a shared prefix is
-the same ids. All else begins with a unique id and continues with the same ids in every prompt, which is enough, since
-block hashes are chained; hashes that are not chained find the wrong blocks.
+A session is one user's turns, each sent some time after the previous answer. Token ids are made up:
+a shared prefix is the same ids. All else begins with a unique id and continues with the same ids in
+every prompt, which is enough, since block hashes are chained; hashes that are not chained find the
+wrong blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ FILLER = 1
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who shares what. Lengths in tokens; times in seconds."""
+    """A kind of prefix sharing. Lengths in tokens; times in seconds."""
 
     name: str
     title: str
@@ -32,17 +34,23 @@ class Sharing:
     """New tokens of each turn."""
     answer: int = 8
     pause: float = 0.1
-    """Seconds per user between an answer and the next turn, in which the other users take their turns."""
+    """Seconds per user between an answer and the next turn, in which the other users take their
+    turns.
+    """
 
     def kept(self, users: int, turns: int, prefix: int) -> int:
-        """Return the tokens that must stay cached for the last turn of every user to find all that it can."""
+        """Return the tokens that must stay cached for the last turn of every user to find all
+        that it can.
+        """
         if self.prefix_of == "request":
             return 0
         beginnings = prefix if self.prefix_of == "all" else users * prefix
         return beginnings + self.grows * users * (turns - 1) * (self.question + self.answer)
 
     def findable(self, users: int, turns: int, prefix: int, block_size: int = 16) -> list[int]:
-        """Return the prompt tokens of each request, in the order of `sessions`, that an endless cache would hold."""
+        """Return the prompt tokens of each request, in the order of `sessions`, that an endless
+        cache would hold.
+        """
         tokens = []
         for user in range(users):
             for turn in range(turns):
@@ -79,15 +87,16 @@ def sharing(name: str) -> Sharing:
 
 
 def sessions(kind: Sharing, users: int, turns: int, prefix: int, *, at_random: bool = False) -> list[SimulatedRequest]:
-    """Make the requests of all users: request `user * turns + turn`. Users arrive a tenth of a second apart.
+    """Make the requests of all users: request `user * turns + turn`. Users arrive a tenth of a
+    second apart.
 
     Args:
         kind: who shares what.
         users: sessions.
         turns: requests of each session.
         prefix: tokens of the shared beginning.
-        at_random: draw pauses from an exponential distribution (reproducible) of the same mean, so that users return in
-            any order. Otherwise all pauses are equal, and users take turns.
+        at_random: draw pauses from an exponential distribution (reproducible) of the same mean, so
+            that users return in any order. Otherwise all pauses are equal, and users take turns.
 
     Raises:
         MinivllmError: fewer than one user, turn or token.

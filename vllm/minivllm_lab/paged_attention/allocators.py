@@ -1,4 +1,6 @@
-"""The allocators that lesson 02 compares on the same requests: contiguous regions, and tables that grow."""
+"""The allocators that lesson 02 compares on the same requests: contiguous regions, and tables
+that grow.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,12 @@ class FirstFit(Memory):
 
 
 class Buddy(Memory):
-    """A buddy allocator: every region is a power of two long and begins at a multiple of its length.
+    """A buddy allocator: every region is a power of two long and begins at a multiple of its
+    length.
 
-    Memory is halved until a piece just fits; the other half is its buddy. A freed piece is merged with its buddy, if
-    that is free too. The paper assumes such an allocator for Orca (Kwon et al. 2023, section 6.1).
+    Memory is halved until a piece just fits; the other half is its buddy. A freed piece is merged
+    with its buddy, if that is free too. The paper assumes such an allocator for Orca (Kwon et al.
+    2023, section 6.1).
     """
 
     def __init__(self, slots: int, region: Region) -> None:
@@ -62,7 +66,9 @@ class Buddy(Memory):
                 first += 1 << bit
 
     def admit(self, request: Running) -> bool:
-        """Reserve a piece for the whole region: the smallest free one, halved while a half is enough."""
+        """Reserve a piece for the whole region: the smallest free one, halved while a half is
+        enough.
+        """
         reserved = self.region(request.lengths)
         fitting = [piece for piece in self.free if piece[0] >= reserved]
         if not fitting:
@@ -84,7 +90,9 @@ class Buddy(Memory):
         self.free.add((length, first))
 
     def held(self, request: Running) -> int:
-        """Return the reserved length. The rest of the piece counts as outside, as in the paper's figure 2."""
+        """Return the reserved length. The rest of the piece counts as outside, as in the paper's
+        figure 2.
+        """
         return request.home[2]
 
 
@@ -121,11 +129,13 @@ class TablesOnDemand(Memory):
 
 
 def reservations(longest: int) -> dict[str, Callable[[int], Memory]]:
-    """Return contiguous memories by the rule for a region's length; each is made for a number of slots.
+    """Return contiguous memories by the rule for a region's length; each is made for a number of
+    slots.
 
-    The first three are Orca as the paper builds it (Kwon et al. 2023, section 6.1): `max` reserves the `longest`
-    request that is served, `pow2` rounds the output up to a power of two, and `oracle` knows the output's length. The
-    fourth, `exact`, knows it too, and its allocator rounds nothing up; the paper has no such baseline.
+    The first three are Orca as the paper builds it (Kwon et al. 2023, section 6.1): `max` reserves
+    the `longest` request that is served, `pow2` rounds the output up to a power of two, and
+    `oracle` knows the output's length. The fourth, `exact`, knows it too, and its allocator rounds
+    nothing up; the paper has no such baseline.
     """
 
     def power_of_two(request: RequestLengths) -> int:
@@ -147,7 +157,9 @@ def replay_workloads(
     seed: int,
     names: Iterable[str] = WORKLOADS,
 ) -> dict[str, dict[str, Occupancy]]:
-    """Replay requests of each workload under each allocator; requests over `longest` tokens are left out."""
+    """Replay requests of each workload under each allocator; requests over `longest` tokens are
+    left out.
+    """
     sampled = {name: WORKLOADS[name].sample(max(1000, steps * slots // 2000), seed) for name in names}  # enough of them
     results: dict[str, dict[str, Occupancy]] = {name: {} for name in sampled}
     for name, kind in track([(name, kind) for name in sampled for kind in allocators], "replaying requests"):

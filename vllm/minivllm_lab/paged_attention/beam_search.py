@@ -1,7 +1,8 @@
-"""Blocks saved by sharing: beam search, and parallel samples of one prompt, on the block tables of lesson 02.
+"""Blocks saved by sharing: beam search, and parallel samples of one prompt, on the block tables of
+lesson 02.
 
-At each step of a beam search some beams have several children and others none. The children share the blocks of their
-common prefix, which is most of the text.
+At each step of a beam search some beams have several children and others none. The children share
+the blocks of their common prefix, which is most of the text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from minivllm_simulate.workloads import WORKLOADS, RequestLengths
 
 @dataclass
 class Beam:
-    """One candidate: the tokens after the prompt, their log-probability, and the table of the whole text."""
+    """One candidate: the tokens after the prompt, their log-probability, and the table of the
+    whole text.
+    """
 
     tokens: list[int]
     score: float
@@ -31,7 +34,8 @@ class Beam:
 def beam_search(
     cache: PagedCache, prompt: list[int], width: int, steps: int, fork: Callable[[Any], Any]
 ) -> tuple[list[Beam], list[int]]:
-    """Find the `width` likeliest continuations of `steps` tokens; return them and the blocks held after each step.
+    """Find the `width` likeliest continuations of `steps` tokens; return them and the blocks held
+    after each step.
 
     `fork` makes a child's table from its parent's.
     """
@@ -67,13 +71,14 @@ def full_copy(cache: PagedCache, parent: Any) -> Any:
 def beams_both_ways(
     cache_of: Callable[[], PagedCache], prompt: list[int], widths: Iterable[int], steps: int
 ) -> tuple[dict[str, dict], list[int]]:
-    """Search with each width twice, with children that share blocks and with children that copy them.
+    """Search with each width twice, with children that share blocks and with children that copy
+    them.
 
     `cache_of` makes an empty cache.
 
     Returns:
-        By width, `saved`, the fraction of blocks saved on average over the steps, and the most blocks held at once
-        either way; then the tokens of the widest search's likeliest beam.
+        By width, `saved`, the fraction of blocks saved on average over the steps, and the most
+        blocks held at once either way; then the tokens of the widest search's likeliest beam.
 
     Raises:
         AssertionError: the two searches found different beams.
@@ -94,7 +99,8 @@ def beams_both_ways(
 def saved_by_samples(
     requests: Iterable[RequestLengths], samples: int, block_size: int, new_table: Callable[[int, int], Any]
 ) -> float:
-    """Return the fraction of blocks saved if each request's `samples` outputs share the blocks of its prompt.
+    """Return the fraction of blocks saved if each request's `samples` outputs share the blocks of
+    its prompt.
 
     `new_table` makes an empty table in a new pool, given the number of blocks and the block size.
     """
@@ -114,7 +120,9 @@ def saved_by_samples(
 def measure_sharing(
     cache_of: Callable[[], PagedCache], new_table: Callable[[int, int], Any], prompt: list[int], plan: Plan
 ) -> dict:
-    """Count the blocks that sharing saves: for parallel samples of 40 requests of each kind, and in beam searches."""
+    """Count the blocks that sharing saves: for parallel samples of 40 requests of each kind, and
+    in beam searches.
+    """
     samples: dict[str, dict[str, float]] = {"alpaca": {}, "sharegpt": {}}
     for name, count in track([(name, count) for name in samples for count in (2, 4, 6)], "parallel samples"):
         requests = WORKLOADS[name].sample(40, plan.seed)

@@ -1,6 +1,8 @@
-"""Counts what a block size costs requests of given lengths: empty slots, and bytes that attention fetches in vain.
+"""Counts what a block size costs requests of given lengths: empty slots, and bytes that attention
+fetches in vain.
 
-Requests are counted at some point of their lives, and longer lives weigh more: a busy server at a random moment.
+Requests are counted at some point of their lives, and longer lives weigh more: a busy server at a
+random moment.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,7 +49,9 @@ class Held:
 
 
 def moments(requests: Iterable[RequestLengths]) -> tuple[Moment, ...]:
-    """Look at each request at a point of its life, the points spread evenly over its output tokens."""
+    """Look at each request at a point of its life, the points spread evenly over its output
+    tokens.
+    """
     seen = []
     for number, lengths in enumerate(requests):
         generated = 1 + int(number * GOLDEN % 1 * (lengths.output_tokens - 1))
@@ -56,7 +60,8 @@ def moments(requests: Iterable[RequestLengths]) -> tuple[Moment, ...]:
 
 
 def held(seen: Sequence[Moment], block_size: int, samples: int = 1) -> Held:
-    """Count slots in blocks of `block_size`; each request's `samples` outputs share its prompt's full blocks.
+    """Count slots in blocks of `block_size`; each request's `samples` outputs share its prompt's
+    full blocks.
 
     Raises:
         MinivllmError: no requests, or a block or a number of samples below 1.
@@ -76,7 +81,8 @@ def held(seen: Sequence[Moment], block_size: int, samples: int = 1) -> Held:
 def fetched_in_vain(
     seen: Sequence[Moment], block_size: int, row_bytes: int, piece: int = SECTOR, *, per_token: bool = False
 ) -> float:
-    """Return the bytes that attention fetches in vain per byte that it needs (see `paged_traffic.fetched`).
+    """Return the bytes that attention fetches in vain per byte that it needs (see
+    `paged_traffic.fetched`).
 
     Each sample reads its whole past, shared or not, so their number makes no difference.
 

@@ -1,7 +1,8 @@
-"""Replays requests on one memory with any allocator: what its slots hold, and how many requests run at once.
+"""Replays requests on one memory with any allocator: what its slots hold, and how many requests run
+at once.
 
-No clock and no model: a step gives every running request one token. The queue never runs empty, so what is measured is
-the memory alone.
+No clock and no model: a step gives every running request one token. The queue never runs empty, so
+what is measured is the memory alone.
 """
 
 from collections import deque
@@ -15,7 +16,9 @@ from minivllm_simulate.workloads import RequestLengths
 
 @dataclass(eq=False)
 class Running:
-    """One request: its lengths, its tokens in the cache, and where they are, as its memory records it."""
+    """One request: its lengths, its tokens in the cache, and where they are, as its memory
+    records it.
+    """
 
     lengths: RequestLengths
     tokens: int
@@ -38,7 +41,9 @@ class Memory:
         raise NotImplementedError
 
     def grow(self, request: Running) -> bool:
-        """Make room for one more token; return False if there is none. A reservation has room already."""
+        """Make room for one more token; return False if there is none. A reservation has room
+        already.
+        """
         return True
 
     def release(self, request: Running) -> None:
@@ -74,18 +79,22 @@ class Occupancy:
         return (self.later + self.never) / (1 - self.outside)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures for a results file, with the shares without a token: of all slots, and of those held."""
+        """Return the figures for a results file, with the shares without a token: of all slots,
+        and of those held.
+        """
         return {**asdict(self), "empty": 1 - self.tokens, "empty_of_held": self.empty}
 
 
 def replay(memory: Memory, requests: Iterable[RequestLengths], steps: int) -> Occupancy:
     """Serve requests first come, first served, one token each a step.
 
-    Running requests grow first; if there is no room, the last admitted one is preempted and waits at the head of the
-    queue, and such a step admits no request. The first quarter of the steps is not counted.
+    Running requests grow first; if there is no room, the last admitted one is preempted and waits
+    at the head of the queue, and such a step admits no request. The first quarter of the steps is
+    not counted.
 
     Raises:
-        MinivllmError: a request does not fit even alone, or there are too few requests for that many steps.
+        MinivllmError: a request does not fit even alone, or there are too few requests for that
+            many steps.
     """
     waiting = deque(Running(lengths, lengths.prompt_tokens) for lengths in requests)
     running: list[Running] = []

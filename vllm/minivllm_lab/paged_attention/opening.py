@@ -1,4 +1,6 @@
-"""Lesson 02's opening figure: the followed request's tokens, its block table, and where they lie in the pool."""
+"""Lesson 02's opening figure: the followed request's tokens, its block table, and where they lie
+in the pool.
+"""
 
 from __future__ import annotations
 

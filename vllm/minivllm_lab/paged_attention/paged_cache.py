@@ -1,4 +1,6 @@
-"""A real model's KV cache in the blocks of lesson 02, and attention timed over blocks of every size."""
+"""A real model's KV cache in the blocks of lesson 02, and attention timed over blocks of every
+size.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from minivllm_lab.timing import in_turns
 class PagedCache(PagedModel):
     """A model whose sequences have block tables that fork.
 
-    `new_table` makes an empty table from a pool and a block size. `written` [blocks, block_size] remembers which token
-    each slot holds, so that one can look.
+    `new_table` makes an empty table from a pool and a block size. `written` [blocks, block_size]
+    remembers which token each slot holds, so that one can look.
     """
 
     def __init__(self, model: Decoder, pool: Pool, new_table: Callable[[Any, int], Any], block_size: int) -> None:
@@ -31,7 +33,9 @@ class PagedCache(PagedModel):
         self.pool, self.table = pool, partial(new_table, pool, block_size)
 
     def step(self, tables: Sequence[Any], new: Sequence[list[int]]) -> Tensor:
-        """Append each sequence's new tokens and compute them -> logits of the last ones [sequences, vocab]."""
+        """Append each sequence's new tokens and compute them -> logits of the last ones
+        [sequences, vocab].
+        """
         starts = [table.num_tokens for table in tables]
         room = [table.append(len(tokens)) for table, tokens in zip(tables, new, strict=True)]
         self.copy([pair for _, copies in room for pair in copies])  # before anything is written
@@ -54,10 +58,11 @@ class PagedCache(PagedModel):
 
 
 def gather_decode(q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor) -> Tensor:
-    """Attend through block tables: gather each sequence's tokens from its blocks, then use PyTorch's attention.
+    """Attend through block tables: gather each sequence's tokens from its blocks, then use
+    PyTorch's attention.
 
-    q [sequences, heads, head_dim]; keys, values [blocks, block_size, kv_heads, head_dim]; block_table [sequences,
-    width]; lengths [sequences], each at least 1 -> like q.
+    q [sequences, heads, head_dim]; keys, values [blocks, block_size, kv_heads, head_dim];
+    block_table [sequences, width]; lengths [sequences], each at least 1 -> like q.
     """
     results = []
     for query, row, length in zip(q, block_table.long(), lengths.tolist(), strict=True):
@@ -74,8 +79,8 @@ def blocks_held(pool: Pool) -> int:
 def in_blocks(data: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Scatter [2, sequences, length, kv_heads, head_dim] over blocks in random order.
 
-    Returns the caches [2, blocks, block_size, kv_heads, head_dim], and the table int32 [sequences, length /
-    block_size].
+    Returns the caches [2, blocks, block_size, kv_heads, head_dim], and the table int32 [sequences,
+    length / block_size].
     """
     blocks = data.reshape(2, -1, block_size, *data.shape[3:])
     order = torch.randperm(blocks.shape[1], device=data.device)
@@ -85,7 +90,9 @@ def in_blocks(data: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 
 def random_case(heads: int, kv_heads: int, head_dim: int, block_size: int, lengths: Sequence[int]) -> list[Tensor]:
-    """Make random float16 arguments of `gather_decode`, in blocks that are scattered over the caches."""
+    """Make random float16 arguments of `gather_decode`, in blocks that are scattered over the
+    caches.
+    """
     width = -(-max(lengths) // block_size)
     block_table = (torch.randperm(len(lengths) * width, dtype=torch.int32) + 1).view(len(lengths), width)
     keys, values = torch.randn(2, len(lengths) * width + 1, block_size, kv_heads, head_dim).half()
@@ -94,13 +101,15 @@ def random_case(heads: int, kv_heads: int, head_dim: int, block_size: int, lengt
 
 
 def time_by_block_size(device: torch.device, sizes: Sequence[int], decode: Callable[..., Tensor]) -> dict:
-    """Time decode attention by block size, in turns, against a contiguous cache: one block for each sequence.
+    """Time decode attention by block size, in turns, against a contiguous cache: one block for each
+    sequence.
 
-    On a GPU `decode` attends, in bfloat16; on a CPU the engine's attention does, which always reads the table. The
-    best of 40 rounds counts: other work can only slow one down.
+    On a GPU `decode` attends, in bfloat16; on a CPU the engine's attention does, which always reads
+    the table. The best of 40 rounds counts: other work can only slow one down.
 
     Returns:
-        `shape` in words, `contiguous_ms`, and over it `again`, a second contiguous cache, and `ratio` by block size.
+        `shape` in words, `contiguous_ms`, and over it `again`, a second contiguous cache, and
+        `ratio` by block size.
 
     Raises:
         AssertionError: a block size gives another result.

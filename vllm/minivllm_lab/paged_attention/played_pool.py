@@ -1,8 +1,9 @@
-"""A few requests served on a small block pool, step by step: admit, fork, grow, copy, preempt, free.
+"""A few requests served on a small block pool, step by step: admit, fork, grow, copy, preempt,
+free.
 
-The pool is the engine's, or any class with its four methods. Tables and requests are kept here, so that after each step
-the pool's books can be compared with the tables: a pool that miscounts, allocates a block twice or loses one is caught
-in the step where it happens.
+The pool is the engine's, or any class with its four methods. Tables and requests are kept here, so
+that after each step the pool's books can be compared with the tables: a pool that miscounts,
+allocates a block twice or loses one is caught in the step where it happens.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Play:
 
     @property
     def fault(self) -> str:
-        """Return the first fault and the first clash that follows from it, or "" if the pool is right."""
+        """Return the first fault and the first clash that follows from it, or "" if the pool is
+        right.
+        """
         faults = [fault for frame in self.frames for fault in frame.faults]
         clash = next((fault for fault in faults if fault.clash), None)
         first = faults[0].words if faults else ""
@@ -66,7 +69,9 @@ class _Request:
     tables: list[BlockTable] = field(default_factory=list)
 
     def most_blocks(self, block_size: int, written: int) -> int:
-        """Return the blocks of all samples once each has `written` tokens, the prompt's full blocks shared."""
+        """Return the blocks of all samples once each has `written` tokens, the prompt's full
+        blocks shared.
+        """
         prompt = self.lengths.prompt_tokens
         shared = prompt // block_size if self.samples > 1 else 0
         return shared + self.samples * (-(-(prompt + written) // block_size) - shared)
@@ -81,8 +86,9 @@ def play_pool(
 ) -> Play:
     """Serve `requests` on a pool that has room for about a third of them, first come, first served.
 
-    Lengths are divided by a whole number, so that the pool has at most `most_blocks` blocks. The play ends with the
-    last step at which half of the pool is held, and after `MOST_FRAMES` steps at the latest.
+    Lengths are divided by a whole number, so that the pool has at most `most_blocks` blocks. The
+    play ends with the last step at which half of the pool is held, and after `MOST_FRAMES` steps at
+    the latest.
 
     Args:
         requests: their lengths, in tokens; at least one request.
@@ -121,7 +127,8 @@ def _fitted(
         ]
         waiting = [_Request(number, lengths, samples) for number, lengths in enumerate(shorter, 1)]
         sizes = [request.most_blocks(block_size, request.lengths.output_tokens) for request in waiting]
-        # One block more than they hold in the end: a copy is allocated before the shared block is freed.
+        # One block more than they hold in the end: a copy is allocated before the shared block is
+        # freed.
         usable = max(max(sizes) + (samples > 1), round(ROOM_FOR * sum(sizes)))
         if usable <= most or max(lengths.total for lengths in shorter) <= 2:
             return divisor, waiting, usable
@@ -138,7 +145,9 @@ class _Stage:
         self.freed_twice = False
 
     def play(self, stride: int) -> None:
-        """Step until all are served, none can go on, the pool refuses a valid call, or there are enough frames."""
+        """Step until all are served, none can go on, the pool refuses a valid call, or there are
+        enough frames.
+        """
         try:
             while (self.waiting or self.running) and len(self.frames) < MOST_FRAMES:
                 preempted = self.grow(stride)
@@ -164,7 +173,9 @@ class _Stage:
         self.frames.append(Frame(did, caption, tables, self.pool.get_num_free_blocks(), tuple(faults)))
 
     def grow(self, stride: int) -> int:
-        """Let every request write on; where the pool is dry, preempt the last. Return how many were preempted."""
+        """Let every request write on; where the pool is dry, preempt the last. Return how many
+        were preempted.
+        """
         allocated, copies, preempted, grown = 0, [], 0, []
         for request in list(self.running):
             count = min(stride, request.lengths.output_tokens - request.written)
@@ -188,7 +199,9 @@ class _Stage:
         return preempted
 
     def blocks_needed(self, request: _Request, count: int) -> int:
-        """Count the blocks that all samples take; of those that share a half full block, the last needs no copy."""
+        """Count the blocks that all samples take; of those that share a half full block, the
+        last needs no copy.
+        """
         needed = sum(table.blocks_needed(count) for table in request.tables)
         copies = sum(table.must_copy(count) for table in request.tables)
         return needed - (copies > 0 and copies == len(request.tables))
@@ -229,7 +242,9 @@ class _Stage:
         return self.pool.get_num_free_blocks() - before
 
     def admit(self) -> None:
-        """Admit up to three requests from the head of the queue while their tokens fit; then fork their samples."""
+        """Admit up to three requests from the head of the queue while their tokens fit; then
+        fork their samples.
+        """
         admitted: list[_Request] = []
         before, promised = self.pool.get_num_free_blocks(), 0
         while self.waiting and len(admitted) < 3:

@@ -30,7 +30,8 @@ class Fault:
 
 
 def audit(pool: Pool, tables: Sequence[HeldTable], prompts: dict[int, int], block_size: int) -> list[Fault]:
-    """Return where the pool and the tables disagree, the gravest fault first; empty if the pool is right.
+    """Return where the pool and the tables disagree, the gravest fault first; empty if the pool is
+    right.
 
     Args:
         pool: the pool.

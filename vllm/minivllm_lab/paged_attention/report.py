@@ -35,9 +35,13 @@ STRANGER = (
     "    def check(self, password):\n        if self.password"
 )
 MOST_BEAMS = 64
-"""Without sharing, each beam takes a whole sequence's blocks; with more beams a laptop needs minutes."""
+"""Without sharing, each beam takes a whole sequence's blocks; with more beams a laptop needs
+minutes.
+"""
 MOST_SLOTS = 2**18
-"""As many as an 80 GB card has for a model of 8 billion parameters; the replay's time grows with them."""
+"""As many as an 80 GB card has for a model of 8 billion parameters; the replay's time grows with
+them.
+"""
 SHORT_REQUESTS = ("alpaca", "sharegpt", "azure-conversation")
 """The workloads for which block sizes are compared."""
 TITLES = {
@@ -49,7 +53,9 @@ TITLES = {
 }
 """Display names of the allocators."""
 PAPER = {"max": (0.204, 7.00), "pow2": (0.268, 9.81), "oracle": (0.382, 13.62), "paged": (0.963, 30.42)}
-"""Share of the slots that hold a token, and requests at once: Kwon et al. 2023, figures 2 and 13, on ShareGPT."""
+"""Share of the slots that hold a token, and requests at once: Kwon et al. 2023, figures 2 and
+13, on ShareGPT.
+"""
 SHARES = {"tokens": "a token", "later": "will, later", "never": "never will", "outside": "outside"}
 """Display names of what a slot holds; together they cover all slots."""
 
@@ -69,7 +75,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much work a run does."""
+    """The amount of work of a run."""
 
     slots: int
     block_size: int
@@ -86,13 +92,16 @@ class Plan:
     """Block sizes that are compared."""
 
     def cache_blocks(self, *texts: Sequence[int]) -> int:
-        """Return how many blocks the widest search takes without sharing, on the longest of these texts."""
+        """Return how many blocks the widest search takes without sharing, on the longest of
+        these texts.
+        """
         each = 1 + (max(map(len, texts)) + self.beam_steps) // self.block_size
         return 2 + 2 * self.widths[-1] * each
 
 
 def plan(arguments: argparse.Namespace, longest: int) -> Plan:
-    """Plan the work that the flags ask for; `longest` is the longest request of the replay, in tokens.
+    """Plan the work that the flags ask for; `longest` is the longest request of the replay, in
+    tokens.
 
     Raises:
         MinivllmError: a flag is out of range.
@@ -133,9 +142,11 @@ def load_prompts(arguments: argparse.Namespace, device: torch.device, plan: Plan
 
 
 def measure_memory(plan: Plan, allocators: Mapping[str, Callable[[int], Memory]]) -> dict:
-    """Print what the slots hold under each allocator: all shares for ShareGPT's requests, the tokens for every kind.
+    """Print what the slots hold under each allocator: all shares for ShareGPT's requests, the
+    tokens for every kind.
 
-    Returns the figures by workload and allocator, each with how many times as much the blocks achieved.
+    Returns the figures by workload and allocator, each with how many times as much the blocks
+    achieved.
     """
     results = replay_workloads(allocators, plan.slots, plan.steps, plan.longest, plan.seed)
     rows = []
@@ -158,12 +169,16 @@ def measure_memory(plan: Plan, allocators: Mapping[str, Callable[[int], Memory]]
 
 
 def _ratios(blocks: Occupancy, other: Occupancy) -> dict[str, float]:
-    """Divide tokens held, requests running and requests served with blocks by those of another allocator."""
+    """Divide tokens held, requests running and requests served with blocks by those of another
+    allocator.
+    """
     return {key: getattr(blocks, key) / getattr(other, key) for key in ("tokens", "running", "served_per_1000_steps")}
 
 
 def show_sharing(results: dict, prompt_tokens: int, steps: int, tokenizer: Tokenizer) -> None:
-    """Print the blocks that sharing saves, for parallel samples and for beams, and how the best beam goes on."""
+    """Print the blocks that sharing saves, for parallel samples and for beams, and how the best
+    beam goes on.
+    """
     rows = [
         (WORKLOADS[name].title, *(f"{share:.1%}" for share in saved.values()))
         for name, saved in results["samples"].items()
@@ -184,10 +199,12 @@ def measure_block_sizes(
     paged: Callable[[int, int], Memory],
     decode: Callable[..., torch.Tensor],
 ) -> dict:
-    """Measure both costs of a block size: empty slots in held blocks, by workload, and the time of attention.
+    """Measure both costs of a block size: empty slots in held blocks, by workload, and the time of
+    attention.
 
-    A GPU times `decode`, the lesson's kernel. A CPU times the engine's attention (lesson 03), which looks every token
-    up in either case: its times compare orders of memory, and say nothing about the lookup.
+    A GPU times `decode`, the lesson's kernel. A CPU times the engine's attention (lesson 03), which
+    looks every token up in either case: its times compare orders of memory, and say nothing about
+    the lookup.
     """
     from minivllm_lab.paged_attention.paged_cache import time_by_block_size
 
@@ -215,7 +232,9 @@ def measure_block_sizes(
 
 
 def show_break(results: dict, refused_twice: str, refused_dry: str) -> None:
-    """Print what a double free, an empty pool and a leaked reference do, with the errors of the first two."""
+    """Print what a double free, an empty pool and a leaked reference do, with the errors of the
+    first two.
+    """
     console.print(f"freed twice without a check, the blocks {results['double_free']} went to two sequences at once")
     console.print(f"freed twice: {refused_twice}")
     console.print(f"the pool is dry: {refused_dry}")
@@ -241,7 +260,9 @@ def conclude(results: dict, longest: int) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Plot what the slots hold and how many requests run under each allocator, and empty slots by block size."""
+    """Plot what the slots hold and how many requests run under each allocator, and empty slots
+    by block size.
+    """
     kinds, empty = results["memory"]["sharegpt"], results["blocks"]["empty"]
     start = [0.0] * len(kinds)
     with panels(path, 3, height=4) as (left, middle, right):

@@ -1,15 +1,17 @@
-"""Model what it costs to bring a preempted request back: recompute it, or copy its blocks to the host and back.
+"""Model what it costs to bring a preempted request back: recompute it, or copy its blocks to the
+host and back.
 
     crossover = Crossover.of(known_model("Meta-Llama-3-8B"), get_hardware("H100"), get_link("PCIe 5"), LARGE)
     crossover.recompute, crossover.copy      # 32 µs and 2.8 µs for each token
 
-Recomputing T tokens takes 2 N T / (share of the peak × FLOP/s). A copy takes T × bytes per token / bandwidth, and a
-little for each piece. To first order both grow with T, which cancels. A swap copies twice, out and back; a host tier,
-which has stored the blocks beforehand, only copies back. The engine's other work at the same time is left out, and so
-is attention, which makes recomputing more expensive the longer a request is; `recompute_seconds` can count it.
+Recomputing T tokens takes 2 N T / (share of the peak × FLOP/s). A copy takes T × bytes per token /
+bandwidth, and a little for each piece. To first order both grow with T, which cancels. A swap
+copies twice, out and back; a host tier, which has stored the blocks beforehand, only copies back.
+The engine's other work at the same time is left out, and so is attention, which makes recomputing
+more expensive the longer a request is; `recompute_seconds` can count it.
 
-The size of the pieces decides. Until v0.11, vLLM's caches kept each layer's keys and values apart; since v0.12 a block
-of all layers is one piece (vllm#27743; vLLM blog, 2026-01-08).
+The size of the pieces decides. Until v0.11, vLLM's caches kept each layer's keys and values apart;
+since v0.12 a block of all layers is one piece (vllm#27743; vLLM blog, 2026-01-08).
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.kv_links import Link
 
 SHARE_OF_PEAK = 0.5
-"""The share of a GPU's FLOP/s that a prefill reaches: assumed, the usual round figure. Our engine's prefill on an H200
-reaches 0.44 with 512 tokens and 0.63 with 8,192 (benchmarks/results/gpu_engine.nvidia-h200.json)."""
+"""The share of a GPU's FLOP/s that a prefill reaches: assumed, the usual round figure. Our engine's
+prefill on an H200 reaches 0.44 with 512 tokens and 0.63 with 8,192
+(benchmarks/results/gpu_engine.nvidia-h200.json).
+"""
 COPY_SECONDS = 2.3e-6
 """The time to issue one copy of any size: measured on an H20 (taco-project/FlexKV#193)."""
 BLOCK_SIZE = 16
@@ -33,7 +37,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Pieces:
-    """How a block is cut into copies, and what each costs beyond its bytes."""
+    """The copies that a block is cut into, and what each costs beyond its bytes."""
 
     name: str
     per_layer: bool
@@ -45,7 +49,9 @@ class Pieces:
         require(is_number(self.seconds) and self.seconds >= 0, f"seconds is {self.seconds!r}; it must be 0 or more")
 
     def of_block(self, model: ModelConfig) -> int:
-        """Return how many copies a block takes: a latent is one tensor a layer, keys and values are two."""
+        """Return how many copies a block takes: a latent is one tensor a layer, keys and values
+        are two.
+        """
         tensors = 1 if model.kv_lora_rank is not None else 2
         return tensors * model.num_hidden_layers if self.per_layer else 1
 
@@ -65,15 +71,18 @@ LARGE = Pieces("a block of all layers", per_layer=False)
 
 
 def effective_bandwidth(link: Link, num_bytes: float, seconds: float = COPY_SECONDS) -> float:
-    """Return the bytes a second of a row of copies of `num_bytes`, each of which takes `seconds` to issue."""
+    """Return the bytes a second of a row of copies of `num_bytes`, each of which takes `seconds`
+    to issue.
+    """
     return num_bytes / (seconds + num_bytes / link.bandwidth)
 
 
 def recompute_seconds(model: ModelConfig, gpu: Hardware, tokens: int, *, attention: bool = False) -> float:
-    """Return the time to recompute the first `tokens` of a request in steps that are limited by arithmetic.
+    """Return the time to recompute the first `tokens` of a request in steps that are limited by
+    arithmetic.
 
-    A token takes 2 N operations. With `attention`, each pair of a token and one before it, or itself, takes another
-    4 × layers × query heads × head size.
+    A token takes 2 N operations. With `attention`, each pair of a token and one before it, or
+    itself, takes another 4 × layers × query heads × head size.
 
     Raises:
         MinivllmError: fewer than 0 tokens, or no units for the model's dtype.
@@ -101,7 +110,9 @@ def break_even_bandwidth(model: ModelConfig, gpu: Hardware, directions: int = 1)
 
 @dataclass(frozen=True)
 class Crossover:
-    """Seconds for each token of a preempted request, either way; without attention, the request's length cancels."""
+    """Seconds for each token of a preempted request, either way; without attention, the
+    request's length cancels.
+    """
 
     recompute: float
     copy: float
@@ -117,7 +128,8 @@ class Crossover:
         cls, model: ModelConfig, gpu: Hardware, link: Link, pieces: Pieces, directions: int = 1,
         block_size: int = BLOCK_SIZE,
     ) -> Crossover:  # fmt: skip
-        """Compare both ways for a model on a GPU with this link to the host, without the link's latency.
+        """Compare both ways for a model on a GPU with this link to the host, without the link's
+        latency.
 
         Raises:
             UnsupportedModelError: layers that do not keep every token.

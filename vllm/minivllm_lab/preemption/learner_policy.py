@@ -1,10 +1,12 @@
-"""A scheduling policy that leaves those that run, and who of them is preempted, to functions of exercise 11.
+"""A scheduling policy that leaves those that run, and who of them is preempted, to functions of
+exercise 11.
 
     LLM(model, parts=Parts(policy=learner_policy(schedule_running, resume_at)))
     Scheduler(scheduler_config, cache_config, SchedulingPolicy(victim=learner_victim(victim)))
 
-`schedule_running` sees the engine's own requests and waiting queue, and its block tables through `EngineMemory`.
-`victim` sees a `RunningRequest` for each request. Admissions, drafts and KV connectors stay the engine's own. No torch.
+`schedule_running` sees the engine's own requests and waiting queue, and its block tables through
+`EngineMemory`. `victim` sees a `RunningRequest` for each request. Admissions, drafts and KV
+connectors stay the engine's own. No torch.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ from minivllm.core.step import Step
 from minivllm.errors import MinivllmError
 
 ScheduleRunning = Callable[[list, Any, Any, int, str], tuple[dict[str, int], list]]
-"""`schedule_running(running, waiting, memory, token_budget, policy)` returns tokens by request, and the victims."""
+"""`schedule_running(running, waiting, memory, token_budget, policy)` returns tokens by request,
+and the victims.
+"""
 ResumeAt = Callable[[int, int, int], int]
-"""`resume_at(num_tokens, num_hit_blocks, block_size)` returns the first token of a request to compute."""
+"""`resume_at(num_tokens, num_hit_blocks, block_size)` returns the first token of a request to
+compute.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,9 @@ class RunningRequest:
 
 
 Victim = Callable[[list[RunningRequest], str], RunningRequest]
-"""`victim(running, policy)` returns one of `running` (in order of admission); `policy` is "fcfs" or "priority"."""
+"""`victim(running, policy)` returns one of `running` (in order of admission); `policy` is "fcfs"
+or "priority".
+"""
 
 
 class EngineMemory:
@@ -59,14 +67,18 @@ class EngineMemory:
         self._asks_left = 10 * (1 + len(scheduler.running)) ** 2
 
     def wanted(self, request: Request) -> int:
-        """Return how many tokens a request would compute, drafts included, under the limits of one request."""
+        """Return how many tokens a request would compute, drafts included, under the limits of
+        one request.
+        """
         self._asks_left -= 1
         _require(self._asks_left > 0, "does not end: it asks for the same requests again and again")
         missing = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
         return self.scheduler.cap_num_tokens(request, missing, self.step)
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
-        """Allocate blocks for a request's next tokens; return False, and change nothing, if they do not fit."""
+        """Allocate blocks for a request's next tokens; return False, and change nothing, if they
+        do not fit.
+        """
         self._asks_left -= 1
         _require(self._asks_left > 0, "does not end: it asks for blocks again and again")
         lookahead = self.scheduler.drafting.num_lookahead_tokens
@@ -118,7 +130,8 @@ def learner_policy(
 ) -> SchedulingPolicy:
     """Return the policy that calls these functions; None leaves the engine's own.
 
-    A result that the engine cannot carry out raises `MinivllmError` in its step; the message says which.
+    A result that the engine cannot carry out raises `MinivllmError` in its step; the message says
+    which.
     """
     return SchedulingPolicy(
         schedule=partial(_ask, schedule_running) if schedule_running else running_then_waiting,

@@ -1,4 +1,5 @@
-"""Draw lesson 11's opening: the followed request is preempted when another one needs a block, and comes back.
+"""Draw lesson 11's opening: the followed request is preempted when another one needs a block, and
+comes back.
 
 It shows what the engine did in the scene "small pool": six blocks, and two requests that need more.
 """
@@ -19,7 +20,9 @@ COLOURS = {NAME: BLUE, OTHER: ORANGE}
 
 
 def frames() -> Frames:
-    """Draw six stills: a full pool, the victim, blocks that change hands, the way back, what was recomputed."""
+    """Draw six stills: a full pool, the victim, blocks that change hands, the way back, what was
+    recomputed.
+    """
     run = followed("small pool")
     gone = next(index for index, step in enumerate(run.steps) if NAME in step.waiting)
     back = next(index for index in range(gone, len(run.steps)) if run.steps[index].row())

@@ -1,11 +1,13 @@
-"""Count recomputed tokens on the engine's scheduler, to compare with what was published for vLLM (vllm#54644).
+"""Count recomputed tokens on the engine's scheduler, to compare with what was published for vLLM
+(vllm#54644).
 
     waste(blocks=400, whole=False).share        # 0.78; published: 0.788
 
-Published are the pools, the requests and the shares: 300 requests at once, a model of 0.5B, and with 400 blocks 623,948
-recomputed tokens, 78.8 % of all; so the rest is about 560 tokens a request. Not published are the lengths, how many run
-at once and the token budget. Here prompts and answers are lognormal with 540 tokens together on average, 64 run at once
-in steps of 512 tokens, and blocks have 16.
+Published are the pools, the requests and the shares: 300 requests at once, a model of 0.5B, and
+with 400 blocks 623,948 recomputed tokens, 78.8 % of all; so the rest is about 560 tokens a request.
+Not published are the lengths, how many run at once and the token budget. Here prompts and answers
+are lognormal with 540 tokens together on average, 64 run at once in steps of 512 tokens, and blocks
+have 16.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def waste(
 
     Args:
         blocks: of 16 tokens.
-        whole: admit a request if all its tokens so far fit, as vLLM does now; otherwise if its first chunk fits.
+        whole: admit a request if all its tokens so far fit, as vLLM does now; otherwise if its
+            first chunk fits.
         victim: a rule of `minivllm_lab.preemption.victims`; empty for the request admitted last.
         caching: use the prefix cache, in which a victim may find its own blocks again.
         at_once: the most requests that run at once.

@@ -1,7 +1,7 @@
 """Lesson 11's measurements, tables, figure and command line.
 
-A function `measure_*`, `compare_*` or `show_*` prints its table and returns its figures; the callables and classes that
-it takes are the lesson's own code.
+A function `measure_*`, `compare_*` or `show_*` prints its table and returns its figures; the
+callables and classes that it takes are the lesson's own code.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def recomputed(engine: Any, requests: Sequence[Request]) -> int:
     return engine.computed - sum(request.num_tokens - 1 for request in requests)
 
 
-# ---- 1 and 2. step by step -------------------------------------------------------------------------------------------
+# ---- 1 and 2. step by step -----------------------------------------------------------------------
 
 
 def show_trace(engine_class: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def show_trace(engine_class: LessonCode, arguments: argparse.Namespace) -> dict[
     return {"steps": steps, "computed": engine.computed, "again": again}
 
 
-# ---- 3. the same tokens ----------------------------------------------------------------------------------------------
+# ---- 3. the same tokens --------------------------------------------------------------------------
 
 QUICK_WAYS = "ample memory", "recompute, fcfs", "recompute, blocks found", "V0's swap, block by block"
 
@@ -174,7 +174,7 @@ def compare_tokens(
     return records
 
 
-# ---- 4. the kernel ---------------------------------------------------------------------------------------------------
+# ---- 4. the kernel -------------------------------------------------------------------------------
 
 MOVES = {
     "one block": ([3], [0]),
@@ -214,7 +214,7 @@ def verify_kernel(launch: Callable[..., Tensor], device: torch.device) -> dict[s
     return {"largest_error": show_errors("There and back", errors, 1e-30, "moves")}
 
 
-# ---- 5. recompute against swap ---------------------------------------------------------------------------------------
+# ---- 5. recompute against swap -------------------------------------------------------------------
 
 CROSSOVER_BLOCK = 16
 SLOW = {"double": 2.0, "half": 0.5, "eighth": 0.125}
@@ -224,7 +224,9 @@ SLOW = {"double": 2.0, "half": 0.5, "eighth": 0.125}
 def measure_crossover(
     space: LessonCode, break_even: Callable[..., float], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Bring requests back: recompute them, or copy them out and back, in small pieces and gathered."""
+    """Bring requests back: recompute them, or copy them out and back, in small pieces and
+    gathered.
+    """
     rounds, sizes = (1, (64, 256)) if arguments.quick else (5, (64, 256, 1024))
     model = paged_model(arguments, 2 * max(sizes) // CROSSOVER_BLOCK, CROSSOVER_BLOCK)
     ids = [1 + index % 4000 for index in range(max(sizes))]
@@ -303,7 +305,8 @@ def short(name: str) -> str:
 
 
 def show_gpus(recompute: LessonCode, swap: LessonCode, break_even: LessonCode, effective: LessonCode) -> dict[str, Any]:
-    """Compare recompute and swap by the lesson's formulas, with the small pieces of 2023 and today's large ones.
+    """Compare recompute and swap by the lesson's formulas, with the small pieces of 2023 and
+    today's large ones.
 
     Raises:
         AssertionError: the simulator's cost model disagrees.
@@ -336,11 +339,13 @@ def show_gpus(recompute: LessonCode, swap: LessonCode, break_even: LessonCode, e
     return records
 
 
-# ---- 6. tokens computed twice ----------------------------------------------------------------------------------------
+# ---- 6. tokens computed twice --------------------------------------------------------------------
 
 
 def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Show the share of recomputed tokens by pool: published, and ours by rule of admission and by victim."""
+    """Show the share of recomputed tokens by pool: published, and ours by rule of admission and
+    by victim.
+    """
     pools, requests = ((400,), 60) if arguments.quick else (tuple(PUBLISHED), REQUESTS)
     records: dict[str, dict[str, Any]] = {}
     for blocks in track(pools, "replaying"):
@@ -380,7 +385,9 @@ def _on_h100(work: Sequence[SimulatedRequest], blocks: int, **limits: Any) -> Si
 
 
 def show_pools(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Show p99 of answers and first tokens by pool, under an open load that would fill 436 blocks. Modelled."""
+    """Show p99 of answers and first tokens by pool, under an open load that would fill 436
+    blocks. Modelled.
+    """
     draw, now, work = random.Random(1), 0.0, []
     for request in workload():
         now += draw.expovariate(RATE)
@@ -409,7 +416,7 @@ def show_pools(arguments: argparse.Namespace) -> dict[str, Any]:
     return records
 
 
-# ---- 7. break it -----------------------------------------------------------------------------------------------------
+# ---- 7. break it ---------------------------------------------------------------------------------
 
 
 def break_it(engine: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -418,7 +425,9 @@ def break_it(engine: LessonCode, arguments: argparse.Namespace) -> dict[str, Any
 
 
 def _thrash(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Show output tokens a second by `max_num_seqs`, in a pool for about twelve requests. Modelled."""
+    """Show output tokens a second by `max_num_seqs`, in a pool for about twelve requests.
+    Modelled.
+    """
     work = [SimulatedRequest(8 * each.prompt_tokens, each.output_tokens) for each in workload()[:100]]
     useful = sum(each.prompt_tokens + each.output_tokens - 1 for each in work)
     records: dict[str, dict[str, Any]] = {}
@@ -440,7 +449,9 @@ def _thrash(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _inversion(engine_class: LessonCode, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Count the steps to the first token of an urgent request that comes when two others hold the pool."""
+    """Count the steps to the first token of an urgent request that comes when two others hold
+    the pool.
+    """
     ids = _prompts(arguments.model)
     records = {}
     for name, policy, blocks in (
@@ -513,7 +524,7 @@ def _tier(arguments: argparse.Namespace) -> dict[str, Any]:
     return records
 
 
-# ---- the whole lesson ------------------------------------------------------------------------------------------------
+# ---- the whole lesson ----------------------------------------------------------------------------
 
 
 def close(figures: dict, disturbance: str) -> None:
@@ -534,7 +545,9 @@ def close(figures: dict, disturbance: str) -> None:
 
 
 def draw(figures: dict, path: str) -> None:
-    """Draw blocks by request over the steps of the trace; waste by pool; recompute and swap by GPU."""
+    """Draw blocks by request over the steps of the trace; waste by pool; recompute and swap by
+    GPU.
+    """
     with panels(path, 3) as (left, middle, right):
         steps, bottom = figures["trace"]["steps"], [0] * len(figures["trace"]["steps"])
         for name, colour in zip(TEXTS, (palette.BLUE, palette.ORANGE, palette.GREY), strict=True):

@@ -1,15 +1,18 @@
 """Other rules for the preemption victim than the engine's, and V0's swap. For comparison only.
 
-    Scheduler(scheduler_config, cache_config, SchedulingPolicy(victim=victim_rule("least computed")))
-    Scheduler(scheduler_config, cache_config, SwapSpace(block_size).policy(victim_rule("last in")))
+    Scheduler(scheduler_config, cache_config, SchedulingPolicy(victim=victim_rule("least
+    computed"))) Scheduler(scheduler_config, cache_config,
+    SwapSpace(block_size).policy(victim_rule("last in")))
 
-Everything but the choice of the victim stays the engine's own. Rules that pull requests have proposed for vLLM:
-"least computed" (vllm#53723, measured in vllm#54644), "fewest left" (vllm#36980).
+Everything but the choice of the victim stays the engine's own. Rules that pull requests have
+proposed for vLLM: "least computed" (vllm#53723, measured in vllm#54644), "fewest left"
+(vllm#36980).
 
-A swap keeps what a victim had computed: its blocks go to a host with room for all of them, and come back before the
-request runs again, so nothing is computed twice. That was vLLM V0's way for requests of several sequences,
-`--swap-space` GiB at most (v0.6.0: `vllm/core/scheduler.py`, `_preempt_by_swap`); V1 has none. Here the copies take no
-time: `take_copied_blocks` counts them, so that a simulation can charge for them.
+A swap keeps what a victim had computed: its blocks go to a host with room for all of them, and come
+back before the request runs again, so nothing is computed twice. That was vLLM V0's way for
+requests of several sequences, `--swap-space` GiB at most (v0.6.0: `vllm/core/scheduler.py`,
+`_preempt_by_swap`); V1 has none. Here the copies take no time: `take_copied_blocks` counts them, so
+that a simulation can charge for them.
 """
 
 from __future__ import annotations
@@ -57,12 +60,15 @@ RULES: dict[str, Victim] = {
     "fewest left": _fewest_left,
     "least computed": _least_computed,
 }
-"""Each rule picks one of the running requests; of equals, the one admitted last. The first rule is vLLM's (first come,
-first served). "fewest left" counts the answer's missing tokens, which an engine can only guess."""
+"""Each rule picks one of the running requests; of equals, the one admitted last. The first rule is
+vLLM's (first come, first served). "fewest left" counts the answer's missing tokens, which an engine
+can only guess.
+"""
 
 
 def victim_rule(name: str = "") -> Victim:
-    """Return this rule of `RULES`, or for an empty name vLLM's, which follows the scheduler's policy.
+    """Return this rule of `RULES`, or for an empty name vLLM's, which follows the scheduler's
+    policy.
 
     Raises:
         MinivllmError: there is no such rule.

@@ -1,4 +1,6 @@
-"""The followed request on its way through the engine: it waits, is computed into blocks, decodes, and lets them go."""
+"""The followed request on its way through the engine: it waits, is computed into blocks,
+decodes, and lets them go.
+"""
 
 from __future__ import annotations
 

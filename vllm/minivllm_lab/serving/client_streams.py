@@ -49,7 +49,9 @@ class ClientStreams:
         return ids, collector
 
     def put(self, output: EngineCoreOutput) -> bool:
-        """Hand a step's output to its collector; return False if the request is not open any more."""
+        """Hand a step's output to its collector; return False if the request is not open any
+        more.
+        """
         if output.request_id not in self.readers:
             return False
         collector, detokenizer = self.readers[output.request_id]

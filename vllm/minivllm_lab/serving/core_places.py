@@ -1,4 +1,6 @@
-"""The three places where a lesson's core can run: the event loop, a thread beside it, a process of its own."""
+"""The three places where a lesson's core can run: the event loop, a thread beside it, a process
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class CoreInLoop:
         self.called.set()
 
     async def get_output(self) -> EngineCoreOutputs:
-        """Return the outputs of the next step, which runs here after each other task has had a turn."""
+        """Return the outputs of the next step, which runs here after each other task has had a
+        turn.
+        """
         await asyncio.sleep(0)
         while not self.core.has_unfinished_requests():
             self.called.clear()
@@ -74,7 +78,8 @@ class CoreInThread:
 
 
 class CoreInProcess:
-    """The event loop's end of a socket to `script`'s `serve_core`, which frames messages by their length, too.
+    """The event loop's end of a socket to `script`'s `serve_core`, which frames messages by their
+    length, too.
 
     Plain data crosses the socket, as MessagePack and never as pickle.
     """

@@ -1,7 +1,8 @@
-"""Lesson 06's opening: the followed request from a POST to its tokens, over the server's two processes.
+"""Lesson 06's opening: the followed request from a POST to its tokens, over the server's two
+processes.
 
-On top the way in, from left to right; at the bottom the way out. The API process has one event loop, the core a loop
-of steps; between them cross messages, and nobody waits for the other.
+On top the way in, from left to right; at the bottom the way out. The API process has one event
+loop, the core a loop of steps; between them cross messages, and nobody waits for the other.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ PROCESSES = (("the client", 10, 198), ("API process: one event loop", 240, 320),
 
 
 def frames() -> Frames:
-    """Draw eight stills: the POST, its tokens, the message, step 1, the way back, an event, a slow reader, the end."""
+    """Draw eight stills: the POST, its tokens, the message, step 1, the way back, an event, a
+    slow reader, the end.
+    """
     run = followed()
     return Frames(*zip(*_way_in(run), *_way_out(run), strict=True))
 

@@ -1,7 +1,7 @@
 """Lesson 06's measurements on servers, its tables, its figure and its command line.
 
-A function `measure_*` measures, prints its table and returns its figures; what it takes as a callable or as a class is
-code of the lesson.
+A function `measure_*` measures, prints its table and returns its figures; what it takes as a
+callable or as a class is code of the lesson.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ LATENCIES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """The amount of work that the lesson measures; `knees`: the rates between which modelled knees are sought."""
+    """The amount of work that the lesson measures; `knees`: the rates between which modelled
+    knees are sought.
+    """
 
     output_tokens: int = 64
     traced: int = 7
@@ -75,7 +77,7 @@ def sizes(arguments: argparse.Namespace) -> Sizes:
     return QUICK if arguments.quick else FULL
 
 
-# ---- requests --------------------------------------------------------------------------------------------------------
+# ---- requests ------------------------------------------------------------------------------------
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -98,7 +100,9 @@ load_completions = partial(load, path="/v1/completions")
 
 
 def load_real(real: RealServer, rate: float, seconds: float, output_tokens: int, seed: int) -> list[Answer]:
-    """Offer requests at this rate to the real server, at random times, for so long; all are answered."""
+    """Offer requests at this rate to the real server, at random times, for so long; all are
+    answered.
+    """
     draw, at, asks = random.Random(seed), 0.0, []
     for token_ids in prompts(max(8, round(rate * seconds)), seed):
         at += draw.expovariate(rate)
@@ -106,11 +110,13 @@ def load_real(real: RealServer, rate: float, seconds: float, output_tokens: int,
     return load_completions(real.port, asks)
 
 
-# ---- 1. one request --------------------------------------------------------------------------------------------------
+# ---- 1. one request ------------------------------------------------------------------------------
 
 
 def measure_trace(real: RealServer, arguments: argparse.Namespace) -> dict:
-    """Trace requests that are alone in the server; show the one with the median time to first token, hop by hop."""
+    """Trace requests that are alone in the server; show the one with the median time to first
+    token, hop by hop.
+    """
     heading("1. One request, hop by hop")
     count, runs = sizes(arguments).traced, []
     asks = [Ask(to_real(token_ids, 16)) for token_ids in prompts(count + 3, seed=1)]
@@ -140,7 +146,7 @@ def measure_trace(real: RealServer, arguments: argparse.Namespace) -> dict:
     }
 
 
-# ---- 2. where the core runs ------------------------------------------------------------------------------------------
+# ---- 2. where the core runs ----------------------------------------------------------------------
 
 
 def measure_places(ports: Mapping[str, int], arguments: argparse.Namespace) -> dict:
@@ -176,7 +182,7 @@ def summary(answers: Sequence[Answer], output_tokens: int) -> dict[str, float]:
     }
 
 
-# ---- 3. break the naive server ---------------------------------------------------------------------------------------
+# ---- 3. break the naive server -------------------------------------------------------------------
 
 
 class RawClient:
@@ -198,7 +204,9 @@ class RawClient:
 
 
 def measure_slow_client(servers: Mapping[str, tuple[int, Any]], arguments: argparse.Namespace) -> dict:
-    """Serve four clients, and one more that asks for 400 tokens and reads only when nothing has moved for a while."""
+    """Serve four clients, and one more that asks for 400 tokens and reads only when nothing has
+    moved for a while.
+    """
     heading("3. Break the naive server")
     found, seconds = {}, sizes(arguments).seconds_unread
     slow, *others = prompts(5, seed=2)
@@ -232,7 +240,9 @@ def _wait_until_still(core: EngineCore, seconds: float) -> None:
 
 
 def measure_leaving(servers: Mapping[str, tuple[int, Any]]) -> dict:
-    """Let clients leave after their third event; count the tokens computed in vain, and the blocks held meanwhile."""
+    """Let clients leave after their third event; count the tokens computed in vain, and the
+    blocks held meanwhile.
+    """
     found = {}
     for name, (port, server) in servers.items():
         core, before = core_of(server), server.unread
@@ -278,13 +288,14 @@ def show_stops(stop_strings: Callable[[list[str]], Any], pieces: Sequence[str] =
     return {"sent": [record["sent"] for record in records.values()], "stopped": records[pieces[-1]]["stopped"]}
 
 
-# ---- 4. what a server can handle -------------------------------------------------------------------------------------
+# ---- 4. what a server can handle -----------------------------------------------------------------
 
 
 def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     """Put closed and open load on the real server: Little's law, the knee, and what is beyond it.
 
-    Each rate is offered for three times as long as an answer takes at the most clients: in less, no queue has formed.
+    Each rate is offered for three times as long as an answer takes at the most clients: in less, no
+    queue has formed.
     """
     heading("4. What a server can handle")
     size, closed = sizes(arguments), _closed(real, arguments)
@@ -326,7 +337,9 @@ def _where(knee: float, least: float, most: float) -> str:
 
 
 def _open(answers: list[Answer], output_tokens: int, arguments: argparse.Namespace) -> dict:
-    """Return the share that met the service level, and each quarter's median time to first token, in order."""
+    """Return the share that met the service level, and each quarter's median time to first
+    token, in order.
+    """
     level = arguments.slo_ttft, arguments.slo_tpot
     met = [answer.ttft <= level[0] and answer.tpot(output_tokens) <= level[1] for answer in answers]
     ttfts = [answer.ttft for answer in sorted(answers, key=lambda answer: answer.due)]
@@ -337,7 +350,9 @@ def _open(answers: list[Answer], output_tokens: int, arguments: argparse.Namespa
 
 
 def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
-    """Let clients ask again whenever they are answered, and count who is in the server meanwhile."""
+    """Let clients ask again whenever they are answered, and count who is in the server
+    meanwhile.
+    """
     size, found = sizes(arguments), {}
     for clients in track(size.closed, "closed load"):
         drawn = prompts(3 * clients, arguments.seed + clients)
@@ -364,24 +379,29 @@ def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
     return found
 
 
-# ---- 5. the grammar's mask -------------------------------------------------------------------------------------------
+# ---- 5. the grammar's mask -----------------------------------------------------------------------
 
 
 def as_bitmask(allowed: Tensor) -> Tensor:
-    """Pack booleans [rows, vocab] into int32 [rows, ceil(vocab / 32)]: token t is bit t % 32 of word t // 32."""
+    """Pack booleans [rows, vocab] into int32 [rows, ceil(vocab / 32)]: token t is bit t % 32 of
+    word t // 32.
+    """
     padded = torch.nn.functional.pad(allowed.long(), (0, -allowed.shape[1] % 32)).unflatten(1, (-1, 32))
     words = (padded << torch.arange(32)).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
 def apply_mask(kernel: Any, logits: Tensor, bitmask: Tensor, has_grammar: Tensor) -> None:
-    """Launch the lesson's kernel on logits float32 [rows, vocab], in place; the others are int32."""
+    """Launch the lesson's kernel on logits float32 [rows, vocab], in place; the others are
+    int32.
+    """
     rows, words = bitmask.shape
     kernel[(rows, -(-words // 32))](logits, bitmask, has_grammar, logits.shape[1], words, BLOCK=32)
 
 
 def verify_mask(kernel: Any, device: torch.device) -> dict:
-    """Hold the kernel against a mask of booleans, bit for bit, in vocabularies that no word and no tile divides.
+    """Hold the kernel against a mask of booleans, bit for bit, in vocabularies that no word and no
+    tile divides.
 
     Raises:
         AssertionError: it differs.
@@ -405,11 +425,13 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
     return found
 
 
-# ---- 6. TP, PP and DP ------------------------------------------------------------------------------------------------
+# ---- 6. TP, PP and DP ----------------------------------------------------------------------------
 
 
 def measure_ways(arguments: argparse.Namespace) -> dict:
-    """Simulate four GPUs and one model in three ways: what is sent, what fits, how fast, and the knees."""
+    """Simulate four GPUs and one model in three ways: what is sent, what fits, how fast, and the
+    knees.
+    """
     heading("6. TP, PP and DP")
     model, gpu, size = known_model(MODEL), get_hardware(GPU), sizes(arguments)
     found, columns = {}, {"way": "{name}", "MB sent, 64 tokens": "{megabytes:.1f}", "tokens cached": "{kv_tokens:,}"}
@@ -453,7 +475,7 @@ def shown_knees(record: Mapping[str, Any], size: Sizes) -> dict[str, str]:
     return {name: f"{'≥ ' if rate == size.knees[1] else ''}{rate:.0f}" for name, rate in record["knees"].items()}
 
 
-# ---- the whole lesson ------------------------------------------------------------------------------------------------
+# ---- the whole lesson ----------------------------------------------------------------------------
 
 
 def close(found: dict, arguments: argparse.Namespace, disturbance: str) -> None:
@@ -478,7 +500,9 @@ def close(found: dict, arguments: argparse.Namespace, disturbance: str) -> None:
 
 
 def draw(found: dict, path: str) -> None:
-    """Draw throughput and latency over the clients; first tokens below and above the knee; modelled knees."""
+    """Draw throughput and latency over the clients; first tokens below and above the knee;
+    modelled knees.
+    """
     closed, ways = found["load"]["closed"], found["ways"]["ways"]
     with panels(path, 3) as (left, middle, right):
         points = {clients: (each["tokens_per_second"], each["latency_mean_ms"]) for clients, each in closed.items()}

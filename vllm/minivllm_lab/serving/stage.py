@@ -1,4 +1,5 @@
-"""Servers that run beside a script: an event loop in a thread, so that the script itself can load them and wait.
+"""Servers that run beside a script: an event loop in a thread, so that the script itself can load
+them and wait.
 
 with Stage() as stage:
     real = stage.start_real_server({"model": EMBEDDED_MODEL})  # FastAPI, uvicorn, AsyncLLM, a core's process
@@ -20,13 +21,16 @@ from minivllm.engine.async_llm import AsyncLLM
 
 SECONDS_TO_END = 10.0
 SMALL_BUFFER = 4096
-"""Bytes that the system keeps for a client of a lesson's server, while asyncio keeps none: a stream of a second fills
-this buffer, as a stream of minutes would fill the usual ones."""
+"""Bytes that the system keeps for a client of a lesson's server, while asyncio keeps none: a stream
+of a second fills this buffer, as a stream of minutes would fill the usual ones.
+"""
 
 
 @dataclass
 class RealServer:
-    """The application of `minivllm serve` on a socket of this process; its core is another process."""
+    """The application of `minivllm serve` on a socket of this process; its core is another
+    process.
+    """
 
     port: int
     app: Any
@@ -65,7 +69,8 @@ class Stage:
     def serve(self, server: Any, core: Any = None) -> int:
         """Start a lesson's server and return its port.
 
-        `server.run()` runs once, `server.handle(reader, writer)` for each connection; `core` is closed at the end.
+        `server.run()` runs once, `server.handle(reader, writer)` for each connection; `core` is
+        closed at the end.
         """
         if core is not None:
             self._closers.append(core.close)

@@ -1,4 +1,6 @@
-"""A model with one request's KV cache, in contiguous slots as in lesson 01, that can forget its last tokens."""
+"""A model with one request's KV cache, in contiguous slots as in lesson 01, that can forget its
+last tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from minivllm.models.decoder import Decoder
 
 
 class CachedModel:
-    """Caches `length` tokens. Set it lower to forget the last ones: the next tokens overwrite them."""
+    """Caches `length` tokens. Set it lower to forget the last ones: the next tokens overwrite
+    them.
+    """
 
     def __init__(self, model: Decoder, max_model_len: int) -> None:
         config, weight = model.config, model.embed_tokens.weight
@@ -20,7 +24,8 @@ class CachedModel:
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int]) -> Tensor:
-        """Run the tokens that follow those in the cache, in one pass; return logits float32 [tokens, vocab].
+        """Run the tokens that follow those in the cache, in one pass; return logits float32
+        [tokens, vocab].
 
         Raises:
             MinivllmError: they do not fit into the cache.

@@ -5,8 +5,9 @@
     oracle = answers_with_errors(plain.outputs, acceptance=0.7, k=3, seed=0)
     faster = serve_with_drafts(core, prompts, 64, oracle).throughput / plain.throughput
 
-The engine verifies as usual, so the tokens are the same whatever the drafts are. vLLM's `rejection_sample_method`
-"synthetic" accepts at a given rate, too, but then the tokens are not the model's.
+The engine verifies as usual, so the tokens are the same whatever the drafts are. vLLM's
+`rejection_sample_method` "synthetic" accepts at a given rate, too, but then the tokens are not the
+model's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Drafts = Callable[[str, int], list[int]]
 
 @dataclass(frozen=True)
 class DraftedRun:
-    """A run: each request's output tokens, and the seconds and tokens of the steps that computed no prompt.
+    """A run: each request's output tokens, and the seconds and tokens of the steps that computed no
+    prompt.
 
     `num_drafts` verifications had drafts, and accepted `num_accepted` of them.
     """
@@ -81,7 +83,9 @@ def drafted_engine(
 def serve_with_drafts(
     core: EngineCore, prompts: Sequence[Sequence[int]], max_tokens: int, drafts: Drafts | None = None
 ) -> DraftedRun:
-    """Serve these prompts, greedy, all at once; `drafts` are verified in every step but a request's first."""
+    """Serve these prompts, greedy, all at once; `drafts` are verified in every step but a
+    request's first.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     before, seconds, num_tokens = core.scheduler.spec_decoding_stats.copy(), [], 0

@@ -1,6 +1,8 @@
-"""The learner's functions of exercise 07 in the engine: its n-gram proposer, and its rejection sampling.
+"""The learner's functions of exercise 07 in the engine: its n-gram proposer, and its rejection
+sampling.
 
-LLM(model, parts=Parts(draft_proposer=proposer_of(propose_ngram), rejection_sample=rejection_of(verify)), ...)
+LLM(model, parts=Parts(draft_proposer=proposer_of(propose_ngram),
+rejection_sample=rejection_of(verify)), ...)
 """
 
 from collections.abc import Callable
@@ -52,8 +54,8 @@ def proposer_of(propose_ngram: ProposeNgram) -> type:
 def rejection_of(verify: Verify) -> Callable[[RejectionArguments], torch.Tensor]:
     """Return rejection sampling for the engine that calls `verify` for each request.
 
-    Greedy requests get the engine's tokens; others get tokens of the same distribution. Numbers of tokens that no step
-    can have raise `MinivllmError` in the engine's step.
+    Greedy requests get the engine's tokens; others get tokens of the same distribution. Numbers of
+    tokens that no step can have raise `MinivllmError` in the engine's step.
     """
 
     def rejection_sample(arguments: RejectionArguments) -> torch.Tensor:
@@ -87,7 +89,9 @@ def _distribution(logits: torch.Tensor, greedy: bool) -> np.ndarray:
 
 
 def _certain(drafts: torch.Tensor, vocab: int) -> np.ndarray:
-    """Return probabilities [drafts, vocab] of a proposer that is certain: 1 at the draft, all 0 where it is -1."""
+    """Return probabilities [drafts, vocab] of a proposer that is certain: 1 at the draft, all 0
+    where it is -1.
+    """
     is_draft = (drafts >= 0)[:, None]
     return (F.one_hot(drafts.long().clamp(min=0), vocab) * is_draft).double().numpy()
 

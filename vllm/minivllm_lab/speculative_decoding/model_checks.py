@@ -1,9 +1,10 @@
-"""The error of the model of speculation against published measurements that were not used to calibrate it.
+"""The error of the model of speculation against published measurements that were not used to
+calibrate it.
 
     for check in speculation_checks(): print(check.what, check.measured, check.modelled)
 
-All are of single requests on an H100 (the first source names no GPU; its rate without drafts is an H100's): no series
-over the batch was found that also gives the acceptance length.
+All are of single requests on an H100 (the first source names no GPU; its rate without drafts is an
+H100's): no series over the batch was found that also gives the acceptance length.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def speculation_error() -> float:
 
 
 def eagle1_head() -> Drafter:
-    """Return the EAGLE-1 head of Llama-3.1-8B: a layer that takes two vectors, and the target's output layer."""
+    """Return the EAGLE-1 head of Llama-3.1-8B: a layer that takes two vectors, and the target's
+    output layer.
+    """
     model = known_model("Llama-3.1-8B")
     hidden, keys = model.hidden_size, model.num_key_value_heads * model.head_dim
     parameters = hidden * (2 * hidden + 2 * (hidden + keys) + 3 * model.intermediate_size + model.vocab_size)

@@ -1,8 +1,9 @@
-"""Lesson 07's opening: drafts looked up in the followed request's own text, one pass that verifies them, what is kept.
+"""Lesson 07's opening: drafts looked up in the followed request's own text, one pass that verifies
+them, what is kept.
 
-The request runs on for 27 tokens; the stills show two of its steps, one whose drafts are rejected and one whose drafts
-are all accepted. Lookups in this text are right or wrong as a whole. So a third step is the same request's with a draft
-model, where two of three drafts are accepted.
+The request runs on for 27 tokens; the stills show two of its steps, one whose drafts are rejected
+and one whose drafts are all accepted. Lookups in this text are right or wrong as a whole. So a
+third step is the same request's with a draft model, where two of three drafts are accepted.
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ TEXT_Y, FED_Y, MODEL_Y, SAYS_Y, VERDICT_Y, SLOTS_Y = 56, 112, 152, 200, 236, 306
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_DRAFT)}
 NAMES, COLUMN, WIDE, CHIP = 130, 150, 100, 26
-"""Width of the names at the left, of a column of the pass, of a chip in it, and height of a chip."""
+"""Width of the names at the left, of a column of the pass, of a chip in it, and height of a
+chip.
+"""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A step of the request: the tokens before it, the drafts, the model's predictions, and the tokens that are kept.
+    """A step of the request: the tokens before it, the drafts, the model's predictions, and the
+    tokens that are kept.
 
-    `says` has the model's likeliest token after the last known token and after each draft; `kept` the step's tokens.
+    `says` has the model's likeliest token after the last known token and after each draft; `kept`
+    the step's tokens.
     """
 
     known: tuple[Token, ...]
@@ -56,7 +61,9 @@ class Verified:
 
 
 def frames() -> Frames:
-    """Draw the lookup, the pass and the verdict of both steps; a draft model's verdict; and the tokens of each step."""
+    """Draw the lookup, the pass and the verdict of both steps; a draft model's verdict; and the
+    tokens of each step.
+    """
     steps, others = recorded(), recorded("draft_model")
     wrong = next(i for i, one in enumerate(steps) if len(one.drafts) == NUM_DRAFTS and one.known[-1].text == "def")
     right = next(i for i, one in enumerate(steps) if one.num_accepted == NUM_DRAFTS)
@@ -109,8 +116,9 @@ def frames() -> Frames:
 
 @cache
 def recorded(method: str = "ngram") -> list[Verified]:
-    """Record every step of the followed request, greedy, with up to three drafts: by suffixes of one to three tokens
-    (ngram), or by the embedded draft model (draft_model)."""
+    """Record every step of the followed request, greedy, with up to three drafts: by suffixes of
+    one to three tokens (ngram), or by the embedded draft model (draft_model).
+    """
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
 
     def tokens(ids: list[int]) -> tuple[Token, ...]:
@@ -141,7 +149,7 @@ def recorded(method: str = "ngram") -> list[Verified]:
     return found
 
 
-# ---- the stills ------------------------------------------------------------------------------------------------------
+# ---- the stills ----------------------------------------------------------------------------------
 
 
 def _lookup(step: Verified, index: int) -> str:
@@ -169,7 +177,9 @@ def _pass(step: Verified, index: int) -> str:
 
 
 def _verdict(step: Verified, index: int, guesser: str = "") -> str:
-    """Draw which drafts the model predicts, and what becomes of their slots; `guesser` names another guesser."""
+    """Draw which drafts the model predicts, and what becomes of their slots; `guesser` names
+    another guesser.
+    """
     shapes, _ = _text(step)
     shapes += [*_fed(step, FED_Y), *_says(step, len(step.kept)), _name(VERDICT_Y, "the draft there")]
     for place in range(len(step.says)):
@@ -217,7 +227,7 @@ def _by_step(steps: list[Verified]) -> str:
     return _still("Tokens of each pass", *shapes)
 
 
-# ---- their parts -----------------------------------------------------------------------------------------------------
+# ---- their parts ---------------------------------------------------------------------------------
 
 
 def _still(title: str, *elements: str) -> str:
@@ -247,7 +257,9 @@ def _fed(step: Verified, y: float, name: str = "computed") -> list[str]:
 
 
 def _says(step: Verified, kept: int | None = None) -> list[str]:
-    """Draw the model, and its likeliest token after each; `kept` of them are green, the rest grey, if it is known."""
+    """Draw the model, and its likeliest token after each; `kept` of them are green, the rest
+    grey, if it is known.
+    """
     wide = (len(step.says) - 1) * COLUMN + WIDE
     shapes = [rect(_x(0), MODEL_Y, wide, 30, tint(BLUE, 0.12), stroke=QUIET, label="the model: one pass, all rows")]
     shapes.append(_name(SAYS_Y, "it says next"))
@@ -260,7 +272,9 @@ def _says(step: Verified, kept: int | None = None) -> list[str]:
 
 
 def _slots(step: Verified) -> list[str]:
-    """Draw the keys and values that the pass has written: those that count, and those of rejected drafts."""
+    """Draw the keys and values that the pass has written: those that count, and those of
+    rejected drafts.
+    """
     shapes = [_name(SLOTS_Y, "keys, values")]
     computed = len(step.known) + step.num_accepted
     for place in range(len(step.says)):

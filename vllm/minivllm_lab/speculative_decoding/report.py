@@ -1,7 +1,7 @@
 """Lesson 07's measurements, its tables, its figure and its command line.
 
-A function `measure_*` or `count_*` measures, prints its table and returns its figures; what it takes as a callable is
-code of the lesson.
+A function `measure_*` or `count_*` measures, prints its table and returns its figures; what it
+takes as a callable is code of the lesson.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def load_models(target: str, draft: str, device: torch.device) -> tuple[Decoder,
 
 
 def held_out_prompts(model: str, count: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
-    """Take `length` tokens from the middle of each of `count` texts that the embedded models were not trained on.
+    """Take `length` tokens from the middle of each of `count` texts that the embedded models were
+    not trained on.
 
     Raises:
         MinivllmError: there are too few texts; see `first_passages`.
@@ -67,7 +68,7 @@ def held_out_prompts(model: str, count: int, length: int = PROMPT_TOKENS) -> lis
     return first_passages([ids[len(ids) // 2 :] for ids in texts if len(ids) // 2 >= 2 * length], count, length)
 
 
-# ---- 1. what a step with drafts costs --------------------------------------------------------------------------------
+# ---- 1. what a step with drafts costs ------------------------------------------------------------
 
 
 def wrong_drafts(vocab_size: int, count: int, seed: int) -> Callable[[str, int], list[int]]:
@@ -77,7 +78,9 @@ def wrong_drafts(vocab_size: int, count: int, seed: int) -> Callable[[str, int],
 
 
 def measure_steps(arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Time the engine's steps by requests and positions of each; random drafts, so that none is accepted."""
+    """Time the engine's steps by requests and positions of each; random drafts, so that none is
+    accepted.
+    """
     heading("1. What a step with drafts costs")
     batches, steps, rounds = ((1, 4), 6, 1) if arguments.quick else ((1, 8, 64), 12, 3)
     found: dict[str, dict] = {}
@@ -106,7 +109,7 @@ def random_prompts(count: int, vocab_size: int, seed: int, length: int = 32) -> 
     return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-# ---- 2. guess, verify, keep ------------------------------------------------------------------------------------------
+# ---- 2. guess, verify, keep ----------------------------------------------------------------------
 
 
 def count_family(
@@ -116,7 +119,8 @@ def count_family(
     expected_tokens: Callable[[float, int], float],
     arguments: argparse.Namespace,
 ) -> dict:
-    """Count passes and accepted drafts of each method on the same prompts, greedy; the first one has no drafts.
+    """Count passes and accepted drafts of each method on the same prompts, greedy; the first one
+    has no drafts.
 
     Raises:
         AssertionError: a method changes a token.
@@ -150,7 +154,9 @@ def _shown_method(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counted(stats: Sequence[SpecDecodingStats]) -> dict:
-    """Add up drafts and accepted drafts by position; return them with conditional rates and mean acceptance length."""
+    """Add up drafts and accepted drafts by position; return them with conditional rates and mean
+    acceptance length.
+    """
     drafts = sum(each.num_drafts for each in stats)
     by_position = zip_longest(*(each.num_accepted_tokens_per_pos for each in stats), fillvalue=0)
     accepted = [sum(counts) for counts in by_position]
@@ -159,13 +165,15 @@ def counted(stats: Sequence[SpecDecodingStats]) -> dict:
     return {"drafts": drafts, "accepted": accepted, "rates": rates, "alpha": [*rates, 0.0][0], "length": length}
 
 
-# ---- 3. the kernel ---------------------------------------------------------------------------------------------------
+# ---- 3. the kernel -------------------------------------------------------------------------------
 
 
 def draft_batch(counts: Sequence[int], vocab_size: int) -> tuple[Tensor, ...]:
-    """Draw random arguments of the lesson's `rejection_launch`, for requests with these numbers of drafts.
+    """Draw random arguments of the lesson's `rejection_launch`, for requests with these numbers of
+    drafts.
 
-    p [drafts + requests, vocab], q [drafts, vocab] near it, drafts int32 drawn from q, draft_start, uniforms, noise.
+    p [drafts + requests, vocab], q [drafts, vocab] near it, drafts int32 drawn from q, draft_start,
+    uniforms, noise.
     """
     starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
     p = torch.randn(sum(counts) + len(counts), vocab_size).softmax(-1)
@@ -188,7 +196,8 @@ def verified_one_by_one(verify: Verify, batch: Sequence[Tensor]) -> list[list[in
 
 
 def verify_kernel(launch: Callable[..., Tensor], verify: Verify, device: torch.device) -> dict:
-    """Hold the kernels against the rule, token for token, in vocabularies that no block divides; count their bytes.
+    """Hold the kernels against the rule, token for token, in vocabularies that no block divides;
+    count their bytes.
 
     Raises:
         AssertionError: they differ.
@@ -209,13 +218,15 @@ def verify_kernel(launch: Callable[..., Tensor], verify: Verify, device: torch.d
     return found
 
 
-# ---- 4. exact, or nearly ---------------------------------------------------------------------------------------------
+# ---- 4. exact, or nearly -------------------------------------------------------------------------
 
 STATES = 5
 
 
 def tiny_models(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Make a target and a draft with five tokens, each depending on the one before: matrices [token, next token]."""
+    """Make a target and a draft with five tokens, each depending on the one before: matrices
+    [token, next token].
+    """
     draw = np.random.default_rng(seed)
     target = draw.dirichlet(np.full(STATES, 2.0), STATES) * 0.9 + 0.1 / STATES
     draft = target * np.exp(draw.normal(size=target.shape))
@@ -223,7 +234,9 @@ def tiny_models(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def two_tokens(rule: Verify, models: tuple[np.ndarray, np.ndarray], draw: np.random.Generator) -> tuple[int, int, int]:
-    """Draw two tokens after token 0, with two drafts a step; also count the accepted drafts of the first step."""
+    """Draw two tokens after token 0, with two drafts a step; also count the accepted drafts of
+    the first step.
+    """
     (target, draft), tokens, accepted = models, [0], 0
     while len(tokens) < 3:
         known = list(tokens[-1:])
@@ -236,7 +249,9 @@ def two_tokens(rule: Verify, models: tuple[np.ndarray, np.ndarray], draw: np.ran
 
 
 def try_rules(rules: Mapping[str, Verify], rounds: int, seed: int) -> dict:
-    """Draw two tokens many times by each rule; compare how often each pair comes with what the target alone says."""
+    """Draw two tokens many times by each rule; compare how often each pair comes with what the
+    target alone says.
+    """
     heading("4. Exact, or nearly")
     models, found = tiny_models(seed=5), {}
     exact = models[0][0][:, None] * models[0]
@@ -267,13 +282,15 @@ def _shown_chance(chance: float) -> str:
     return f"{chance:.2f}" if chance > 0.01 else f"{chance:.3f}"
 
 
-# ---- 5. when it pays -------------------------------------------------------------------------------------------------
+# ---- 5. when it pays -----------------------------------------------------------------------------
 
 
 def measure_batches(
     arguments: argparse.Namespace, device: torch.device, speed_up: Callable[..., float], models: Sequence[Decoder]
 ) -> dict:
-    """Verify drafts of a given acceptance, by batch: what the formulas promise, and the engine's tokens a second."""
+    """Verify drafts of a given acceptance, by batch: what the formulas promise, and the engine's
+    tokens a second.
+    """
     heading("5. When it pays")
     k, tokens, turns = arguments.drafts, *((16, 1) if arguments.quick else (40, 3))
     found: dict[str, dict] = {}
@@ -317,7 +334,9 @@ def measure_batches(
 
 
 def break_even(speed_ups: Mapping[int, float]) -> float | None:
-    """Return the batch at which a speed-up falls below 1, between two that were measured; None if it does not."""
+    """Return the batch at which a speed-up falls below 1, between two that were measured; None
+    if it does not.
+    """
     for (small, above), (large, below) in pairwise(sorted(speed_ups.items())):
         if above >= 1 > below:
             return small * (large / small) ** ((above - 1) / (above - below))
@@ -330,7 +349,9 @@ def shown_edge(batch: float | None) -> str:
 
 
 def measure_draft_cost(models: Sequence[Decoder], device: torch.device) -> float:
-    """Time a token through the draft, in passes of the target; one request with 128 tokens of context."""
+    """Time a token through the draft, in passes of the target; one request with 128 tokens of
+    context.
+    """
 
     def pass_of(model: CachedModel) -> Callable[[], object]:
         def act() -> None:
@@ -345,13 +366,15 @@ def measure_draft_cost(models: Sequence[Decoder], device: torch.device) -> float
     return draft / target
 
 
-# ---- 6. break it -----------------------------------------------------------------------------------------------------
+# ---- 6. break it ---------------------------------------------------------------------------------
 
 
 def measure_temperature(
     target: Decoder, draft: Decoder, prompts: Sequence[list[int]], distribution: Callable[[Tensor, float], np.ndarray]
 ) -> dict:
-    """Measure the draft's acceptance along held-out texts, by temperature: drawn from q, and its likeliest token."""
+    """Measure the draft's acceptance along held-out texts, by temperature: drawn from q, and its
+    likeliest token.
+    """
     heading("6. Break it")
     rates: dict[str, dict[str, list[float]]] = {
         kind: {str(t): [] for t in TEMPERATURES} for kind in ("kept", "likeliest")
@@ -372,7 +395,7 @@ def measure_temperature(
     return found
 
 
-# ---- the whole lesson ------------------------------------------------------------------------------------------------
+# ---- the whole lesson ----------------------------------------------------------------------------
 
 
 def close(found: dict, disturbance: str) -> None:
@@ -396,7 +419,9 @@ def close(found: dict, disturbance: str) -> None:
 
 
 def draw(found: dict, path: str) -> None:
-    """Draw the cost of a step over its positions; accepted drafts by position; speed-up over the batch."""
+    """Draw the cost of a step over its positions; accepted drafts by position; speed-up over the
+    batch.
+    """
     rates = {name: record["rates"] for name, record in found["family"].items() if record["drafts"]}
     batches = found["batches"]["batches"]
     names = {"free": "if a step cost the same", "predicted": "predicted", "measured": "measured"}

@@ -1,15 +1,18 @@
-"""When drafts pay: tokens that a step yields, seconds that it takes, and the batch from which it loses. *Modelled*.
+"""When drafts pay: tokens that a step yields, seconds that it takes, and the batch from which it
+loses. *Modelled*.
 
-    head = eagle_head(known_model("Llama-3.1-8B"), get_hardware("H100"))
-    one = Speculation.of(known_model("Llama-3.1-8B"), get_hardware("H100"), head, (0.7,), context=1024)
+    head = eagle_head(known_model("Llama-3.1-8B"), get_hardware("H100")) one =
+    Speculation.of(known_model("Llama-3.1-8B"), get_hardware("H100"), head, (0.7,), context=1024)
     one.speedup(batch=8, k=3), one.break_even(k=3)
 
-A step with k drafts is one forward pass over batch × (k + 1) positions, and the drafter's own passes. Its cost is that
-of `levers`: weights and the contexts' keys and values are read once, whatever k is, while operations grow with it. So
-the pass costs about as much as one without drafts for as long as reading is the limit.
+A step with k drafts is one forward pass over batch × (k + 1) positions, and the drafter's own
+passes. Its cost is that of `levers`: weights and the contexts' keys and values are read once,
+whatever k is, while operations grow with it. So the pass costs about as much as one without drafts
+for as long as reading is the limit.
 
-Requests decode all the time, each with the same context; prompts are left out. All steps are taken to be captured as
-CUDA graphs, large ones too. The search of an n-gram proposer, on the host, is taken to cost nothing.
+Requests decode all the time, each with the same context; prompts are left out. All steps are taken
+to be captured as CUDA graphs, large ones too. The search of an n-gram proposer, on the host, is
+taken to cost nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ from minivllm_simulate.layouts import BLOCK_SIZE, SERVING
 from minivllm_simulate.levers import LeverCost
 
 PASS_OVERHEAD, VERIFY_OVERHEAD = 2.2e-4, 6.5e-4
-"""Seconds beyond reading and arithmetic: of each of the drafter's passes (launch, sampling, the next inputs), and
-of a step with drafts over one without (rejection sampling). vllm-project/vllm#20780: Llama-3.1-8B with an EAGLE-1 head,
-one request, MT-bench: acceptance length times TPOT is 7.72 ms + 0.73 ms a draft, for 2 to 7 drafts; and 7.07 ms without
-any, which is an H100's. `minivllm_lab.speculative_decoding.model_checks` says how far the model is off on others."""
+"""Seconds beyond reading and arithmetic: of each of the drafter's passes (launch, sampling, the
+next inputs), and of a step with drafts over one without (rejection sampling).
+vllm-project/vllm#20780: Llama-3.1-8B with an EAGLE-1 head, one request, MT-bench: acceptance length
+times TPOT is 7.72 ms + 0.73 ms a draft, for 2 to 7 drafts; and 7.07 ms without any, which is an
+H100's. `minivllm_lab.speculative_decoding.model_checks` says how far the model is off on others.
+"""
 HEAD_VOCABULARY = 32_000
 """Tokens that an EAGLE-3 head drafts from: published heads know the most frequent ones only."""
 MOST_BATCH = 1024
@@ -45,7 +50,9 @@ Cause = Literal["draft", "compute", "wrong"]
 
 @dataclass(frozen=True)
 class Recorded:
-    """Accepted drafts by position, counted in a run with three drafts a step, of which there were `drafts`."""
+    """Accepted drafts by position, counted in a run with three drafts a step, of which there
+    were `drafts`.
+    """
 
     drafts: int
     accepted: tuple[int, ...]
@@ -63,13 +70,15 @@ RECORDED: Mapping[str, Recorded] = MappingProxyType(
         "eagle3": Recorded(198, (128, 101, 85)),
     }
 )
-"""Counts by vLLM's name of the method, from vLLM 0.32 with the embedded model, greedy answers of 64 tokens to 16
-prompts, for EAGLE-3 to the first 8 of them. On these 8 the engine here counts the same. Steps for which no n-gram
-matched have no drafts, and are not counted."""
+"""Counts by vLLM's name of the method, from vLLM 0.32 with the embedded model, greedy answers of 64
+tokens to 16 prompts, for EAGLE-3 to the first 8 of them. On these 8 the engine here counts the
+same. Steps for which no n-gram matched have no drafts, and are not counted.
+"""
 
 
 def conditional_rates(rates: Sequence[float], k: int) -> tuple[float, ...]:
-    """Return the acceptance of each of k drafts if those before it were accepted; the last rate goes on.
+    """Return the acceptance of each of k drafts if those before it were accepted; the last rate
+    goes on.
 
     Raises:
         MinivllmError: there are no rates, or one is no share.
@@ -81,9 +90,11 @@ def conditional_rates(rates: Sequence[float], k: int) -> tuple[float, ...]:
 
 
 def expected_tokens(rates: Sequence[float], k: int) -> float:
-    """Return the tokens of a step on average: drafts accepted one after another, and one of the model's own.
+    """Return the tokens of a step on average: drafts accepted one after another, and one of the
+    model's own.
 
-    For a constant acceptance α it is (1 - α^(k + 1)) / (1 - α), as in Leviathan et al. (arXiv 2211.17192).
+    For a constant acceptance α it is (1 - α^(k + 1)) / (1 - α), as in Leviathan et al. (arXiv
+    2211.17192).
     """
     return 1.0 + sum(accumulate(conditional_rates(rates, k), mul))
 
@@ -96,7 +107,9 @@ class Drafter:
     """vLLM's name: ngram, draft_model or eagle3."""
     cost: LeverCost | None = None
     parallel: bool = False
-    """All k drafts come from one pass (vLLM's `parallel_drafting`), in place of one pass for each."""
+    """All k drafts come from one pass (vLLM's `parallel_drafting`), in place of one pass for
+    each.
+    """
 
     @property
     def weight_bytes(self) -> int:
@@ -111,7 +124,8 @@ class Drafter:
     def seconds(self, batch: int, k: int, context: int) -> float:
         """Return the seconds of k drafts for each request.
 
-        The first pass takes in what the last step may have added, k + 1 positions a request; each further one a draft.
+        The first pass takes in what the last step may have added, k + 1 positions a request; each
+        further one a draft.
         """
         if self.cost is None:
             return 0.0
@@ -129,10 +143,12 @@ def draft_model(model: ModelConfig, gpu: Hardware) -> Drafter:
 
 
 def eagle_head(target: ModelConfig, gpu: Hardware, *, parallel: bool = False) -> Drafter:
-    """Make an EAGLE-3 head: a layer as wide as the target's, whose attention takes two vectors, and a head.
+    """Make an EAGLE-3 head: a layer as wide as the target's, whose attention takes two vectors, and
+    a head.
 
-    Its weights: the projection of three of the target's hidden states, the layer, and `HEAD_VOCABULARY` outputs; the
-    embedding is the target's. In vLLM v0.33.0: `vllm/model_executor/models/llama_eagle3.py`.
+    Its weights: the projection of three of the target's hidden states, the layer, and
+    `HEAD_VOCABULARY` outputs; the embedding is the target's. In vLLM v0.33.0:
+    `vllm/model_executor/models/llama_eagle3.py`.
     """
     hidden, mlp = target.hidden_size, target.intermediate_size
     queries, keys = (heads * target.head_dim for heads in (target.num_attention_heads, target.num_key_value_heads))
@@ -141,7 +157,9 @@ def eagle_head(target: ModelConfig, gpu: Hardware, *, parallel: bool = False) ->
 
 
 def head_cost(target: ModelConfig, gpu: Hardware, parameters: int) -> LeverCost:
-    """Return the cost of a head with these parameters in 16 bits, and one layer of the target's attention."""
+    """Return the cost of a head with these parameters in 16 bits, and one layer of the target's
+    attention.
+    """
     whole, layers = _captured(target, gpu), target.num_hidden_layers
     roofline = replace(
         whole.roofline,
@@ -158,7 +176,9 @@ def head_cost(target: ModelConfig, gpu: Hardware, parameters: int) -> LeverCost:
 
 @dataclass(frozen=True)
 class StepParts:
-    """The seconds of a step by their cause. `compute` is what operations take beyond reading the weights."""
+    """The seconds of a step by their cause. `compute` is what operations take beyond reading the
+    weights.
+    """
 
     overhead: float
     weights: float
@@ -183,7 +203,9 @@ class Speculation:
     context: int
     """Tokens that each request has when the step begins."""
     kv_bytes: int
-    """Bytes that weights leave for the caches of both; without a drafter, there are `drafter.weight_bytes` more."""
+    """Bytes that weights leave for the caches of both; without a drafter, there are
+    `drafter.weight_bytes` more.
+    """
     verify_overhead: float = VERIFY_OVERHEAD
 
     @classmethod
@@ -195,7 +217,7 @@ class Speculation:
         Raises:
             MinivllmError: both models' weights do not fit, or a rate or the context makes no sense.
         """
-        require(is_number(context) and context >= 1, f"context is a number of tokens from 1 on, not {context!r}")
+        require(is_number(context) and context >= 1, f"context must be at least 1 token, not {context!r}")
         conditional_rates(rates, 1)
         return cls(
             _captured(model, gpu), drafter, tuple(rates), context, _kv_bytes(model, gpu, drafter.weight_bytes, context)
@@ -212,12 +234,16 @@ class Speculation:
         return self._parts(batch, 1)
 
     def step(self, batch: int, k: int) -> StepParts:
-        """Return the parts of a step with k drafts for each request: the drafter's passes, then the verification."""
+        """Return the parts of a step with k drafts for each request: the drafter's passes, then
+        the verification.
+        """
         parts, draft = self._parts(batch, k + 1), self.drafter.seconds(batch, k, self.context)
         return replace(parts, overhead=parts.overhead + self.verify_overhead, draft=draft)
 
     def speedup(self, batch: int, k: int) -> float:
-        """Return how many times as fast as without drafts it is at this batch; below 1, drafts lose."""
+        """Return how many times as fast as without drafts it is at this batch; below 1, drafts
+        lose.
+        """
         return self.tokens(k) * self.plain(batch).seconds / self.step(batch, k).seconds
 
     def best_k(self, batch: int, most: int = 8) -> int:
@@ -228,8 +254,8 @@ class Speculation:
     def cause(self, batch: int, k: int) -> Cause | None:
         """Say why drafts lose at this batch; None where they do not.
 
-        wrong: were drafts free and the verification's operations too, they would still lose. Otherwise the larger of
-        what drafting takes and what operations add to a plain step.
+        wrong: were drafts free and the verification's operations too, they would still lose.
+        Otherwise the larger of what drafting takes and what operations add to a plain step.
         """
         step, plain = self.step(batch, k), self.plain(batch)
         lost = step.seconds - self.tokens(k) * plain.seconds
@@ -243,7 +269,9 @@ class Speculation:
     # ---- batches
 
     def most_batch(self, k: int) -> int:
-        """Return how many requests of `context` tokens and k drafts fit beside the drafter; 0: none."""
+        """Return how many requests of `context` tokens and k drafts fit beside the drafter; 0:
+        none.
+        """
         per_token = self.target.roofline.kv_bytes_per_token + self.drafter.kv_bytes_per_token
         return _requests(self.kv_bytes, per_token, self.context + k + 1)
 
@@ -274,7 +302,9 @@ class Speculation:
         return [*found, (start, most)] if start else found
 
     def break_even(self, k: int, most: int = MOST_BATCH) -> int | None:
-        """Return the batch from which on drafts lose, up to `most`; None where they do not lose there."""
+        """Return the batch from which on drafts lose, up to `most`; None where they do not lose
+        there.
+        """
         lost = self.losing(k, most)
         return lost[-1][0] if lost and lost[-1][1] == most else None
 
@@ -302,7 +332,9 @@ _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 51
 
 
 def _shape(batch: int, positions: int, context: int) -> StepShape:
-    """Return the shape of a step in which each request computes `positions` tokens after `context`."""
+    """Return the shape of a step in which each request computes `positions` tokens after
+    `context`.
+    """
     one = StepShape.of([(positions, context)])
     return StepShape(batch, batch * one.num_tokens, batch * one.num_keys, batch * one.num_pairs)
 

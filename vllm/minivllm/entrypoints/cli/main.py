@@ -35,7 +35,9 @@ class _Parser(FlexibleArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; return the exit code. 2: it cannot be done as said, and one line says why."""
+    """Do what the command line says; return the exit code. 2: it cannot be done as said, and one
+    line says why.
+    """
     try:
         parsed = _parser().parse_args(arguments)
         return COMMANDS[parsed.command](parsed)

@@ -1,7 +1,9 @@
-"""Turn the engine's outputs into a reply, for completions and chats alike. Each has a renderer, an `Answer`.
+"""Turn the engine's outputs into a reply, for completions and chats alike. Each has a renderer, an
+`Answer`.
 
-In vLLM v0.33.0 this stands twice: `vllm/entrypoints/openai/completion/serving.py` (`completion_stream_generator`),
-`vllm/entrypoints/openai/chat_completion/serving.py` (`chat_completion_stream_generator`).
+In vLLM v0.33.0 this stands twice: `vllm/entrypoints/openai/completion/serving.py`
+(`completion_stream_generator`), `vllm/entrypoints/openai/chat_completion/serving.py`
+(`chat_completion_stream_generator`).
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class EngineRequests:
 
         Raises:
             EngineDeadError: the engine has ended.
-            MinivllmError: one of them asks for what cannot be done; a `RequestError`: the engine could not answer it.
+            MinivllmError: one of them asks for what cannot be done; a `RequestError`: the engine
+                could not answer it.
         """
         unfinished = len(self._collectors)
         while unfinished:
@@ -77,7 +80,8 @@ class EngineRequests:
 class Answer:
     """The reply to one request, in the making. Choice i * n + j is completion j of prompt i.
 
-    A renderer names the forms of a whole reply and of an event, and says what a choice looks like in each.
+    A renderer names the forms of a whole reply and of an event, and says what a choice looks like
+    in each.
     """
 
     whole_form: ClassVar[type[WholeReply]]
@@ -184,7 +188,8 @@ def usage_of(num_prompt_tokens: int, num_generated: int) -> UsageInfo:
 async def as_stream(events: AsyncGenerator[BaseModel, None], requests: EngineRequests) -> AsyncGenerator[str, None]:
     """Yield server-sent events of these objects, each with the fields that were set.
 
-    What goes wrong in the middle is an event too, since the status is long sent; [DONE] is always the last one.
+    What goes wrong in the middle is an event too, since the status is long sent; [DONE] is always
+    the last one.
     """
     try:
         async for event in events:

@@ -1,7 +1,8 @@
 """The server's routes, over one `AsyncLLM`.
 
-In vLLM v0.33.0: `vllm/entrypoints/launchers/app.py` (`build_app`), `vllm/entrypoints/launchers/api_server/app_state.py`
-(`init_app_state`), `vllm/entrypoints/launchers/api_server/routers.py` and the routers of each group of routes.
+In vLLM v0.33.0: `vllm/entrypoints/launchers/app.py` (`build_app`),
+`vllm/entrypoints/launchers/api_server/app_state.py` (`init_app_state`),
+`vllm/entrypoints/launchers/api_server/routers.py` and the routers of each group of routes.
 """
 
 import os

@@ -1,10 +1,10 @@
 """Messages in the form that chat templates expect.
 
-Clients write a message in several ways: its content is a text, a list of parts or null, and the arguments of a tool
-call are JSON. A template gets one form.
+Clients write a message in several ways: its content is a text, a list of parts or null, and the
+arguments of a tool call are JSON. A template gets one form.
 
-In vLLM v0.33.0: `vllm/renderers/chat_utils/chat_message.py` (`parse_chat_messages`); `content_format` is in
-`vllm/renderers/hf.py`.
+In vLLM v0.33.0: `vllm/renderers/chat_utils/chat_message.py` (`parse_chat_messages`);
+`content_format` is in `vllm/renderers/hf.py`.
 """
 
 import json
@@ -18,22 +18,28 @@ from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
 ContentFormat = Literal["string", "openai"]
-"""What a template gets as a message's content: one text, or a list of parts such as {"type": "text", "text": …}."""
+"""What a template gets as a message's content: one text, or a list of parts such as {"type":
+"text", "text": …}.
+"""
 TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """The types of parts that are texts, and the key that each has its text under."""
 
 
 def normalize(messages: Sequence[Any], content_format: ContentFormat) -> list[dict[str, Any]]:
-    """Return the messages with contents of this format, tool calls with dictionaries as arguments, and no empty lists.
+    """Return the messages with contents of this format, tool calls with dictionaries as arguments,
+    and no empty lists.
 
     Raises:
-        MinivllmError: a message, a part of its content or a tool call has a form that is not served.
+        MinivllmError: a message, a part of its content or a tool call has a form that is not
+            served.
     """
     return [_normalize(message, content_format) for message in messages]
 
 
 def detect_content_format(template: nodes.Template) -> ContentFormat:
-    """Return "openai" if the template loops over the parts of a message's content, "string" otherwise."""
+    """Return "openai" if the template loops over the parts of a message's content, "string"
+    otherwise.
+    """
     # A template that handles parts must loop over them somewhere.
     loops = list(template.find_all(nodes.For))
     loop_variables = {loop.target.name for loop in loops if isinstance(loop.target, nodes.Name)}
@@ -136,8 +142,8 @@ def _normalize_call(call: Any) -> dict[str, Any]:
 def _arguments(given: Any) -> Mapping[str, Any]:
     """Return the arguments as a dictionary.
 
-    Those that are none become an empty one: the call lies in the conversation's history, so that a refusal would
-    meet every later turn.
+    Those that are none become an empty one: the call lies in the conversation's history, so that a
+    refusal would meet every later turn.
     """
     if not given:
         return {}

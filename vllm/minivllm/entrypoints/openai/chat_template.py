@@ -1,9 +1,10 @@
 """Messages become a prompt by the model's chat template, in Jinja.
 
-A template comes from a stranger's model folder, so it runs in a sandbox: it sees the messages, and nothing else.
+A template comes from a stranger's model folder, so it runs in a sandbox: it sees the messages, and
+nothing else.
 
-In vLLM v0.33.0: `vllm/renderers/hf.py`, `vllm/renderers/chat_utils/chat_template.py`. Templates may call the same
-functions as in the library transformers (its `chat_template_utils`).
+In vLLM v0.33.0: `vllm/renderers/hf.py`, `vllm/renderers/chat_utils/chat_template.py`. Templates may
+call the same functions as in the library transformers (its `chat_template_utils`).
 """
 
 import json
@@ -37,10 +38,12 @@ PLAIN = (
 
 
 def read_template(given: str | None, model: str | Path) -> str | None:
-    """Return the template of the flag, else the model's own; None if it has none, or several and no default.
+    """Return the template of the flag, else the model's own; None if it has none, or several and no
+    default.
 
-    The flag has the template itself, or the name of a file, or of one of the model's templates. The model's own are
-    read for nothing but that name, so that a flag can replace one that is malformed.
+    The flag has the template itself, or the name of a file, or of one of the model's templates. The
+    model's own are read for nothing but that name, so that a flag can replace one that is
+    malformed.
 
     Raises:
         MinivllmError: the file does not exist, or the template is not valid.
@@ -66,7 +69,9 @@ def no_template(model: str | Path) -> str:
 
 
 def special_tokens(model: str | Path) -> dict[str, str]:
-    """Return the special tokens that templates may name, such as `bos_token`, from the tokenizer's config."""
+    """Return the special tokens that templates may name, such as `bos_token`, from the
+    tokenizer's config.
+    """
     path = _file_of(model, TOKENIZER_CONFIG)
     contents = {} if path is None else read_json_object(path)
     tokens = {name: contents[name] for name in SPECIAL_TOKENS if contents.get(name)}
@@ -168,7 +173,8 @@ def render_conversations(
     goes_on: bool,
     content_format: str,
 ) -> list[str]:
-    """Return the prompts of a conversation or several, by this template or the model's own; otherwise as `render`.
+    """Return the prompts of a conversation or several, by this template or the model's own;
+    otherwise as `render`.
 
     Raises:
         MinivllmError: there is no template, or it rejects the messages.
@@ -218,7 +224,9 @@ def _as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` marks for training what the assistant says; a prompt has the inside."""
+    """`{% generation %} … {% endgeneration %}` marks for training what the assistant says; a
+    prompt has the inside.
+    """
 
     tags: ClassVar = {"generation"}
 

@@ -1,4 +1,5 @@
-"""What a request says its answer must conform to: `structured_outputs`, OpenAI's `response_format`, or a tool to call.
+"""What a request says its answer must conform to: `structured_outputs`, OpenAI's `response_format`,
+or a tool to call.
 
 In vLLM v0.33.0: `to_sampling_params` in `vllm/entrypoints/openai/chat_completion/protocol.py`,
 `get_json_schema_from_tools` in `vllm/tool_parsers/utils.py`.
@@ -19,7 +20,8 @@ from minivllm.errors import MinivllmError
 
 
 def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """Return the request's constraint, if it has one; a tool that must be called goes before `response_format`.
+    """Return the request's constraint, if it has one; a tool that must be called goes before
+    `response_format`.
 
     Raises:
         MinivllmError: there are several, or one that is not served.
@@ -38,7 +40,9 @@ def constraint_of(request: GenerationRequest) -> StructuredOutputsParams | None:
 
 
 def forced_tools(request: ChatCompletionRequest) -> list[ChatCompletionToolsParam]:
-    """Return the tools of which one must be called: the one that is named, or with "required" any of them."""
+    """Return the tools of which one must be called: the one that is named, or with "required"
+    any of them.
+    """
     choice, tools = request.tool_choice, request.tools or []
     if isinstance(choice, ChatCompletionNamedToolChoiceParam):
         return [tool for tool in tools if tool.function.name == choice.function.name][:1]
@@ -59,7 +63,9 @@ def _of_format(form: ResponseFormat | None) -> dict[str, Any]:
 
 
 def _schema_of_tools(request: ChatCompletionRequest) -> dict[str, Any] | None:
-    """Return the schema of a named tool's arguments, or of a list of calls; None if no tool must be called."""
+    """Return the schema of a named tool's arguments, or of a list of calls; None if no tool must
+    be called.
+    """
     tools = forced_tools(request)
     if not tools:
         return None

@@ -1,8 +1,8 @@
 """Turn exceptions into errors on the wire: `{"error": {message, type, param, code}}`.
 
-A body that does not fit the request's schema is a "Bad Request", and `param` is the path to the field. Anything else
-that is wrong with a request is a "BadRequestError", and `param` is the field, if there is one. Unknown paths and
-methods are FastAPI's.
+A body that does not fit the request's schema is a "Bad Request", and `param` is the path to the
+field. Anything else that is wrong with a request is a "BadRequestError", and `param` is the field,
+if there is one. Unknown paths and methods are FastAPI's.
 
 In vLLM v0.33.0: `vllm/entrypoints/serve/exception_handling/`.
 """
@@ -71,7 +71,9 @@ def failed(message: str) -> RequestError:
 
 
 def error_response(error: Exception) -> ErrorResponse:
-    """Return the body for this exception; what is our own fault is logged, and only named on the wire."""
+    """Return the body for this exception; what is our own fault is logged, and only named on the
+    wire.
+    """
     if isinstance(error, RequestError):
         return _response(str(error), error.status, error.kind, error.parameter)
     if isinstance(error, MinivllmError):
@@ -147,7 +149,9 @@ def _line(error: Any) -> str:
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """Return the path to a field, without the names that pydantic gives to the branches of a union."""
+    """Return the path to a field, without the names that pydantic gives to the branches of a
+    union.
+    """
     parts = [str(part) for part in location]
     # For a union, pydantic inserts the name of each type that it has tried.
     named = [part for part in parts if not any(mark in part for mark in "[]{}()") and part not in UNION_MARKERS]

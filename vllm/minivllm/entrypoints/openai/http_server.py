@@ -1,9 +1,9 @@
 """A server's process, whatever it serves: its socket, its signals, its end.
 
-The socket is bound before anything else is done, so that a port in use is said at once. Signals are ours and not
-uvicorn's: a first SIGTERM or Ctrl-C lets open requests finish for as long as the settings say, then ends them with an
-error; a second one does not wait. When what stands behind the server dies, clients are told for a moment, and then the
-server ends too.
+The socket is bound before anything else is done, so that a port in use is said at once. Signals are
+ours and not uvicorn's: a first SIGTERM or Ctrl-C lets open requests finish for as long as the
+settings say, then ends them with an error; a second one does not wait. When what stands behind the
+server dies, clients are told for a moment, and then the server ends too.
 
 In vLLM v0.33.0: `vllm/entrypoints/launchers/`.
 """
@@ -98,7 +98,9 @@ def run_loop(work: Coroutine[Any, Any, int]) -> int:
 
 
 def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> NoSignalServer:
-    """Return a server of these routes, which `serve(sockets=...)` starts. `protocol`: uvicorn's, for HTTP/1.1."""
+    """Return a server of these routes, which `serve(sockets=...)` starts. `protocol`: uvicorn's,
+    for HTTP/1.1.
+    """
     return NoSignalServer(
         uvicorn.Config(
             app,
@@ -115,7 +117,9 @@ def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> NoS
 async def until_the_end(
     server: NoSignalServer, backend: Backend, listening: socket.socket, settings: HttpArgs, state: ServerState
 ) -> int:
-    """Serve on this socket until a signal or the backend's end; return the exit code. `state`: the open requests."""
+    """Serve on this socket until a signal or the backend's end; return the exit code. `state`:
+    the open requests.
+    """
     logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
     asked = signals()
     logger.info("Serving on %s", address_of(listening))
@@ -134,7 +138,8 @@ async def until_the_end(
         # A second signal ends this wait, and so does the backend's death.
         code = await _drain(state, backend, asked, settings.shutdown_timeout)
         backend.end_requests()
-        # uvicorn tells open requests that their client has left: they send their last events before.
+        # uvicorn tells open requests that their client has left: they send their last events
+        # before.
         await _drain(state, None, asked, SECONDS_TO_CLOSE)
     # uvicorn closes idle connections and waits for the others.
     server.should_exit = True

@@ -30,7 +30,8 @@ from minivllm.entrypoints.xray.routes import StepFeed, add_xray
 
 
 def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int:
-    """Serve until a signal or the engine's end; return the exit code. `template` stands for a model that has none.
+    """Serve until a signal or the engine's end; return the exit code. `template` stands for a model
+    that has none.
 
     Raises:
         MinivllmError: the arguments are invalid, or the port is in use.

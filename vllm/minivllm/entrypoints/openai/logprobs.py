@@ -30,7 +30,8 @@ def completion_logprobs(
     Args:
         tokenizer: turns the first token of a prompt into text; the others bring theirs.
         token_ids: the tokens.
-        rows: for each token, the log probabilities at its position; None for the first one of a prompt.
+        rows: for each token, the log probabilities at its position; None for the first one of a
+            prompt.
         most: how many of the most likely tokens are shown besides the chosen one; -1: all.
         offset: characters before these tokens.
         as_ids: show a token as "token_id:289" rather than as text.

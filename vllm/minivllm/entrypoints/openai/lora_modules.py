@@ -1,8 +1,9 @@
 """Find out which adapters a server begins with, and from where a client may load others.
 
-In vLLM v0.33.0: `LoRAModulePath` in `vllm/entrypoints/openai/models/protocol.py`, `LoRAParserAction` in
-`vllm/entrypoints/common/cli_args.py`. vLLM loads from any path, or from the Hub, once
-`VLLM_ALLOW_RUNTIME_LORA_UPDATING` is set; here the folders are named, and that variable asks for them.
+In vLLM v0.33.0: `LoRAModulePath` in `vllm/entrypoints/openai/models/protocol.py`,
+`LoRAParserAction` in `vllm/entrypoints/common/cli_args.py`. vLLM loads from any path, or from the
+Hub, once `VLLM_ALLOW_RUNTIME_LORA_UPDATING` is set; here the folders are named, and that variable
+asks for them.
 """
 
 import json
@@ -22,7 +23,9 @@ MAX_NAME_CHARACTERS = 256
 
 @dataclass(frozen=True)
 class LoRAModulePath:
-    """An adapter that a server has from the start. `base_model_name`: what the list of models shows as its parent."""
+    """An adapter that a server has from the start. `base_model_name`: what the list of models
+    shows as its parent.
+    """
 
     name: str
     path: str
@@ -30,7 +33,8 @@ class LoRAModulePath:
 
 
 def lora_modules_of(given: Sequence[str]) -> list[LoRAModulePath]:
-    """Return what `--lora-modules` says: each `name=path`, or {"name": …, "path": …, "base_model_name": …} in JSON.
+    """Return what `--lora-modules` says: each `name=path`, or {"name": …, "path": …,
+    "base_model_name": …} in JSON.
 
     Raises:
         MinivllmError: one says something else, or two have one name.
@@ -94,9 +98,11 @@ def check_lora_settings(args: EngineArgs, settings: FrontendArgs, environment: M
 
 
 def adapter_folder(path: str, folders: Sequence[str]) -> str | None:
-    """Return where an adapter really lies, if that is below one of these folders; else None, whether it exists or not.
+    """Return where an adapter really lies, if that is below one of these folders; else None,
+    whether it exists or not.
 
-    Links are followed first, those of its files too, so that none leads out; and there must be files, not pipes.
+    Links are followed first, those of its files too, so that none leads out; and there must be
+    files, not pipes.
     """
     try:
         allowed = [Path(os.path.realpath(folder)) for folder in folders]  # one of them may be gone

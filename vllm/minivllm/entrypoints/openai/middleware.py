@@ -39,7 +39,9 @@ class ServerState:
 
 
 class AuthenticationMiddleware:
-    """Requests below these paths must bring one of the keys. Keys are compared as hashes, each in constant time."""
+    """Requests below these paths must bring one of the keys. Keys are compared as hashes, each
+    in constant time.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app

@@ -1,7 +1,8 @@
 """Requests and replies on the wire, as OpenAI's clients and vLLM's know them.
 
-Unknown fields of a request are ignored. What pydantic finds wrong and what the checks below find wrong are two types of
-error on the wire (`errors.py`). Null fields of a whole reply are sent; a stream's event has only those that are set.
+Unknown fields of a request are ignored. What pydantic finds wrong and what the checks below find
+wrong are two types of error on the wire (`errors.py`). Null fields of a whole reply are sent; a
+stream's event has only those that are set.
 
 In vLLM v0.33.0: `protocol.py` in `vllm/entrypoints/openai/completion/` and `.../chat_completion/`,
 `vllm/entrypoints/generate/base/protocol.py`, `vllm/entrypoints/serve/tokenize/protocol.py`.
@@ -88,7 +89,9 @@ class StructuredOutputsParams(OpenAIBaseModel):
 
 
 class GenerationRequest(CheckedRequest):
-    """The fields that completions and chat completions share. None: the model's default, or nobody has asked."""
+    """The fields that completions and chat completions share. None: the model's default, or
+    nobody has asked.
+    """
 
     DEFAULTS: ClassVar[Mapping[str, float]] = {
         "repetition_penalty": 1.0,
@@ -143,7 +146,9 @@ class GenerationRequest(CheckedRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return how many of the most likely tokens to show at each position, besides the chosen one."""
+        """Return how many of the most likely tokens to show at each position, besides the chosen
+        one.
+        """
         raise NotImplementedError
 
     @property
@@ -265,7 +270,9 @@ class WholeReply(Reply):
 
 
 class StreamEvent(Reply):
-    """One event of a stream; `system_fingerprint` is in the last one, `usage` where it was asked for."""
+    """One event of a stream; `system_fingerprint` is in the last one, `usage` where it was asked
+    for.
+    """
 
     system_fingerprint: str | None = None
     usage: UsageInfo | None = None
@@ -643,7 +650,9 @@ class ModelList(OpenAIBaseModel):
 
 
 class LoadLoRAAdapterRequest(OpenAIBaseModel):
-    """`POST /v1/load_lora_adapter`. `load_inplace`: another adapter may have the name, and this one takes its place."""
+    """`POST /v1/load_lora_adapter`. `load_inplace`: another adapter may have the name, and this
+    one takes its place.
+    """
 
     lora_name: str
     lora_path: str

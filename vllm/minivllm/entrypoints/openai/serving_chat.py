@@ -1,4 +1,6 @@
-"""`POST /v1/chat/completions`. In vLLM v0.33.0: `vllm/entrypoints/openai/chat_completion/serving.py`."""
+"""`POST /v1/chat/completions`. In vLLM v0.33.0:
+`vllm/entrypoints/openai/chat_completion/serving.py`.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -98,7 +100,9 @@ class ChatAnswer(Answer):
         )
 
     def _finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return "tool_calls" with "required", as OpenAI's clients expect; with a named tool it is "stop"."""
+        """Return "tool_calls" with "required", as OpenAI's clients expect; with a named tool it
+        is "stop".
+        """
         calls = bool(self._tools) and self.request.tool_choice == "required"
         return "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
 

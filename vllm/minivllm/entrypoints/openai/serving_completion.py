@@ -57,7 +57,9 @@ class CompletionAnswer(Answer):
         return choice
 
     def _text(self, prompt: TokenizedPrompt, completion: CompletionOutput, echoes: bool | None) -> str:
-        """Return a completion's text, after the prompt's for an echo, unless the prompt is returned as token ids."""
+        """Return a completion's text, after the prompt's for an echo, unless the prompt is
+        returned as token ids.
+        """
         said_before = prompt.text if echoes and not self.request.return_token_ids else ""
         return (said_before or "") + ("" if self.request.only_echoes else completion.text)
 
@@ -69,7 +71,9 @@ class CompletionAnswer(Answer):
         echoes: bool | None,
         offset: int = 0,
     ) -> CompletionLogProbs | None:
-        """Return the log probabilities of tokens whose text begins `offset` characters after the prompt's."""
+        """Return the log probabilities of tokens whose text begins `offset` characters after the
+        prompt's.
+        """
         if self.request.logprobs is None:
             return None
         token_ids, rows = ([], []) if self.request.only_echoes else (completion.token_ids, completion.logprobs or [])

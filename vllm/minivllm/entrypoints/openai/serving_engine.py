@@ -1,6 +1,7 @@
 """Turn a client's request into requests of the engine, for completions and chats alike.
 
-In vLLM v0.33.0: `vllm/entrypoints/generate/base/serving.py`, `vllm/entrypoints/serve/utils/api_utils.py`.
+In vLLM v0.33.0: `vllm/entrypoints/generate/base/serving.py`,
+`vllm/entrypoints/serve/utils/api_utils.py`.
 """
 
 import asyncio
@@ -34,17 +35,21 @@ from minivllm.sampling_params import MAX_N, SamplingParams
 from minivllm.structured_output.grammar_text import check_grammar
 
 CHARACTERS_IN_LOOP = 4096
-"""A longer text is tokenized in a thread, so that it holds up nobody; as many tokens are turned into text there."""
+"""A longer text is tokenized in a thread, so that it holds up nobody; as many tokens are turned
+into text there.
+"""
 MAX_RANK_DIGITS = 6
 NOT_SERVED = ("use_beam_search", "logprob_token_ids", "repetition_detection", "thinking_token_budget")
-"""Fields of vLLM's that are not ignored, as unknown ones are: the answer would be another than was asked for."""
+"""Fields of vLLM's that are not ignored, as unknown ones are: the answer would be another than
+was asked for.
+"""
 
 
 class OpenAIServing:
     """The engine, the model's names, and the server's settings.
 
-    `create` is the way of every request that generates. Completions and chats differ in how they make prompts of it
-    (`prompts_of`), and in how its answer looks (`renderer`).
+    `create` is the way of every request that generates. Completions and chats differ in how they
+    make prompts of it (`prompts_of`), and in how its answer looks (`renderer`).
     """
 
     id_prefix = ""
@@ -78,7 +83,8 @@ class OpenAIServing:
             MinivllmError: the request is invalid.
             EngineDeadError: the engine has ended.
         """
-        # Everything is checked before the first request is added, so a refused one leaves nothing behind.
+        # Everything is checked before the first request is added, so a refused one leaves nothing
+        # behind.
         prompts, asked = await self.prompts_of(request)
         params = [self.sampling_params(request, asked, prompt) for prompt in prompts]
         request_id = self.request_id(request, headers)
@@ -124,7 +130,9 @@ class OpenAIServing:
         self._admit(total)
 
     def _check_transfer(self, params: Mapping[str, Any], num_prompts: int) -> None:
-        """Refuse what no connector can be told; what the values mean is the connector's to check."""
+        """Refuse what no connector can be told; what the values mean is the connector's to
+        check.
+        """
         name = "kv_transfer_params"
         if self.engine.engine_args.kv_transfer_config is None:
             raise MinivllmError(f"{name} need a server with --kv-transfer-config", name)
@@ -137,7 +145,8 @@ class OpenAIServing:
             raise MinivllmError(f"{name} have a value that cannot be sent on", name) from None
 
     def sampling_params(self, request: GenerationRequest, asked: int | None, prompt: TokenizedPrompt) -> SamplingParams:
-        """Return the engine's parameters for a prompt. `asked`: tokens to generate at most; None: as many as fit.
+        """Return the engine's parameters for a prompt. `asked`: tokens to generate at most; None:
+        as many as fit.
 
         Raises:
             MinivllmError: the prompt is too long, or a parameter is invalid.
@@ -166,7 +175,8 @@ class OpenAIServing:
         params: Sequence[SamplingParams],
         headers: Mapping[str, str],
     ) -> EngineRequests:
-        """Add all prompts to the engine's queue, or none. The engine's ids differ, whatever clients send.
+        """Add all prompts to the engine's queue, or none. The engine's ids differ, whatever clients
+        send.
 
         Raises:
             MinivllmError: a request is invalid.
@@ -183,7 +193,8 @@ class OpenAIServing:
                 tokens = TokensPrompt(prompt_token_ids=prompt.token_ids)
                 if request.cache_salt is not None:
                     tokens["cache_salt"] = request.cache_salt
-                # As vLLM's: the client's id, the prompt's index, and what tells it from others of the same id.
+                # As vLLM's: the client's id, the prompt's index, and what tells it from others of
+                # the same id.
                 engine_id = f"{request_id}-{index}-{next(self._numbers)}"
                 await requests.add(engine_id, tokens, one, **settings)
                 await asyncio.sleep(0)  # thousands of prompts in a row would hold up everybody
@@ -203,7 +214,8 @@ class OpenAIServing:
         return self.settings.return_tokens_as_token_ids if own is None else own
 
     async def tokenize_prompt(self, text: str, request: CompletionRequest | ChatCompletionRequest) -> TokenizedPrompt:
-        """Return a prompt, truncated as the request says. One that cannot fit is not tokenized whole.
+        """Return a prompt, truncated as the request says. One that cannot fit is not tokenized
+        whole.
 
         Raises:
             MinivllmError: it is too long to fit.
@@ -212,7 +224,8 @@ class OpenAIServing:
         if request.truncate_prompt_tokens is None:
             self.engine.input_processor.check_length(text)
         else:
-            # A text of gigabytes may be fine if only its end is wanted, but must not be tokenized as a whole.
+            # A text of gigabytes may be fine if only its end is wanted, but must not be tokenized
+            # as a whole.
             text = self._near_the_end_kept(text, request)
         return TokenizedPrompt(self.truncated(await self.tokenize(text, request.add_special_tokens), request), whole)
 
@@ -222,7 +235,8 @@ class OpenAIServing:
         tokenizer = self.tokenizer
 
         def encode() -> list[int]:
-            # The library gives up the GIL for batches only, and without that a thread holds up everybody.
+            # The library gives up the GIL for batches only, and without that a thread holds up
+            # everybody.
             return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
         # A thread costs about as much as tokenizing a short text.
@@ -238,7 +252,9 @@ class OpenAIServing:
         return decode() if len(token_ids) < CHARACTERS_IN_LOOP else await asyncio.to_thread(decode)
 
     def truncated(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
-        """Return what `truncate_prompt_tokens` leaves: the last tokens, or the first; -1: as many as fit."""
+        """Return what `truncate_prompt_tokens` leaves: the last tokens, or the first; -1: as
+        many as fit.
+        """
         most = request.truncate_prompt_tokens
         if most is None:
             return token_ids
@@ -251,7 +267,8 @@ class OpenAIServing:
         return token_ids[:kept] if request.truncation_side == "right" else token_ids[-kept:]
 
     def _near_the_end_kept(self, text: str, request: GenerationRequest) -> str:
-        """Return the part of a very long text that holds all tokens to keep, and as much again beside them.
+        """Return the part of a very long text that holds all tokens to keep, and as much again
+        beside them.
 
         What is cut there is tokenized differently, but only next to the cut.
         """
@@ -262,7 +279,8 @@ class OpenAIServing:
         """Return the prompt of a conversation.
 
         Raises:
-            MinivllmError: there is no template, or it rejects the messages, or the request brings one of its own.
+            MinivllmError: there is no template, or it rejects the messages, or the request brings
+                one of its own.
         """
         variables = request.chat_template_kwargs or {}
         own = request.chat_template or variables.get("chat_template")

@@ -1,6 +1,7 @@
 """The names that requests may use: the model's own, and those of adapters.
 
-In vLLM v0.33.0: `vllm/entrypoints/openai/models/serving.py` (`OpenAIServingModels`), `vllm/entrypoints/serve/lora/`.
+In vLLM v0.33.0: `vllm/entrypoints/openai/models/serving.py` (`OpenAIServingModels`),
+`vllm/entrypoints/serve/lora/`.
 """
 
 import asyncio
@@ -41,7 +42,9 @@ class OpenAIServingModels:
         engine: AsyncLLM | None = None,
         lora_folders: Sequence[str] = (),
     ) -> None:
-        """Take the folders below which adapters may be loaded, and the engine, which only adapters need."""
+        """Take the folders below which adapters may be loaded, and the engine, which only
+        adapters need.
+        """
         self.names = tuple(names)
         self._root = root
         self._max_model_len = max_model_len
@@ -61,7 +64,8 @@ class OpenAIServingModels:
         return self.names[0]
 
     def check(self, asked_for: str | None) -> LoRARequest | None:
-        """Return the adapter that a request names; None for the model itself, which it need not name.
+        """Return the adapter that a request names; None for the model itself, which it need not
+        name.
 
         Raises:
             RequestError: it names something else.
@@ -97,12 +101,14 @@ class OpenAIServingModels:
             await self._add(adapter, module.path)
 
     async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> str:
-        """Load an adapter, or with `load_inplace` another one under a known name; return what the client is told.
+        """Load an adapter, or with `load_inplace` another one under a known name; return what the
+        client is told.
 
         Requests under way go on with the one that they began with.
 
         Raises:
-            RequestError: there is no adapter there that may be loaded, it cannot be served, or the name is taken.
+            RequestError: there is no adapter there that may be loaded, it cannot be served, or the
+                name is taken.
         """
         name, path = request.lora_name, request.lora_path
         if not name or not path:
@@ -112,7 +118,8 @@ class OpenAIServingModels:
             async with self._changing:
                 before = self._adapters.get(name)
                 folder = self._folder_of(request)
-                # An id of its own, also in place of another adapter: requests under way keep theirs.
+                # An id of its own, also in place of another adapter: requests under way keep
+                # theirs.
                 added = LoRARequest(name, next(self._ids), folder)
                 try:
                     await self._add(added, path)

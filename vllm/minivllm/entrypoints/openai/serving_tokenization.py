@@ -1,4 +1,6 @@
-"""`POST /tokenize` and `/detokenize`. In vLLM v0.33.0: `vllm/entrypoints/serve/tokenize/serving.py`."""
+"""`POST /tokenize` and `/detokenize`. In vLLM v0.33.0:
+`vllm/entrypoints/serve/tokenize/serving.py`.
+"""
 
 from minivllm.entrypoints.openai.protocol import (
     DetokenizeRequest,

@@ -1,6 +1,7 @@
 """What the flags of the server say, besides those of the engine.
 
-In vLLM v0.33.0: `vllm/entrypoints/common/cli_args.py` (`FrontendArgs`). Names and defaults are vLLM's.
+In vLLM v0.33.0: `vllm/entrypoints/common/cli_args.py` (`FrontendArgs`). Names and defaults are
+vLLM's.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 @dataclass(frozen=True, kw_only=True)
 class HttpArgs:
-    """The address of a server and the settings of its end, which `http_server.py` needs for any server."""
+    """The address of a server and the settings of its end, which `http_server.py` needs for any
+    server.
+    """
 
     host: str | None = None
     port: int = 8000
@@ -36,29 +39,32 @@ class FrontendArgs(HttpArgs):
     - `host`, `port`: where it listens; by default on all interfaces.
     - `api_key`: requests below /v1 must bring one of these.
     - `served_model_name`: the model's names in the API; default: its path or name.
-    - `chat_template`: a file, the template itself, or the name of one of the model's. `trust_request_chat_template`:
-      requests may bring a template of their own.
-    - `chat_template_content_format`: a message's content is "string" or (parts) "openai"; "auto": as the template
-      expects it.
+    - `chat_template`: a file, the template itself, or the name of one of the model's.
+      `trust_request_chat_template`: requests may bring a template of their own.
+    - `chat_template_content_format`: a message's content is "string" or (parts) "openai"; "auto":
+      as the template expects it.
     - `response_role`: who speaks in chat replies.
-    - `max_logprobs`: the most log probabilities a position that a request may ask for; -1: the whole vocabulary.
-    - `max_num_queued_reqs`, `max_num_queued_tokens`: with more unfinished requests or tokens of prompts than this, new
-      requests get a 503.
+    - `max_logprobs`: the most log probabilities a position that a request may ask for; -1: the
+      whole vocabulary.
+    - `max_num_queued_reqs`, `max_num_queued_tokens`: with more unfinished requests or tokens of
+      prompts than this, new requests get a 503.
     - `shutdown_timeout`: seconds that open requests have to finish after SIGTERM.
     - `enable_prompt_tokens_details`: usage says how many tokens of the prompt were cached.
     - `enable_force_include_usage`: streams report usage, asked or not.
     - `return_tokens_as_token_ids`: log probabilities show tokens as "token_id:289".
     - `enable_request_id_headers`: replies have the header X-Request-Id.
     - `enable_server_load_tracking`: GET /load says how many requests are open.
-    - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's own log.
-    - `enable_auto_tool_choice`, `tool_call_parser`: without both, a tool_choice of "auto" is refused. Calls are not
-      looked for in what the model says freely, whatever the parser.
-    - `lora_modules`: adapters, each name=path, or {"name": …, "path": …, "base_model_name": …} in JSON; requests name
-      them as their model. `runtime_lora_path`: folders below which POST /v1/load_lora_adapter may load others; without
-      any there is no such route. In vLLM: `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and then any path.
+    - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's
+      own log.
+    - `enable_auto_tool_choice`, `tool_call_parser`: without both, a tool_choice of "auto" is
+      refused. Calls are not looked for in what the model says freely, whatever the parser.
+    - `lora_modules`: adapters, each name=path, or {"name": …, "path": …, "base_model_name": …} in
+      JSON; requests name them as their model. `runtime_lora_path`: folders below which POST
+      /v1/load_lora_adapter may load others; without any there is no such route. In vLLM:
+      `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and then any path.
     - `xray`: the page /xray shows each step of the engine. Not in vLLM.
-    - `allow_credentials`: browsers may send cookies (CORS). `allowed_origins`, `allowed_methods`, `allowed_headers`:
-      what browsers may send (CORS), a list in JSON.
+    - `allow_credentials`: browsers may send cookies (CORS). `allowed_origins`, `allowed_methods`,
+      `allowed_headers`: what browsers may send (CORS), a list in JSON.
     """
 
     api_key: list[str] = field(default_factory=list)

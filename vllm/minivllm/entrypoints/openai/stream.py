@@ -19,7 +19,9 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class EventStream(Response):
-    """Server-sent events. `close` is called at the end, or as soon as the client has left, whichever comes first."""
+    """Server-sent events. `close` is called at the end, or as soon as the client has left,
+    whichever comes first.
+    """
 
     media_type = "text/event-stream"
 

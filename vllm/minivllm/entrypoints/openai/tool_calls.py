@@ -1,4 +1,5 @@
-"""From a constrained answer to the tools that it calls. What the model says freely is text, whatever it says.
+"""From a constrained answer to the tools that it calls. What the model says freely is text,
+whatever it says.
 
 In vLLM v0.33.0: `vllm/entrypoints/openai/chat_completion/serving.py`, `vllm/parser/`.
 """
@@ -11,7 +12,9 @@ from minivllm.entrypoints.openai.protocol import FunctionCall, ToolCall
 
 
 class CalledTools:
-    """The calls of one answer. Its text is the arguments of the tool with this name; without one, a list of calls."""
+    """The calls of one answer. Its text is the arguments of the tool with this name; without
+    one, a list of calls.
+    """
 
     def __init__(self, name: str | None) -> None:
         self._name = name
@@ -25,7 +28,9 @@ class CalledTools:
         return [_call(call["name"], _as_text(call["parameters"])) for call in json.loads(text)]
 
     def new(self, text: str) -> list[dict[str, Any]]:
-        """Return what this piece of the text adds: arguments of a named tool as they come, other calls as a whole."""
+        """Return what this piece of the text adds: arguments of a named tool as they come, other
+        calls as a whole.
+        """
         if self._name is None:
             return [self._next(call["name"], _as_text(call["parameters"])) for call in self._calls.completed_by(text)]
         # The first piece opens the call, the others only add to its arguments.

@@ -1,10 +1,11 @@
 """What the two servers of a request are sent.
 
-The prefill server gets the client's request for one token, and is told to keep the prompt's keys and values; it answers
-with `kv_transfer_params` that say where they are. The decode server gets the client's request and those.
+The prefill server gets the client's request for one token, and is told to keep the prompt's keys
+and values; it answers with `kv_transfer_params` that say where they are. The decode server gets the
+client's request and those.
 
-In vLLM v0.33.0: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` (`send_request_to_service`),
-`docs/features/nixl_connector_usage.md`.
+In vLLM v0.33.0: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`
+(`send_request_to_service`), `docs/features/nixl_connector_usage.md`.
 """
 
 import json
@@ -21,7 +22,8 @@ NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens")
 
 
 def parse(content: bytes) -> Body:
-    """Return a client's request; its fields are the servers' to check, but for those that are the proxy's own.
+    """Return a client's request; its fields are the servers' to check, but for those that are the
+    proxy's own.
 
     Raises:
         MinivllmError: it is no JSON object, or brings `kv_transfer_params`.
@@ -54,7 +56,9 @@ def prefill_body(body: Mapping[str, Any]) -> Body:
 
 
 def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None) -> Body:
-    """Return what the decode server is sent: the client's request, and where the keys and values are."""
+    """Return what the decode server is sent: the client's request, and where the keys and values
+    are.
+    """
     further = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
     return {**body, **further}
 

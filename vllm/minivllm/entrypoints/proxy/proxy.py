@@ -1,16 +1,16 @@
 """Two servers for each request: one computes the prompt, the other generates.
 
-The prefill server gets a request for one token. It keeps the prompt's keys and values and says where they are. The
-decode server is sent that with the client's request, fetches them and answers, and its bytes go to the client as they
-come. Servers take turns. Up to then nothing was said to the client, so if a server does not answer, the next one is
-tried.
+The prefill server gets a request for one token. It keeps the prompt's keys and values and says
+where they are. The decode server is sent that with the client's request, fetches them and answers,
+and its bytes go to the client as they come. Servers take turns. Up to then nothing was said to the
+client, so if a server does not answer, the next one is tried.
 
-A client that leaves closes its connection to whichever server works for it, and so aborts its request there. A decode
-server that aborts or refuses a request tells the prefill server. What no decode server was told of, the prefill server
-frees when its lease ends.
+A client that leaves closes its connection to whichever server works for it, and so aborts its
+request there. A decode server that aborts or refuses a request tells the prefill server. What no
+decode server was told of, the prefill server frees when its lease ends.
 
-In vLLM v0.33.0: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`. That one has no health checks, asks
-nobody else, and answers every failure with a bare 500.
+In vLLM v0.33.0: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`. That one has no
+health checks, asks nobody else, and answers every failure with a bare 500.
 """
 
 import asyncio
@@ -31,10 +31,14 @@ from minivllm.logger import init_logger
 logger = init_logger(__name__)
 SECONDS_TO_CONNECT = 5.0
 SECONDS_KEPT_ALIVE = 2.0
-"""How long an idle connection to a server is used again: less than uvicorn's 5 s, or a request meets its end."""
+"""How long an idle connection to a server is used again: less than uvicorn's 5 s, or a request
+meets its end.
+"""
 SECONDS_TO_SAY_HEALTHY = 5.0
 LOST_AFTER = 3
-"""Looks at its health that time out one after the other, after which nobody waits for a server any longer."""
+"""Looks at its health that time out one after the other, after which nobody waits for a server
+any longer.
+"""
 END_OF_EVENT = b"\n\n"
 NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -67,7 +71,9 @@ class Upstream:
         await before.close()
 
     async def look(self) -> None:
-        """Ask the server for its health. One that is late may only be busy, and is asked on for a while."""
+        """Ask the server for its health. One that is late may only be busy, and is asked on for
+        a while.
+        """
         try:
             async with asyncio.timeout(SECONDS_TO_SAY_HEALTHY), self.session.get(f"{self.url}/health") as reply:
                 self.num_late = 0
@@ -90,7 +96,9 @@ class Upstream:
 
 
 class Proxy:
-    """The servers behind the proxy. `start` it in the event loop that serves, and `close` it there."""
+    """The servers behind the proxy. `start` it in the event loop that serves, and `close` it
+    there.
+    """
 
     errored, dead_error = False, None
 
@@ -161,10 +169,11 @@ class Proxy:
         return await self._ask("decode", "/v1/models", None, _headers_for_servers(headers))
 
     async def _ask(self, role: str, path: str, body: Body | None, headers: dict[str, str]) -> Response:
-        """Ask the servers of one kind in turn until one takes the request; a refusal of one would be that of all.
+        """Ask the servers of one kind in turn until one takes the request; a refusal of one would
+        be that of all.
 
-        A decode server that was sent the request may have fetched the keys and values, which are there only once: no
-        other is asked then, unless it says that it has not begun (503).
+        A decode server that was sent the request may have fetched the keys and values, which are
+        there only once: no other is asked then, unless it says that it has not begun (503).
         """
         last: Response | None = None
         for upstream in self._in_turn(role):
@@ -200,7 +209,8 @@ class Proxy:
         upstream.streams.add(reply.content)
         try:
             async for piece in reply.content.iter_any():
-                # Pieces may end anywhere, so remember the last bytes to know whether an event is open.
+                # Pieces may end anywhere, so remember the last bytes to know whether an event is
+                # open.
                 before = (before + piece)[-len(END_OF_EVENT) :]
                 yield piece
         except NO_ANSWER:
@@ -237,6 +247,8 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _headers_for_servers(given: Mapping[str, str]) -> dict[str, str]:
-    """Return what both servers get: the same id, by which their logs can be read together, and the client's key."""
+    """Return what both servers get: the same id, by which their logs can be read together, and
+    the client's key.
+    """
     headers = {"X-Request-Id": given.get("x-request-id") or str(uuid.uuid4())}
     return headers | {name: given[name] for name in ("authorization",) if name in given}

@@ -18,7 +18,8 @@ class ProxyArgs(HttpArgs):
     - `prefill`: addresses of the servers that compute prompts. `decode`: of those that generate.
     - `health_interval`: seconds between two looks at a server's /health.
     - `shutdown_timeout`: seconds that open requests have to finish after SIGTERM.
-    - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's own log.
+    - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's
+      own log.
     """
 
     prefill: list[str] = field(default_factory=list)

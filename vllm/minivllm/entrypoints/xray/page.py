@@ -1,4 +1,6 @@
-"""The view of an engine's steps: one ES module and its style, for the page of a server and for notebooks alike."""
+"""The view of an engine's steps: one ES module and its style, for the page of a server and for
+notebooks alike.
+"""
 
 import base64
 import hashlib
@@ -25,9 +27,12 @@ def style() -> str:
 
 @cache
 def page() -> tuple[str, str]:
-    """Return the page of a server, with all that it needs inside, and its Content-Security-Policy."""
+    """Return the page of a server, with all that it needs inside, and its
+    Content-Security-Policy.
+    """
     code = f'{script()}\nstart(document.getElementById("xray"));\n'
-    # The policy allows exactly this script, so nothing that a request contains can ever run in the page.
+    # The policy allows exactly this script, so nothing that a request contains can ever run in the
+    # page.
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "

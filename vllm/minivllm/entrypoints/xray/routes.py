@@ -1,8 +1,8 @@
 """`/xray`, a page that shows each step of the engine, and `/xray/events`, what it shows.
 
-Both exist with `--xray` only, and the engine describes its steps only while a page is open. The page itself holds
-nothing of the engine; with API keys, the events ask for one, and the page asks its reader. Of several cores a page
-shows the one in its address: `/xray?core=1`.
+Both exist with `--xray` only, and the engine describes its steps only while a page is open. The
+page itself holds nothing of the engine; with API keys, the events ask for one, and the page asks
+its reader. Of several cores a page shows the one in its address: `/xray?core=1`.
 """
 
 import asyncio
@@ -44,7 +44,9 @@ class StepFeed:
                 unsent.put_nowait(line)
 
     async def events(self, core: int) -> AsyncGenerator[str, None]:
-        """Yield server-sent events: a header, the state as it is, then each step until the engine ends."""
+        """Yield server-sent events: a header, the state as it is, then each step until the
+        engine ends.
+        """
         cores = self._engine.engine_args.data_parallel_size
         yield _event(json.dumps({"xray": FORMAT, "model": self._model, "core": core, "cores": cores}))
         unsent: asyncio.Queue[str] = asyncio.Queue(MOST_UNSENT)

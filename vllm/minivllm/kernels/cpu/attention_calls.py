@@ -1,8 +1,9 @@
 """Attention on a CPU: the choice between two implementations, and how they are called.
 
-`benchmarks/kernels.py` measures both, and the lower bound (torch summing as many bytes as K and V have):
-decodes of many and of few sequences, wide and narrow heads, whole prompts, fp32 and bf16. The compiled loops win every
-row of `benchmarks/results/kernels.cpu.json`, so they run wherever numba is installed and they support dtype and head.
+`benchmarks/kernels.py` measures both, and the lower bound (torch summing as many bytes as K and V
+have): decodes of many and of few sequences, wide and narrow heads, whole prompts, fp32 and bf16.
+The compiled loops win every row of `benchmarks/results/kernels.cpu.json`, so they run wherever
+numba is installed and they support dtype and head.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Attention over paged caches in plain PyTorch: gather each sequence's keys and values, then use torch's attention.
+"""Attention over paged caches in plain PyTorch: gather each sequence's keys and values, then use
+torch's attention.
 
-The CPU fallback if numba is missing or the loops do not support the dtype or head dim, and the baseline that the loops
-are measured against. It moves K and V three times (read, write contiguous, read again); the kernels move them once.
+The CPU fallback if numba is missing or the loops do not support the dtype or head dim, and the
+baseline that the loops are measured against. It moves K and V three times (read, write contiguous,
+read again); the kernels move them once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from minivllm.kernels.attention_arguments import AttentionArguments
 def gather_attention(out: Tensor, arguments: AttentionArguments, naive: bool = False) -> None:
     """Write each sequence's attention output to its rows of `out`.
 
-    naive: materialize the whole score matrix `[heads, queries, keys]`, as was usual before FlashAttention.
+    naive: materialize the whole score matrix `[heads, queries, keys]`, as was usual before
+        FlashAttention.
     """
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
     starts = query_start_loc.tolist()
@@ -41,7 +44,9 @@ def gather_attention(out: Tensor, arguments: AttentionArguments, naive: bool = F
 
 
 def _gathered(cache: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the blocks' keys or values `[slots, kv_heads, head_dim]`, converted (or dequantized) to `dtype`."""
+    """Return the blocks' keys or values `[slots, kv_heads, head_dim]`, converted (or
+    dequantized) to `dtype`.
+    """
     stored = cache[blocks]
     if scales is not None:
         stored = stored * scales[blocks].transpose(1, 2)[..., None]
@@ -49,7 +54,9 @@ def _gathered(cache: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch
 
 
 def _seen(queries: int, keys: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask of the keys that each query sees, bool `[queries, keys]`, or None if all are seen."""
+    """Return the mask of the keys that each query sees, bool `[queries, keys]`, or None if all
+    are seen.
+    """
     if queries == 1 and (sliding_window is None or sliding_window >= keys):
         return None
     asking = torch.arange(keys - queries, keys, device=device)[:, None]

@@ -1,16 +1,17 @@
 """The CPU counterpart of `unified_attention.py`'s kernel, compiled by numba.
 
-The algorithm is the same: a program takes some positions of one sequence and all heads of one KV head's group, finds
-its sequence by the same search, iterates over the keys in tiles, looks up each key's block in the table, and keeps
-(peak, total, weighted sum) of the online softmax, in log2 units. The difference is in the vectorization. Rows
-(position, head) are processed four at a time, in vectors of sixteen floats:
+The algorithm is the same: a program takes some positions of one sequence and all heads of one KV
+head's group, finds its sequence by the same search, iterates over the keys in tiles, looks up each
+key's block in the table, and keeps (peak, total, weighted sum) of the online softmax, in log2
+units. The difference is in the vectorization. Rows (position, head) are processed four at a time,
+in vectors of sixteen floats:
 
     scores    lanes are 4 rows × 4 keys: a key is loaded once and used for four rows
     values    lanes are 16 dimensions: a value is loaded once and used for four rows
 
-so a group of four heads reads K and V once, in place. Rows that pad the last four are computed but not stored. Masked
-scores are −1e30 instead of −inf: whatever they add before a row's first visible key is scaled to zero by that key, and
-−inf − −inf cannot occur.
+so a group of four heads reads K and V once, in place. Rows that pad the last four are computed but
+not stored. Masked scores are −1e30 instead of −inf: whatever they add before a row's first visible
+key is scaled to zero by that key, and −inf − −inf cannot occur.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ jit = njit(fastmath=True, error_model="numpy", nogil=True)
 
 @jit
 def find_sequence(query_start_loc, index, num_seqs):
-    """Return the sequence of a query block: the last whose first block, start // BLOCK_Q + sequence, is not after it."""
+    """Return the sequence of a query block: the last whose first block, start // BLOCK_Q +
+    sequence, is not after it.
+    """
     low = 0
     high = num_seqs
     while low < high:
@@ -73,10 +76,11 @@ def find_sequence(query_start_loc, index, num_seqs):
 
 @jit
 def locate(slots, first, key_end, block_table, place):
-    """Write to `slots` the cache offset of each key of the tile at `first`; unused entries repeat the last key.
+    """Write to `slots` the cache offset of each key of the tile at `first`; unused entries repeat
+    the last key.
 
-    `place` is (start of the sequence's row in the table, block_size, block_stride, slot_stride, start of the head in a
-    slot).
+    `place` is (start of the sequence's row in the table, block_size, block_stride, slot_stride,
+    start of the head in a slot).
     """
     table_at, block_size, block_stride, slot_stride, head_at = place
     count = max(0, min(TILE, key_end - first))
@@ -105,7 +109,9 @@ def fetch(cache, at, head_dim):
 
 @jit
 def locate_scales(key_scales, value_scales, k_scales, v_scales, first, count, block_table, place, kv_heads, kv_head):
-    """Copy the tile's scales out of [blocks, kv_heads, block_size] into two rows. `place` is as for `locate`."""
+    """Copy the tile's scales out of [blocks, kv_heads, block_size] into two rows. `place` is as
+    for `locate`.
+    """
     table_at, block_size = place[0], place[1]
     block = first // block_size
     offset = first - block * block_size
@@ -130,9 +136,11 @@ def scale_columns(numbers, scales, count):
 
 @jit
 def score(scores, queries, at, k_cache, slots, count, head_dim, later, ahead):
-    """Compute scores of 4 rows: lane 4 r + n of group key // 4 is row r's score for the group's n-th key.
+    """Compute scores of 4 rows: lane 4 r + n of group key // 4 is row r's score for the group's
+    n-th key.
 
-    `ahead`: meanwhile prefetch the keys of the next tile, at `later`. `add_values` does the same with the values.
+    `ahead`: meanwhile prefetch the keys of the next tile, at `later`. `add_values` does the same
+        with the values.
     """
     for key in range(0, count, 4):
         if ahead:
@@ -167,7 +175,9 @@ def mask(scores, tile, count, positions, oldest, at):
 
 @jit
 def weigh(scores, count, peaks, totals, shrinks, at):
-    """Turn scores into weights, exp2(score − peak). Update peak and total; `shrinks` gets the old sums' factor."""
+    """Turn scores into weights, exp2(score − peak). Update peak and total; `shrinks` gets the
+    old sums' factor.
+    """
     peak = load(peaks, at)
     highest = peak
     for group in range((count + 3) // 4):
@@ -186,7 +196,7 @@ def weigh(scores, count, peaks, totals, shrinks, at):
 
 @jit
 def add_values(acc, at, weights, shrinks, v_cache, slots, count, head_dim, later, ahead):
-    """Shrink acc of 4 rows, [4, head_dim] from `at` on, and add weight × value of every key."""
+    """Shrink acc of 4 rows, [4, head_dim] starting at `at`, and add weight × value of every key."""
     for dim in range(0, head_dim, 16):
         first = at + dim
         a = multiply(load(acc, first), load_one(shrinks, 0))
@@ -210,7 +220,9 @@ def add_values(acc, at, weights, shrinks, v_cache, slots, count, head_dim, later
 
 @jit
 def take_rows(q, q_at, q_stride, group, head_dim, rows, first_position, window, scale, queries, positions, oldest):
-    """Set up a program's rows: `queries` as `score` reads them (4 rows × 4 dimensions), and each row's mask bounds."""
+    """Set up a program's rows: `queries` as `score` reads them (4 rows × 4 dimensions), and each
+    row's mask bounds.
+    """
     for row in range((rows + 3) // 4 * 4):
         real = min(row, rows - 1)  # rows of padding repeat the last one
         source = q_at + real // group * q_stride + real % group * head_dim
@@ -233,7 +245,9 @@ def put_rows(out, out_at, heads, group, head_dim, rows, acc, totals):
 
 
 class Program(NamedTuple):
-    """Some queries of one sequence, all heads of a group, and the keys they see. With 0 rows, no program is left."""
+    """Some queries of one sequence, all heads of a group, and the keys they see. With 0 rows, no
+    program is left.
+    """
 
     rows: int
     first_token: int
@@ -276,7 +290,8 @@ def next_program(cells, query_start_loc, seq_lens):
 def attend(cells, k_cache, v_cache):
     """Run programs of the grid (tokens // BLOCK_Q + sequences) × kv_heads until none are left.
 
-    While a tile is computed, the next one is prefetched: of the same program, or the first of the next program.
+    While a tile is computed, the next one is prefetched: of the same program, or the first of the
+    next program.
     """
     heads, kv_heads, head_dim, num_seqs = cells.heads, cells.kv_heads, cells.head_dim, cells.num_seqs
     query_start_loc = array_at(cells.query_start_loc, num_seqs + 1, np.int32)
@@ -348,7 +363,9 @@ def attend(cells, k_cache, v_cache):
 
 @functools.cache
 def programs_for(element: type) -> Any:
-    """Compile `attend` for caches of np.float32, np.int8 or np.uint16 (bfloat16); it takes `AttentionCells`."""
+    """Compile `attend` for caches of np.float32, np.int8 or np.uint16 (bfloat16); it takes
+    `AttentionCells`.
+    """
     changed = sources_changed()
 
     def programs(address):

@@ -1,9 +1,11 @@
-"""Blocks of the paged cache to a staging buffer and back on a CPU: the choice between two implementations.
+"""Blocks of the paged cache to a staging buffer and back on a CPU: the choice between two
+implementations.
 
-Compiled loops around `memcpy` (`block_copy_loops.py`) if numba is installed, else torch's `index_select` and
-`index_copy_`. Both on the calling thread only: a copy on one core takes all the bandwidth that a plain copy on it has,
-and the calling thread is often one that works beside the forward pass, whose threads it must not take. Both let other
-Python threads run. Measured on one core (AMD EPYC, torch 2.11), GB/s, 8 regions:
+Compiled loops around `memcpy` (`block_copy_loops.py`) if numba is installed, else torch's
+`index_select` and `index_copy_`. Both on the calling thread only: a copy on one core takes all the
+bandwidth that a plain copy on it has, and the calling thread is often one that works beside the
+forward pass, whose threads it must not take. Both let other Python threads run. Measured on one
+core (AMD EPYC, torch 2.11), GB/s, 8 regions:
 
     blocks                        64 of 4 KiB    64 of 64 KiB    8 of 64 KiB
     a plain copy                           39              12             46
@@ -34,7 +36,9 @@ def copy_regions_cpu(
     gather: bool,
     block_major: bool,
 ) -> None:
-    """Implement `copy_blocks.gather_blocks` and `scatter_blocks`, which have checked the arguments."""
+    """Implement `copy_blocks.gather_blocks` and `scatter_blocks`, which have checked the
+    arguments.
+    """
     blocks = blocks.long().contiguous()
     slots = torch.arange(len(blocks)) if slots is None else slots.long().contiguous()
     if not has_numba():

@@ -1,4 +1,6 @@
-"""The CPU counterpart of `copy_blocks.py`'s `copy_regions_kernel`, compiled by numba: a `memcpy` for each block and region."""
+"""The CPU counterpart of `copy_blocks.py`'s `copy_regions_kernel`, compiled by numba: a `memcpy`
+for each block and region.
+"""
 
 from __future__ import annotations
 

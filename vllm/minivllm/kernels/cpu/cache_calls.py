@@ -1,7 +1,9 @@
-"""Writing the paged KV cache on a CPU: the choice between two implementations, and how they are called.
+"""Writing the paged KV cache on a CPU: the choice between two implementations, and how they are
+called.
 
-As they are, and to int8: compiled loops (`cache_loops.py`) if numba is installed. Everything else: torch's calls.
-Measured on one core (AMD EPYC, torch 2.15), µs of processor time, keys and values of the embedded model's 2 heads of 32:
+As they are, and to int8: compiled loops (`cache_loops.py`) if numba is installed. Everything else:
+torch's calls. Measured on one core (AMD EPYC, torch 2.15), µs of processor time, keys and values of
+the embedded model's 2 heads of 32:
 
     tokens                          1      128      512
     as they are, the loops          7       19       61
@@ -26,7 +28,9 @@ COPIED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CacheWrite(NamedTuple):
-    """Keys and values `[tokens, kv_heads, head_dim]`, and where they go; see `reshape_and_cache.py`."""
+    """Keys and values `[tokens, kv_heads, head_dim]`, and where they go; see
+    `reshape_and_cache.py`.
+    """
 
     key: Tensor
     value: Tensor
@@ -89,9 +93,12 @@ def torch_write(write: CacheWrite) -> None:
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize rows `[..., n]` to int8 from −127 to 127; return them and the fp32 scale `[...]` of each, largest / 127."""
+    """Quantize rows `[..., n]` to int8 from −127 to 127; return them and the fp32 scale `[...]`
+    of each, largest / 127.
+    """
     rows = rows.float()
     largest = rows.abs().amax(-1, keepdim=True)
-    # Not 127.0 / largest: torch computes that as a reciprocal times 127, rounding twice, which flips some ties.
+    # Not 127.0 / largest: torch computes that as a reciprocal times 127, rounding twice, which
+    # flips some ties.
     inverse = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
     return torch.floor(rows * inverse + 0.5).to(torch.int8), (largest / 127.0).squeeze(-1)

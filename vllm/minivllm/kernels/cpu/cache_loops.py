@@ -1,7 +1,8 @@
-"""The CPU counterparts of `reshape_and_cache.py`'s kernels, compiled by numba: K and V as they are, and to int8.
+"""The CPU counterparts of `reshape_and_cache.py`'s kernels, compiled by numba: K and V as they are,
+and to int8.
 
-Plain loops over arrays, on one thread: a step writes few bytes, and to wake another thread takes longer. Both return a
-slot that is not in the caches, or 0; −1 marks a token that is not written.
+Plain loops over arrays, on one thread: a step writes few bytes, and to wake another thread takes
+longer. Both return a slot that is not in the caches, or 0; −1 marks a token that is not written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ jit = njit(error_model="numpy", nogil=True)  # no fastmath: the integers must eq
 
 @jit
 def quantize_head(target, source):
-    """Quantize one head to integers from −127 to 127. Return the scale that dequantizes them: NaN if any number was."""
+    """Quantize one head to integers from −127 to 127. Return the scale that dequantizes them:
+    NaN if any number was.
+    """
     largest = np.float32(0.0)
     broken = False
     for dim in range(len(source)):

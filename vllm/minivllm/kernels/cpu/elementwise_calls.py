@@ -1,4 +1,6 @@
-"""Calls of the compiled passes in `elementwise_loops.py`, on at most as many threads as there are programs."""
+"""Calls of the compiled passes in `elementwise_loops.py`, on at most as many threads as there
+are programs.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,18 @@ DTYPES = {torch.float32, torch.bfloat16}
 
 
 def can_run(width: int, *tensors: Tensor) -> bool:
-    """Return whether the loops support these tensors: contiguous, of one dtype, with rows of `width` numbers."""
+    """Return whether the loops support these tensors: contiguous, of one dtype, with rows of
+    `width` numbers.
+    """
     dtypes = {tensor.dtype for tensor in tensors}
     alike = len(dtypes) == 1 and dtypes <= DTYPES
     return alike and width % WIDTH == 0 and all(map(Tensor.is_contiguous, tensors))
 
 
 def can_rotate(heads: Tensor, table: Tensor) -> bool:
-    """Return whether the loops support these heads, which may have gaps between tokens, and this table."""
+    """Return whether the loops support these heads, which may have gaps between tokens, and this
+    table.
+    """
     head_dim = heads.shape[2]
     side_by_side = heads.stride()[1:] == (head_dim, 1)
     return side_by_side and heads.dtype is table.dtype and can_run(head_dim // 2, table)

@@ -1,8 +1,9 @@
-"""CPU counterparts of `elementwise.py`'s kernels, compiled by numba: fp32 or bf16 in memory, fp32 arithmetic.
+"""CPU counterparts of `elementwise.py`'s kernels, compiled by numba: fp32 or bf16 in memory, fp32
+arithmetic.
 
-A program takes `TOKENS` tokens, so a small step is one program and wakes no other thread. numba's own `parallel=True`
-is not an option: it sets the thread count of the OpenMP library that PyTorch uses too, and so overrides
-`torch.set_num_threads`.
+A program takes `TOKENS` tokens, so a small step is one program and wakes no other thread. numba's
+own `parallel=True` is not an option: it sets the thread count of the OpenMP library that PyTorch
+uses too, and so overrides `torch.set_num_threads`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def silu_and_mul_token(out, at, gate_up, gate_at, width):
 
 @jit
 def rotate_token(heads, at, num_heads, half, table, turn_at):
-    """Rotate the heads of one token, one after another from `at` on; cosines and sines start at `turn_at`."""
+    """Rotate the heads of one token, one after another, starting at `at`; cosines and sines start at
+    `turn_at`.
+    """
     for first in range(at, at + num_heads * 2 * half, 2 * half):
         for i in range(0, half, WIDTH):
             a = load(heads, first + i)
@@ -106,7 +109,9 @@ def rotate_tokens(cells, heads, table):
 
 @functools.cache
 def norms_of(element: Any) -> Any:
-    """Compile `add_rms_norms` for arrays of `element`, np.float32 or np.uint16 (bfloat16); it takes `NormCells`."""
+    """Compile `add_rms_norms` for arrays of `element`, np.float32 or np.uint16 (bfloat16); it
+    takes `NormCells`.
+    """
     changed = sources_changed()
 
     def norms(address):
@@ -120,7 +125,9 @@ def norms_of(element: Any) -> Any:
 
 @functools.cache
 def gates_of(element: Any) -> Any:
-    """Compile `multiply_gates` for arrays of `element`, np.float32 or np.uint16 (bfloat16); it takes `GateCells`."""
+    """Compile `multiply_gates` for arrays of `element`, np.float32 or np.uint16 (bfloat16); it
+    takes `GateCells`.
+    """
     changed = sources_changed()
 
     def gates(address):
@@ -133,7 +140,9 @@ def gates_of(element: Any) -> Any:
 
 @functools.cache
 def rotations_of(element: Any) -> Any:
-    """Compile `rotate_tokens` for arrays of `element`, np.float32 or np.uint16 (bfloat16); it takes `RotationCells`."""
+    """Compile `rotate_tokens` for arrays of `element`, np.float32 or np.uint16 (bfloat16); it
+    takes `RotationCells`.
+    """
     changed = sources_changed()
 
     def rotations(address):

@@ -1,10 +1,12 @@
-"""The CPU version of `worker/sample/gumbel.py`, compiled by numba. It computes the noise of only the few tokens that could win.
+"""The CPU version of `worker/sample/gumbel.py`, compiled by numba. It computes the noise of only
+the few tokens that could win.
 
-The largest of logit + noise is the smallest of E / w, where E = -log(1 - v) is the token's waiting time and w the
-exponential of its logit. E is never below v, so a token can only win where v < best * w, or in logarithms,
-log2(v) < log2(best) + log2(w). The bits of a float32, read as an integer, approximate its base-2 logarithm from below,
-up to a factor and a constant. So testing a token takes its hash, an addition and a comparison, which the compiler
-vectorizes; only the tokens that pass, about ten of 4,096, need a logarithm and an exponential.
+The largest of logit + noise is the smallest of E / w, where E = -log(1 - v) is the token's waiting
+time and w the exponential of its logit. E is never below v, so a token can only win where v < best
+* w, or in logarithms, log2(v) < log2(best) + log2(w). The bits of a float32, read as an integer,
+approximate its base-2 logarithm from below, up to a factor and a constant. So testing a token takes
+its hash, an addition and a comparison, which the compiler vectorizes; only the tokens that pass,
+about ten of 4,096, need a logarithm and an exponential.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ jit = njit(error_model="numpy", nogil=True)
 
 @jit
 def mixed(token, first, second):
-    """Hash a token id with a row's key to uint32. Numba promotes every operation to uint64, hence the casts."""
+    """Hash a token id with a row's key to uint32. Numba promotes every operation to uint64,
+    hence the casts.
+    """
     x = np.uint32(np.uint32(token * np.uint32(0x9E3779B9)) ^ first)
     x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
     x = np.uint32(np.uint32(x * np.uint32(0x7FEB352D)) ^ second)
@@ -48,7 +52,9 @@ def mixed(token, first, second):
 
 @jit
 def bound(best):
-    """Return the limit below which a token's bits minus its logit, in the same units, must be for it to beat `best`."""
+    """Return the limit below which a token's bits minus its logit, in the same units, must be
+    for it to beat `best`.
+    """
     return np.float32((math.log2(best) - math.log2(SCALE)) * UNIT + BITS_OF_ONE + ROUNDING)
 
 
@@ -66,10 +72,11 @@ def waiting_time(number):
 
 @jit
 def fastest_token(logits, base, others, other_base, vocab, first, second, token, best, numbers, bits):
-    """Return the token of the smallest E / w, where w is exp(logit - base) - exp(other - other_base), if that is positive.
+    """Return the token of the smallest E / w, where w is exp(logit - base) - exp(other -
+    other_base), if that is positive.
 
-    `token` has the smallest known, `best`; an `other_base` of infinity leaves nothing of the others. `numbers` [TOKENS] is
-    scratch space for hashes as float32; `bits` views it as int32.
+    `token` has the smallest known, `best`; an `other_base` of infinity leaves nothing of the
+    others. `numbers` [TOKENS] is scratch space for hashes as float32; `bits` views it as int32.
     """
     top = np.float32(base)
     unit = np.float32(UNIT / math.log(2.0))

@@ -1,10 +1,12 @@
-"""Vectors of sixteen floats for numba, used by the CPU's attention, matrix products and element-wise passes.
+"""Vectors of sixteen floats for numba, used by the CPU's attention, matrix products and
+element-wise passes.
 
-numba does not vectorize attention's short loops (a head has 32 to 128 elements, and it cannot rule out that the sums it
-writes alias the keys it reads), so these functions are explicit: `Lanes` is LLVM's <16 x float>, which LLVM splits to
-the processor's vector width. Arrays are one-dimensional, without bounds checks; they hold float32, bfloat16 as uint16
-(the upper half of a float32), float16 as int16, int8, or, as uint8, 4-bit integers from −8 to 7 stored with an offset
-of 8, two per byte, low nibble first; an index counts numbers there too, not bytes.
+numba does not vectorize attention's short loops (a head has 32 to 128 elements, and it cannot rule
+out that the sums it writes alias the keys it reads), so these functions are explicit: `Lanes` is
+LLVM's <16 x float>, which LLVM splits to the processor's vector width. Arrays are one-dimensional,
+without bounds checks; they hold float32, bfloat16 as uint16 (the upper half of a float32), float16
+as int16, int8, or, as uint8, 4-bit integers from −8 to 7 stored with an offset of 8, two per byte,
+low nibble first; an index counts numbers there too, not bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def _address(context, builder, array_type, array, index, kind):
 
 
 def _load(context, builder, array_type, array, index, count):
-    """Load `count` numbers from `index` on, as floats."""
+    """Load `count` numbers, starting at `index`, as floats."""
     if array_type.dtype == types.uint8:
         return _load_nibbles(context, builder, array_type, array, index, count)
     floats = ir.VectorType(ir.FloatType(), count)
@@ -74,7 +76,7 @@ def _load(context, builder, array_type, array, index, count):
 
 
 def _load_nibbles(context, builder, array_type, array, index, count):
-    """Load `count` integers of 4 bits, from an even `index` on, as floats."""
+    """Load `count` integers of 4 bits, starting at an even `index`, as floats."""
     kind = ir.VectorType(ir.IntType(8), count // 2)
     both = ir.VectorType(ir.IntType(8), count)
     at = builder.lshr(index, index.type(1))
@@ -104,7 +106,9 @@ def _constant(number: float):
 
 
 def has_wide_registers() -> bool:
-    """Return whether a vector fits one register (of which there are then 32); otherwise it takes two or four."""
+    """Return whether a vector fits one register (of which there are then 32); otherwise it takes
+    two or four.
+    """
     return _compiles_for("avx512f")
 
 
@@ -114,7 +118,9 @@ def has_products_of_pairs() -> bool:
 
 
 def _compiles_for(feature: str) -> bool:
-    """Return whether numba uses a feature: the processor's, unless `NUMBA_CPU_FEATURES` lists others."""
+    """Return whether numba uses a feature: the processor's, unless `NUMBA_CPU_FEATURES` lists
+    others.
+    """
     listed = config.CPU_FEATURES  # pyright: ignore[reportAttributeAccessIssue]
     if listed is None:
         return get_host_cpu_features().get(feature, False)
@@ -122,7 +128,9 @@ def _compiles_for(feature: str) -> bool:
 
 
 def _on_lanes(build: Callable[..., Any]) -> Any:
-    """Make a function for numba of `build(builder, *arguments)`, which emits code for Lanes and float32 numbers."""
+    """Make a function for numba of `build(builder, *arguments)`, which emits code for Lanes and
+    float32 numbers.
+    """
 
     @functools.wraps(build)
     def typed(typing_context, *kinds):
@@ -136,7 +144,9 @@ def _on_lanes(build: Callable[..., Any]) -> Any:
 
 
 def _loader(count: int) -> Any:
-    """Make a function for numba that loads `count` numbers of an array from an index on, repeated to fill all lanes."""
+    """Make a function for numba that loads `count` numbers of an array, starting at an index,
+    repeated to fill all lanes.
+    """
 
     def load(typing_context, array, index):
         def generate(context, builder, signature, arguments):
@@ -155,7 +165,7 @@ load_one = _loader(1)
 
 @intrinsic
 def store(typing_context, array, index, lanes):
-    """Write sixteen numbers to `array`, of float32 or bfloat16, from `index` on."""
+    """Write sixteen numbers to `array`, of float32 or bfloat16, starting at `index`."""
 
     def generate(context, builder, signature, arguments):
         values, start, lanes = arguments
@@ -187,7 +197,9 @@ def store_some(typing_context, array, index, lanes, count):
 
 
 def _as_element(builder, array, lanes):
-    """Convert floats to the array's type, float32 or bfloat16; return them and the bytes per element."""
+    """Convert floats to the array's type, float32 or bfloat16; return them and the bytes per
+    element.
+    """
     return (_to_bfloat16(builder, lanes), 2) if array.dtype == types.uint16 else (lanes, 4)
 
 
@@ -195,7 +207,8 @@ def _to_bfloat16(builder, floats):
     """Return the upper halves, rounded to nearest, ties to even; NaN stays NaN."""
     bits = builder.bitcast(floats, _INTS)
     sixteen = ir.Constant(_INTS, [16] * WIDTH)
-    # Adding half of the last place, less one where that place is even, rounds when the lower half is cut off.
+    # Adding half of the last place, less one where that place is even, rounds when the lower half
+    # is cut off.
     odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(_INTS, [1] * WIDTH))
     rounded = builder.add(builder.add(bits, ir.Constant(_INTS, [0x7FFF] * WIDTH)), odd)
     nan = builder.fcmp_unordered("uno", floats, floats)
@@ -205,7 +218,9 @@ def _to_bfloat16(builder, floats):
 
 @intrinsic
 def store_sums(typing_context, array, index, lanes):
-    """Write four floats to `array` from `index` on, the n-th being the sum of lanes n, n + 4, n + 8 and n + 12."""
+    """Write four floats to `array`, starting at `index`, the n-th being the sum of lanes n, n + 4, n
+    + 8 and n + 12.
+    """
 
     def generate(context, builder, signature, arguments):
         values, start, floats = arguments
@@ -276,7 +291,9 @@ def maximum(builder, first, second):
 
 @_on_lanes
 def exp2_of_difference(builder, first, second):
-    """Return 2 ** (first − second), within 2e-7, for differences up to 0; below −126 it stays at 2 ** −126."""
+    """Return 2 ** (first − second), within 2e-7, for differences up to 0; below −126 it stays at
+    2 ** −126.
+    """
     return _exp2(builder, _call(builder, "maxnum", builder.fsub(first, second), _constant(-126.0)))
 
 
@@ -316,7 +333,9 @@ def sum_fours(builder, a, b, c, d):
 
 
 def _by_fours(of_first: list[int], of_second: list[int]) -> list[int]:
-    """Return the shuffle that takes, in each group of four lanes, these of the first vector and these of the second."""
+    """Return the shuffle that takes, in each group of four lanes, these of the first vector and
+    these of the second.
+    """
     return [four + lane for four in range(0, WIDTH, 4) for lane in [*of_first, *(WIDTH + n for n in of_second)]]
 
 
@@ -370,11 +389,13 @@ def keep_between(builder, lanes, low, number, high, other):
 
 @numba.extending.intrinsic(prefer_literal=True)
 def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at, bias, bias_at, columns, rows):
-    """Write bias + rows of x, `width` numbers each, × a panel [width, columns × 16] to sums [rows, columns × 16].
+    """Write bias + rows of x, `width` numbers each, × a panel [width, columns × 16] to sums [rows,
+    columns × 16].
 
-    `columns` and `rows` must be constants: each sum of a tile is a variable of its own, to be kept in a register. x and
-    the panel are both float32 or both bfloat16; bfloat16 needs an even `width` and a panel of pairs,
-    [width / 2, columns × 16, 2], which the processor multiplies and adds two at a time (AVX512-BF16).
+    `columns` and `rows` must be constants: each sum of a tile is a variable of its own, to be kept
+    in a register. x and the panel are both float32 or both bfloat16; bfloat16 needs an even `width`
+    and a panel of pairs, [width / 2, columns × 16, 2], which the processor multiplies and adds two
+    at a time (AVX512-BF16).
     """
     if not (isinstance(columns, types.IntegerLiteral) and isinstance(rows, types.IntegerLiteral)):
         return None
@@ -421,7 +442,9 @@ def _add_products(builder, first, second, total):
 
 
 def _add_products_of_pairs(builder, first, second, total):
-    """Add in each lane the products of two bfloat16 pairs. LLVM has an intrinsic for it; llvmlite lacks its type."""
+    """Add in each lane the products of two bfloat16 pairs. LLVM has an intrinsic for it;
+    llvmlite lacks its type.
+    """
     initialize_native_asmparser()
     kind = ir.FunctionType(_FLOATS, [_FLOATS, _INTS, _INTS])
     return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [total, first, second], side_effect=False)

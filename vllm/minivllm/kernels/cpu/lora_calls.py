@@ -1,7 +1,7 @@
 """Adapters' products on a CPU: the choice between two implementations, and how they are called.
 
-Compiled loops (`lora_loops.py`) where numba is installed and the shapes fit its lanes; otherwise two small matrix
-products for each adapter and slice.
+Compiled loops (`lora_loops.py`) where numba is installed and the shapes fit its lanes; otherwise
+two small matrix products for each adapter and slice.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ def lora_linear_cpu(y: Tensor, x: Tensor, adapters: Adapters, meta: LoRAKernelMe
 
 
 def has_loops(a: Tensor, b: Tensor, edges: Sequence[int]) -> bool:
-    """Return whether the compiled loops support these adapters: fp32 or bf16, and widths that are multiples of 16."""
+    """Return whether the compiled loops support these adapters: fp32 or bf16, and widths that
+    are multiples of 16.
+    """
     in_lanes = a.shape[2] % 4 == 0 and all(number % LANES == 0 for number in (a.shape[3], *edges))
     return in_lanes and a.dtype in DTYPES and b.dtype is a.dtype and has_numba()
 
 
 class CompiledLoRALinear:
-    """The compiled loops for one linear, whose addresses are looked up once: a call takes microseconds."""
+    """The compiled loops for one linear, whose addresses are looked up once: a call takes
+    microseconds.
+    """
 
     def __init__(self, a: Tensor, b: Tensor, ranks: Tensor, bounds: Tensor) -> None:
         self._tensors = (a, b, ranks, bounds)  # kept, so that their addresses stay valid

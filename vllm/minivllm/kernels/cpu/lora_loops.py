@@ -1,12 +1,13 @@
-"""The CPU counterpart of `lora_linear.py`'s kernels, compiled by numba: shrink and expand in one pass.
+"""The CPU counterpart of `lora_linear.py`'s kernels, compiled by numba: shrink and expand in one
+pass.
 
-A program takes up to 16 rows of one slot, so an adapter's numbers are loaded once for all of them. For each slice it
-writes A x, a few numbers a row, into a scratch buffer that stays in the nearest cache, and adds B times these to y, 64
-outputs at a time, which stay in registers meanwhile. Nothing but y goes to memory, and all adapters and slices of a
-linear are one call.
+A program takes up to 16 rows of one slot, so an adapter's numbers are loaded once for all of them.
+For each slice it writes A x, a few numbers a row, into a scratch buffer that stays in the nearest
+cache, and adds B times these to y, 64 outputs at a time, which stay in registers meanwhile. Nothing
+but y goes to memory, and all adapters and slices of a linear are one call.
 
-A row of A has a product of its own for each row of x, so four of them are computed at once, for two rows of x where
-there are two; a row of B is added to the outputs as it lies.
+A row of A has a product of its own for each row of x, so four of them are computed at once, for two
+rows of x where there are two; a row of B is added to the outputs as it lies.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ def add_adapters(cells, y, x, a, b):
 
 @functools.cache
 def programs_for(element: Any) -> Any:
-    """Compile `add_adapters` for numbers of `element`, np.float32 or np.uint16 (bfloat16); it takes `LoRALinearCells`."""
+    """Compile `add_adapters` for numbers of `element`, np.float32 or np.uint16 (bfloat16); it
+    takes `LoRALinearCells`.
+    """
     changed = sources_changed()
 
     def programs(address):

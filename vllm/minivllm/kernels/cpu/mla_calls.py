@@ -1,9 +1,10 @@
 """The latent cache on a CPU: writing it, and the absorbed form of attention over it.
 
-The attention loops of ordinary heads serve here too: the cache as one KV head, its rows as keys and as values. That sums
-the rotated parts up with the values, for nothing: rope_dim / width of half the work. For widths that the loops do not
-support (they take multiples of 16), and without numba, torch gathers each sequence's rows and multiplies. Medians of
-22 calls in turns on one core of a busy machine (AMD EPYC, torch 2.15), µs:
+The attention loops of ordinary heads serve here too: the cache as one KV head, its rows as keys and
+as values. That sums the rotated parts up with the values, for nothing: rope_dim / width of half the
+work. For widths that the loops do not support (they take multiples of 16), and without numba, torch
+gathers each sequence's rows and multiplies. Medians of 22 calls in turns on one core of a busy
+machine (AMD EPYC, torch 2.15), µs:
 
     fp32, decodes × keys                     loops     torch
     8 heads, 56 + 8 numbers, 16 × 512          360     1,302

@@ -1,8 +1,9 @@
 """Matrix products on a CPU: the choice between two implementations, and how they are called.
 
-Compiled loops over weights in panels (`panel_linear_loops.py`) on x86 processors where numba is installed, for fp32, and for
-bf16 where the processor multiplies it; else `F.linear`. The panels replace the plain weight. Measured on two cores (AMD
-Zen 4, torch 2.15), the fastest of calls in turns, µs, weight [1376, 256] / [4096, 4096]:
+Compiled loops over weights in panels (`panel_linear_loops.py`) on x86 processors where numba is
+installed, for fp32, and for bf16 where the processor multiplies it; else `F.linear`. The panels
+replace the plain weight. Measured on two cores (AMD Zen 4, torch 2.15), the fastest of calls in
+turns, µs, weight [1376, 256] / [4096, 4096]:
 
     rows                           1               16               128              512
     fp32, packed for oneDNN    35 / 2,523      78 / 3,377     434 / 20,116   1,708 / 78,278
@@ -10,9 +11,10 @@ Zen 4, torch 2.15), the fastest of calls in turns, µs, weight [1376, 256] / [40
     bf16, F.linear             32 /   985      74 / 3,008     259 / 11,218     950 / 40,860
     bf16, panels               17 /   972      39 / 1,619     227 / 10,634     895 / 40,853
 
-So many rows run at about the same speed, and few rows run faster, especially in small products.
+With many rows this is about as fast, and with few rows it is faster, especially in small products.
 
-In vLLM v0.33.0: `vllm/_custom_ops.py` (`create_onednn_mm`), called by `vllm/model_executor/layers/utils.py`.
+In vLLM v0.33.0: `vllm/_custom_ops.py` (`create_onednn_mm`), called by
+`vllm/model_executor/layers/utils.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from minivllm.platforms.threads import has_numba, run_programs
 
 
 class PanelLinear:
-    """Computes `x @ weight.T + bias` for x `[rows, in]` and a weight `[out, in]` that `can_pack` accepts.
+    """Computes `x @ weight.T + bias` for x `[rows, in]` and a weight `[out, in]` that `can_pack`
+    accepts.
 
     A gated one computes `silu(gate) * up` of the product's two halves.
     """
@@ -63,7 +66,9 @@ class PanelLinear:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return whether the loops support this weight and are faster than `F.linear`, as measured on x86."""
+    """Return whether the loops support this weight and are faster than `F.linear`, as measured
+    on x86.
+    """
     if weight.device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64") or not has_numba():
         return False
     in_pairs = weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0 and _loops().TAKES_BFLOAT16
@@ -80,7 +85,9 @@ def _panels(weight: Tensor, parts: int) -> Tensor:
 
 
 def _pairs(panels: Tensor) -> Tensor:
-    """Interleave bfloat16 panels so that two inputs of an output are adjacent: `[panels, parts, in / 2, PANEL, 2]`."""
+    """Interleave bfloat16 panels so that two inputs of an output are adjacent: `[panels, parts,
+    in / 2, PANEL, 2]`.
+    """
     if panels.dtype is not torch.bfloat16:
         return panels
     return panels.unflatten(2, (-1, 2)).transpose(3, 4).contiguous()

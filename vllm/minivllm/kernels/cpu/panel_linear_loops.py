@@ -1,15 +1,16 @@
 """Matrix products with fp32 or bf16 weights on a CPU, compiled by numba.
 
-A weight `[out, in]` is laid out in panels of `PANEL` outputs: `[in, PANEL]`, so that a loop over the inputs reads a
-panel sequentially. A program takes some rows of x and one panel, and processes six rows at a time. Their 6 × PANEL sums
-stay in registers: 24 of 32 with AVX-512, else 12 of 16. Every weight loaded is used for six rows, and every number of x
-for all outputs of the panel.
+A weight `[out, in]` is laid out in panels of `PANEL` outputs: `[in, PANEL]`, so that a loop over
+the inputs reads a panel sequentially. A program takes some rows of x and one panel, and processes
+six rows at a time. Their 6 × PANEL sums stay in registers: 24 of 32 with AVX-512, else 12 of 16.
+Every weight loaded is used for six rows, and every number of x for all outputs of the panel.
 
-A bf16 panel holds pairs, two inputs of an output side by side: processors with bf16 instructions multiply and add a
-pair at once, into fp32 sums, which are rounded once, when they are stored.
+A bf16 panel holds pairs, two inputs of an output side by side: processors with bf16 instructions
+multiply and add a pair at once, into fp32 sums, which are rounded once, when they are stored.
 
-A gated MLP's panels come in pairs, gate and up: one program computes both and stores silu(gate) × up, so that the two
-halves never go to memory. Where an adapter is still to be added to them, it stores both.
+A gated MLP's panels come in pairs, gate and up: one program computes both and stores silu(gate) ×
+up, so that the two halves never go to memory. Where an adapter is still to be added to them, it
+stores both.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ jit = njit(fastmath=True, error_model="numpy", nogil=True)
 
 @jit
 def multiply_rows(sums, at, x, x_at, rows, width, panel, panel_at, bias, bias_at):
-    """Write bias + rows of x × a panel, `[rows, PANEL]`, to `sums` from `at` on."""
+    """Write bias + rows of x × a panel, `[rows, PANEL]`, to `sums`, starting at `at`."""
     for row in range(0, rows - 5, 6):
         here, x_here = at + row * PANEL, x_at + row * width
         multiply_tile(sums, here, x, x_here, width, panel, panel_at, bias, bias_at, COLUMNS, 6)
@@ -81,7 +82,9 @@ def gate_rows(sums, rows):
 
 @jit
 def put_rows(out, at, stride, sums, rows, left):
-    """Store the panel's outputs of each row, or the `left` ones if those are fewer. `stride` is a row's of out."""
+    """Store the panel's outputs of each row, or the `left` ones if those are fewer. `stride` is
+    a row's of out.
+    """
     count = min(PANEL, left)
     for row in range(rows):
         whole = count // WIDTH * WIDTH

@@ -1,7 +1,8 @@
-"""Programs in Triton's sense on a CPU: numba compiles them, and threads take them one by one from a shared counter.
+"""Programs in Triton's sense on a CPU: numba compiles them, and threads take them one by one from a
+shared counter.
 
-A function of programs is called with the address of its cells (`cells.py`), which are written for each call.
-`platforms/threads.py` runs the function on all threads at once.
+A function of programs is called with the address of its cells (`cells.py`), which are written for
+each call. `platforms/threads.py` runs the function on all threads at once.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ def take_number(typing_context, counter):
     return types.int64(types.intp), generate
 
 
-# What several loops call must not take cells: numba numbers record types anew in every process and names compiled
-# functions by these numbers, so two loops from its cache could bring different functions of one name.
+# What several loops call must not take cells: numba numbers record types again in every process and
+# names compiled functions by these numbers, so two loops from its cache could bring different
+# functions of one name.
 @njit(nogil=True)
 def take_programs(counter, count):
     """Yield the numbers of the programs that this thread takes, until all `count` are taken."""
@@ -91,19 +93,22 @@ def take_programs(counter, count):
 def sources_changed(*others: ModuleType) -> int:
     """Return when this file, `cells.py`, `lanes.py` or one of `others` was last modified, in ns.
 
-    A function to be compiled captures this number as a closure variable, which makes it part of the key in numba's
-    cache: by itself numba looks at the function's own file only. So each file writes this wrapper itself. A shared one
-    would capture the compiled function too, which has another key in every process: no process would hit the cache.
+    A function to be compiled captures this number as a closure variable, which makes it part of the
+    key in numba's cache: by itself numba looks at the function's own file only. So each file writes
+    this wrapper itself. A shared one would capture the compiled function too, which has another key
+    in every process: no process would hit the cache.
     """
     files = (__file__, *(module.__file__ for module in (cells, lanes, *others)))
     return max(os.stat(path).st_mtime_ns for path in files if path)
 
 
 def compile_programs(function: Callable[[int], None]) -> Any:
-    """Compile `function(address of its cells)` to a C function that may run on any thread, for `run_on_threads`.
+    """Compile `function(address of its cells)` to a C function that may run on any thread, for
+    `run_on_threads`.
 
-    It is compiled once and cached on disk: beside the function's file, in the user's cache if that is read-only, or in
-    `NUMBA_CACHE_DIR`. If nothing can be cached, every process compiles it again.
+    It is compiled once and cached on disk: beside the function's file, in the user's cache if that
+    is read-only, or in `NUMBA_CACHE_DIR`. If nothing can be cached, every process compiles it
+    again.
     """
     signature = types.void(types.intp)
     try:
@@ -115,7 +120,9 @@ def compile_programs(function: Callable[[int], None]) -> Any:
 
 
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for calls from Python, at its first call; it is cached on disk as by `compile_programs`."""
+    """Compile a function for calls from Python, at its first call; it is cached on disk as by
+    `compile_programs`.
+    """
     compiled: Any = None
 
     def call(*arguments: Any) -> Any:

@@ -1,8 +1,10 @@
-"""Products with packed weights on a CPU: the choice between two implementations, and how they are called.
+"""Products with packed weights on a CPU: the choice between two implementations, and how they are
+called.
 
-Compiled loops that unpack while multiplying (`quantized_linear_loops.py`) if numba is installed; otherwise each call
-unpacks the whole weight for `F.linear`, which is correct but slow. Measured on one core (AMD Zen 4, torch 2.15), the
-fastest of about forty interleaved calls, µs, weight [1376, 256] / [4096, 4096]:
+Compiled loops that unpack while multiplying (`quantized_linear_loops.py`) if numba is installed;
+otherwise each call unpacks the whole weight for `F.linear`, which is correct but slow. Measured on
+one core (AMD Zen 4, torch 2.15), the fastest of about forty interleaved calls, µs, weight [1376,
+256] / [4096, 4096]:
 
     rows                                   1              4               16                128
     fp32, laid out for oneDNN        33 /  3,635    74 /  3,265    122 /  6,253      804 / 39,097
@@ -16,11 +18,12 @@ fastest of about forty interleaved calls, µs, weight [1376, 256] / [4096, 4096]
     torch's int4, x in bf16          21 /    837    37 /  1,524    137 /  6,157    1,076 / 49,205
     bf16, F.linear                   27 /  1,003    51 /  2,802     87 /  4,649      440 / 21,080
 
-So integers are up to five times as fast as fp32 for a few rows, when the weight has to come from memory; from 16 rows
-on they gain nothing, and a wide weight loses a fifth. int4 takes longer to unpack than int8 but moves fewer bytes: its
-remaining advantage is memory. torch's own products (`_weight_int8pack_mm`, `_weight_int4pack_mm_for_cpu`) are plain
-loops for fp32; for bf16 they are as fast as ours for one row, but round activations. Unpacking the weight once, at
-load, would give the fp32 product again, without the memory saving. bf16 wins from 16 rows on: its products need half
+So integers are up to five times as fast as fp32 for a few rows, when the weight has to come from
+memory; from 16 rows on they gain nothing, and a wide weight loses a fifth. int4 takes longer to
+unpack than int8 but moves fewer bytes: its remaining advantage is memory. torch's own products
+(`_weight_int8pack_mm`, `_weight_int4pack_mm_for_cpu`) are plain loops for fp32; for bf16 they are
+as fast as ours for one row, but round activations. Unpacking the weight once, at load, would give
+the fp32 product again, without the memory saving. bf16 wins with 16 rows or more: its products need half
 the instructions here.
 """
 
@@ -48,7 +51,9 @@ def quantized_linear_cpu(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor
 
 
 def numba_quantized_linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Run the loops of `quantized_linear_loops.py`, for at least four outputs and groups of a multiple of 16."""
+    """Run the loops of `quantized_linear_loops.py`, for at least four outputs and groups of a
+    multiple of 16.
+    """
     rows, width = x.shape
     outputs, groups = scales.shape
     numbers = x.float()

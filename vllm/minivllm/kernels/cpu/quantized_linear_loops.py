@@ -1,12 +1,13 @@
 """The CPU counterpart of `quantized_linear.py`'s kernel, compiled by numba.
 
-A program takes 16 outputs, four at a time. For one or two rows of x it unpacks the integers straight into the product,
-and multiplies each group's sums by its scale. For more rows it first unpacks the four outputs' weights into a scratch
-buffer that stays in the nearest caches, and then processes the rows four at a time: each unpacked weight is used for
-all rows, and each number of x for four outputs. The whole weight is never unpacked at once.
+A program takes 16 outputs, four at a time. For one or two rows of x it unpacks the integers
+straight into the product, and multiplies each group's sums by its scale. For more rows it first
+unpacks the four outputs' weights into a scratch buffer that stays in the nearest caches, and then
+processes the rows four at a time: each unpacked weight is used for all rows, and each number of x
+for four outputs. The whole weight is never unpacked at once.
 
-The loop over the rows is inside the function that multiplies: a call passes arrays and lanes through memory, and a call
-per 4 × 4 tile took as long as the tile itself.
+The loop over the rows is inside the function that multiplies: a call passes arrays and lanes
+through memory, and a call per 4 × 4 tile took as long as the tile itself.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def multiply_packed(out, out_at, x, x_at, packed, scales, first, width, group):
 
 @jit
 def unpack_row(weights, at, packed, scales, row, width, group):
-    """Dequantize a row of the weight to `weights` from `at` on."""
+    """Dequantize a row of the weight to `weights`, starting at `at`."""
     groups = width // group
     for index in range(groups):
         scale = load_one(scales, row * groups + index)
@@ -68,7 +69,9 @@ def unpack_row(weights, at, packed, scales, row, width, group):
 
 @jit
 def multiply_rows(out, out_at, outputs, x, rows, weights, width):
-    """Compute four outputs of four rows at a time: sixteen sums, which fit the registers with their operands."""
+    """Compute four outputs of four rows at a time: sixteen sums, which fit the registers with
+    their operands.
+    """
     for row in range(0, rows - 3, 4):
         a0, b0, c0, d0 = zero(), zero(), zero(), zero()
         a1, b1, c1, d1 = zero(), zero(), zero(), zero()
@@ -113,7 +116,9 @@ def multiply_last_rows(out, out_at, outputs, x, rows, weights, width):
 
 @jit
 def multiply_integers(cells, packed, scales):
-    """Run programs, each for `OUTPUTS` outputs (at least four) and all rows, until none are left."""
+    """Run programs, each for `OUTPUTS` outputs (at least four) and all rows, until none are
+    left.
+    """
     rows, outputs, width, group = cells.rows, cells.outputs, cells.width, cells.group
     x, out = array_at(cells.x, rows * width, np.float32), array_at(cells.out, rows * outputs, np.float32)
     weights = np.empty(4 * width, np.float32)  # four rows of the weight, unpacked
@@ -132,7 +137,9 @@ def multiply_integers(cells, packed, scales):
 
 @functools.cache
 def programs_for(integers: Any, scale: Any) -> Any:
-    """Compile `multiply_integers` for weights of `integers` with scales of `scale`, NumPy types as in `ELEMENTS`."""
+    """Compile `multiply_integers` for weights of `integers` with scales of `scale`, NumPy types
+    as in `ELEMENTS`.
+    """
     changed = sources_changed()
 
     def programs(address):

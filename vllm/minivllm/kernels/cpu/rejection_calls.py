@@ -1,4 +1,6 @@
-"""`rejection_sample` on a CPU: compiled loops (`rejection_loops.py`) if numba is installed, else torch."""
+"""`rejection_sample` on a CPU: compiled loops (`rejection_loops.py`) if numba is installed, else
+torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def reject_cpu(arguments: RejectionArguments) -> Tensor:
 
 
 def numba_rejection(arguments: RejectionArguments) -> Tensor:
-    """Run the compiled loops: a thread walks a request's drafts, and stops at the first rejection."""
+    """Run the compiled loops: a thread walks a request's drafts, and stops at the first
+    rejection.
+    """
     target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys = arguments
     counts = num_drafts.numpy().astype(np.int64)
     starts = np.append(0, (counts + 1).cumsum())
@@ -51,7 +55,9 @@ def numba_rejection(arguments: RejectionArguments) -> Tensor:
 
 
 def torch_rejection(arguments: RejectionArguments) -> Tensor:
-    """Implement `rejection_sample` with torch: decide on all drafts, also on those after the first rejection."""
+    """Implement `rejection_sample` with torch: decide on all drafts, also on those after the
+    first rejection.
+    """
     target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys = arguments
     rows = len(target_logits)
     device = target_logits.device
@@ -91,7 +97,9 @@ def torch_rejection(arguments: RejectionArguments) -> Tensor:
 def _decide(
     target_logits: Tensor, draft_logits: Tensor, ids: Tensor, times: Tensor, numbers: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return which of the drawn drafts `ids` [n] are accepted, and what replaces each (-1: p and q are equal)."""
+    """Return which of the drawn drafts `ids` [n] are accepted, and what replaces each (-1: p and
+    q are equal).
+    """
     p, q = (_below_infinity(logits).softmax(-1).nan_to_num(0.0) for logits in (target_logits, draft_logits))
     p_of_draft, q_of_draft = (probs.gather(-1, ids.unsqueeze(-1)).squeeze(-1) for probs in (p, q))
     possible = q_of_draft > 0  # else it was not drawn from these logits

@@ -1,4 +1,6 @@
-"""The CPU counterpart of `rejection_sample.py`'s kernels, compiled by numba: a program walks one request's drafts."""
+"""The CPU counterpart of `rejection_sample.py`'s kernels, compiled by numba: a program walks one
+request's drafts.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ jit = njit(error_model="numpy", nogil=True)
 
 @jit
 def log_sum(logits, vocab, top):
-    """Return the logarithm of the sum of a row's exponentials, or infinity if no logit is finite, so that p is 0."""
+    """Return the logarithm of the sum of a row's exponentials, or infinity if no logit is
+    finite, so that p is 0.
+    """
     if not -np.inf < top < np.inf:
         return np.inf
     base, unit, sums = same(top), same(np.float32(1.0 / math.log(2.0))), zero()
@@ -46,7 +50,9 @@ def log_sum(logits, vocab, top):
 
 @jit
 def decide(target, theirs, vocab, draft, top, their_top, first, second, numbers, bits):
-    """Decide on a draft that was drawn: return whether it is accepted, and it or the token that replaces it."""
+    """Decide on a draft that was drawn: return whether it is accepted, and it or the token that
+    replaces it.
+    """
     sum_p, sum_q = log_sum(target, vocab, top), log_sum(theirs, vocab, their_top)
     log_q = np.float64(theirs[draft]) - sum_q
     if log_q > -np.inf:

@@ -1,16 +1,17 @@
 """Keys and values in files that engines share: a folder that all of them can read.
 
-This is the simplest connector: read it first. Both sides are one class, nothing runs in a thread, and each load and
-each save begins and ends within its step. With the others requests wait outside of the batch while bytes move.
+This is the simplest connector: read it first. Both sides are one class, nothing runs in a thread,
+and each load and each save begins and ends within its step. With the others requests wait outside
+of the batch while bytes move.
 
-One file holds one full block of a prompt, with all layers, and is named by the block's hash: so by its tokens, all
-tokens before them, and what else they depend on. A request with the same prefix finds its blocks, one after another.
-A file appears when it is complete, and has a checksum; one that is cut or altered counts as a load that has failed, and
-is removed. What a step computes with such a block is not saved. Nothing is ever evicted; that is left to the owner of
-the folder.
+One file holds one full block of a prompt, with all layers, and is named by the block's hash: so by
+its tokens, all tokens before them, and what else they depend on. A request with the same prefix
+finds its blocks, one after another. A file appears when it is complete, and has a checksum; one
+that is cut or altered counts as a load that has failed, and is removed. What a step computes with
+such a block is not saved. Nothing is ever evicted; that is left to the owner of the folder.
 
-In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py` (`ExampleConnector`), which keeps a
-folder for each whole prompt and a file for each layer.
+In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py`
+(`ExampleConnector`), which keeps a folder for each whole prompt and a file for each layer.
 """
 
 import contextlib
@@ -47,7 +48,8 @@ CHECKSUM = "blake2b"
 class ExampleConnectorMetadata(KVConnectorMetadata):
     """The blocks to load within the step and to save after it, by id, and the names of their files.
 
-    `step` counts the steps; `last_failure` is the last one with a failed load that the scheduler knew of.
+    `step` counts the steps; `last_failure` is the last one with a failed load that the scheduler
+    knew of.
     """
 
     loads: dict[int, str] = field(default_factory=dict)
@@ -58,7 +60,9 @@ class ExampleConnectorMetadata(KVConnectorMetadata):
 
 @dataclass
 class _Saved:
-    """A request under way: its block table, and how many of its blocks are saved, or were loaded."""
+    """A request under way: its block table, and how many of its blocks are saved, or were
+    loaded.
+    """
 
     request: "Request"
     block_ids: list[int]
@@ -101,11 +105,14 @@ class ExampleConnector(KVConnectorBase_V1):
     # The scheduler's side
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Count the blocks behind the first `num_computed_tokens` tokens that are there on all ranks."""
+        """Count the blocks behind the first `num_computed_tokens` tokens that are there on all
+        ranks.
+        """
         if not self.config.kv_transfer_config.is_kv_consumer:
             return 0, False
         size = self.config.block_size
-        # Remembered for `update_state_after_alloc`, where the prefix cache's blocks cannot be told apart any more.
+        # Remembered for `update_state_after_alloc`, where the prefix cache's blocks cannot be told
+        # apart any more.
         self._asked[request.request_id] = num_computed_tokens // size
         first, last = num_computed_tokens // size, (request.num_tokens - 1) // size
         num_blocks = 0
@@ -118,7 +125,9 @@ class ExampleConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
-        """Note which blocks are to be loaded: those behind the ones that the prefix cache has had."""
+        """Note which blocks are to be loaded: those behind the ones that the prefix cache has
+        had.
+        """
         size = self.config.block_size
         num_external = num_external_tokens // size
         num_known = self._asked.pop(request.request_id, request.num_computed_tokens // size)
@@ -246,7 +255,9 @@ class ExampleConnector(KVConnectorBase_V1):
         return self._connector_metadata
 
     def _load(self, block_id: int, path: Path) -> bool:
-        """Fill one block; return whether the file holds what it should. One that does not is removed."""
+        """Fill one block; return whether the file holds what it should. One that does not is
+        removed.
+        """
         from safetensors import SafetensorError, safe_open
 
         caches = {

@@ -1,9 +1,9 @@
 """NIXL's agent as the connector uses it: register memory, meet a peer, read its blocks, notify it.
 
-Memory is described by regions: `count` pieces of `num_bytes` each, one every `stride` bytes. A list of pieces is
-prepared once for each peer; a transfer then names pieces by their index in it. A READ moves bytes without the peer's
-taking part, so the peer has to be told when it is over: the notification that goes with it arrives there after the
-last byte was read.
+Memory is described by regions: `count` pieces of `num_bytes` each, one every `stride` bytes. A list
+of pieces is prepared once for each peer; a transfer then names pieces by their index in it. A READ
+moves bytes without the peer's taking part, so the peer has to be told when it is over: the
+notification that goes with it arrives there after the last byte was read.
 
 In vLLM v0.33.0: `NixlWrapper` in `vllm/distributed/nixl_utils.py` is NIXL's own class.
 """
@@ -26,11 +26,15 @@ State = Literal["PROC", "DONE", "ERR"]
 """A read is under way; all bytes have come; it has failed, and what has arrived is unknown."""
 SECONDS_BETWEEN_LOOKS = 0.001
 MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
-"""The distribution `nixl` only chooses between the builds for two CUDA releases; either works on a CPU."""
+"""The distribution `nixl` only chooses between the builds for two CUDA releases; either works on
+a CPU.
+"""
 
 
 class Region(NamedTuple):
-    """`count` pieces of `num_bytes` starting at `address`, one every `stride` bytes, on a device (0: host memory)."""
+    """`count` pieces of `num_bytes` starting at `address`, one every `stride` bytes, on a device
+    (0: host memory).
+    """
 
     address: int
     num_bytes: int
@@ -41,7 +45,8 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """NIXL's measurements of a transfer: seconds to post it, seconds until it was over, its bytes and its pieces.
+    """NIXL's measurements of a transfer: seconds to post it, seconds until it was over, its bytes
+    and its pieces.
 
     Neighbouring pieces are merged, so there may be fewer of them than were asked for.
     """
@@ -53,7 +58,9 @@ class TransferTimes:
 
 
 class NixlAgent:
-    """An agent of NIXL with the UCX backend (which moves bytes: `UCX_TLS` in the environment limits the ways)."""
+    """An agent of NIXL with the UCX backend (which moves bytes: `UCX_TLS` in the environment
+    limits the ways).
+    """
 
     def __init__(self, name: str, backends: Sequence[str] = ("UCX",)) -> None:
         """Start an agent, whose name must differ from that of every peer.
@@ -94,7 +101,9 @@ class NixlAgent:
         return self._api.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """Return the peer's name. NIXL raises an exception of its own for metadata that it cannot read."""
+        """Return the peer's name. NIXL raises an exception of its own for metadata that it
+        cannot read.
+        """
         name = self._api.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
 
@@ -104,7 +113,9 @@ class NixlAgent:
         self._api.remove_remote_agent(peer)
 
     def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
-        """Prepare all pieces of these regions in their order; `peer` None means this agent's own memory."""
+        """Prepare all pieces of these regions in their order; `peer` None means this agent's own
+        memory.
+        """
         # [regions, 5], in the order of the fields of `Region`.
         table = np.array(regions, np.uint64).reshape(-1, len(Region._fields))
         prepared = self._api.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", table, self._memory_kind)
@@ -112,14 +123,18 @@ class NixlAgent:
         return prepared
 
     def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> "Transfer":
-        """Begin to read: piece `pieces[i]` of the peer's list into piece `into[i]` of the local one."""
+        """Begin to read: piece `pieces[i]` of the peer's list into piece `into[i]` of the local
+        one.
+        """
         # NIXL takes indices of 32 bits only.
         indices = (into.astype(np.int32), pieces.astype(np.int32))
         handle = self._api.make_prepped_xfer("READ", local, indices[0], remote, indices[1], notification)
         return Transfer(self._api, handle)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Send a notification alone. NIXL raises an exception of its own if it knows that the peer is gone."""
+        """Send a notification alone. NIXL raises an exception of its own if it knows that the
+        peer is gone.
+        """
         self._api.send_notif(peer, message)
 
     def notifications(self) -> list[bytes]:
@@ -148,8 +163,8 @@ class NixlAgent:
 class _Progress:
     """Looks after an agent's connections in a thread, while this process computes or waits.
 
-    What goes over TCP moves only while both sides look, and so does every first connection. NIXL has a thread for
-    that, but it never sleeps: an idle agent would take a whole core.
+    What goes over TCP moves only while both sides look, and so does every first connection. NIXL
+    has a thread for that, but it never sleeps: an idle agent would take a whole core.
     """
 
     def __init__(self, api: Any) -> None:
@@ -204,7 +219,9 @@ class Transfer:
         return TransferTimes(*seconds, measured.totalBytes, measured.descCount)
 
     def release(self) -> bool:
-        """Give the read up. Return False if it cannot be cancelled: it still writes into memory here."""
+        """Give the read up. Return False if it cannot be cancelled: it still writes into memory
+        here.
+        """
         try:
             self._api.release_xfer_handle(self._handle)
         except Exception:

@@ -1,4 +1,5 @@
-"""The prefill engines that this rank reads from: met once, in a thread, since nobody may wait for a network here.
+"""The prefill engines that this rank reads from: met once, in a thread, since nobody may wait for a
+network here.
 
 In vLLM v0.33.0: `_background_nixl_handshake` and `add_remote_agent` in
 `vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py`.
@@ -23,7 +24,8 @@ PLAIN_LAYOUT, LAYOUT_WITH_SCALES = "NHD", "NHD, scales HN"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A rank of another engine: its name for the agent, its cache, and the pieces that both sides can name.
+    """A rank of another engine: its name for the agent, its cache, and the pieces that both sides
+    can name.
 
     `clock_offset`: by how many seconds its clock is ahead.
     """
@@ -40,7 +42,9 @@ class Peers:
     """All of them, by engine id. Only handshakes run in other threads."""
 
     def __init__(self, agent: NixlAgent, own: NixlAgentMetadata, rank: int, compatibility_hash: str, seconds: float):
-        """Take this rank, which is also that of its peers, and the seconds after which a handshake has failed."""
+        """Take this rank, which is also that of its peers, and the seconds after which a
+        handshake has failed.
+        """
         self._agent = agent
         self._own = own
         self._ranks = (0, rank)
@@ -57,7 +61,9 @@ class Peers:
         return peer if peer and self._is_current(remote, peer.metadata) else None
 
     def greet(self, remote: RemotePrefill) -> Peer | None:
-        """Meet an engine for a heartbeat: a handshake that has failed is tried again, and not reported."""
+        """Meet an engine for a heartbeat: a handshake that has failed is tried again, and not
+        reported.
+        """
         handshake = self._meeting.get(_place_of(remote))
         if handshake is not None and handshake.done() and handshake.exception() is None:
             return self.meet(remote)
@@ -92,14 +98,18 @@ class Peers:
             self._lost.append(peer)
 
     def forget_lost(self, in_use: Collection[str]) -> None:
-        """Release what was prepared for lost engines, but for those whose names are `in_use` by a transfer."""
+        """Release what was prepared for lost engines, but for those whose names are `in_use` by
+        a transfer.
+        """
         # NIXL must not forget a peer while one of its transfers is under way.
         for peer in [peer for peer in self._lost if peer.name not in in_use]:
             self._lost.remove(peer)
             self._agent.remove_peer(peer.name)
 
     def _is_current(self, remote: RemotePrefill, metadata: NixlAgentMetadata) -> bool:
-        """Return whether the blocks lie in the memory that is registered there now, as far as the params say."""
+        """Return whether the blocks lie in the memory that is registered there now, as far as
+        the params say.
+        """
         generations = remote.generation.split(GENERATIONS_JOINED_BY)
         own = generations[self._ranks[1]] if self._ranks[1] < len(generations) else ""
         return own in ("", metadata.registration_generation)

@@ -1,8 +1,9 @@
-"""Which pieces of two paged caches belong together, where a block has one size here and another there.
+"""Which pieces of two paged caches belong together, where a block has one size here and another
+there.
 
-The tokens of a block lie one after another in every region, so any number of them that divides both block sizes is a
-piece that both sides can name; the greatest such number makes the fewest. Region r of `n` pieces has the indices r n to
-r n + n - 1.
+The tokens of a block lie one after another in every region, so any number of them that divides both
+block sizes is a piece that both sides can name; the greatest such number makes the fewest. Region r
+of `n` pieces has the indices r n to r n + n - 1.
 """
 
 import math
@@ -36,8 +37,8 @@ def piece_indices(
 ) -> np.ndarray:
     """Return the indices of the pieces that hold these tokens, [num_regions * pieces].
 
-    `tokens`: the first token of each piece; its step is the tokens of a piece. `first_token` is the first of
-    `block_ids[0]`; `num_blocks` are the blocks of a region.
+    `tokens`: the first token of each piece; its step is the tokens of a piece. `first_token` is the
+    first of `block_ids[0]`; `num_blocks` are the blocks of a region.
     """
     per_block = block_size // tokens.step
     # The index of each piece within the request, then its block and its place in it.

@@ -1,4 +1,5 @@
-"""The scheduler's side of NIXL's connector: what connectors that pull have in common, and the side channel.
+"""The scheduler's side of NIXL's connector: what connectors that pull have in common, and the side
+channel.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py`.
 """
@@ -24,13 +25,17 @@ class NixlConnectorScheduler(PullConnectorScheduler):
     """Tells other engines where its side channel is."""
 
     def __init__(self, config: KVConnectorConfig, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> None:
-        """Raise `MinivllmError` for settings that it does not know or cannot serve. Import no nixl."""
+        """Raise `MinivllmError` for settings that it does not know or cannot serve. Import no
+        nixl.
+        """
         super().__init__(config, role, check_settings(config)[0]["kv_lease_duration"])
         self.host, self.port = side_channel_address(config.data_parallel_rank)
         self._side_channel: NixlSideChannel | None = None
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """Open the side channel, if this engine has anything to give. Raise `MinivllmError` if it cannot."""
+        """Open the side channel, if this engine has anything to give. Raise `MinivllmError` if
+        it cannot.
+        """
         if not self.config.kv_transfer_config.is_kv_producer:
             return
         self.generation = GENERATIONS_JOINED_BY.join(map(_generation_of, metadata.values()))
@@ -49,7 +54,8 @@ def _generation_of(payload: bytes) -> str:
 
 
 def side_channel_address(data_parallel_rank: int, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the host and the port of a core's side channel; the environment has those of the first core.
+    """Return the host and the port of a core's side channel; the environment has those of the first
+    core.
 
     Raises:
         MinivllmError: that port is none.

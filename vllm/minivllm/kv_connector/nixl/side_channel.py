@@ -1,16 +1,18 @@
-"""NIXL's side channel: how an engine learns where the cache of another one lies, before it reads from it.
+"""NIXL's side channel: how an engine learns where the cache of another one lies, before it reads
+from it.
 
-A ZMQ socket of the scheduler's process answers for all ranks: the request is MessagePack of `("get_meta_msg",
-pp_rank, tp_rank)`, the reply two frames, that rank's `NixlHandshakePayload` and the clock of the process, which
-measures leases. The payload is decoded in two steps, so that engines which do not fit say so before they read what
-they would not understand.
+A ZMQ socket of the scheduler's process answers for all ranks: the request is MessagePack of
+`("get_meta_msg", pp_rank, tp_rank)`, the reply two frames, that rank's `NixlHandshakePayload` and
+the clock of the process, which measures leases. The payload is decoded in two steps, so that
+engines which do not fit say so before they read what they would not understand.
 
-One message is not vLLM's: `("is_held_msg", request_id)` asks whether blocks are still kept. A read moves whatever
-lies in the memory at that time, and nobody at the other end notices; only this answer, given after the last byte was
-read, says that the blocks still were the request's.
+One message is not vLLM's: `("is_held_msg", request_id)` asks whether blocks are still kept. A read
+moves whatever lies in the memory at that time, and nobody at the other end notices; only this
+answer, given after the last byte was read, says that the blocks still were the request's.
 
-In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py` (`NixlAgentMetadata`,
-`NixlHandshakePayload`), `base_scheduler.py` (`_nixl_handshake_listener`), `base_worker.py` (`_nixl_handshake`).
+In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py`
+(`NixlAgentMetadata`, `NixlHandshakePayload`), `base_scheduler.py` (`_nixl_handshake_listener`),
+`base_worker.py` (`_nixl_handshake`).
 """
 
 import hashlib
@@ -31,16 +33,18 @@ logger = init_logger(__name__)
 GET_META_MSG = b"get_meta_msg"
 IS_HELD_MSG = b"is_held_msg"
 PROTOCOL = "minivllm 1"
-"""Changes with all that two engines must agree on: the messages, the layout of the cache, the meaning of the params."""
+"""Changes with all that two engines must agree on: the messages, the layout of the cache, the
+meaning of the params.
+"""
 MAX_QUESTION_BYTES, MAX_ANSWER_BYTES = 64 << 10, 16 << 20
 
 
 class NixlAgentMetadata(msgspec.Struct):
     """One rank's cache, as its peer must know it.
 
-    The cache is `len(kv_caches_base_addr)` regions of `num_blocks` blocks; a block of region i has `block_lens[i]`
-    bytes and begins every `block_strides[i]` bytes. `registration_generation` changes whenever memory is registered
-    again.
+    The cache is `len(kv_caches_base_addr)` regions of `num_blocks` blocks; a block of region i has
+    `block_lens[i]` bytes and begins every `block_strides[i]` bytes. `registration_generation`
+    changes whenever memory is registered again.
     """
 
     engine_id: str
@@ -63,14 +67,18 @@ class NixlAgentMetadata(msgspec.Struct):
 
 
 class NixlHandshakePayload(msgspec.Struct):
-    """The side channel's answer: decode `agent_metadata_bytes` only if `compatibility_hash` is the engine's own."""
+    """The side channel's answer: decode `agent_metadata_bytes` only if `compatibility_hash` is
+    the engine's own.
+    """
 
     compatibility_hash: str
     agent_metadata_bytes: bytes
 
 
 def compute_nixl_compatibility_hash(config: KVConnectorConfig) -> str:
-    """Return a hash of all that two engines must have alike; block sizes and numbers of blocks may differ."""
+    """Return a hash of all that two engines must have alike; block sizes and numbers of blocks
+    may differ.
+    """
     factors = {
         "protocol": PROTOCOL,
         "model": config.model_fingerprint,
@@ -89,7 +97,8 @@ class NixlSideChannel:
     def __init__(
         self, host: str, port: int, payloads: Mapping[tuple[int, int], bytes], is_held: Callable[[str], bool]
     ) -> None:
-        """Answer with these payloads, by (pp_rank, tp_rank), and with `is_held`, called in the thread.
+        """Answer with these payloads, by (pp_rank, tp_rank), and with `is_held`, called in the
+        thread.
 
         Raises:
             MinivllmError: the port is taken, or the host is none of this machine's.
@@ -151,7 +160,8 @@ def fetch_metadata(
     Return the metadata, and by how many seconds its clock is ahead of this one's.
 
     Raises:
-        MinivllmError: nobody answers within `seconds`, or the engine there does not fit this one; the message says why.
+        MinivllmError: nobody answers within `seconds`, or the engine there does not fit this one;
+            the message says why.
     """
     asked = time.perf_counter()
     answer, clock = _ask(host, port, (GET_META_MSG, *ranks), seconds)

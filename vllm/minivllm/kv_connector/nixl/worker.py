@@ -1,12 +1,13 @@
-"""The ranks' side of NIXL's connector: reads blocks from other engines, and keeps its own while they are leased.
+"""The ranks' side of NIXL's connector: reads blocks from other engines, and keeps its own while
+they are leased.
 
-A read is over in five moves, none of which anybody waits for: the handshake with the other engine, if it is the
-first; the READ; the question whether the blocks were still the request's when the last byte had come; the
-notification that lets the other engine free them; the word to the scheduler. Each step of the engine looks how far
-every read has come.
+A read is over in five moves, none of which anybody waits for: the handshake with the other engine,
+if it is the first; the READ; the question whether the blocks were still the request's when the last
+byte had come; the notification that lets the other engine free them; the word to the scheduler.
+Each step of the engine looks how far every read has come.
 
-In vLLM v0.33.0: `NixlPullConnectorWorker` in `vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_worker.py`,
-`base_worker.py`.
+In vLLM v0.33.0: `NixlPullConnectorWorker` in
+`vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_worker.py`, `base_worker.py`.
 """
 
 import time
@@ -66,7 +67,9 @@ class NixlConnectorWorker(PullConnectorWorker):
         role: KVConnectorRole = KVConnectorRole.WORKER,
         make_agent: MakeAgent = NixlAgent,
     ) -> None:
-        """Prepare the worker; `make_agent` gets a name that no other agent has, and the backends."""
+        """Prepare the worker; `make_agent` gets a name that no other agent has, and the
+        backends.
+        """
         seconds, self._backends = check_settings(config)
         super().__init__(config, role, seconds["kv_lease_duration"])
         self._handshake_timeout = seconds["handshake_timeout"]
@@ -139,7 +142,9 @@ class NixlConnectorWorker(PullConnectorWorker):
         self._peers.forget_lost({read.peer.name for read in self._reads.values() if read.peer})
 
     def _is_over(self, read: _Read) -> bool:
-        """Return whether all bytes have come. Raise `MinivllmError` if they will not, or are of another request."""
+        """Return whether all bytes have come. Raise `MinivllmError` if they will not, or are of
+        another request.
+        """
         if read.transfer is None:
             read.peer = self._peers.meet(read.order.remote)
             if read.peer is None:
@@ -260,7 +265,9 @@ def take_notifications(leases: Leases, messages: Iterable[bytes]) -> None:
 
 
 def own_metadata(config: KVConnectorConfig, agent_metadata: bytes, tensors: list[torch.Tensor]) -> NixlAgentMetadata:
-    """Return what a peer must know of a cache whose regions are these tensors, [num_blocks, ...] each."""
+    """Return what a peer must know of a cache whose regions are these tensors, [num_blocks, ...]
+    each.
+    """
     lengths = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
     return NixlAgentMetadata(
         engine_id=config.kv_transfer_config.engine_id,

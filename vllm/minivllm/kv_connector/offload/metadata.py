@@ -23,7 +23,8 @@ class OffloadMetadata(KVConnectorMetadata):
     - `num_cpu_blocks`: of the tier, on each rank.
     - `loads`: begun before the step's forward pass, by request.
     - `stores`: begun after it, by number.
-    - `need_flush`: stores begun by earlier steps must end first, since their blocks may be overwritten.
+    - `need_flush`: stores begun by earlier steps must end first, since their blocks may be
+      overwritten.
     """
 
     num_cpu_blocks: int

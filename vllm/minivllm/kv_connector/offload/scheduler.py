@@ -1,11 +1,13 @@
-"""The scheduler's side of the offloading connector: what is stored, what is loaded, and which blocks wait for a copy.
+"""The scheduler's side of the offloading connector: what is stored, what is loaded, and which
+blocks wait for a copy.
 
-A step's store begins when its forward pass is over, so whatever the scheduler has published by then can be stored.
-The blocks that it reads are held by one more reference until all ranks have ended it. Where memory is short they are
-given back at once, and the ranks end the store before the next forward pass (`release_gpu_blocks`).
+A step's store begins when its forward pass is over, so whatever the scheduler has published by then
+can be stored. The blocks that it reads are held by one more reference until all ranks have ended
+it. Where memory is short they are given back at once, and the ranks end the store before the next
+forward pass (`release_gpu_blocks`).
 
-*Eager* stores take each full block as soon as it is computed; *lazy* ones only those that stand near the head of the
-free queue, so would be evicted soon.
+*Eager* stores take each full block as soon as it is computed; *lazy* ones only those that stand
+near the head of the free queue, so would be evicted soon.
 
 In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py` (`SimpleCPUOffloadScheduler`).
 """
@@ -45,7 +47,9 @@ class _Followed:
 
 @dataclass(slots=True)
 class _Hit:
-    """A promise to a request: the keys of its blocks starting at `first`, and where they are pinned in the tier."""
+    """A promise to a request: the keys of its blocks starting at `first`, and where they are
+    pinned in the tier.
+    """
 
     first: int
     keys: list[BlockHash]
@@ -54,7 +58,9 @@ class _Hit:
 
 @dataclass(slots=True)
 class _Store:
-    """A store under way: its keys, the blocks of the cache that it holds, and which ranks have not ended it."""
+    """A store under way: its keys, the blocks of the cache that it holds, and which ranks have
+    not ended it.
+    """
 
     keys: list[BlockHash]
     blocks: list["KVCacheBlock"]
@@ -116,7 +122,9 @@ class OffloadScheduler(KVConnectorBase_V1):
     # Loads
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Count the tier's tokens in whole blocks, except for the last token; pin them until the step is made."""
+        """Count the tier's tokens in whole blocks, except for the last token; pin them until the
+        step is made.
+        """
         size = self.config.block_size
         self._release_hit(request.request_id)
         # The tier has whole blocks only.
@@ -179,7 +187,9 @@ class OffloadScheduler(KVConnectorBase_V1):
         return metadata
 
     def _computed_blocks(self, num_scheduled_tokens: Mapping[str, int]) -> "dict[BlockHash, KVCacheBlock]":
-        """Return the blocks that this step or an earlier one fills, of the requests in this step."""
+        """Return the blocks that this step or an earlier one fills, of the requests in this
+        step.
+        """
         wanted: dict[BlockHash, KVCacheBlock] = {}
         size = self.config.block_size
         for name, num_tokens in num_scheduled_tokens.items():
@@ -211,7 +221,9 @@ class OffloadScheduler(KVConnectorBase_V1):
         return near
 
     def _store(self, wanted: "dict[BlockHash, KVCacheBlock]", is_lazy: bool = False) -> None:
-        """Order these blocks to be stored, as far as the tier has room; those that it has stay there."""
+        """Order these blocks to be stored, as far as the tier has room; those that it has stay
+        there.
+        """
         # Counted first, to know afterwards how many blocks found no room.
         num_missing = sum(self.manager.lookup(key) is LookupResult.MISS for key in wanted)
         if not num_missing:
@@ -251,7 +263,9 @@ class OffloadScheduler(KVConnectorBase_V1):
         self._counts["simple_kv_offload_save_outcomes.stored"] += len(store.keys)
 
     def _let_go(self, store: _Store) -> bool:
-        """Drop the references of a store to blocks of the cache; return whether any of them is free now."""
+        """Drop the references of a store to blocks of the cache; return whether any of them is
+        free now.
+        """
         blocks, store.blocks = store.blocks, []
         self.gpu_pool.free_blocks(reversed(blocks))
         # Requests may still hold the others.
@@ -263,7 +277,9 @@ class OffloadScheduler(KVConnectorBase_V1):
         return bool(freed)
 
     def release_gpu_blocks(self) -> bool:
-        """Give back the blocks of stores under way, which the ranks finish before the next forward pass."""
+        """Give back the blocks of stores under way, which the ranks finish before the next
+        forward pass.
+        """
         stores = [store for store in self._stores.values() if store.blocks]
         if stores:
             self._metadata.need_flush = True

@@ -1,8 +1,9 @@
 """Settings of the tier in host memory, from `kv_connector_extra_config`.
 
 In vLLM v0.33.0: `vllm/v1/kv_offload/cpu/spec.py` (`CPUOffloadingSpec`),
-`vllm/distributed/kv_transfer/kv_connector/v1/simple_cpu_offload_connector.py`, `vllm/config/vllm.py`
-(`_post_init_kv_transfer_config`, which makes a connector of `kv_offloading_size`).
+`vllm/distributed/kv_transfer/kv_connector/v1/simple_cpu_offload_connector.py`,
+`vllm/config/vllm.py` (`_post_init_kv_transfer_config`, which makes a connector of
+`kv_offloading_size`).
 """
 
 from collections.abc import Mapping
@@ -16,11 +17,12 @@ from minivllm.config.checks import is_number, refuse_unknown, require, require_c
 class OffloadSettings:
     """The tier's settings in `kv_connector_extra_config`.
 
-    - `cpu_bytes_to_use`: bytes of host memory, of all ranks together. `num_cpu_blocks`: in place of that, blocks,
-      one of which is a null block, as in the first pool.
-    - `lazy_offload`: store a block only shortly before it would be evicted, not as soon as it is full.
-    - `offload_prompt_only`: store no block that has tokens of an answer. None: True, but for `lazy_offload`, which does
-      not know whose a block was.
+    - `cpu_bytes_to_use`: bytes of host memory, of all ranks together. `num_cpu_blocks`: in place of
+      that, blocks, one of which is a null block, as in the first pool.
+    - `lazy_offload`: store a block only shortly before it would be evicted, not as soon as it is
+      full.
+    - `offload_prompt_only`: store no block that has tokens of an answer. None: True, but for
+      `lazy_offload`, which does not know whose a block was.
     """
 
     cpu_bytes_to_use: float | None = None

@@ -1,4 +1,5 @@
-"""A rank's side of the offloading connector: copies blocks in two threads, one that stores and one that loads.
+"""A rank's side of the offloading connector: copies blocks in two threads, one that stores and one
+that loads.
 
 Stores keep their order. A block of the tier is only overwritten when nobody loads it any more.
 
@@ -62,22 +63,29 @@ class OffloadWorker(KVConnectorBase_V1):
             self._take_host_memory(metadata.num_cpu_blocks)
         self._computes = False
         if metadata.need_flush:
-            # The scheduler has given their blocks to other requests: finish before the forward pass writes there.
+            # The scheduler has given their blocks to other requests: finish before the forward pass
+            # writes there.
             wait(self._stores.values())
         for name, copy in metadata.loads.items():
             self._loads[name] = self._loading.submit(self._move, self._from_host.from_host, copy)
 
     def _take_host_memory(self, num_blocks: int) -> None:
-        """Allocate the tier, and compile the copying kernel if need be; called by the first step."""
+        """Allocate the tier, and compile the copying kernel if need be; called by the first
+        step.
+        """
         self._host = host_buffer(num_blocks, self.regions.record_bytes, pinned=self.regions.device.type == "cuda")
         self._to_host.to_host([0], self._host, [0])  # the null block
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for nothing: a load never belongs to the step that computes. Takes note that this one does."""
+        """Wait for nothing: a load never belongs to the step that computes. Takes note that this
+        one does.
+        """
         self._computes = True
 
     def wait_for_save(self) -> None:
-        """Begin the step's store. Its blocks are not overwritten before it has ended; see `need_flush`."""
+        """Begin the step's store. Its blocks are not overwritten before it has ended; see
+        `need_flush`.
+        """
         # Recorded behind the forward pass, so the copy begins when that has written the blocks.
         after = torch.cuda.Event() if self.regions.device.type == "cuda" and self._orders.stores else None
         if after is not None:

@@ -10,9 +10,10 @@ A connection serves one question and is closed:
     client ──▶ server   an `Ask`
     server ──▶ client   an empty frame; or, for blocks, a frame for each piece of them
 
-Neither side sends the secret. A peer that does not know it gets a line that says so, in a frame marked as refused.
-The receiver knows how long each frame may be, so no length that a peer names makes it allocate more. Each frame has
-`timeout` seconds. Nothing is encrypted: over networks that others can read or write to, put it through a tunnel.
+Neither side sends the secret. A peer that does not know it gets a line that says so, in a frame
+marked as refused. The receiver knows how long each frame may be, so no length that a peer names
+makes it allocate more. Each frame has `timeout` seconds. Nothing is encrypted: over networks that
+others can read or write to, put it through a tunnel.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class RefusedError(TransferError):
 class Ask(msgspec.Struct, frozen=True):
     """A question: send me these blocks of a request, or keep them, or let go of them.
 
-    `block_ids` must be the request's blocks starting at its `first`; `layout` is that of the cache that they go to.
+    `block_ids` must be the request's blocks starting at its `first`; `layout` is that of the cache
+    that they go to.
     """
 
     what: Literal["read", "renew", "release"]
@@ -72,7 +74,8 @@ class Connection:
             self._socket.settimeout(self.timeout)  # of a whole call
             # A small frame must not wait until there is more to send (Nagle).
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # Two calls rather than one: joining them would copy the body, which may have a megabyte.
+            # Two calls rather than one: joining them would copy the body, which may have a
+            # megabyte.
             self._socket.sendall(HEADER.pack(refused, len(body), zlib.crc32(body)))
             self._socket.sendall(body)
 
@@ -131,18 +134,23 @@ def connect(host: str, port: int, timeout: float) -> Connection:
 
 
 def greet(connection: Connection, secret: bytes, timeout: float) -> None:
-    """Prove to a server that this engine knows the secret. Raise `TransferError` if the server does not."""
+    """Prove to a server that this engine knows the secret. Raise `TransferError` if the server
+    does not.
+    """
     # Both sides add a random number, so that neither proof can be recorded and sent again.
     peer_nonce, own_nonce = bytes(connection.receive(NONCE_BYTES)), secrets.token_bytes(NONCE_BYTES)
     connection.send(own_nonce + _proof(secret, b"client", own_nonce, peer_nonce))
-    # The comparison takes the same time wherever they differ, so its duration tells nothing of the secret.
+    # The comparison takes the same time wherever they differ, so its duration tells nothing of the
+    # secret.
     if not hmac.compare_digest(connection.receive(PROOF_BYTES), _proof(secret, b"server", own_nonce, peer_nonce)):
         raise RefusedError(f"the other engine does not know this engine's secret ({SECRET_VARIABLE})")
     connection.timeout = timeout
 
 
 def welcome(connection: Connection, secret: bytes, timeout: float) -> None:
-    """Check that a client knows the secret, and prove the same. Raise `TransferError` if it does not."""
+    """Check that a client knows the secret, and prove the same. Raise `TransferError` if it does
+    not.
+    """
     own_nonce = secrets.token_bytes(NONCE_BYTES)
     connection.send(own_nonce)
     answer = bytes(connection.receive(NONCE_BYTES + PROOF_BYTES))
@@ -156,5 +164,7 @@ def welcome(connection: Connection, secret: bytes, timeout: float) -> None:
 
 
 def _proof(secret: bytes, role: bytes, of_client: bytes, of_server: bytes) -> bytes:
-    """Return the proof of one side. It includes the role, so that nobody can send it back as their own."""
+    """Return the proof of one side. It includes the role, so that nobody can send it back as
+    their own.
+    """
     return hmac.digest(secret, b"minivllm KV transfer 2 " + role + of_client + of_server, "sha256")

@@ -1,4 +1,6 @@
-"""What `kv_connector_extra_config` says to the TCP connector, checked; and the secret that its engines share."""
+"""What `kv_connector_extra_config` says to the TCP connector, checked; and the secret that its
+engines share.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ LEAST_SECRET = 16
 class TCPSettings:
     """The settings of the TCP connector.
 
-    - `host`, `port`: where rank 0 of core 0 listens, and what other engines are told; port 0 takes any free one, and
-      the ranks of all cores take the ports that follow.
-    - `secret`: what both sides know; by default from the environment (`MINIVLLM_KV_TRANSFER_SECRET`).
+    - `host`, `port`: where rank 0 of core 0 listens, and what other engines are told; port 0 takes
+      any free one, and the ranks of all cores take the ports that follow.
+    - `secret`: what both sides know; by default from the environment
+      (`MINIVLLM_KV_TRANSFER_SECRET`).
     - `lease_duration`: seconds for which blocks are kept for others without a sign of life.
     - `timeout`: seconds that one frame may take.
     """
@@ -33,7 +36,9 @@ class TCPSettings:
 
     @classmethod
     def of(cls, config: KVConnectorConfig) -> TCPSettings:
-        """Read and check them. Raise `MinivllmError` for an unknown key, a wrong value, or an engine not served."""
+        """Read and check them. Raise `MinivllmError` for an unknown key, a wrong value, or an
+        engine not served.
+        """
         extra = config.kv_transfer_config.kv_connector_extra_config
         refuse_unknown("TCPConnector has no setting", extra, ("host", "port", "secret", "kv_lease_duration", "timeout"))
         require(

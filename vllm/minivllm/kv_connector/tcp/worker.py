@@ -1,9 +1,11 @@
-"""The ranks' side of the TCP connector: answers other engines that read its blocks, and reads theirs, in threads.
+"""The ranks' side of the TCP connector: answers other engines that read its blocks, and reads
+theirs, in threads.
 
-The step only hands orders over and asks what has ended, so transfers and forward passes run side by side. A transfer is
-cut into pieces of some blocks with all of their layers, alike on both sides; each piece is gathered into a buffer,
-sent, received and scattered. A block that is let go of while it is gathered may be another request's already, so the
-server looks at the lease once more before it sends a piece.
+The step only hands orders over and asks what has ended, so transfers and forward passes run side by
+side. A transfer is cut into pieces of some blocks with all of their layers, alike on both sides;
+each piece is gathered into a buffer, sent, received and scattered. A block that is let go of while
+it is gathered may be another request's already, so the server looks at the lease once more before
+it sends a piece.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ PIECE_BYTES = 1 << 20
 READERS, TELLERS, ANSWERERS = 8, 32, 32
 """Threads at most: for loads, for words (which no load must hold up), and for what others ask."""
 SECONDS_TO_WAIT = 2.0
-"""How long a read waits for the lease: the client hears of a request's end before the ranks do, in the next step."""
+"""How long a read waits for the lease: the client hears of a request's end before the ranks do,
+in the next step.
+"""
 
 
 class Buffer:
@@ -49,7 +53,9 @@ class Buffer:
         self._host = host_buffer(self.num_blocks, self._bytes, pinned=regions.device.type == "cuda")
 
     def pieces(self, block_ids: Sequence[int]) -> Iterator[tuple[Sequence[int], memoryview]]:
-        """Cut a transfer into pieces: the blocks of each, and where in the buffer they have room."""
+        """Cut a transfer into pieces: the blocks of each, and where in the buffer they have
+        room.
+        """
         for first in range(0, len(block_ids), self.num_blocks):
             piece = block_ids[first : first + self.num_blocks]
             yield piece, self._host.numpy().data[: len(piece) * self._bytes]
@@ -75,7 +81,8 @@ class TCPConnectorWorker(PullConnectorWorker):
         # Pools of their own: slow loads must not delay heartbeats, or leases would end.
         self._readers, self._tellers, self._answerers = map(ThreadPoolExecutor, (READERS, TELLERS, ANSWERERS))
         self._loads: dict[str, tuple[ReadOrder, Future[dict[str, float]]]] = {}
-        # Orders whose blocks may still be written; a reset empties it, and threads look before each write.
+        # Orders whose blocks may still be written; a reset empties it, and threads look before each
+        # write.
         self._wanted: set[ReadOrder] = set()
         self._writing = Lock()
         self._open: set[Connection] = set()
@@ -83,7 +90,9 @@ class TCPConnectorWorker(PullConnectorWorker):
         self._is_closed = False
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Open the server, if this engine gives anything away. Raise `MinivllmError` if its address is taken."""
+        """Open the server, if this engine gives anything away. Raise `MinivllmError` if its
+        address is taken.
+        """
         self.regions = BlockRegions.of([tensor for tensors in kv_caches.values() for tensor in tensors])
         # Sent with each read, and compared by the other side before it sends anything.
         self.layout = layout_of(self.config, kv_caches)
@@ -126,7 +135,9 @@ class TCPConnectorWorker(PullConnectorWorker):
             self.observe(**future.result())
 
     def reset(self) -> None:
-        """Give up all loads: nothing writes into the cache any more. What is kept for others stays so."""
+        """Give up all loads: nothing writes into the cache any more. What is kept for others
+        stays so.
+        """
         with self._writing:
             self._wanted.clear()
         self._loads.clear()
@@ -173,7 +184,9 @@ class TCPConnectorWorker(PullConnectorWorker):
             yield connection
 
     def _load(self, order: ReadOrder) -> dict[str, float]:
-        """Fill an order's blocks, on a second connection if the first one breaks. Return what is to be counted."""
+        """Fill an order's blocks, on a second connection if the first one breaks. Return what is
+        to be counted.
+        """
         start = time.monotonic()
         try:
             try:
@@ -254,12 +267,15 @@ class TCPConnectorWorker(PullConnectorWorker):
         buffer = Buffer(self.regions)
         for piece, room in buffer.pieces(ask.block_ids):
             buffer.gather(piece)
-            # Look again after the copy: a lease that has ended meanwhile may mean that other tokens lie there.
+            # Look again after the copy: a lease that has ended meanwhile may mean that other tokens
+            # lie there.
             self._kept(ask.request_id)
             connection.send(room)
 
     def _kept(self, request_id: str, seconds: float = 0.0) -> tuple[int, ...]:
-        """Renew a lease and return its blocks. Raise `RefusedError` if it has ended: they may be another request's."""
+        """Renew a lease and return its blocks. Raise `RefusedError` if it has ended: they may be
+        another request's.
+        """
         kept = self.leases.blocks_of(request_id, seconds)
         if kept is None:
             raise RefusedError(f"the blocks of request {request_id!r} are not kept: they were read, or not in time")
@@ -268,7 +284,9 @@ class TCPConnectorWorker(PullConnectorWorker):
 
 
 def layout_of(config: KVConnectorConfig, kv_caches: KVCaches) -> dict[str, str]:
-    """Describe what both sides must have alike for the bytes of one to mean the same to the other."""
+    """Describe what both sides must have alike for the bytes of one to mean the same to the
+    other.
+    """
     shapes = ([(str(tensor.dtype), list(tensor.shape[1:])) for tensor in layer] for layer in kv_caches.values())
     layers = groupby(map(str, shapes))
     return {

@@ -1,14 +1,16 @@
-"""One random draw per row by the Gumbel-max trick, with noise that depends only on seed, position and token id.
+"""One random draw per row by the Gumbel-max trick, with noise that depends only on seed, position
+and token id.
 
-Adding Gumbel noise to every logit and taking the argmax draws from their softmax. Since each token has its own noise,
-a small change in the logits changes the outcome only if two tokens were nearly tied. Sampling by the cumulative
-distribution lacks this property: there a rounding error anywhere shifts every later boundary, and a draw near a
-boundary falls to the adjacent token.
+Adding Gumbel noise to every logit and taking the argmax draws from their softmax. Since each token
+has its own noise, a small change in the logits changes the outcome only if two tokens were nearly
+tied. Sampling by the cumulative distribution lacks this property: there a rounding error anywhere
+shifts every later boundary, and a draw near a boundary falls to the adjacent token.
 
-The noise is a hash, not a stateful generator: it does not depend on the rest of the batch, survives preemption, and is
-the same on a GPU as on a CPU. A row's key is SplitMix64 of seed and position (Steele, Lea, Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014); a 32-bit hash of key and token id (`kernels/noise.py`) gives the token's
-uniform number v, and -log(-log(1 - v)) is its noise.
+The noise is a hash, not a stateful generator: it does not depend on the rest of the batch, survives
+preemption, and is the same on a GPU as on a CPU. A row's key is SplitMix64 of seed and position
+(Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014); a 32-bit hash
+of key and token id (`kernels/noise.py`) gives the token's uniform number v, and -log(-log(1 - v))
+is its noise.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/sample/gumbel.py`.
 """
@@ -31,7 +33,9 @@ _DRAFTS = np.uint64(0xD1B54A32D192ED03)
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return keys, uint32 [n, 2], of uint64 `seeds` [n] and the `positions` [n] of the tokens to be drawn."""
+    """Return keys, uint32 [n, 2], of uint64 `seeds` [n] and the `positions` [n] of the tokens to
+    be drawn.
+    """
     # SplitMix64, jumped to this position: a key does not depend on the draws before.
     state = _mix(seeds.astype(np.uint64)) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
     return _mix(state).view(np.uint32).reshape(-1, 2)  # two halves of 32 bits
@@ -40,15 +44,18 @@ def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def draft_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return keys like `row_keys`, for drafts that a model draws for these positions.
 
-    Whether a draft is accepted, and what replaces it, must not depend on the noise that it was drawn with.
+    Whether a draft is accepted, and what replaces it, must not depend on the noise that it was
+    drawn with.
     """
     return row_keys(seeds.astype(np.uint64) ^ _DRAFTS, positions)
 
 
 def gumbel_max(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-    """Draw one token per row of logits [rows, vocab], float32, using the row's key; return int64 [rows].
+    """Draw one token per row of logits [rows, vocab], float32, using the row's key; return int64
+    [rows].
 
-    A row whose logits are all -inf gets token 0, so a request that forbids every token does not affect the others.
+    A row whose logits are all -inf gets token 0, so a request that forbids every token does not
+    affect the others.
     """
     if logits.device.type == "cpu" and has_numba():
         return _compiled(logits.contiguous(), keys)

@@ -1,7 +1,8 @@
-"""Per-request constraints on single tokens: allowed token ids, logit bias, bad words, minimum length. All in place.
+"""Per-request constraints on single tokens: allowed token ids, logit bias, bad words, minimum
+length. All in place.
 
-In vLLM v0.33.0: `vllm/v1/sample/logits_processor/builtin.py` (`LogitBiasLogitsProcessor`, `MinTokensLogitsProcessor`),
-`vllm/v1/sample/ops/bad_words.py`.
+In vLLM v0.33.0: `vllm/v1/sample/logits_processor/builtin.py` (`LogitBiasLogitsProcessor`,
+`MinTokensLogitsProcessor`), `vllm/v1/sample/ops/bad_words.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,8 @@ from minivllm.sampling_params import SamplingParams
 def apply_logit_bias(
     logits: torch.Tensor, params: Sequence[SamplingParams], output_token_ids: Sequence[np.ndarray]
 ) -> None:
-    """Apply allowed token ids, logit bias, bad words and the minimum number of tokens to the rows that set them.
+    """Apply allowed token ids, logit bias, bad words and the minimum number of tokens to the rows
+    that set them.
 
     logits [rows, vocab]; `output_token_ids` holds each row's tokens so far, without the prompt.
     """
@@ -40,7 +42,9 @@ def _allow_only(logits: torch.Tensor, token_ids: Iterable[int]) -> None:
 
 
 def _completing_bad_words(bad_words: Sequence[Sequence[int]], output: np.ndarray) -> list[int]:
-    """Return the tokens that would complete a bad word: its last token, if the output ends with all the others."""
+    """Return the tokens that would complete a bad word: its last token, if the output ends with
+    all the others.
+    """
     tail = output.tolist()  # a bad word may begin in the output, not in the prompt
     return [word[-1] for word in bad_words if len(word) == 1 or tail[-(len(word) - 1) :] == list(word[:-1])]
 

@@ -1,6 +1,7 @@
 """Penalties on tokens that have occurred before.
 
-Only the logits of tokens that occur in a request are touched, so no tensor of vocabulary size is built.
+Only the logits of tokens that occur in a request are touched, so no tensor of vocabulary size is
+built.
 
 In vLLM v0.33.0: `vllm/v1/sample/ops/penalties.py`, `vllm/v1/worker/gpu/sample/penalties.py`.
 """
@@ -19,7 +20,8 @@ def apply_penalties(
     prompt_token_ids: Sequence[np.ndarray],
     output_token_ids: Sequence[np.ndarray],
 ) -> None:
-    """Apply repetition, frequency and presence penalties, in this order. In place; logits [rows, vocab].
+    """Apply repetition, frequency and presence penalties, in this order. In place; logits [rows,
+    vocab].
 
     The repetition penalty counts prompt and output, the others the output only.
     """

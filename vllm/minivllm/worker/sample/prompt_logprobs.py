@@ -39,7 +39,9 @@ class PromptLogprobs:
                 self._so_far[request.req_id] = []
 
     def pass_over(self, inputs: StepInputs) -> None:
-        """Drop the prompts that this step completes, without computing anything: for ranks other than 0."""
+        """Drop the prompts that this step completes, without computing anything: for ranks other
+        than 0.
+        """
         for index in inputs.sampling:
             self._so_far.pop(inputs.req_ids[index], None)
 
@@ -50,7 +52,9 @@ class PromptLogprobs:
         hidden: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> dict[str, list[TokenLogprobs]]:
-        """Compute the log probabilities from a step's hidden states [tokens, hidden]; return completed prompts."""
+        """Compute the log probabilities from a step's hidden states [tokens, hidden]; return
+        completed prompts.
+        """
         complete: dict[str, list[TokenLogprobs]] = {}
         for index, req_id in enumerate(inputs.req_ids):
             if req_id not in self._so_far:

@@ -1,8 +1,8 @@
 """From logits to tokens, each row using its own request's sampling parameters.
 
-Order: log probabilities of the raw logits; allowed tokens, bias, bad words, minimum length; penalties; then the most
-likely token, or temperature, min-p, top-k, top-p and a random draw (`gumbel.py`). A batch of plain greedy requests
-skips all of this: it is one argmax.
+Order: log probabilities of the raw logits; allowed tokens, bias, bad words, minimum length;
+penalties; then the most likely token, or temperature, min-p, top-k, top-p and a random draw
+(`gumbel.py`). A batch of plain greedy requests skips all of this: it is one argmax.
 
 In vLLM v0.33.0: `vllm/v1/sample/sampler.py` (`Sampler`), `vllm/v1/worker/gpu/sample/sampler.py`.
 """
@@ -59,7 +59,8 @@ ON_DEVICE = Needs.RANDOM | Needs.MIN_P | Needs.TOP_K_TOP_P
 class SamplingMetadata:
     """Sampling parameters of one step's rows. Arrays and lists are [rows].
 
-    `prompt_token_ids` and `output_token_ids` hold one array per row. The lists are empty if `needs` does not use them.
+    `prompt_token_ids` and `output_token_ids` hold one array per row. The lists are empty if `needs`
+    does not use them.
     """
 
     needs: Needs
@@ -83,8 +84,9 @@ NOTHING_NEEDED = SamplingMetadata(Needs(0), _NONE, _NONE, _NONE, _NONE, _NONE, _
 class SamplerOutput:
     """One token per row; `logprobs` is empty, or has None for the rows that did not request it.
 
-    `largest` [rows] is the model's largest logit of each row. It is NaN if any is, so it tells which rows are usable.
-    In a step with drafts, rows behind the token that ends its request's draft have token -1 and no log probability.
+    `largest` [rows] is the model's largest logit of each row. It is NaN if any is, so it tells
+    which rows are usable. In a step with drafts, rows behind the token that ends its request's
+    draft have token -1 and no log probability.
     """
 
     token_ids: list[int]
@@ -111,7 +113,8 @@ def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
 
 
 def choose(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample rows that need nothing but `ON_DEVICE`; return tokens int64 [rows] and the largest logits [rows].
+    """Sample rows that need nothing but `ON_DEVICE`; return tokens int64 [rows] and the largest
+    logits [rows].
 
     Both stay on the logits' device, and the host does not wait for them. Overwrites the logits.
     """
@@ -130,7 +133,9 @@ def _draw(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray,
 
 
 def raw_logprobs_of(logits: torch.Tensor, metadata: SamplingMetadata) -> dict[int, torch.Tensor]:
-    """Return the log probabilities [vocab] of the rows that want any, before the logits are changed."""
+    """Return the log probabilities [vocab] of the rows that want any, before the logits are
+    changed.
+    """
     rows = [row for row, params in enumerate(metadata.params) if params.logprobs is not None]
     return dict(zip(rows, logits[rows].log_softmax(dim=-1), strict=True)) if rows else {}
 
@@ -158,7 +163,9 @@ def apply_constraints(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
 
 
 def argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the most likely token of each row, the first in a tie, and its logit, both on the host."""
+    """Return the most likely token of each row, the first in a tie, and its logit, both on the
+    host.
+    """
     best, largest = _argmax(logits)
     return best.cpu().numpy(), largest.cpu().numpy()
 
@@ -181,7 +188,8 @@ def largest_logits(logits: torch.Tensor) -> np.ndarray:
 
 
 def tempered(logits: torch.Tensor, random_rows: np.ndarray, metadata: SamplingMetadata) -> torch.Tensor:
-    """Return these rows' logits, divided by their temperature; -inf where min-p, top-k or top-p exclude a token.
+    """Return these rows' logits, divided by their temperature; -inf where min-p, top-k or top-p
+    exclude a token.
 
     In place if these are all rows, else a copy.
     """

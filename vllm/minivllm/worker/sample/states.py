@@ -1,4 +1,5 @@
-"""Sampling parameters as arrays with one row per request: a step gathers its rows without a loop over requests.
+"""Sampling parameters as arrays with one row per request: a step gathers its rows without a loop
+over requests.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/sample/states.py` (`SamplingStates`).
 """
@@ -42,10 +43,12 @@ class SamplingStates:
     def metadata(
         self, rows: np.ndarray, token_ids: np.ndarray, num_prompt_tokens: np.ndarray, num_tokens: np.ndarray
     ) -> SamplingMetadata:
-        """Gather the sampler's inputs for `rows`, in order; a row with drafts is repeated for each sampled position.
+        """Gather the sampler's inputs for `rows`, in order; a row with drafts is repeated for each
+        sampled position.
 
-        token_ids [max_num_reqs, max_model_len]: prompts, outputs and drafts. `num_prompt_tokens`, `num_tokens` [rows]:
-        the length of each row's prompt, and the number of tokens before the sampled position.
+        token_ids [max_num_reqs, max_model_len]: prompts, outputs and drafts. `num_prompt_tokens`,
+        `num_tokens` [rows]: the length of each row's prompt, and the number of tokens before the
+        sampled position.
         """
         needs = self.needs_of(rows)
         metadata = SamplingMetadata(

@@ -1,4 +1,6 @@
-"""Mask unlikely tokens: min-p, top-k, top-p. In vLLM v0.33.0: `vllm/v1/sample/ops/topk_topp_sampler.py`."""
+"""Mask unlikely tokens: min-p, top-k, top-p. In vLLM v0.33.0:
+`vllm/v1/sample/ops/topk_topp_sampler.py`.
+"""
 
 import torch
 
@@ -7,7 +9,8 @@ FIRST_LOOK = 64
 
 
 def mask_below_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Mask tokens that are less than `min_p` times as likely as the row's most likely one. In place.
+    """Mask tokens that are less than `min_p` times as likely as the row's most likely one. In
+    place.
 
     logits [rows, vocab], float32, after temperature; min_p [rows], 0 for off.
     """
@@ -17,9 +20,11 @@ def mask_below_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
 
 
 def mask_beyond_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Keep the `top_k` most likely tokens, and of those the most likely that make up `top_p`. Masks in place.
+    """Keep the `top_k` most likely tokens, and of those the most likely that make up `top_p`. Masks
+    in place.
 
-    The token that takes the mass to `top_p` or above is kept, and so is any token tied with the last one kept.
+    The token that takes the mass to `top_p` or above is kept, and so is any token tied with the
+    last one kept.
 
     logits [rows, vocab], float32; top_k [rows], int64, 0 for off; top_p [rows], float32, 1 for off.
     """
@@ -44,7 +49,9 @@ def mask_beyond_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: to
 def _num_kept(
     logits: torch.Tensor, ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many tokens each row keeps, and whether `ordered`, its top tokens, was enough to tell; both [rows]."""
+    """Return how many tokens each row keeps, and whether `ordered`, its top tokens, was enough
+    to tell; both [rows].
+    """
     num_looked_at = ordered.shape[-1]
     weights = (ordered - ordered[:, :1]).exp()  # relative to the most likely token
     places = torch.arange(num_looked_at, device=logits.device)

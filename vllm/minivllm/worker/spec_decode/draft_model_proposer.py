@@ -1,10 +1,11 @@
 """Drafts by a smaller model with the same vocabulary, an ordinary `Decoder`.
 
-After a step of the target, two things are left to do. The drafter first computes the same tokens, without rejected
-drafts and with the token that was sampled after them: its cache then holds every token of the request, and its logits
-after the last one give the first draft. Each further draft takes a pass with one token for each request, the draft
-before it. Their keys and values lie in the slots that follow the request's tokens, which the scheduler allocates as
-lookahead; whatever is verified later overwrites them.
+After a step of the target, two things are left to do. The drafter first computes the same tokens,
+without rejected drafts and with the token that was sampled after them: its cache then holds every
+token of the request, and its logits after the last one give the first draft. Each further draft
+takes a pass with one token for each request, the draft before it. Their keys and values lie in the
+slots that follow the request's tokens, which the scheduler allocates as lookahead; whatever is
+verified later overwrites them.
 
 In vLLM v0.33.0: `vllm/v1/spec_decode/draft_model.py` (`DraftModelProposer`).
 """
@@ -20,7 +21,9 @@ from minivllm.worker.step_buffers import PADDING_SLOT
 
 
 class DraftModelProposer(ModelProposer):
-    """Drafts greedily, or draws from the draft model's distribution at the request's temperature."""
+    """Drafts greedily, or draws from the draft model's distribution at the request's
+    temperature.
+    """
 
     def propose(self, batch: InputBatch, inputs: StepInputs, num_drafts: int) -> list[list[int]]:
         """Implement `ModelProposer.propose`."""
@@ -38,13 +41,16 @@ class DraftModelProposer(ModelProposer):
         return self._within_length(batch, rows, drafts)
 
     def _within_length(self, batch: InputBatch, rows: np.ndarray, drafts: list[torch.Tensor]) -> list[list[int]]:
-        """Return the drafts of each of `rows`, without those beyond the last position, from ids [n] for each draft."""
+        """Return the drafts of each of `rows`, without those beyond the last position, from ids
+        [n] for each draft.
+        """
         room = np.maximum(self.max_model_len - batch.num_tokens[rows], 0)  # [n]
         table = torch.stack(drafts, dim=1).tolist()  # [n, num_drafts]
         return [token_ids[:most] for token_ids, most in zip(table, room.tolist(), strict=True)]
 
     def _follow(self, batch: InputBatch, inputs: StepInputs) -> torch.Tensor:
-        """Compute the step's tokens and those sampled after them; return hidden states after the latter, [n, hidden].
+        """Compute the step's tokens and those sampled after them; return hidden states after the
+        latter, [n, hidden].
 
         If no request has sampled, there is one row, which is not used.
         """
@@ -53,7 +59,8 @@ class DraftModelProposer(ModelProposer):
         return self.model(token_ids, positions, self.forward_context(spans), rows)
 
     def _computed_spans(self, batch: InputBatch, inputs: StepInputs, offset: int) -> tuple[TokenSpans, np.ndarray]:
-        """Return the step's tokens without rejected drafts, and the places [n] of the last ones of those that sampled.
+        """Return the step's tokens without rejected drafts, and the places [n] of the last ones of
+        those that sampled.
 
         A request that sampled ends at its last known token, plus `offset`.
         """
@@ -68,7 +75,9 @@ class DraftModelProposer(ModelProposer):
         return torch.from_numpy(array).to(self.device)
 
     def _place_of_draft(self, batch: InputBatch, rows: np.ndarray, index: int) -> TokenSpans:
-        """Return where draft `index` of each of `rows` is computed. One beyond the last position is not written."""
+        """Return where draft `index` of each of `rows` is computed. One beyond the last position
+        is not written.
+        """
         places = batch.num_tokens[rows] + index  # [n]
         beyond = places >= self.max_model_len
         spans = batch.spans(rows, np.where(beyond, self.max_model_len - 1, places), np.ones(len(rows), np.int32))
@@ -76,7 +85,9 @@ class DraftModelProposer(ModelProposer):
         return spans
 
     def _choose(self, hidden: torch.Tensor, batch: InputBatch, rows: np.ndarray, index: int) -> torch.Tensor:
-        """Choose draft `index` of each of `rows` by its hidden states [n, hidden]; return ids [n]."""
+        """Choose draft `index` of each of `rows` by its hidden states [n, hidden]; return ids
+        [n].
+        """
         logits = self.model.compute_logits(hidden).float()  # [n, vocab]
         token_ids = most_likely(logits)
         states = batch.sampling

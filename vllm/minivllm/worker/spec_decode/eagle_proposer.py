@@ -1,15 +1,17 @@
 """Drafts by an EAGLE-3 head, which reads the target's hidden states.
 
-The head's place i has the target's hidden state of token i and the embedding of token i + 1, which it needs to know. So
-after a step of the target the head computes the same places, except those of rejected drafts: the token after the last
-one has just been sampled, or is the next one of a prompt that is computed in chunks. Each further draft takes a pass
-with one place for each request, whose hidden state is what the head has just made. Keys and values of these places are
-overwritten when the target has computed them.
+The head's place i has the target's hidden state of token i and the embedding of token i + 1, which
+it needs to know. So after a step of the target the head computes the same places, except those of
+rejected drafts: the token after the last one has just been sampled, or is the next one of a prompt
+that is computed in chunks. Each further draft takes a pass with one place for each request, whose
+hidden state is what the head has just made. Keys and values of these places are overwritten when
+the target has computed them.
 
-A place's key depends on the token after it. So a prefix hit leaves out the last block that matches: in all others, the
-token after the last place is the request's own too.
+A place's key depends on the token after it. So a prefix hit leaves out the last block that matches:
+in all others, the token after the last place is the request's own too.
 
-In vLLM v0.33.0: `vllm/v1/spec_decode/eagle.py` (`EagleProposer`), `vllm/v1/worker/gpu/spec_decode/eagle/`.
+In vLLM v0.33.0: `vllm/v1/spec_decode/eagle.py` (`EagleProposer`),
+`vllm/v1/worker/gpu/spec_decode/eagle/`.
 """
 
 import numpy as np
@@ -55,9 +57,11 @@ class EagleProposer(DraftModelProposer):
     def _follow_target(
         self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the step's places but those of rejected drafts; return what `Eagle3Head` does after the last ones.
+        """Compute the step's places but those of rejected drafts; return what `Eagle3Head` does
+        after the last ones.
 
-        [n, hidden] each, for the requests that have sampled; if there is none, one row, which is not used.
+        [n, hidden] each, for the requests that have sampled; if there is none, one row, which is
+        not used.
         """
         spans, last = self._computed_spans(batch, inputs, -1)
         counts = np.diff(spans.query_start_loc)  # [requests]

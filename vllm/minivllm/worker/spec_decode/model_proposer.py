@@ -1,6 +1,7 @@
 """What all proposers share that run a model: its weights, and a KV cache beside the target's.
 
-In vLLM v0.33.0: `vllm/v1/spec_decode/llm_base_proposer.py`; `vllm/v1/worker/gpu/spec_decode/speculator.py`.
+In vLLM v0.33.0: `vllm/v1/spec_decode/llm_base_proposer.py`;
+`vllm/v1/worker/gpu/spec_decode/speculator.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -27,12 +28,14 @@ from minivllm.worker.spec_decode.speculator import Speculator, by_req_id
 class ModelProposer(Speculator, ABC):
     """Drafts by a model with a paged KV cache of its own.
 
-    That cache has the target's blocks, block tables and slots, and holds keys and values for the same tokens: what the
-    scheduler decides about a block (that a request hits it, loses it, gets another) is right for both caches. All it
-    takes is that the drafter computes every token that the target computes, in the same step.
+    That cache has the target's blocks, block tables and slots, and holds keys and values for the
+    same tokens: what the scheduler decides about a block (that a request hits it, loses it, gets
+    another) is right for both caches. All it takes is that the drafter computes every token that
+    the target computes, in the same step.
 
-    In a tensor-parallel group only the rank that samples has a drafter, and has all of it. Dividing a small model would
-    save little and cost two all-reduces for each layer and draft; and the drafts have to come from one rank anyway.
+    In a tensor-parallel group only the rank that samples has a drafter, and has all of it. Dividing
+    a small model would save little and cost two all-reduces for each layer and draft; and the
+    drafts have to come from one rank anyway.
     """
 
     def __init__(
@@ -58,12 +61,14 @@ class ModelProposer(Speculator, ABC):
 
     @abstractmethod
     def propose(self, batch: InputBatch, inputs: StepInputs, num_drafts: int) -> list[list[int]]:
-        """Draft for the requests that have just sampled, `inputs.sampling`: up to `num_drafts` for each.
+        """Draft for the requests that have just sampled, `inputs.sampling`: up to `num_drafts` for
+        each.
 
         Called after every step, whether or not any request has sampled.
 
         Args:
-            batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled.
+            batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the
+                step sampled.
             inputs: what the target has just computed; rejected drafts are among these tokens.
             num_drafts: the most for each request, 0 to `num_speculative_tokens`.
         """
@@ -86,7 +91,9 @@ class ModelProposer(Speculator, ABC):
         return self.attention.kv_caches if self.attention else ()
 
     def num_bytes(self) -> int:
-        """Return the bytes of all of the drafter's parameters and tables, and of the logits it keeps."""
+        """Return the bytes of all of the drafter's parameters and tables, and of the logits it
+        keeps.
+        """
         return weight_bytes(self.model) + (0 if self.draft_logits is None else self.draft_logits.nbytes)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
@@ -98,7 +105,9 @@ class ModelProposer(Speculator, ABC):
 
     @torch.inference_mode()
     def dummy_step(self, num_tokens: int) -> None:
-        """Run the largest pass, without attention: a whole step's tokens, and one more for each request."""
+        """Run the largest pass, without attention: a whole step's tokens, and one more for each
+        request.
+        """
         # The target's tokens, and the sampled ones.
         ids = torch.zeros(num_tokens + self.max_num_seqs, dtype=torch.int64, device=self.device)
         hidden = self.model(ids, ids, without_attention(self.model.config, self.max_model_len))
@@ -111,10 +120,12 @@ class ModelProposer(Speculator, ABC):
 
 
 def check_drafter(drafter: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
-    """Reject a drafting model whose tokens are not the target's, or that cannot read as long a text.
+    """Reject a drafting model whose tokens are not the target's, or that cannot read as long a
+    text.
 
     Raises:
-        MinivllmError: its vocabulary is of another size, or `max_model_len` exceeds what it was made for.
+        MinivllmError: its vocabulary is of another size, or `max_model_len` exceeds what it was
+            made for.
     """
     if drafter.vocab_size != target.vocab_size:
         raise MinivllmError(

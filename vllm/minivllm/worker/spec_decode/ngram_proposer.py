@@ -1,10 +1,12 @@
-"""Drafts without a draft model: the tokens that followed an earlier occurrence of the last few tokens.
+"""Drafts without a draft model: the tokens that followed an earlier occurrence of the last few
+tokens.
 
-Text repeats itself: names, calls, whole lines. The proposer takes the longest suffix that also occurs earlier in the
-request, goes to its first occurrence, and proposes the tokens after it. No model is run, and a wrong draft costs no
-correctness: the model verifies every draft.
+Text repeats itself: names, calls, whole lines. The proposer takes the longest suffix that also
+occurs earlier in the request, goes to its first occurrence, and proposes the tokens after it. No
+model is run, and a wrong draft costs no correctness: the model verifies every draft.
 
-In vLLM v0.33.0: `vllm/v1/spec_decode/ngram_proposer.py` (`NgramProposer`); the idea is Saxena's prompt lookup decoding.
+In vLLM v0.33.0: `vllm/v1/spec_decode/ngram_proposer.py` (`NgramProposer`); the idea is Saxena's
+prompt lookup decoding.
 """
 
 import numpy as np
@@ -25,7 +27,9 @@ class NgramProposer:
         return [self.drafts_after(batch.token_ids[row, : batch.num_tokens[row]]) for row in rows]
 
     def drafts_after(self, token_ids: np.ndarray) -> list[int]:
-        """Return drafts to follow `token_ids` [tokens], int32: at most `num_speculative_tokens`, possibly none."""
+        """Return drafts to follow `token_ids` [tokens], int32: at most `num_speculative_tokens`,
+        possibly none.
+        """
         room = self.max_model_len - len(token_ids)
         most = min(self.config.num_speculative_tokens, room)
         if most <= 0:
@@ -41,9 +45,11 @@ class NgramProposer:
 
 
 def _first_place(text: bytes, length: int, item: int) -> int | None:
-    """Return the offset of the first earlier occurrence of the last `length` bytes, a multiple of `item` bytes.
+    """Return the offset of the first earlier occurrence of the last `length` bytes, a multiple of
+    `item` bytes.
 
-    Byte search is the fastest search available (C code); matches that start inside an item are skipped.
+    Byte search is the fastest search available (C code); matches that start inside an item are
+    skipped.
     """
     suffix, end = text[-length:], len(text) - item
     place = text.find(suffix, 0, end)

@@ -1,7 +1,8 @@
 """Proposers of draft tokens for the model to verify, chosen by the method in `speculative_config`.
 
-There are two kinds. A `Proposer` reads the requests' tokens and nothing else. A `ModelProposer` runs a model of its own
-over the tokens that the target model has just computed, and then once for each further draft.
+There are two kinds. A `Proposer` reads the requests' tokens and nothing else. A `ModelProposer`
+runs a model of its own over the tokens that the target model has just computed, and then once for
+each further draft.
 """
 
 from collections.abc import Callable
@@ -27,12 +28,14 @@ class Proposer(Protocol):
     """Proposes drafts after a step. They need not be right: the next step verifies all of them."""
 
     def propose(self, batch: InputBatch, rows: np.ndarray) -> list[list[int]]:
-        """Propose up to `num_speculative_tokens` drafts for each request that has just sampled, possibly none.
+        """Propose up to `num_speculative_tokens` drafts for each request that has just sampled,
+        possibly none.
 
         Args:
-            batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled. A
-                proposer with state of its own finds the request's id in `req_ids[row]`; the request has ended, or was
-                preempted, when it is no longer in `row_of`.
+            batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the
+                step sampled. A proposer with state of its own finds the request's id in
+                `req_ids[row]`; the request has ended, or was preempted, when it is no longer in
+                `row_of`.
             rows: the rows of these requests [n], int64.
         """
         ...
@@ -75,7 +78,8 @@ def make_speculator(
     draft_model: Decoder | Eagle3Head | None,
     make_attention: Callable[..., PagedAttention | PagedLatentAttention],
 ) -> Speculator:
-    """Return what drafts on this rank; only the rank that samples does, and only it has a `draft_model`.
+    """Return what drafts on this rank; only the rank that samples does, and only it has a
+    `draft_model`.
 
     Raises:
         MinivllmError: the draft model does not fit the target.

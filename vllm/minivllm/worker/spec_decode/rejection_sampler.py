@@ -1,10 +1,11 @@
 """Sampling in a step with drafts: which of them are accepted, and the model's own token after them.
 
-Drafts go through the step's forward pass like any other tokens, so there are logits after a request's last known token
-and after each of its drafts. They pass through the same processors as in a step without drafts. Then
-`kernels/rejection_sample.py` takes the place of the draw, by the rule of speculative sampling (arXiv 2211.17192): what
-comes out is distributed as without drafts. For greedy requests, and where the proposer is certain of its draft, it is
-also the same token: a draw depends only on the request's seed and the position.
+Drafts go through the step's forward pass like any other tokens, so there are logits after a
+request's last known token and after each of its drafts. They pass through the same processors as in
+a step without drafts. Then `kernels/rejection_sample.py` takes the place of the draw, by the rule
+of speculative sampling (arXiv 2211.17192): what comes out is distributed as without drafts. For
+greedy requests, and where the proposer is certain of its draft, it is also the same token: a draw
+depends only on the request's seed and the position.
 
 In vLLM v0.33.0: `vllm/v1/sample/rejection_sampler.py` (`RejectionSampler`).
 """
@@ -36,9 +37,10 @@ from minivllm.worker.sample.sampler import (
 class StepDrafts:
     """The drafts of the requests that sample in a step.
 
-    - `token_ids` [sum of num_drafts], int32, one request after another; `num_drafts` [requests], int32.
-    - `logits` [sum of num_drafts, vocab], float32, on the device: what random requests' drafts were drawn from; None if
-      they were not drawn.
+    - `token_ids` [sum of num_drafts], int32, one request after another; `num_drafts` [requests],
+      int32.
+    - `logits` [sum of num_drafts, vocab], float32, on the device: what random requests' drafts were
+      drawn from; None if they were not drawn.
     """
 
     token_ids: np.ndarray
@@ -47,7 +49,9 @@ class StepDrafts:
 
     @classmethod
     def of(cls, batch: InputBatch, inputs: StepInputs, draft_logits: torch.Tensor | None) -> "StepDrafts":
-        """Return the drafts of a step as they lie in the batch; `draft_logits` as `Speculator` has them."""
+        """Return the drafts of a step as they lie in the batch; `draft_logits` as `Speculator`
+        has them.
+        """
         rows = inputs.rows[inputs.sampling]  # [n]
         num_drafts = inputs.num_sampled - 1  # [n]
         row_of = np.repeat(rows, num_drafts)
@@ -68,7 +72,8 @@ def sample_with_drafts(
     drafts: StepDrafts,
     rejection_sample: RejectionSample = rejection_sample,
 ) -> SamplerOutput:
-    """Sample a token for each row of logits up to the one that ends its request's draft, -1 for the rows behind it.
+    """Sample a token for each row of logits up to the one that ends its request's draft, -1 for the
+    rows behind it.
 
     logits [sum of (num_drafts + 1), vocab], float32, is overwritten; `metadata` has as many rows.
     """
@@ -103,7 +108,9 @@ def sample_with_drafts(
 
 
 def kept_slices(token_ids: list[int], widths: np.ndarray) -> list[slice]:
-    """Return the rows to keep of each request, out of its `widths` [requests]: those before the first -1."""
+    """Return the rows to keep of each request, out of its `widths` [requests]: those before the
+    first -1.
+    """
     kept = []
     start = 0
     for width in widths.tolist():

@@ -16,10 +16,13 @@ from minivllm.worker.input_batch import InputBatch, StepInputs
 
 
 class Speculator:
-    """The interface of whatever drafts. This one drafts nothing: without speculation, or on another rank."""
+    """The interface of whatever drafts. This one drafts nothing: without speculation, or on
+    another rank.
+    """
 
-    # The logits that drafts were drawn from, [max_num_seqs, num_speculative_tokens, vocab], float32, divided by their
-    # request's temperature, by row of the batch; None if drafts are not drawn.
+    # The logits that drafts were drawn from, [max_num_seqs, num_speculative_tokens, vocab],
+    # float32, divided by their request's temperature, by row of the batch; None if drafts are not
+    # drawn.
     draft_logits: torch.Tensor | None = None
 
     @property
@@ -43,7 +46,9 @@ class Speculator:
         """Run the largest pass of a drafting model, without attention, to measure its memory."""
 
     def aux_hidden_states(self) -> AuxHiddenStates | None:
-        """Return where the target is to leave the hidden states of its next pass, or None if they are not read."""
+        """Return where the target is to leave the hidden states of its next pass, or None if
+        they are not read.
+        """
         return None
 
     def propose_draft_token_ids(
@@ -57,7 +62,9 @@ class Speculator:
 
 
 def by_req_id(inputs: StepInputs, drafts: list[list[int]]) -> dict[str, list[int]]:
-    """Return the drafts of the requests that sampled, given in their order, without those that have none."""
+    """Return the drafts of the requests that sampled, given in their order, without those that
+    have none.
+    """
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]
     return {req_id: token_ids for req_id, token_ids in zip(req_ids, drafts, strict=True) if token_ids}
 
@@ -65,9 +72,9 @@ def by_req_id(inputs: StepInputs, drafts: list[list[int]]) -> dict[str, list[int
 class DraftTokensHandler:
     """The drafts that follow the last step's tokens, by request id.
 
-    The engine takes them, and sends them back with the next step. With `keeps_drafts` it is a step ahead and sends
-    placeholders, which this rank's own drafts replace. `num_invalid_spec_tokens`: how many of each request's
-    placeholders in the present step had no draft.
+    The engine takes them, and sends them back with the next step. With `keeps_drafts` it is a step
+    ahead and sends placeholders, which this rank's own drafts replace. `num_invalid_spec_tokens`:
+    how many of each request's placeholders in the present step had no draft.
     """
 
     def __init__(self, keeps_drafts: bool) -> None:
