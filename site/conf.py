@@ -49,7 +49,7 @@ REPLACED = {r"\ln ": r"\ln\, ", r"\dots": r"\ldots ", "½": r"{\tfrac{1}{2}}", "
 
 
 def mathml(source: str, display: bool) -> str:
-    """A formula for the browser's own typesetting; raises docutils' MathError where it is not
+    """Return a formula for the browser to typeset. Raise docutils' MathError where it is not
     understood.
     """
     for unknown, known in REPLACED.items():
@@ -58,13 +58,13 @@ def mathml(source: str, display: bool) -> str:
 
 
 def inline(page: HTML5Translator, node: nodes.math) -> None:
-    """A formula in a line."""
+    """Write a formula in a line."""
     page.body.append(mathml(node.astext(), display=False))
     raise nodes.SkipNode
 
 
 def block(page: HTML5Translator, node: nodes.math_block) -> None:
-    """A formula of its own."""
+    """Write a formula in a block."""
     page.body.append(f'<div class="math">{mathml(node.astext(), display=True)}</div>')
     raise nodes.SkipNode
 

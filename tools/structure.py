@@ -6,7 +6,7 @@ imports.
     uv run python tools/structure.py --lesson 11         # where one lesson's files are
 
 A code line is a line without blanks, comments and docstrings. `BUDGETS` are upper limits, held by
-`tests/test_walls.py`; raising one takes a line in CHANGELOG.md that says why.
+`tests/test_structure.py`; raising one takes a line in CHANGELOG.md that says why.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ PARTS = {
     "tests": ROOT / "tests",
 }
 BUDGETS = {
-    "the engine": 22_500,
-    "minivllm_lab": 13_900,
+    "the engine": 22_000,
+    "minivllm_lab": 13_700,
     "minivllm_simulate": 2_000,
     "widgets": 10_600,
-    "benchmarks": 5_400,
-    "tests": 39_900,
-    "the spine": 4_400,
+    "benchmarks": 4_700,
+    "tests": 36_700,
+    "the spine": 3_900,
 }
 """Most code lines of each part."""
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

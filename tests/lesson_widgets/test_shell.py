@@ -13,7 +13,6 @@ from lesson_widgets.sizes import SPEC
 from refusals import assert_refused
 
 from widgets.shell.lesson_widget import LessonWidget, style
-from widgets.shell.plain import plain
 from widgets.shell.theme import DARK
 
 
@@ -89,15 +88,6 @@ def test_every_colour_of_a_picture_has_a_dark_form_in_the_style():
     for light, dark in DARK.items():
         assert f'[fill="{light}" i]' in style()
         assert dark in style()
-
-
-def test_the_plain_form_follows_its_controls():
-    form = plain(SPEC, size=3)
-    left, right = form.children[1].children
-    left.children[0].value = 7.0
-    picture, says = right.children
-    assert "size 7" in picture.value
-    assert "✓ Make it 7." in says.value
 
 
 @pytest.mark.parametrize(

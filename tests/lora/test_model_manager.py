@@ -56,7 +56,7 @@ def held(manager: LRUCacheLoRAModelManager) -> list[float | None]:
 
 
 def test_the_slots_of_vllms_manager(manager):
-    """Repeat the sequence of vLLM's `test_lora_lru_cache_model_manager`."""
+    """The same sequence of adapters as in vLLM's own test of its manager."""
 
     def add(number: int) -> None:
         if number not in manager.list_adapters():

@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom."""
+"""Test which package may import which, and how large each part may be."""
 
 import ast
 import functools
@@ -17,8 +17,8 @@ CODE = ROOT / "vllm"
 ENGINE = CODE / "minivllm"
 WIDGETS = ROOT / "widgets"
 
-# From the ground up: a floor imports itself and what stands before it.
-ENGINE_FLOORS = (
+# From the bottom up: a layer imports itself and those listed before it.
+ENGINE_LAYERS = (
     "errors",
     "logger",
     "config",
@@ -40,8 +40,19 @@ ENGINE_FLOORS = (
     "__main__",
 )
 BESIDE_THE_ENGINE = ("minivllm_simulate", "minivllm_lab")
-FLOORS = (*ENGINE_FLOORS, *BESIDE_THE_ENGINE)
-SHARED_BY_WIDGETS = ("theme", "svg", "plot", "knobs", "spec", "swept", "session", "plain", "lesson_widget")
+LAYERS = (*ENGINE_LAYERS, *BESIDE_THE_ENGINE)
+SHARED_BY_WIDGETS = (
+    "theme",
+    "svg",
+    "plot",
+    "strip",
+    "knobs",
+    "spec",
+    "advice",
+    "swept",
+    "session",
+    "lesson_widget",
+)
 WITHOUT_TORCH = (
     "errors",
     "logger",
@@ -106,11 +117,11 @@ def imported_modules(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def floor_of(module: str) -> str:
-    """Return the floor of a module of ours, and "" of any other."""
+def layer_of(module: str) -> str:
+    """Return the layer of a module of ours, and "" of any other."""
     package, _, rest = module.partition(".")
-    floor = rest.partition(".")[0] if package == "minivllm" else package
-    return floor if floor in FLOORS else ""
+    layer = rest.partition(".")[0] if package == "minivllm" else package
+    return layer if layer in LAYERS else ""
 
 
 def module_of(path: Path) -> str:
@@ -123,15 +134,15 @@ def files() -> list[Path]:
 
 
 def test_every_floor_is_known():
-    assert all(floor_of(module_of(path)) for path in files())
+    assert all(layer_of(module_of(path)) for path in files())
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(CODE)))
 def test_no_floor_imports_one_above_it(path):
-    own = FLOORS.index(floor_of(module_of(path)))
+    own = LAYERS.index(layer_of(module_of(path)))
     for module in imported_modules(path):
-        if floor := floor_of(module):
-            assert FLOORS.index(floor) <= own, f"{path.name} stands on floor {FLOORS[own]} and imports {module}"
+        if layer := layer_of(module):
+            assert LAYERS.index(layer) <= own, f"{path.name} stands on layer {LAYERS[own]} and imports {module}"
         assert module.split(".")[0] != "widgets", f"{path.name} imports {module}, which stands on it"
 
 
@@ -156,7 +167,7 @@ def test_what_all_widgets_share_imports_what_stands_below_it(path):
 def places_without_torch() -> list[Path]:
     """Folders and files."""
     lab = CODE / "minivllm_lab"
-    places = [ENGINE / floor for floor in WITHOUT_TORCH] + [lab / model for model in MODELS_OF_A_LESSON]
+    places = [ENGINE / layer for layer in WITHOUT_TORCH] + [lab / model for model in MODELS_OF_A_LESSON]
     return [
         CODE / "minivllm_simulate",
         WIDGETS,
