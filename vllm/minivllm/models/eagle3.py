@@ -256,7 +256,7 @@ def _check_vocabulary(config: Eagle3Config, tensors: Mapping[str, Tensor], own_l
         )
     if drafted < whole and not ("d2t" in tensors and own_lm_head):
         lacking = "lm_head.weight" if "d2t" in tensors else "d2t"
-        raise MinivllmError(f"the checkpoint lacks {lacking!r}: this head drafts {drafted} of {whole} tokens")
+        raise MinivllmError(f"the checkpoint lacks {lacking!r}, and this head drafts {drafted} of {whole} tokens")
 
 
 def _draft_ids(config: Eagle3Config, d2t: Tensor) -> Tensor:
