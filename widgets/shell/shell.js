@@ -236,7 +236,7 @@ class Shell {
   }
 
   ask(values, width) {
-    *this.pending = { ...*this.pending, ...values };
+    this.pending = { ...this.pending, ...values };
     this.values = { ...this.values, ...values };
     this.showKnobs(this.values);
     const known = this.known.get(keyOf(this.values, width));
@@ -248,8 +248,8 @@ class Shell {
   }
 
   tell(width) {
-    const turned = *this.pending ?? {};
-    *this.pending = null;
+    const turned = this.pending ?? {};
+    this.pending = null;
     this.serial += 1;
     this.waiting = this.serial;
     this.reach(this.host.turn(turned, width, this.serial));
@@ -268,8 +268,8 @@ class Shell {
   viewed() {
     const view = this.host.view();
     if (this.waiting !== null && view.serial >= this.waiting) this.waiting = null;
-    if (!*this.pending || !this.known.has(keyOf(this.values, this.width))) this.show(view);
-    if (*this.pending && this.waiting === null) this.ask({}, this.width);
+    if (!this.pending || !this.known.has(keyOf(this.values, this.width))) this.show(view);
+    if (this.pending && this.waiting === null) this.ask({}, this.width);
   }
 
   know(view, width) {
@@ -312,7 +312,7 @@ class Shell {
     if (!view.busy && !secret) this.speak(view.words);
     this.command.textContent = view.command;
     if (document.activeElement !== this.saved && view.saved !== this.lastSaved) this.saved.value = this.lastSaved = view.saved; // keep text that could not be loaded
-    if (!*this.pending && this.waiting === null) this.showKnobs((this.values = { ...view.values }));
+    if (!this.pending && this.waiting === null) this.showKnobs((this.values = { ...view.values }));
     this.showChallenge(view);
     this.showPinned(view);
   }

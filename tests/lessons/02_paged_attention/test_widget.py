@@ -111,7 +111,7 @@ def test_the_measured_ratios_are_the_lessons_and_say_what_they_are():
     assert state.measured == {int(size): value for size, value in ratio["ratio"].items()}
     svg = widget.figure(state)
     words = " ".join(ET.fromstring(svg).itertext())
-    assert f": {min(state.measured.values()):.2f} to {max(state.measured.values()):.2f} × the time of a" in words
+    assert f"{min(state.measured.values()):.2f} to {max(state.measured.values()):.2f} × the time of a" in words
     assert "cannot show" in words
     assert "Modelled, not measured" in svg
 

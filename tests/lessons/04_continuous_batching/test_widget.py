@@ -162,7 +162,7 @@ def test_each_challenge_can_be_met_and_not_by_one_key_but_the_first(index: int, 
 
 def test_advice_names_the_knob_that_is_wrong():
     check = widget.CHALLENGES[2].check
-    assert "Raise the seats to 8 (now 2)" in check(here(slots=2)).advice
+    assert "Raise the seats to 4 (now 2)" in check(here(slots=2)).advice
     assert "Raise the length spread" in check(here(slots=4, spread=0.25, load=0.6)).advice
     assert check(here(slots=4, spread=0.5, load=0.3)).advice.startswith("Load")
     assert "queue grows" in check(here(slots=8, spread=0.5, load=0.6)).advice

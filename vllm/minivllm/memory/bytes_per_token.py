@@ -155,7 +155,7 @@ def _refuse_forgetful(config: ModelConfig) -> None:
         name = config.architecture or config.model_type or "this model"
         way_out = "kv_groups counts it" if config.counted_layer_types else "vLLM prints what fits when it starts"
         raise UnsupportedModelError(
-            f"{name}: {reason}, so its cache does not grow by a fixed number of bytes a token; {way_out}"
+            f"{name}: {reason}, so its cache does not grow by a fixed number of bytes per token; {way_out}"
         )
 
 
