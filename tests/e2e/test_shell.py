@@ -103,11 +103,11 @@ def test_a_kernel_that_has_ended_is_told(sizes: WidgetPage):
     other = sizes.page.locator(".lw").last
     words = other.locator(".lw-says > span")
     other.get_by_role("button", name="Pin to compare").click()
-    assert "run this cell again" in words.inner_text()
+    assert "Run this cell again" in words.inner_text()
     other.locator("input[type=range]").first.focus()
     for _ in range(2):
         sizes.page.keyboard.press("ArrowRight")
-        assert "run this cell again" in words.inner_text()
+        assert "Run this cell again" in words.inner_text()
     assert other.locator(".lw-picture.lw-stale").count() == 1
 
 

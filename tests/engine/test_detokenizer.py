@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.detokenizer import BROKEN, BYTE_OF, IncrementalDetokenizer, find_stop_string, token_bytes
-from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.logprobs import logprobs_by_token
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 
@@ -265,7 +265,6 @@ def test_a_token_of_a_logprob_has_the_space_that_it_has_in_a_text(tokenizer):
     """So that the tokens' texts, one behind another, are the text; its offsets are counted on
     them.
     """
-    processor = OutputProcessor(tokenizer)
     ids = tokenizer.encode("ok ok  o ok", add_special_tokens=False).ids
-    shown = [processor._decoded(token_id) for token_id in ids]
+    shown = [logprobs_by_token(([token_id], [0.0], [1]), tokenizer)[token_id].decoded_token for token_id in ids]
     assert "".join(shown) in ("ok ok  o ok", " ok ok  o ok"), "SentencePiece begins a text with a space"

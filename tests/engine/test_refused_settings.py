@@ -90,7 +90,7 @@ DRAFTS = [
     (TWO_DRAFTS | {"num_speculative_tokens_per_batch_size": [(2, 3, 1)]}, "begin with 1"),
     (TWO_DRAFTS | {"num_speculative_tokens_per_batch_size": [(1, 3, 2), (3, 4, 1)]}, "overlap"),
     (TWO_DRAFTS | {"num_speculative_tokens_per_batch_size": [(2, 1, 2)]}, "smaller size first"),
-    ({"num_speculative_tokens": True}, "from 1 on"),
+    ({"num_speculative_tokens": True}, "at least 1"),
     (TWO_DRAFTS | {"lookup": 3}, "prompt_lookup_max"),
     (TWO_DRAFTS | {"prompt_lookup_max": 2, "prompt_lookup_min": 3}, "exceeds"),
 ]

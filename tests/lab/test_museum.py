@@ -180,7 +180,7 @@ def test_an_exhibit_from_its_symptom_to_its_end(rooms, monkeypatch):
     assert copies.observe(names, rooms / "10") == [broken]
     assert "0 of" in said()
     copy.write_text(few[10].sound_source())
-    assert "Mended" in said("--bug", "10", "--try")
+    assert "Repaired" in said("--bug", "10", "--try")
     assert "1 of 2 solved" in said()
 
 

@@ -60,7 +60,7 @@ def test_a_widget_turns_by_keyboard_without_a_kernel(opened):
         progress = site.page.locator(f"{WIDGET} .lw-progress")
         assert progress.inner_text().startswith("✓ Met.")
         site.page.locator(WIDGET).get_by_role("button", name="Challenge 3").click()
-        assert progress.inner_text() == "Not yet. It takes knobs that can be turned in the notebook only."
+        assert progress.inner_text() == "Not yet. It needs knobs that only turn in the notebook."
         assert site.complaints() == []
 
 

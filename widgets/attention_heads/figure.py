@@ -283,7 +283,9 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
     drawing.text((box.right, box.y), "KiB a token", size=SMALL, colour=QUIET, anchor="end")
     bars = Box(box.x + MODEL_NAMES, box.y + 9, box.width - MODEL_NAMES - MODEL_BYTES, MODEL_ROW * (1 + len(state.real)))
     across = Scale(0.7, 4 * max(ridge, *(operations for _, _, operations in state.real)), log=True)
-    rows = [(name.removeprefix("Meta-").removesuffix("-hf"), *figures, GREY) for name, *figures in state.real]
+    rows = [
+        (name.removeprefix("Meta-").removesuffix("-hf"), kib, operations, GREY) for name, kib, operations in state.real
+    ]
     if state.here.kv_bytes:
         rows.insert(0, ("yours, all GPUs", state.here.kv_bytes * state.tp, state.here.intensity, BLUE))
     x = bars.x + across.share(ridge) * bars.width

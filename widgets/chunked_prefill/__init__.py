@@ -74,7 +74,7 @@ def verdict(state: State) -> Verdict:
 def _gaps(state: State) -> str:
     point = state.points[state.budget]
     if state.judged == "gaps":
-        return f"{ALL_GAPS:.0%} of all gaps are within {seconds(point.gap(ALL_GAPS))}"
+        return f"{ALL_GAPS:.0%} of gaps are within {seconds(point.gap(ALL_GAPS))}"
     return f"{CLIENTS:.0%} of the clients never wait more than {seconds(point.longest_gap(CLIENTS))} for a token"
 
 
@@ -95,7 +95,7 @@ def _cause_sentence(state: State, cause: str) -> str:
 
 def _figures(point: Point) -> str:
     first = seconds(within(point.long_ttft, CLIENTS))
-    return f"the longest gap is {seconds(point.longest[-1])}, and long prompts have their first token within {first}"
+    return f"the longest gap is {seconds(point.longest[-1])}, long prompts start within {first}"
 
 
 def command(state: State) -> str:
@@ -148,15 +148,15 @@ def _words(state: State) -> str:
         return f"Budget {state.budget:,}."
     point = state.points[state.budget]
     return (
-        f"Budget {state.budget:,}: {CLIENTS:.0%} of the clients wait at most {seconds(point.longest_gap(CLIENTS))} "
-        f"for a token, {ALL_GAPS:.0%} of all gaps are within {seconds(point.gap(ALL_GAPS))}, and long prompts have "
+        f"Budget {state.budget:,}: {CLIENTS:.0%} of clients wait at most {seconds(point.longest_gap(CLIENTS))} "
+        f"for a token, {ALL_GAPS:.0%} of gaps are within {seconds(point.gap(ALL_GAPS))}, and long prompts have "
         f"their first token within {seconds(state.first(state.budget))}."
     )
 
 
 def _valley(state: State) -> Progress:
     rules = [
-        choose("each client's longest gap", "Judged by", state.judged == "clients"),
+        choose("each client's longest", "Judged by", state.judged == "clients"),
         at_most("the gap limit", state.gap, 0.015, seconds),
         at_most("the TTFT limit", state.ttft, 0.5, seconds),
         choose("off", "Threshold", not state.serving.threshold),
@@ -172,14 +172,14 @@ def _valley(state: State) -> Progress:
 def _roomy(state: State) -> Progress:
     rules = [
         at_least("the budget", state.budget, 4096),
-        choose("each client's longest gap", "Judged by", state.judged == "clients"),
+        choose("each client's longest", "Judged by", state.judged == "clients"),
         at_most("the gap limit", state.gap, 0.025, seconds),
         at_most("the TTFT limit", state.ttft, 0.5, seconds),
     ]
     known = state.known and not state.refused
     chats = within(state.points[state.budget].chat_ttft, CLIENTS) if known else 0.0
     met = known and not state.causes(state.budget) and chats <= 0.025
-    words = f"{_words(state)} Chats have their first token within {seconds(chats)}." if known else _words(state)
+    words = f"{_words(state)} Chats start within {seconds(chats)}." if known else _words(state)
     advice = (
         "Set a threshold: it caps each long prompt, so that other requests fit into the same step. Do not set it so "
         "low that the prompt's own first token is late."
@@ -192,11 +192,11 @@ def _blind(state: State) -> Progress:
     point = state.points[state.budget] if known else None
     stalled = point.stalled(STALL) if point else 0.0
     causes = state.causes(state.budget) if known else []
-    words = f"{_words(state)} {share(stalled)} of the clients have a gap of over {seconds(STALL)}."
+    words = f"{_words(state)} {share(stalled)} of clients have a gap over {seconds(STALL)}."
     rules = [at_most("the gap limit", state.gap, 0.025, seconds)]
     advice = 'Change "Judged by": it now counts every client with a long gap. Which figure does not?'
     if stalled < STALLED:
-        advice = "Raise the budget until a whole prompt fits into a step: too few clients have a long gap."
+        advice = "Raise the budget until a whole prompt fits into a step."
     elif state.judged == "gaps":
         advice = "Raise the budget: fewer gaps must be long, even if each gets longer. Now over one in a hundred is."
     return _progress(state, rules, known and stalled >= STALLED and not causes, words, advice)
@@ -204,20 +204,20 @@ def _blind(state: State) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "Start again and keep the load. Find a budget with which 90 % of the clients wait at most 15 ms for the next "
+        "Start again and keep the load. Find a budget with which 90 % of clients wait at most 15 ms for the next "
         "token, and 90 % of the long prompts at most 500 ms for their first.",
         _valley,
         "Between too small and too large lies a valley: a few hundred tokens per step, near the GPU's knee.",
     ),
     Challenge(
-        "Use a budget of at least 4,096 tokens and keep waits below 25 ms: for the next token of 90 % of the clients, "
-        "and for the first token of 90 % of the chats. Long prompts still have theirs within 500 ms.",
+        "Use a budget of at least 4,096 tokens. Keep 90 % of the clients' gaps and of the chats' first tokens within "
+        "25 ms, and 90 % of the long prompts' first tokens within 500 ms.",
         _roomy,
         "All requests share the budget, but the threshold caps each one. So every step has room for newcomers.",
     ),
     Challenge(
         "Fool this widget: make it say that every limit is met, with gaps of at most 25 ms, while 30 % of the clients "
-        "once waited over 100 ms. Keep the load of the start, or raise it.",
+        "once waited over 100 ms, at the load of the start or more.",
         _blind,
         "A stall is one gap among hundreds. So ask how many clients had one, or how long the longest was.",
     ),
@@ -242,19 +242,19 @@ KNOBS = {
         ),
         "threshold": steps(
             "Threshold", [("off" if not limit else f"{limit:,}", limit) for limit in THRESHOLDS], START["threshold"],
-            "tokens per step for a request that is not alone: long_prefill_token_threshold",
+            "per step, for a request that is not alone: long_prefill_token_threshold",
         ),
         "policy": choice(
             "Prefill", [("in chunks", "mixed"), ("whole prompts", "whole"), ("first, as in V0", "first")],
-            START["policy"], "in chunks beside decodes; never cut; or alone in a step, before all decodes",
+            START["policy"], "beside decodes; without chunks; or in steps of their own",
         ),
     },
     "The service level": {
-        "gap": steps("Gap limit", LIMITS, START["gap"], "longest time between two tokens"),
-        "ttft": steps("TTFT limit", FIRSTS, START["ttft"], f"time to first token of {CLIENTS:.0%} of the long prompts"),
+        "gap": steps("Gap limit", LIMITS, START["gap"], "between two tokens"),
+        "ttft": steps("TTFT limit", FIRSTS, START["ttft"], f"of {CLIENTS:.0%} of the long prompts"),
         "judged": choice(
-            "Judged by", [("each client's longest gap", "clients"), ("99% of all gaps", "gaps")], START["judged"],
-            f"which gaps must be short: the longest of {CLIENTS:.0%} of the clients, or nearly all",
+            "Judged by", [("each client's longest", "clients"), ("99% of all gaps", "gaps")], START["judged"],
+            f"the longest gap of {CLIENTS:.0%} of the clients, or nearly all gaps",
         ),
     },
     "The load": {
@@ -262,7 +262,7 @@ KNOBS = {
         "long": steps("Long share", labelled(LONG_SHARES, "{:.0%}".format), START["long"], "of the requests"),
         "prompt": steps("Long prompt", labelled(PROMPTS, tokens), START["prompt"], "tokens, answer too"),
         "model": choice("Model", list(MODELS), START["model"], "served in 16 bits"),
-        "gpu": choice("GPU", list(GPUS), START["gpu"], "sets memory, bandwidth and FLOP/s"),
+        "gpu": choice("GPU", list(GPUS), START["gpu"], "memory and rates"),
     },
 }  # fmt: skip
 

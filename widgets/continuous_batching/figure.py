@@ -43,7 +43,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     _draw_goodput(Axes(drawing, goodput, LOAD, Scale(0, 1)), state)
     most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])
     _draw_queue(Axes(drawing, queue, LOAD, Scale(0, most * 1.1)), state)
-    drawing.height = _draw_slots(drawing, state, max(main.bottom, queue.bottom) + 57)
+    drawing.height = _draw_slots(drawing, state, max(main.bottom, queue.bottom) + 49)
     return drawing.render()
 
 

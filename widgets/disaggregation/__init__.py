@@ -179,14 +179,14 @@ def _slow_link(state: State) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "Take four H100, Llama-3.1-8B, prompts of at least 1,024 tokens and vLLM's chunk of 8,192. Find where two "
-        "pools handle 1.5 times what the same four GPUs handle that do both.",
+        "Four H100, Llama-3.1-8B, prompts of 1,024 tokens or more, vLLM's chunk of 8,192: find where two pools handle "
+        "1.5 times what four that do both handle.",
         _untuned,
         "Where the TPOT limit is tight, a whole prompt in a decode step costs goodput. Two pools need no budget.",
     ),
     Challenge(
-        "Take the same four GPUs, prompts of at least 2,048 tokens and the best chunk. Find where two pools handle at "
-        "least 0.8 of what the four GPUs handle that do both.",
+        "The same four GPUs, prompts of 2,048 tokens or more, the best chunk: find where two pools handle at least 0.8 "
+        "of what four that do both handle.",
         _close,
         "A chunk that fits into the time a step waits for memory is free. Two pools give that up, and lose least where "
         "prompts may wait and there is little to decode.",
@@ -220,8 +220,8 @@ COUNTS = list(range(1, MOST_OF_A_KIND + 1))
 KNOBS = {
     "The load": {
         "rate": steps("Rate", [(f"{rate:g}", rate) for rate in RATES], START["rate"], "requests a second, in all"),
-        "ttft": steps("TTFT limit", TTFTS, START["ttft"], f"time to first token of {SHARE:.0%} of the requests"),
-        "tpot": steps("TPOT limit", TPOTS, START["tpot"], f"time per output token of {SHARE:.0%} of the requests"),
+        "ttft": steps("TTFT limit", TTFTS, START["ttft"], f"of {SHARE:.0%} of the first tokens"),
+        "tpot": steps("TPOT limit", TPOTS, START["tpot"], "time per output token"),
     },
     "The GPUs": {
         "prefill": steps("Prefill", COUNTS, START["prefill"], "GPUs that compute prompts"),
@@ -232,7 +232,7 @@ KNOBS = {
             "Chunks", [("best", TUNED), *labelled(BUDGETS, tokens)], START["budget"],
             "tokens per step of the GPUs that do both: max_num_batched_tokens",
         ),
-        "gpu": choice("GPU", list(GPUS), START["gpu"], "sets memory, bandwidth and FLOP/s"),
+        "gpu": choice("GPU", list(GPUS), START["gpu"], "memory and rates"),
     },
     "The requests": {
         "model": choice("Model", list(MODELS), START["model"], "one engine on each GPU, in 16 bits"),

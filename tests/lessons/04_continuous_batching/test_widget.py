@@ -164,7 +164,7 @@ def test_advice_names_the_knob_that_is_wrong():
     check = widget.CHALLENGES[2].check
     assert "Raise the seats to 4 (now 2)" in check(here(slots=2)).advice
     assert "Raise the length spread" in check(here(slots=4, spread=0.25, load=0.6)).advice
-    assert check(here(slots=4, spread=0.5, load=0.3)).advice.startswith("Load")
+    assert check(here(slots=4, spread=0.5, load=0.3)).advice.startswith("Raise the load")
     assert "queue grows" in check(here(slots=8, spread=0.5, load=0.6)).advice
     assert "0.05" not in check(here(slots=4, spread=0.5, load=0.6, limit=0.05)).advice
     assert "batch to end" in check(here(slots=4, spread=0.5, load=0.6, limit=0.05)).advice

@@ -91,7 +91,11 @@ def test_the_cliff_is_where_the_documents_no_longer_fit():
         ({"kind": "none", "target": 30}, "fine", "nothing to hit"),
         ({"kind": "documents", "turns": 1, "target": 30}, "fine", "nothing to hit"),
         ({"kind": "system", "users": 16, "pool": 2048}, "fine", "none was needed again"),
-        ({"kind": "chat", "users": 16, "turns": 4, "prefix": 256, "pool": 2048}, "tight", "never evicts would reach 82"),
+        (
+            {"kind": "chat", "users": 16, "turns": 4, "prefix": 256, "pool": 2048},
+            "tight",
+            "never evicts would reach 82",
+        ),
         ({"kind": "agent", "users": 16, "turns": 4, "pool": 2048}, "broken", "the others wait for room"),
         ({"order": "at random", "users": 16, "pool": 24576, "target": 10}, "broken", "even a cache that never evicts"),
     ],

@@ -165,7 +165,7 @@ def test_the_right_guess_is_the_best_layout_at_the_start():
     assert state.best.goodput > 1.1 * sorted(bears(state).values())[-2]
     experiment = runs.experiment(**H100, layout=state.layout, work=state.work)
     alone = experiment.steady.step_seconds(1e-3)
-    assert f"{alone * 1e3:.1f} ms" in widget.GUESS.because
+    assert f"{alone * 1e3:.1f} of the 7.5 ms" in widget.GUESS.because
 
 
 SOLUTIONS = (
@@ -184,7 +184,7 @@ def test_each_challenge_can_be_met_and_by_the_layout_that_it_is_about(index: int
     wrong = {"tp": 1, "dp": 8} if index != 1 else {"tp": 8, "dp": 1}
     missed = widget.CHALLENGES[index].check(here(**{**solution, **wrong}))
     assert not missed.met
-    assert re.search("raise (TP|DP)", missed.advice)
+    assert re.search("(?i)raise (TP|DP)", missed.advice)
 
 
 @pytest.mark.parametrize("preset", widget.SPEC.presets)
@@ -351,7 +351,7 @@ class Nothing(Queued):
     ("collector", "words"),
     [
         (Queued, "merge what the client"),
-        (Latest, "tokens of 128 to a client"),
+        (Latest, "of 128 tokens to a client"),
         (Asleep, "wake"),
         (Nothing, "returns None, which is not an output"),
     ],

@@ -261,7 +261,7 @@ def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: di
         (1, {"prompt": 2048}, "Raise the long prompt to 8K (now 2K)"),
         (1, {}, "Raise the budget to 4,096 (now 2,048)"),
         (2, {"long": 0.05}, "Raise the long share to 10% (now 5%)"),
-        (2, {"policy": "whole"}, "Prefill in chunks or raise the budget"),
+        (2, {"policy": "whole"}, "Cut the prompts into chunks or raise the budget"),
     ],
 )
 def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):

@@ -359,7 +359,7 @@ def endless(*_) -> list[int]:
 
 @pytest.mark.parametrize(
     ("own", "about"),
-    [({"table": Nowhere}, "your table put"), ({"admit": lambda *_: [7]}, "your admit says"),
+    [({"table": Nowhere}, "your table put"), ({"admit": lambda *_: [7]}, "your admit returns"),
      ({"admit": endless}, "never end"), ({"table": endless}, "never end")],
 )  # fmt: skip
 def test_parts_that_cannot_be_carried_out_are_refused(own: dict, about: str, monkeypatch: pytest.MonkeyPatch):

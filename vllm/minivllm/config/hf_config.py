@@ -168,11 +168,12 @@ def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
     value: Any = hf.get(name)
     if isinstance(value, list | tuple) and len(set(map(str, value))) == 1:  # the same number for each layer
         value = value[0]
-    if value is None:
+    number: Any = value
+    if number is None:
         return default
-    if not is_count(value, 1) or value >= 2**63:
-        raise MinivllmError(f"the model config's {name!r} must be a positive whole number below 2^63, not {value!r}")
-    return int(value)
+    if not is_count(number, 1) or number >= 2**63:
+        raise MinivllmError(f"the model config's {name!r} must be a positive whole number below 2^63, not {number!r}")
+    return int(number)
 
 
 def _positive(hf: Mapping[str, Any], name: str, default: float) -> float:

@@ -15,12 +15,15 @@ class StructuredOutputGrammar(Protocol):
 
     def accept_token(self, token_id: int) -> bool:
         """Move on. Return whether the token fits; if not, the grammar is in error."""
+        ...
 
     def validate_tokens(self, token_ids: list[int]) -> list[int]:
         """Return the leading tokens that fit one after another. The place stays the same."""
+        ...
 
     def is_terminated(self) -> bool:
         """Return whether an end-of-sequence token has been accepted."""
+        ...
 
 
 class StructuredOutputRequest(Protocol):
@@ -29,9 +32,11 @@ class StructuredOutputRequest(Protocol):
     @property
     def grammar(self) -> StructuredOutputGrammar:
         """Return the grammar, which must have been compiled without an error."""
+        ...
 
     def is_pending(self) -> bool:
         """Return whether it is still being compiled."""
+        ...
 
     def failure(self) -> str | None:
         """Return why there is no grammar, or None if there is one."""

@@ -23,9 +23,11 @@ class RequestQueue(Protocol):
 
     def peek_request(self) -> Request:
         """Return the next request without removing it."""
+        ...
 
     def pop_request(self) -> Request:
         """Remove and return the next request."""
+        ...
 
     def prepend_requests(self, requests: Collection[Request]) -> None:
         """Put requests back before all others, in the given order, if the policy allows it."""
@@ -35,6 +37,7 @@ class RequestQueue(Protocol):
 
     def head(self, n: int) -> Iterator[Request]:
         """Return the first `n` requests, without removing them."""
+        ...
 
     def __len__(self) -> int: ...
 

@@ -131,7 +131,7 @@ def _sum(values: Sequence[Any]) -> Any:
         return None
     if isinstance(first, list):
         return [sum(counts) for counts in zip_longest(*values, fillvalue=0)]
-    if is_dataclass(first):
+    if is_dataclass(first) and not isinstance(first, type):
         return replace(first, **{name: _sum([getattr(value, name) for value in values]) for name in _names(first)})
     return sum(values)
 

@@ -101,7 +101,7 @@ def _written(params: StructuredOutputsParams) -> str:
     if params.grammar is not None:
         return LLMatcher.grammar_from_lark(_lark(params.grammar))
     schema = {"type": "object"} if params.json is None else params.json
-    defaults: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or ONE_SPACE}
+    defaults: Any = {"whitespace_pattern": params.whitespace_pattern or ONE_SPACE}
     if params.disable_any_whitespace:
         defaults = {"whitespace_flexible": False}
     return LLMatcher.grammar_from_json_schema(

@@ -206,8 +206,9 @@ class _Engine(SimulatedEngine):
         """Tell the scheduler, between two steps, that a prompt has been sent, or has arrived."""
         remote = self.scheduler.remote
         assert remote is not None
-        side = "finished_sending" if self.connector.sends else "finished_recving"
-        remote.end_update(KVConnectorOutput(**{side: {request_id}}))
+        output = KVConnectorOutput()
+        (output.finished_sending if self.connector.sends else output.finished_recving).add(request_id)
+        remote.end_update(output)
         self.settled = False
 
     def steps_alike(self, running: Sequence[Request]) -> int:

@@ -94,7 +94,8 @@ def _exhibit(entry: dict) -> Exhibit:
 
 
 def what_happens_in(workload: str) -> str:
-    """Return the first line of a workload's docstring."""
+    """Return the first paragraph of a workload's docstring as one line."""
     from minivllm_lab.museum import workloads
 
-    return (inspect.getdoc(getattr(workloads, workload)) or "").splitlines()[0]
+    doc = inspect.getdoc(getattr(workloads, workload)) or ""
+    return " ".join(doc.partition("\n\n")[0].split())

@@ -485,7 +485,7 @@ def _tier(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         AssertionError: a token differs.
     """
-    prompts = [{"prompt_token_ids": [7 + index, *([20 + index] * 39)]} for index in range(6)]
+    prompts = [[7 + index, *([20 + index] * 39)] for index in range(6)]
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     transfer = {"kv_connector_extra_config": {"offload_prompt_only": False}}
     ways: dict[str, dict[str, Any]] = {
@@ -503,7 +503,7 @@ def _tier(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.model, device="cpu", dtype="float32", max_model_len=96, block_size=16, max_num_seqs=8,
             skip_tokenizer_init=True, **{"num_gpu_blocks_override": 13, **settings},
         )  # fmt: skip
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         expected = expected or tokens
         assert tokens == expected, f"{name}: other tokens than in the first run"

@@ -39,6 +39,7 @@ class Backend(Protocol):
     @property
     def errored(self) -> bool:
         """Return whether it can answer nothing any more."""
+        ...
 
     @property
     def dead_error(self) -> Exception | None:
