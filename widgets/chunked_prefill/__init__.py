@@ -192,7 +192,7 @@ def _blind(state: State) -> Progress:
     point = state.points[state.budget] if known else None
     stalled = point.stalled(STALL) if point else 0.0
     causes = state.causes(state.budget) if known else []
-    words = f"{_words(state)} {share(stalled)} of clients have a gap over {seconds(STALL)}."
+    words = f"Budget {state.budget:,}: {share(stalled)} of clients have a gap over {seconds(STALL)}."
     rules = [at_most("the gap limit", state.gap, 0.025, seconds)]
     advice = 'Change "Judged by": it now counts every client with a long gap. Which figure does not?'
     if stalled < STALLED:
@@ -204,8 +204,8 @@ def _blind(state: State) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "Start again and keep the load. Find a budget with which 90 % of clients wait at most 15 ms for the next "
-        "token, and 90 % of the long prompts at most 500 ms for their first.",
+        "Start again and keep the load. Find a budget where 90 % of clients wait at most 15 ms for a token, and 90 % "
+        "of long prompts at most 500 ms for their first.",
         _valley,
         "Between too small and too large lies a valley: a few hundred tokens per step, near the GPU's knee.",
     ),
