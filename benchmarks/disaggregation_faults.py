@@ -1,5 +1,5 @@
-"""What becomes of a request when one of the two servers, the proxy, the wire between them or its
-client goes away?
+"""Kill or freeze one of two servers, the proxy, the wire between them or the client, and see what
+becomes of a request.
 
     uv run python benchmarks/disaggregation_faults.py --json
     benchmarks/results/disaggregation_faults.cpu.json uv run python

@@ -1,5 +1,5 @@
-"""What moving keys and values costs: gather and scatter beside a plain copy, TCP beside what
-loopback itself gives.
+"""Measure the cost of moving keys and values: gather and scatter beside a plain copy, TCP beside
+what loopback itself gives.
 
     uv run python benchmarks/kv_transfer.py
     uv run python benchmarks/kv_transfer.py --device cuda     # the kernel alone, as shares of a copy's bandwidth

@@ -1,4 +1,4 @@
-"""How `benchmarks/scheduler.py` times a scheduler, ours or vLLM's: both have the same two
+"""The timing of a scheduler, ours or vLLM's, for `benchmarks/scheduler.py`: both have the same two
 methods. No packages.
 """
 

@@ -1,4 +1,4 @@
-"""Where the time of an engine's step goes: schedule, prepare, forward (of it attention), head,
+"""Measure the parts of an engine's step: schedule, prepare, forward (of it attention), head,
 sample, update, text.
 
     uv run python benchmarks/steps.py

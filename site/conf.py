@@ -1,5 +1,5 @@
-"""How Sphinx makes the site. `tools/build_site.py` gives it the pages, and what it can read from
-the repository.
+"""Sphinx's configuration of the site. `tools/build_site.py` gives it the pages, and what it can
+read from the repository.
 """
 
 from docutils import nodes

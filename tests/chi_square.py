@@ -12,8 +12,8 @@ import torch
 
 @dataclass(frozen=True)
 class Fit:
-    """Of counts to probabilities: the statistic, its degrees of freedom, and the distance in
-    total variation.
+    """The fit of counts to probabilities: the statistic, its degrees of freedom, and the distance
+    in total variation.
     """
 
     statistic: float

@@ -1,4 +1,4 @@
-"""How the workers of xdist share the tests: file by file, so that what tests share is made once;
+"""Distribute the tests over xdist's workers: whole files, so that what tests share is made once;
 the longest first.
 """
 

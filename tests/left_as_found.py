@@ -1,5 +1,5 @@
-"""What a test must leave as it found it: the state of a process that the next test in the same
-worker would inherit.
+"""Check that a test leaves its process as it found it, because the next test in the same worker
+inherits that state.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _metrics() -> int:
 
 
 def _shell() -> bool:
-    """With one, `notebook.begin` thinks that it runs in a notebook."""
+    """Return whether IPython has a shell: with one, `notebook.begin` believes it is in a notebook."""
     interactive = sys.modules.get("IPython.core.interactiveshell")
     return interactive is not None and interactive.InteractiveShell.initialized()
 

@@ -1,5 +1,5 @@
-"""What `make gpu` runs: the files of `gpu.txt`, on machines that need not have all of the
-project's packages.
+"""Run the files of `gpu.txt` for `make gpu`, on machines that need not have all of the project's
+packages.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a test leaves behind is named and taken back; and files are handed out whole, the longest
-first.
+"""Test that what a test leaves behind is named and undone, and that files are handed out whole, the
+longest first.
 """
 
 import gc

@@ -106,15 +106,13 @@ class Template:
 
 
 class Itself:
-    """In place of a template, in a process that was forked: it has loaded all that its children
-    need.
-    """
+    """A stand-in for a template in a forked process, which has loaded all that its children need."""
 
     def __init__(self) -> None:
         self.environment = fixed(os.environ)
 
     def fork(self, request: Request, fds: Sequence[int]) -> int:
-        """As `Template.fork`."""
+        """Fork as `Template.fork` does."""
         if (pid := os.fork()) == 0:
             if request.session:
                 os.setsid()
@@ -124,7 +122,7 @@ class Itself:
 
 
 class WarmSubprocess:
-    """In place of the module `subprocess`: what ranks, cores, servers, kernels and xdist's
+    """A stand-in for the module `subprocess`, with what ranks, cores, servers, kernels and xdist's
     workers need of it.
     """
 

@@ -50,7 +50,7 @@ inherited: socket.socket | None = None
 
 @dataclass(frozen=True)
 class Request:
-    """What a child is to become; its file descriptors come along, in the sequence of `places`."""
+    """A request for a child; its file descriptors come along, in the sequence of `places`."""
 
     parent: int
     command: list[str]
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def load(more_modules: Iterable[str]) -> None:
-    """What ranks and cores need, compiled loops included, and `more_modules`."""
+    """Load what ranks and cores need, compiled loops included, and `more_modules`."""
     from minivllm.platforms.collector import while_loading
 
     before = dict(os.environ)
@@ -104,7 +104,7 @@ def load(more_modules: Iterable[str]) -> None:
 
 
 def load_loops() -> None:
-    """What numba has compiled for float32, which every rank needs."""
+    """Load the loops that numba has compiled for float32, which every rank needs."""
     with contextlib.suppress(ImportError):
         import numpy as np
 
@@ -222,9 +222,7 @@ def put(fds: Sequence[int], places: Sequence[int]) -> None:
 
 
 def hear_signals() -> None:
-    """As an interpreter does that has just started, whatever the process did of which this is a
-    fork.
-    """
+    """Handle signals as a freshly started interpreter does, whatever the forked process had set."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -241,7 +239,7 @@ def show(command: Sequence[str]) -> None:
 
 
 def fork_from_here() -> None:
-    """What a core or a server starts is forked from it: it has loaded all that is needed."""
+    """Fork what a core or a server starts from it, because it has loaded all that is needed."""
     from warm_processes import Itself, WarmSubprocess
 
     for name in sys.modules.keys() & STARTERS:

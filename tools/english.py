@@ -21,8 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = ("tools/english.py", "lessons/exercises/", "tests/")
-"""This file quotes what it forbids; an exercise's statements are questions, and a test's are rules."""
+LEFT_OUT = ("tools/english.py", "lessons/exercises/")
+"""This file quotes what it forbids, and an exercise's statements are questions."""
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 HEADLESS = re.compile(
     r"(Of|By|As|Whose|What|Who|Whom|Which|Where|When|Why|With|Without|From|For|At|In|On|Than|So|Those|That"
@@ -55,31 +57,33 @@ def problems(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the fault of everything in a file that breaks a rule."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
+    is_test = path.is_relative_to(ROOT / "tests")  # tests quote learners, and may have short docstrings
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield from _docstring_problems(node)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, Documented):
+            yield from _docstring_problems(node, 1 if is_test else FEWEST_WORDS)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not is_test:
             yield from _phrase_problems(node.lineno, node.value)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield from _phrase_problems(token.start[0], token.string)
 
 
-def _docstring_problems(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[tuple[int, str]]:
+def _docstring_problems(node: Documented, fewest_words: int) -> Iterator[tuple[int, str]]:
     words = (ast.get_docstring(node) or "").split()
     if not words:
         return
     line = node.body[0].lineno
+    name = "the module" if isinstance(node, ast.Module) else node.name
     head = HEADLESS.match(words[0])
     if head and not (is_property(node) and head.group() in OF_A_PROPERTY):
-        yield line, f"the docstring of {node.name} begins with '{words[0]}': write a sentence with a verb"
-    elif words[0] == "See" or (len(words) < FEWEST_WORDS and words[0] not in ("Implement", "Implements", "Grid")):
-        yield line, f"the docstring of {node.name} says nothing: delete it, or say what the name does not"
+        yield line, f"the docstring of {name} begins with '{words[0]}': write a sentence with a verb"
+    elif words[0] == "See" or (len(words) < fewest_words and words[0] not in ("Implement", "Implements", "Grid")):
+        yield line, f"the docstring of {name} says nothing: delete it, or say what the name does not"
 
 
-def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+def is_property(node: Documented) -> bool:
     """Return whether a function is read like an attribute."""
-    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return any("property" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", []))
 
 
 def _phrase_problems(line: int, text: str) -> Iterator[tuple[int, str]]:

@@ -1,5 +1,5 @@
-"""How the benchmark talks to an engine in a process of its own: lines of JSON, both ways. Standard
-library only.
+"""The benchmark's protocol with an engine in a process of its own: lines of JSON, both ways.
+Standard library only.
 
 The engine's process says {"ready": …} once it has warmed up; then, for each line on its standard
 input ("all", "one" or a name in `adapters`), it serves those requests and answers with seconds and

@@ -41,7 +41,7 @@ def config_double(block_size: int = 4, **settings: Any) -> KVConnectorConfig:
 
 @dataclass
 class Plan:
-    """What the connector does for one request. `num_tokens` of its prompt are elsewhere.
+    """The double's plan for one request: `num_tokens` of its prompt are elsewhere.
 
     `num_unknown`: how often it does not know yet. `load_steps`: how long an asynchronous load
     takes; 0: within the step. `fails`: which places of the blocks to load are invalid; None stands

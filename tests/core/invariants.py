@@ -1,4 +1,4 @@
-"""What must be true of the scheduler's books after every call, whatever happened."""
+"""Invariants of the scheduler's books, which hold after every call."""
 
 from collections import Counter
 
@@ -49,7 +49,7 @@ def _held_for_copies(scheduler: Scheduler) -> list[int]:
 
 
 def holds_blocks(request: Request) -> bool:
-    """Of one that waits: whether blocks are being filled for it, or are filled."""
+    """Return whether blocks of a waiting request are being filled, or are filled."""
     return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.num_computed_tokens > 0
 
 

@@ -66,7 +66,7 @@ class OffloadingWorkerDouble(WorkerDouble):
         return done
 
     def reset(self) -> None:
-        """As a rank after a failed step."""
+        """Forget all transfers, as a rank does after a failed step."""
         self.requests.clear()
         for copy in self.copies:
             if copy.is_late and copy.is_store:

@@ -1,4 +1,4 @@
-"""How many drafts a step makes, by a schedule of batch sizes."""
+"""Test the number of drafts in a step, which follows a schedule of batch sizes."""
 
 import pytest
 

@@ -166,8 +166,8 @@ def test_lazy_stores_come_to_an_end_where_the_tier_is_smaller_than_what_stands_n
 
 
 def test_what_is_stored_lazily_stays_next_to_be_evicted() -> None:
-    """At the tail of the free queue it would make room near the head for others, until all had
-    been stored.
+    """If it went to the tail of the free queue, it would make room near the head for others, until
+    all were stored.
     """
     run = OffloadRun(connector_of(lazy_offload=True), num_gpu_blocks=21)
     run.serve("first", prompt_of(0, 37))

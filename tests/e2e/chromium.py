@@ -1,4 +1,4 @@
-"""Where Chromium is on this machine, if it is."""
+"""Find Chromium on this machine."""
 
 import os
 import runpy

@@ -282,9 +282,7 @@ def test_a_refusal_that_only_the_core_makes_comes_back_as_an_output(llm, expecte
 
 
 def test_one_call_at_a_time(llm, expected, monkeypatch):
-    """From a signal handler, and from another thread, in the middle of a call: before its first
-    steps.
-    """
+    """A second call is refused, from a signal handler or another thread, before its first step."""
     said, step = [], llm.llm_engine.step
 
     def intrude(*_):

@@ -305,7 +305,7 @@ def test_a_failing_utility_raises_where_it_is_called(on_thread, monkeypatch):
 
 
 def test_the_servers_own_form_passes_the_exercises_checks(tmp_path):
-    """What the exercise asks of a learner where a client leaves holds of the server too."""
+    """The exercise's checks of a client that leaves pass on the server's own form too."""
     own = module_from("", tmp_path / "own.py")
     own.until_disconnected = until_disconnected
     names = ("the works result is returned", "a client that leaves ends the work", "who cancels is told")

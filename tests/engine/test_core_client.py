@@ -143,7 +143,7 @@ def children() -> set[int]:
 
 
 def test_nothing_is_dropped_while_the_core_is_held_up(apart):
-    """As by a first step that compiles: more requests than a socket keeps by default."""
+    """More requests arrive than a socket buffers by default, as during a first step that compiles."""
     core = apart.llm_engine.engine_core.process
     os.kill(core.pid, signal.SIGSTOP)
     threading.Timer(2.0, os.kill, (core.pid, signal.SIGCONT)).start()

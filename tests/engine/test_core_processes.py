@@ -1,4 +1,4 @@
-"""What each of several cores gets: its GPUs; and what their answers are as one."""
+"""Test that each of several cores gets its own GPUs, and that their answers are joined."""
 
 import pytest
 

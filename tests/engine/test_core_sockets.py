@@ -62,8 +62,8 @@ def test_keys_are_not_shown(server):
 
 
 def test_the_garbage_collector_can_end_them():
-    """As when nobody holds an engine any more, whose parts hold each other: its finalizer must
-    not wait for ever.
+    """The finalizer of an unreferenced engine, whose parts refer to each other, must not wait for
+    ever.
     """
 
     class Client:

@@ -262,9 +262,7 @@ def test_the_first_stop_string_to_be_complete():
 
 @families
 def test_a_token_of_a_logprob_has_the_space_that_it_has_in_a_text(tokenizer):
-    """So that the tokens' texts, one behind another, are the text; its offsets are counted on
-    them.
-    """
+    """The tokens' texts, joined, are the text, because its offsets are counted on them."""
     ids = tokenizer.encode("ok ok  o ok", add_special_tokens=False).ids
     shown = [logprobs_by_token(([token_id], [0.0], [1]), tokenizer)[token_id].decoded_token for token_id in ids]
     assert "".join(shown) in ("ok ok  o ok", " ok ok  o ok"), "SentencePiece begins a text with a space"

@@ -1,6 +1,4 @@
-"""What an engine runs before the first request leaves nothing behind, and leaves nothing to
-compile.
-"""
+"""Test that an engine's warm-up leaves nothing behind, and nothing to compile."""
 
 import random
 

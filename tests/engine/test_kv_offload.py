@@ -141,7 +141,7 @@ def test_a_failed_step_empties_the_tier_and_costs_nobody_a_token() -> None:
 
 
 def test_the_tier_is_in_the_report_of_memory(caplog: pytest.LogCaptureFixture) -> None:
-    """On a CPU it lies in the memory that the cache would have."""
+    """The tier takes its memory from the cache's share on a CPU."""
     settings = {name: value for name, value in SMALL.items() if name != "num_gpu_blocks_override"}
     plain, llm = LLM(**settings), LLM(**settings, **with_tier(0.25))
     rows = {row.name: row.bytes for row in core_of(llm).ledger.rows}

@@ -128,7 +128,7 @@ def test_the_same_tokens_on_two_ranks(folder, expected, changes):
 
 
 def test_the_same_tokens_with_graphs(folder, expected):
-    """Without a GPU a "graph" is the same step again on the same buffers; its decodes are all
+    """A "graph" without a GPU is the same step again on the same buffers; its decodes are all
     absorbed.
     """
     llm = LLM(folder, **SETTINGS)

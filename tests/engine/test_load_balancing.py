@@ -1,4 +1,4 @@
-"""Which core gets a request: vLLM's rule."""
+"""Test which core gets a request: the rule is vLLM's."""
 
 import pytest
 

@@ -128,8 +128,8 @@ def test_a_folder_that_was_written_anew_is_not_read_as_the_old_one(llm, tmp_path
 
 
 def test_nothing_takes_the_place_of_an_adapter_in_use(llm, tmp_path):
-    """As long as a request runs, its weights stay; the same ones may be read again, and both
-    ways out work.
+    """An adapter's weights stay while a request uses it. Both remedies that the refusal names
+    work: wait for the request, or use another id.
     """
     engine = llm.llm_engine
     put("b", tmp_path / "used")
@@ -171,7 +171,7 @@ def test_the_same_tokens_whatever_the_engine_is_set_to(changes):
 
 
 def test_decode_steps_as_graphs(llm):
-    """With a GPU they are captured; here they are computed again on the same buffers."""
+    """Decode steps are captured on a GPU; here they are computed again on the same buffers."""
     runner = runner_of(llm)
     runner.capture_model(lambda function: function)
     try:

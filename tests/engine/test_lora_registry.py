@@ -1,5 +1,5 @@
-"""What the core tells the ranks and the scheduler of adapters, when a pinned one is removed
-while a request uses it.
+"""Test what the core tells the ranks and the scheduler when a pinned adapter is removed while a
+request uses it.
 """
 
 from dataclasses import replace

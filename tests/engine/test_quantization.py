@@ -154,7 +154,7 @@ def test_the_same_tokens_however_they_are_scheduled(quantized, changes):
 
 
 def test_every_lever_of_bytes_at_once(quantized):
-    """With quantized weights a quantized cache changes little, and random weights run."""
+    """A quantized cache changes little beside quantized weights, and random weights run."""
     settings, expected = quantized
     both = {"quantization": "int8", "kv_cache_dtype": "int8_per_token_head"} | settings
     same = np.array(tokens(engine(**both))) == np.array(expected)
@@ -181,8 +181,8 @@ def test_groups_that_ranks_would_cut_are_refused():
 
 @pytest.mark.parametrize(("quantization", "width", "sizes"), [("int8", 688, (2, 4)), ("int4", 704, (2, 4))])
 def test_ranks_have_the_scales_of_whole_rows(quantization, width, sizes):
-    """Of 704 weights in groups of 32, a rank of four has 176: the pieces of a group that is cut
-    keep its scale.
+    """A rank of four has 176 of 704 weights in groups of 32, and the pieces of a divided group keep
+    its scale.
     """
     config = dataclasses.replace(CONFIG, intermediate_size=width, num_hidden_layers=1, dtype="float32")
     whole = random_model(config, seed=1, quantization=quantization).layers[0]

@@ -1,4 +1,4 @@
-"""What is generated under a constraint conforms to it, however the engine gets there, and
+"""Test that text under a constraint conforms to it on every path through the engine, and that
 nothing else changes.
 """
 
@@ -173,7 +173,7 @@ def test_several_completions_have_a_place_each(llm):
     ],
 )
 def test_whitespace_is_as_the_request_says(llm, settings, text):
-    """Of a model that would write nothing but spaces."""
+    """The model would generate nothing but spaces."""
     two = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
     [space] = llm.get_tokenizer().encode(" ", add_special_tokens=False)
     for schema in (two, json.dumps(two)):

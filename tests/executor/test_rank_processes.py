@@ -482,7 +482,7 @@ def ranks_here() -> set[Any]:
 
 
 def test_interrupted_starts_leave_nobody():
-    """At moments all through a start of about 0.2 s, and at lines of it."""
+    """Interrupt at moments all through a start of about 0.2 s, and at lines of it."""
     others, random, interrupted = ranks_here(), Random(2), 0
     seconds = quickest(lambda: RankProcesses(double, (), 2).shutdown())
     for part in range(10):

@@ -1,4 +1,4 @@
-"""Where a kernel test runs: `device` gives every numerics test an interpreted and a compiled
+"""Fixtures of the kernel tests: `device` gives every numerics test an interpreted and a compiled
 variant.
 """
 
@@ -13,5 +13,7 @@ import torch
     ]
 )
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the kernel under test runs: Triton's interpreter on the CPU, or compiled on a GPU."""
+    """Return where the kernel under test runs: in Triton's interpreter on the CPU, or compiled on a
+    GPU.
+    """
     return torch.device(request.param)

@@ -42,7 +42,7 @@ def as_bytes(tensor):
 
 
 def staged_by_hand(tensors, blocks, slots, capacity, block_major):
-    """What the staging buffer holds after a gather into zeros."""
+    """Return the staging buffer after a gather into zeros."""
     records = [torch.zeros(capacity, as_bytes(one).shape[1], dtype=torch.uint8) for one in tensors]
     for record, tensor in zip(records, tensors, strict=True):
         record[slots] = as_bytes(tensor.cpu())[blocks]
@@ -110,8 +110,8 @@ def test_without_slots_blocks_lie_in_their_order(device):
 
 
 def test_keys_and_values_interleaved_in_one_tensor(device):
-    """From block to block is then further than a block is long; what lies between keeps its
-    bytes.
+    """The distance between blocks is then larger than a block, and the bytes in between keep their
+    values.
     """
     both = random_bytes((BLOCKS, 2, 4, 8), torch.bfloat16, device)
     keys, values = both[:, 0], both[:, 1]

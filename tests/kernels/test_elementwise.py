@@ -141,8 +141,8 @@ def test_rotation(form, positions_of, head_dim):
 
 @pytest.mark.parametrize(("width", "head_dim"), [(48, 32), (256, 64), (688, 128)])
 def test_passes_over_bf16_round_once(width, head_dim):
-    """What comes out is the float64 outcome, rounded: off by no more than a unit in the last
-    place of bf16.
+    """The result is the float64 outcome, rounded: off by at most one unit in the last place of
+    bf16.
     """
     pytest.importorskip("numba")
     numbers = {"dtype": torch.bfloat16}

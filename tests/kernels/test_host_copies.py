@@ -30,8 +30,8 @@ class StreamDouble:
 
 @pytest.fixture(params=["cpu", "staged", pytest.param("cuda", marks=pytest.mark.gpu)])
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HostCopies:
-    """On a CPU; on a GPU; and as on a GPU, with memory of the CPU. The staging buffer has room
-    for four blocks.
+    """Return copies as on a CPU, as on a GPU but with the CPU's memory, or on a GPU. The staging
+    buffer has room for four blocks.
     """
     device = torch.device("cuda" if request.param == "cuda" else "cpu")
     cache = [torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8, device=device) for size in (64, 64, 12)]

@@ -95,7 +95,7 @@ def test_the_kernels_in_other_precisions(device, dtype):
 
 
 def test_a_grid_that_knows_no_counts_gives_the_same(device):
-    """As a CUDA graph's, which is launched for any slots and any counts."""
+    """A CUDA graph's grid is launched for any slots and any counts."""
     for case in ("mixed, three slices", "nobody has one", "many rows of one slot"):
         *given, expected = make(case, device=device)
         lora_linear(*given, backend="triton", fixed_grid=True)

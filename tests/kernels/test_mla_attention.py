@@ -49,7 +49,7 @@ MIXED = [(0, 7), (1, 33), (20, 20), (5, 64), (0, 0), (1, 1), (17, 50), (1, 32), 
 
 @dataclass
 class Step:
-    """What `mla_attention` takes, where it is to write, and what must stand there afterwards."""
+    """The arguments of `mla_attention`, where it should write, and the expected values there."""
 
     arguments: tuple
     scale: float

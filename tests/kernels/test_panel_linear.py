@@ -114,7 +114,7 @@ def test_every_number_of_rows_is_computed_and_nothing_beside_them_is_written(til
 
 
 def test_gate_and_up_can_be_had_side_by_side(tiles, dtype):
-    """For adapters, which are added before the activation."""
+    """Adapters need both, because they are added before the activation."""
     torch.manual_seed(0)
     for rows, outputs in ((1, 16), (7, tiles.PANEL + 5), (50, 3)):
         weight, x = torch.randn(2 * outputs, 40).to(dtype), torch.randn(rows, 40).to(dtype)

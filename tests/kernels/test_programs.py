@@ -1,5 +1,5 @@
-"""What numba compiles is compiled once: another process finds it on disk. Where nothing can be
-kept, it still runs.
+"""Test that numba compiles a loop once: another process finds it on disk, and without a disk cache
+it still runs.
 """
 
 import math

@@ -218,8 +218,8 @@ def test_the_twin_reads_int8(twin, seed):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_int8_compiles_everywhere_and_spills_next_to_nothing(target):
-    """On sm_90 the fastest tiles put some numbers of a thread aside, and take 199 µs where one
-    that fits takes 301.
+    """The fastest tiles on sm_90 spill some numbers of a thread, and take 199 µs where tiles that
+    fit take 301.
     """
     for query_rows, splits in ((4, 8), (4096, 1)):
         first = configurations(target, query_rows, 4, 128, 2, 1)[0]

@@ -117,7 +117,7 @@ def test_a_slot_beyond_the_cache_writes_to_no_foreign_memory(cache_dtype):
 
 
 def test_one_token_with_one_head_may_come_from_any_strides():
-    """Where they play no part, `contiguous` changes nothing."""
+    """The strides play no part there, and `contiguous` changes nothing."""
     heads = torch.randn(1, 2, 8)
     key, value = (heads[:, index : index + 1].contiguous() for index in (0, 1))
     assert key.stride(1) == 8

@@ -44,9 +44,7 @@ BATCHES = {
 
 @dataclass
 class Step:
-    """What `unified_attention` takes, where it is to write, and what must stand there
-    afterwards.
-    """
+    """The arguments of `unified_attention`, where it should write, and the expected values there."""
 
     arguments: tuple
     scale: float

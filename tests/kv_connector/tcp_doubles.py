@@ -32,7 +32,7 @@ class Engine(PullEngine):
         self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
 
     def prefill(self, name: str, num_tokens: int, block_ids: list[int]) -> dict:
-        """As `PullEngine`'s, and step once more, so that the request has left the batch."""
+        """Prefill as `PullEngine` does, and step once more, so that the request has left the batch."""
         params = super().prefill(name, num_tokens, block_ids)
         self.step()
         return params

@@ -66,9 +66,7 @@ def test_a_request_that_is_aborted_while_it_reads_is_read_to_the_end(pair, netwo
 
 
 def test_of_two_requests_one_reads_and_the_other_waits(pair):
-    """With n = 2 at the client both have the same params, and the prefill engine frees the
-    blocks once.
-    """
+    """A client's n = 2 gives both the same params, and the prefill engine frees the blocks once."""
     p, d = pair
     params = p.prefill("r", 10, [5, 2, 9])
     first, second = d.take("0_mine", 10, params), d.take("1_mine", 10, params)
@@ -94,9 +92,7 @@ def test_of_two_requests_the_last_one_to_leave_notifies(pair):
 
 
 def test_the_same_params_a_second_time_are_not_believed(pair):
-    """From another decode engine, or the same one later: the blocks may be another request's by
-    now.
-    """
+    """The blocks may be another request's by then, whichever decode engine sends the params again."""
     p, d = pair
     params = p.prefill("r", 10, [5, 2, 9])
     d.load("mine", 10, dict(params), 1, 3, 4)

@@ -1,5 +1,5 @@
-"""What a client may write into `kv_transfer_params`: all of it is checked, and vLLM's own
-answers pass.
+"""Test that every field of a client's `kv_transfer_params` is checked, and that vLLM's own answers
+pass.
 """
 
 import pytest

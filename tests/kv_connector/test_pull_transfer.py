@@ -1,4 +1,4 @@
-"""What holds of both connectors whose decode engine pulls, step by step: what is read, kept and
+"""Test both connectors whose decode engine pulls, step by step: blocks that are read, kept and
 given back.
 """
 

@@ -86,7 +86,5 @@ with ThreadPoolExecutor(1) as thread:
 
 
 def test_nothing_stays_behind_in_the_interpreter():
-    """With an exception still on its way, Python 3.11 would stand still at the first call that
-    is traced.
-    """
+    """A pending exception would make Python 3.11 hang at the first call that is traced."""
     subprocess.run([sys.executable, "-c", AFTERWARDS], check=True, timeout=60)

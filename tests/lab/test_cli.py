@@ -1,6 +1,4 @@
-"""What scripts share: argument types that refuse in words, and tables without log lines in
-between.
-"""
+"""Test the argument types that scripts share, and that no log line comes between tables."""
 
 import argparse
 import logging

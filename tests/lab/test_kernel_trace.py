@@ -39,7 +39,7 @@ def overlapping_kernel(out, x, STEP: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def shift_kernel(x, BLOCK: tl.constexpr):
-    """In place, and each program reads its left neighbour's last element."""
+    """Shift in place: each program reads its left neighbour's last element."""
     program = tl.program_id(0)
     at = program * BLOCK + tl.arange(0, BLOCK)
     tl.store(x + at, tl.load(x + at - 1, mask=at > 0, other=0.0))
@@ -128,7 +128,9 @@ def test_only_what_the_mask_lets_through_is_counted(dtype, size):
 
 
 def test_a_mask_may_be_made_of_a_vector_and_a_scalar():
-    """As on a GPU; the interpreter by itself refuses the integers that it makes of the two."""
+    """A GPU accepts it too; the interpreter by itself refuses the integers that it makes of the
+    two.
+    """
     out, x = torch.zeros(4), numbers(4) + 1
     trace = trace_kernel(scalar_in_mask_kernel, (2,), out, x, torch.tensor([0, 1], dtype=torch.int32), BLOCK=4)
     assert out.tolist() == [1, 2, 3, 0]

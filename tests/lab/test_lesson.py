@@ -1,4 +1,4 @@
-"""What a lesson's script does first and last."""
+"""Test the beginning and the end of a lesson's script."""
 
 import json
 from pathlib import Path

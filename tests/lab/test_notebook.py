@@ -64,7 +64,7 @@ def shell(monkeypatch):
 
 
 def run(shell, source):
-    """What a cell prints; it must not raise."""
+    """Return what a cell prints; it must not raise."""
     with capture_output() as captured:
         result = shell.run_cell(source, store_history=True)
     assert result.success, captured.stdout
@@ -72,7 +72,7 @@ def run(shell, source):
 
 
 def raised(shell, source):
-    """What a cell prints that raises."""
+    """Return what a cell prints that raises."""
     with capture_output() as captured:
         assert not shell.run_cell(source, store_history=True).success
     return captured.stdout + captured.stderr

@@ -1,5 +1,5 @@
-"""What a pipeline's record says of it. That an engine's is recorded:
-`tests/engine/test_pipeline_parallel.py`.
+"""Test the figures of a pipeline's record. `tests/engine/test_pipeline_parallel.py` tests that an
+engine is recorded.
 """
 
 import pytest

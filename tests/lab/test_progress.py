@@ -20,7 +20,7 @@ def of_kind(monkeypatch, kind):
 
 @pytest.fixture
 def outputs(monkeypatch):
-    """What a cell of a notebook shows, one entry for each change."""
+    """Return the outputs of a notebook's cell, one entry for each change."""
     shown = []
 
     class Handle:

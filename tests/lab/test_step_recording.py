@@ -45,9 +45,7 @@ def test_a_run_is_recorded_and_is_the_same_as_without(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("warm_processes")
 def test_a_recording_ends_with_the_engine(tmp_path: Path) -> None:
-    """What has happened is said by the call that met it, and the file holds what was told
-    before.
-    """
+    """The failing call reports what happened, and the file keeps what was written before."""
     remote = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64, num_gpu_blocks_override=40, multiprocess=True)
     client, path = remote.llm_engine.engine_core, tmp_path / "run.jsonl"
     assert isinstance(client, SyncMPClient)

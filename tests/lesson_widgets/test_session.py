@@ -1,4 +1,4 @@
-"""What every widget does with its knobs: draw again, refuse, show errors, compare, save, take
+"""Test what every widget does with its knobs: draw again, refuse, show errors, compare, save, run
 the reader's own code.
 """
 

@@ -34,9 +34,7 @@ def heard(*messages: dict) -> LessonWidget:
 
 @pytest.fixture
 def notebook() -> Iterator[None]:
-    """What is displayed is displayed in IPython; no test after this one thinks that it runs in a
-    notebook.
-    """
+    """Display in IPython; no test after this one believes that it runs in a notebook."""
     InteractiveShell.instance()
     yield
     InteractiveShell.clear_instance()

@@ -1,6 +1,4 @@
-"""What every lesson's tests ask of its script, its exercise and its rows of claims, in a few
-lines each.
-"""
+"""Check every lesson's script, exercise and rows of claims, in a few lines each."""
 
 from __future__ import annotations
 

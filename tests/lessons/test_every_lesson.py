@@ -1,4 +1,4 @@
-"""What every exercise must do: its checks pass on the lesson's script, and fail on the stub."""
+"""Test that every exercise's checks pass on the lesson's script, and fail on the stub."""
 
 import pytest
 from lessons.harness import REPOSITORY, solution_results, stub_results

@@ -1,4 +1,4 @@
-"""What a script concludes: everything on a quiet machine, only what was counted on a disturbed
+"""Test a script's conclusions: all of them on a quiet machine, only counted ones on a disturbed
 one.
 """
 

@@ -1,4 +1,4 @@
-"""Which row of a step has which adapter: the sorted lists that the kernels read."""
+"""Test the sorted lists that tell the kernels which row of a step has which adapter."""
 
 import numpy as np
 import torch

@@ -224,7 +224,7 @@ def test_a_pickle_is_named_and_not_opened(tmp_path):
 
 
 def test_files_that_cannot_be_looked_at_or_opened_are_no_adapter(tmp_path, monkeypatch):
-    """In one line; whatever else is raised ends a step."""
+    """The refusal is one line; any other exception would end a step."""
     assert_refused("no adapter", read_adapter, tmp_path / ("x" * 300), 16, shape_of)
 
     def denied(*arguments, **named):

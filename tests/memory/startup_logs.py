@@ -1,4 +1,4 @@
-"""What vLLM printed at start-up on other people's machines, as `startup_logs.toml` has it."""
+"""Read `startup_logs.toml`: what vLLM printed at start-up on other people's machines."""
 
 import tomllib
 from pathlib import Path

@@ -103,8 +103,8 @@ def test_a_block_of_attention_is_as_large_as_a_state(name, tp, block_size, publi
 
 
 def test_groups_of_gemma_4_are_the_published_ones():
-    """Of 12B: 6 groups of 40 and 8 layers (tenstorrent/tt-metal#48283), 16 and 64 tokens a block
-    (kvcached#396).
+    """The 12B model has 6 groups of 40 and 8 layers (tenstorrent/tt-metal#48283), 16 and 64 tokens
+    a block (kvcached#396).
     """
     kv = kv_groups(MODELS["gemma-4-12B"])
     assert [(type(layer), layer.block_size) for layer in kv.groups] == [(WindowLayer, 16)] * 5 + [(FullLayer, 64)]

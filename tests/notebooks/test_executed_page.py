@@ -36,7 +36,7 @@ LessonWidget(SPEC, size=3)
 
 @pytest.fixture(scope="module")
 def page_of_a_widget(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `jupyter nbconvert --execute --to html` writes."""
+    """Return the page that `jupyter nbconvert --execute --to html` writes."""
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(WIDGET)], metadata=kernel)
     ExecutePreprocessor(timeout=120, kernel_name="python3").preprocess(notebook)

@@ -41,8 +41,7 @@ def test_lessons_and_notebooks_agree():
 
 @each_notebook
 def test_no_cell_gives_the_exercise_away(path: Path):
-    """What the exercise asks for is defined in no cell before it, and `mine` is the exercise's
-    cell alone.
+    """No cell before the exercise defines what it asks for, and only the exercise's cell is `mine`.
     """
     cells = code_cells(path)
     kinds = [kind for kind, _ in cells]
@@ -79,7 +78,7 @@ def test_no_picture_stands_beside_the_widget_that_draws_it(path: Path):
 @pytest.mark.without_browser
 @each_notebook
 def test_every_cell_runs_every_demo_again_and_it_takes_a_solution(path: Path):
-    """In one kernel. Where there is a browser, JupyterLab runs the same cells:
+    """All cells run in one kernel. Where there is a browser, JupyterLab runs them too:
     e2e/test_notebooks.py.
     """
     notebook = nbformat.read(path, as_version=4)

@@ -1,4 +1,6 @@
-"""Where people open the notebooks: `make lab` in JupyterLab, Colab, a development container."""
+"""Test the places where people open the notebooks: `make lab` in JupyterLab, Colab, a development
+container.
+"""
 
 import json
 import re

@@ -72,7 +72,7 @@ def test_the_sequences_are_those_of_a_plain_search(llm, oracle, settings):
 
 
 def test_a_sequence_that_ends_is_kept_and_not_extended(llm, oracle, monkeypatch):
-    """With the ends that a search without ends has as its second tokens."""
+    """The ends are the second tokens of a search without ends."""
     ids = llm.llm_engine.tokenizer.encode(PROMPTS[0]).ids
     params = BeamSearchParams(beam_width=3, max_tokens=4)
     ends = tuple({sequence.tokens[len(ids) + 1] for sequence in llm.beam_search(PROMPTS[:1], params)[0].sequences})

@@ -1,5 +1,5 @@
-"""What vLLM's offline examples call, on one engine: chat, metrics, queued prompts, tokenizer, a
-loop of steps.
+"""Test the calls of vLLM's offline examples on one engine: chat, metrics, queued prompts,
+tokenizer, a loop of steps.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What the run queue says of this process's threads."""
+"""Test the reading of the run queue for this process's threads."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""What is left out of Triton's interpreter changes no kernel: the same results, and the language
-is as it was.
+"""Test that our shortcuts in Triton's interpreter change no kernel's results, and leave the
+language as it was.
 """
 
 import pytest

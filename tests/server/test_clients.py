@@ -1,4 +1,4 @@
-"""What clients do to a server: leave, read slowly, send nonsense, come in crowds."""
+"""Test clients that leave, read slowly, send nonsense or come in crowds."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What a request says its answer must conform to, and the tools that the answer calls."""
+"""Test a request's constraints on its answer, and the tools that the answer calls."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

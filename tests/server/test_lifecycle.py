@@ -1,4 +1,4 @@
-"""How the server starts and ends: nothing is lost, nobody is stuck, nothing is left over."""
+"""Test the server's start and end: no request is lost, no client hangs, no process is left."""
 
 import asyncio
 import json

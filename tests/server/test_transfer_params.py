@@ -84,7 +84,7 @@ def test_of_n_completions_the_first_one_is_told():
 @pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_and_its_answer_is_the_requests(kind: RequestOutputKind, order: tuple[int, ...]):
-    """In whatever order they end."""
+    """The answer is right in whatever order the request's parts end."""
     processor, parent = OutputProcessor(None), ParentRequest("cmpl-a-0", 3)
     children = child_requests(engine_request(3, kind))
     for index, child in enumerate(children):

@@ -93,8 +93,8 @@ def test_a_model_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize(("true", "found"), [(27, 26.25), (100, 40), (5, 0)])
 def test_the_knee_by_hand(true, found):
-    """As the lesson tells it: between 20 and 40, with a knee at 27, it tries 30, 25, 27.5 and
-    26.25.
+    """The bisection between 20 and 40, with a knee at 27, tries 30, 25, 27.5 and 26.25, as the
+    lesson says.
     """
     tried = []
 

@@ -113,7 +113,7 @@ def test_at_low_load_a_first_token_waits_as_in_an_m_d_1_queue():
 
 
 def test_beginning_in_the_middle_of_things_saves_the_time_to_fill_up():
-    """Without, early requests of a short run find an engine that is emptier than it will be."""
+    """Early requests of a short run would otherwise find an engine that is emptier than it will be."""
     steady = ONE.steady(64, 256, ONE.kv_tokens())
     rate = 0.6 * steady.capacity
     empty, full = (served(rate, 64, 256, at_start=n) for n in (0, round(steady.batch(rate))))

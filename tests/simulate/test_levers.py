@@ -86,7 +86,7 @@ def test_graphs_gain_what_was_measured_on_a_small_model_and_nothing_on_large_ste
 
 
 def test_steps_larger_than_the_largest_graph_are_launched_kernel_by_kernel():
-    """On a small model even 513 tokens are done before the host has launched them."""
+    """A small model computes even 513 tokens before the host has launched them."""
     graphs, eager = (cost(replace(FULL, cuda_graphs=on), "Qwen3-0.6B") for on in (True, False))
     captured, larger = StepShape.of([(512, 0)]), StepShape.of([(513, 0)])
     assert graphs.seconds(captured) < 0.7 * eager.seconds(captured)

@@ -1,5 +1,5 @@
-"""What clients have seen of an open load when it is left, some of them in the middle of their
-answers.
+"""Test what clients have seen of an open load when it stops while some of their answers are
+unfinished.
 """
 
 from minivllm_simulate.open_load import OpenRun, Stay

@@ -223,8 +223,8 @@ def test_drafts_change_the_steps_and_not_the_tokens(case, num_drafts, acceptance
 
 
 def test_accepted_drafts_are_as_many_as_the_acceptance_says():
-    """Of k drafts with chance a each, (1 - a^(k+1)) / (1 - a) tokens come of a verification
-    (Leviathan et al. 2023).
+    """A verification of k drafts, each accepted with chance a, yields (1 - a^(k+1)) / (1 - a)
+    tokens (Leviathan et al. 2023).
     """
     work = [SimulatedRequest(4, 4001)]
     config = SchedulerConfig(max_model_len=8192, drafting=DraftingConfig(num_speculative_tokens=3))

@@ -1,4 +1,4 @@
-"""What the site says is what the repository says, and every link of it leads somewhere."""
+"""Test that the site has the repository's text, and that every link of it leads somewhere."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How one request is sampled, and when it stops. No torch.
+"""The sampling parameters of one request: how its tokens are drawn, and when it stops. No torch.
 
 In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `BeamSearchParams`,
 `RequestOutputKind`). Fields have vLLM's names and defaults.

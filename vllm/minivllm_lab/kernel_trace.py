@@ -1,5 +1,5 @@
-"""What a Triton kernel reads and writes: counted byte by byte in Triton's interpreter, in place of
-a stopwatch.
+"""Count what a Triton kernel reads and writes, byte by byte in Triton's interpreter, in place of a
+stopwatch.
 
     trace = trace_kernel(append_kernel, (requests,), keys, values, k, v, lengths, WIDTH=64)
     trace.bytes_read, trace.arguments["k"].bytes_read, trace.races, trace.out_of_bounds

@@ -1,4 +1,4 @@
-"""What the lessons' notebooks need of IPython: the cell of an exercise is a module of its own.
+"""The notebooks' additions to IPython: the cell of an exercise is a module of its own.
 
     %%exercise mine
     def area(radius): ...

@@ -1,5 +1,5 @@
-"""How much does a function make on the way? For checks of exercises: what must never be made is
-larger than that.
+"""Count the numbers that a function allocates, for checks of exercises: a forbidden tensor is
+larger than the limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 
 def numbers_made(act: Callable[[], object]) -> int:
-    """Return numbers of all tensors that `act` makes; views of what is there cost nothing.
+    """Count the numbers in all tensors that `act` makes; views of existing ones cost nothing.
 
     Raises:
         AssertionError: it leaves torch for numpy, where nothing can be counted.

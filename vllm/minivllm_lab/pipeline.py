@@ -1,4 +1,4 @@
-"""How full a pipeline is: when each stage computed, by the number of steps in flight.
+"""Measure how full a pipeline is: when each stage computed, by the number of steps in flight.
 
     one, two = (record_pipeline(core_of(llm), lambda: llm.generate(prompts, params), batches) for
     batches in (1, 2)) print(one.fullness, two.fullness, *two.timeline(), sep="\\n")

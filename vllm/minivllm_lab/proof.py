@@ -1,6 +1,4 @@
-"""How scripts prove their claims: kernels are compared with float64, and invalid calls must be
-refused.
-"""
+"""The proofs of scripts: kernels are compared with float64, and invalid calls must be refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How well an engine still predicts: loss on held-out text, and agreement with another engine,
-token by token.
+"""Measure how well an engine still predicts: loss on held-out text, and agreement with another
+engine, token by token.
 
 The text goes through the engine as prompts with prompt log probabilities requested. So every
 prediction uses attention over the engine's own paged cache, in the dtype it is stored in, and the

@@ -1,4 +1,4 @@
-"""Which functions lead to which: by the names in their source, without running anything."""
+"""Find which functions lead to which, by the names in their source, without running anything."""
 
 from __future__ import annotations
 

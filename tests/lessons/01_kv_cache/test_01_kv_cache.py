@@ -89,7 +89,7 @@ def test_attention_of_new_tokens_equals_the_end_of_the_whole():
 
 
 def keys_and_values(model, tokens):
-    """Those of every layer, when all tokens go through the model together."""
+    """Return the keys and values of every layer, when all tokens go through the model together."""
     found = []
 
     def attend(layer, q, k, v):
@@ -448,8 +448,8 @@ def test_the_learners_part_serves_the_engine(capsys):
 
 
 def test_the_pool_is_as_large_as_the_learner_counts():
-    """Who counts query heads promises a quarter of the requests: the embedded model has 8 on 2
-    KV heads.
+    """A count of query heads gives room for a quarter of the requests: the embedded model has 8 on
+    2 KV heads.
     """
     wrong = load_mutant(script_path("01"), MUTANTS["counts the query heads"])
     plug = plug_of("01")

@@ -255,8 +255,8 @@ def test_decode_through_a_table(block_size, heads, kv_heads, head_dim, dtype, de
 
 
 def test_where_the_slots_are_is_all_that_differs_from_lesson_01(device):
-    """Without the table the kernel is lesson 01's; with one block a sequence the table changes
-    no bit.
+    """The kernel without the table is lesson 01's; with one block a sequence, the table changes no
+    bit.
     """
     lengths = torch.tensor([1, 40, 64], dtype=torch.int32, device=device)
     keys, values = torch.randn(2, 3, 64, 2, 64, device=device)

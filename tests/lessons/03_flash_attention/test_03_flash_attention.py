@@ -139,7 +139,7 @@ def test_large_scores_do_not_overflow(large, device):
 
 
 def test_a_row_that_sees_nothing_gives_zero_and_spoils_no_other(device):
-    """With 40 queries and 10 keys, causal, the first 30 queries stand before every key."""
+    """The first 30 of 40 causal queries come before all 10 keys."""
     q, k, v = vectors(40, 10, 2, 64, torch.float32, device)
     out, lse = lesson.flash_attention(q, k, v, block_q=16, block_k=16)
     assert torch.equal(out[:30], torch.zeros_like(out[:30]))
@@ -447,7 +447,9 @@ def test_the_opening_figures_scores_are_the_embedded_models():
 
 
 def test_the_opening_figure_walks_as_the_loop_does():
-    """What it says has moved, in rows, is what the loop moves for that tile of queries."""
+    """The rows that the figure says have moved are those that the loop moves for that tile of
+    queries.
+    """
     frames = opening.frames()
     assert "moved so far: 24 rows" in frames.still(-1)
     moved = {}
@@ -502,7 +504,7 @@ def test_bad_input_is_one_line(arguments, about):
 
 
 def test_numbers_of_the_text():
-    """What the lesson says outside its tables and outputs."""
+    """The lesson's numbers outside its tables and outputs are right."""
     h100, llama = get_hardware("H100"), known_model("Llama-3.1-8B")
     stored = attention_traffic.naive_traffic(llama.max_position_embeddings, llama.head_dim)
     assert llama.num_attention_heads * stored.extra == 2 * 2**40, "2 TiB for one layer"

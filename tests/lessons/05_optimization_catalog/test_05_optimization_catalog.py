@@ -483,8 +483,8 @@ def test_other_integers_that_pass_give_the_same_tokens(as_it_is):
 
 
 def test_names_without_a_parent_give_wrong_answers():
-    """As the lesson tells it: after `sub`, the second `add` finds its own first block, and then
-    one of `sub`.
+    """The second `add`, after `sub`, finds its own first block and then one of `sub`, as the lesson
+    says.
     """
     prompts = ["def sub(a, b):\n    return", "def add(a, b):\n    return", "def add(a, b):\n    return"]
     requests = Plugged(parts=NO_PARTS, engine_args={"block_size": 4}, prompts=prompts, max_tokens=6)

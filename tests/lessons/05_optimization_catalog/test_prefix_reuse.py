@@ -1,5 +1,5 @@
-"""What a prefix cache found, evicted and found wrongly is what the engine's own scheduler and
-pool did.
+"""Test that the model of a prefix cache finds and evicts what the engine's own scheduler and pool
+do.
 """
 
 import hashlib

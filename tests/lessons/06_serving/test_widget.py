@@ -208,7 +208,7 @@ def test_no_preset_meets_a_challenge(preset: str):
     ],
 )
 def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
-    first = next(iter(widget.sweep(**knobs)))  # what is asked for needs no run
+    first = next(iter(widget.sweep(**knobs)))  # the limits need no run
     assert widget.CHALLENGES[index].check(first).advice.startswith(named)
 
 
@@ -336,7 +336,7 @@ class Latest(Queued):
 
 
 class Asleep(Queued):
-    """Nobody wakes its reader."""
+    """A collector that never wakes its reader."""
 
     def put(self, output):
         self.kept.append(output)

@@ -214,9 +214,7 @@ def test_counts_and_formula_by_hand():
 
 
 def test_the_opening_shows_drafts_that_fail_that_stand_and_that_stand_in_part(capfd):
-    """By both guessers the request's tokens are the same; nothing is logged between picture and
-    reader.
-    """
+    """Both guessers give the request's tokens, and no log line comes between picture and reader."""
     opening.recorded.cache_clear()
     looked_up, drafted = opening.recorded(), opening.recorded("draft_model")
     tokens = [[token.id for step in steps for token in step.kept] for steps in (looked_up, drafted)]

@@ -47,7 +47,7 @@ GRID = [
 
 
 def test_no_verdict_is_false():
-    """Of some two hundred settings: the tone, the figures and the cause are those of the model."""
+    """The tone, the figures and the cause are the model's at some two hundred settings."""
     tones, said = Counter(), Counter()
     for state in fitting(GRID):
         one, found = state.one, widget.verdict(state)
@@ -275,8 +275,8 @@ def test_a_wrong_rule_is_seen_at_once(rule, k: int):
 
 
 def test_a_biased_rule_is_off_by_its_bias():
-    """With certain drafts, u < p + 0.02 says the draft too often by 0.02, and all else too
-    seldom.
+    """The rule u < p + 0.02, with certain drafts, generates the draft too often by 0.02, and all
+    else too seldom.
     """
     found = measured((0.6, 0.6), True, 3, biased)
     assert found.rates == pytest.approx((0.62, 0.62), abs=1e-3)

@@ -110,7 +110,9 @@ def test_two_engines_say_what_one_says():
 
 
 def test_the_paged_model_computes_what_the_decoder_computes():
-    """In blocks that lie anywhere, in two pieces; it writes into its own blocks only."""
+    """The blocks lie anywhere, the prompt comes in two pieces, and the model writes into its own
+    blocks only.
+    """
     model = report.paged_model(ARGUMENTS)
     tokens, blocks = report.random_prompt(50, 3), [7, 2, 9, 4]
     whole = PagedModel(model.model, 10, 64).forward(tokens, 0, [3])
@@ -208,7 +210,7 @@ def test_bytes_of_a_prompt_by_hand():
 
 
 def test_one_pool_wins_with_its_best_budget_and_loses_with_the_default():
-    """What the text says of both kinds of requests, from the figures that it quotes."""
+    """The text's statement on both kinds of requests follows from the figures that it quotes."""
     results = REPOSITORY / "benchmarks" / "results" / "08_disaggregation.cpu.json"
     best = json.loads(results.read_text())["figures"]["ratio"]["best"]
     assert set(best) == set(report.WORKS)

@@ -101,7 +101,7 @@ def test_blocks_that_could_not_be_used_are_not_missed(rate: float):
 
 
 def test_blocks_are_held_while_a_prompt_travels():
-    """Where the decoding engine has blocks for two prompts only, a third waits for them."""
+    """A third prompt waits where the decode engine has blocks for two."""
     one = system(1, 1, "10 Gb/s")
     made = one.pools(SHORT)
     scheduler, cache = made.decode_configs

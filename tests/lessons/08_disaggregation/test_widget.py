@@ -43,8 +43,8 @@ SETTINGS = [
 
 
 def test_no_verdict_contradicts_the_capacities(monkeypatch: pytest.MonkeyPatch):
-    """Of 216 settings: twice the least capacity is broken, by what has it; a sixth of all, alone
-    in time, is not.
+    """Twice the least capacity is broken by the part that has it, and a sixth of all, alone in
+    time, is not, at 216 settings.
     """
     monkeypatch.setattr("widgets.disaggregation.state.COUNTED", 24)
     said = Counter()
@@ -101,8 +101,8 @@ def test_the_one_pool_that_two_are_compared_with_has_the_best_budget_of_the_ladd
 
 
 def test_the_picture_does_not_answer_the_guess():
-    """What stands before it: one of the two lines only, no bar, and no figures of those that do
-    both.
+    """The picture before the guess has only one of the two lines, no bar, and no figures of GPUs
+    that do both.
     """
     picture = ET.fromstring(widget.figure(known()))
     parents = {child: parent for parent in picture.iter() for child in parent}
@@ -168,7 +168,7 @@ def test_the_slow_link_is_borne_with_room_to_spare():
     ],
 )
 def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
-    first = next(iter(widget.sweep(**knobs)))  # what is asked for needs no run
+    first = next(iter(widget.sweep(**knobs)))  # the limits need no run
     assert widget.CHALLENGES[index].check(first).advice.startswith(named)
 
 

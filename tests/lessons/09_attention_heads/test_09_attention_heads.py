@@ -537,7 +537,7 @@ test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests(
 
 @pytest.mark.interpreted
 def test_interleaved_heads_get_a_hint():
-    """With `repeat` in place of `repeat_interleave`, query head h uses KV head h % kv_heads."""
+    """Query head h uses KV head h % kv_heads if `repeat` takes the place of `repeat_interleave`."""
 
     def dealt(q, keys, values):
         times = q.shape[1] // keys.shape[1]

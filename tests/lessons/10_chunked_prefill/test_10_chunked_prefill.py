@@ -113,8 +113,8 @@ def test_no_decode_goes_without_a_token():
 
 
 def test_with_drafts_a_budget_of_max_num_seqs_starves_decodes():
-    """Of four requests with three drafts each, the first takes a budget of 4; a budget of 16
-    serves them all.
+    """The first of four requests with three drafts each takes a budget of 4; a budget of 16 serves
+    them all.
     """
 
     def served(budget: int) -> list[set[str]]:

@@ -32,8 +32,8 @@ def test_the_shape_of_the_published_table_is_ours():
 
 
 def test_the_smallest_loss_and_the_whole_sequence_waste_less():
-    """In the published worst case, both `least computed` and admission of whole requests
-    recompute less.
+    """Both `least computed` and admission of whole requests recompute less in the published worst
+    case.
     """
     useful = sum(each.prompt_tokens + each.output_tokens - 1 for each in workload())
     runs = [by_first_chunk(400), waste(400, False, "least computed"), waste(400, True), waste(400, True, caching=True)]

@@ -256,7 +256,7 @@ def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: di
     ],
 )
 def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
-    first = next(iter(widget.sweep(**knobs)))  # what is asked for needs no run
+    first = next(iter(widget.sweep(**knobs)))  # the limits need no run
     assert widget.CHALLENGES[index].check(first).advice.startswith(named)
 
 

@@ -1,5 +1,5 @@
-"""Which models cache the key and value of every token in every layer, and which layers of the
-others do.
+"""The models that cache the key and value of every token in every layer, and the layers of others
+that do not.
 
 Only for the former does one formula give the bytes per token, and only they are run. State-space
 layers keep one state, however long the sequence; sliding-window layers forget old tokens; some

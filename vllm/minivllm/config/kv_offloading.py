@@ -1,4 +1,4 @@
-"""From `kv_offloading_size` to the connector that keeps a second tier of the KV cache in host
+"""Turn `kv_offloading_size` into the connector that keeps a second tier of the KV cache in host
 memory. No torch.
 
 In vLLM v0.33.0: `_post_init_kv_transfer_config` in `vllm/config/vllm.py`; `kv_offloading_size` and

@@ -1,6 +1,4 @@
-"""What `start_profile` records, and where it is written. In vLLM v0.33.0:
-`vllm/config/profiler.py`.
-"""
+"""The settings of `start_profile`. In vLLM v0.33.0: `vllm/config/profiler.py`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -1,3 +1,5 @@
-"""Which integers weights can be quantized to at load time. `kernels/packed_weights.py` says how."""
+"""The integer formats of weights that are quantized at load time. `kernels/packed_weights.py`
+explains them.
+"""
 
 QUANTIZATIONS = ("int8", "int4")

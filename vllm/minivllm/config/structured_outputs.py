@@ -1,4 +1,4 @@
-"""What a generated text must conform to. In vLLM v0.33.0: `vllm/sampling_params.py`
+"""The constraints on a generated text. In vLLM v0.33.0: `vllm/sampling_params.py`
 (`StructuredOutputsParams`).
 """
 

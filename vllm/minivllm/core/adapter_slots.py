@@ -1,4 +1,4 @@
-"""Which adapter lies in which slot of the device: least recently used first out, pinned ones never.
+"""The device's adapter slots: the least recently used adapter is evicted first, a pinned one never.
 
 Bookkeeping only; who owns the tensors copies an adapter's weights in when `activate` gives it a
 slot that it did not have. In vLLM v0.33.0: `vllm/lora/model_manager.py`

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a request's grammar. `minivllm.structured_output` compiles them.
+"""The scheduler's view of a request's grammar. `minivllm.structured_output` compiles grammars.
 
 In vLLM v0.33.0: `vllm/v1/structured_output/backend_types.py` (`StructuredOutputGrammar`).
 """

@@ -1,5 +1,5 @@
-"""Which requests can be served at all. The front end checks before it sends one, the scheduler
-before it queues one.
+"""Limits that a request must meet to be served. The front end checks before it sends one, the
+scheduler before it queues one.
 
 In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor._validate_model_inputs`).
 """

@@ -1,4 +1,5 @@
-"""How many tokens each request gets in the next step: continuous batching under one token budget.
+"""Decide how many tokens each request gets in the next step: continuous batching under one token
+budget.
 
 There is no prefill phase and no decode phase. In each step every request tries to catch up:
 `num_computed_tokens` moves towards `num_tokens_with_spec`. Running requests go first, in order of

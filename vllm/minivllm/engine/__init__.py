@@ -1,3 +1,3 @@
-"""From prompts to completions: input and output processing around the core's
+"""Turn prompts into completions: input and output processing around the core's
 schedule-execute-update loop.
 """

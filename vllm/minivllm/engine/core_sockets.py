@@ -1,5 +1,4 @@
-"""Where the sockets between cores and their clients lie: in a folder of this machine, or on TCP
-ports.
+"""The sockets between cores and their clients, in a folder of this machine or on TCP ports.
 
 In a folder that only this user can read, nobody else can connect. On TCP everybody can, so messages
 are encrypted (CURVE). The front end makes a pair of keys at its start and shows its "public" key to

@@ -1,4 +1,4 @@
-"""What the front end measures of requests: tokens, latencies, and how each of them ended.
+"""The front end's measurements of requests: tokens, latencies, and how each request ended.
 
 Times are differences of `time.monotonic()`, in seconds. Arrival and tokens are seen by the front
 end, scheduling by the core; the clock is one.

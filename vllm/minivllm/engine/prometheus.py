@@ -1,4 +1,4 @@
-"""What the engine measures, for Prometheus: vLLM's names, types, labels and buckets.
+"""The engine's metrics for Prometheus: vLLM's names, types, labels and buckets.
 
 `METRICS` says what there is, and `PrometheusStatLogger` fills it in. In vLLM v0.33.0:
 `vllm/v1/metrics/loggers.py` (`PrometheusStatLogger`).

@@ -1,1 +1,1 @@
-"""Where users come in: `LLM`, the OpenAI server, the proxy, the command line."""
+"""The entry points for users: `LLM`, the OpenAI server, the proxy, the command line."""

@@ -1,1 +1,1 @@
-"""Where ranks run: in this process, a process each, or as actors of Ray."""
+"""Run the ranks in this process, in a process each, or as actors of Ray."""

@@ -1,4 +1,5 @@
-"""Where the ranks run: a single one in the engine's process, or each in a separate process.
+"""The interface of executors, which run the ranks: a single one in the engine's process, or each in
+a separate process.
 
 Every rank gets the same calls in the same order. In vLLM v0.33.0: `vllm/v1/executor/abstract.py`
 (`Executor`).

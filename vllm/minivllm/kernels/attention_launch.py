@@ -1,6 +1,4 @@
-"""What the launches of both attention kernels share: `unified_attention.py` and
-`mla_attention.py`.
-"""
+"""The launch code that both attention kernels share: `unified_attention.py` and `mla_attention.py`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which rows of a step use which adapter: the rows' indices stably sorted by slot, and where each
-slot's begin.
+"""The rows of a step by adapter: the rows' indices stably sorted by slot, and where each slot's
+begin.
 
     slot of each row      2  -1   0   2   0          (-1: none)
     sorted indices        1 | 2   4 | 0   3

@@ -1,4 +1,4 @@
-"""How large a LoRA adapter is: the linears it changes, its parameters, its bytes.
+"""The size of a LoRA adapter: the linears it changes, its parameters, its bytes.
 
 An adapter of rank r replaces W [out, in] by W + scale * B A, with A [r, in] and B [out, r]: r * (in
 + out) numbers for each linear that it changes (arXiv 2106.09685).

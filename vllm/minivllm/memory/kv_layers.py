@@ -1,5 +1,5 @@
-"""What each kind of layer keeps of a request, and the groups in which the layers share one pool of
-blocks.
+"""The tokens that each kind of layer keeps of a request, and the groups in which layers share one
+pool of blocks.
 
 A model whose layers all keep every token has one group, and its cache grows by a fixed number of bytes a token.
 Layers with a sliding window keep the last tokens only, and linear-attention layers keep one state.

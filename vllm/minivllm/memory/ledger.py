@@ -1,4 +1,4 @@
-"""Where the memory of a device goes: weights, working memory, and the KV cache with the tokens it
+"""The ledger of a device's memory: weights, working memory, and the KV cache with the tokens it
 holds.
 
 In vLLM v0.33.0: `vllm/v1/core/kv_cache_planning.py` (`get_kv_cache_configs`,

@@ -1,1 +1,1 @@
-"""What differs between machines: devices, threads, memory, Triton or its interpreter."""
+"""The differences between machines: devices, threads, memory, Triton or its interpreter."""

@@ -1,4 +1,4 @@
-"""From a constraint to a grammar in llguidance's own syntax, and its validation.
+"""Turn a constraint into a grammar in llguidance's own syntax, and validate it.
 
 The library follows references recursively, in native code: a long enough chain of them would
 overflow the stack, and end the process. So texts are bounded, and read in threads whose stacks are

@@ -1,3 +1,3 @@
-"""What runs on the device: the persistent batch, the forward pass over paged attention, and the
-sampler.
+"""The code that runs on the device: the persistent batch, the forward pass over paged attention,
+and the sampler.
 """

@@ -1,4 +1,4 @@
-"""Which attention a model takes: over keys and values of heads, or over latents.
+"""Choose a model's attention: over keys and values of heads, or over latents.
 
 In vLLM v0.33.0: `vllm/v1/attention/selector.py` (`get_attn_backend`, with its `use_mla`).
 """

@@ -1,4 +1,4 @@
-"""From a step's samples to its output: each request's tokens, and whether it can go on."""
+"""Turn a step's samples into its output: each request's tokens, and whether it can go on."""
 
 import numpy as np
 

@@ -1,1 +1,1 @@
-"""What lesson 09 alone uses."""
+"""Code that only lesson 09 uses."""

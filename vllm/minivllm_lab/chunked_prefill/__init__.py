@@ -1,1 +1,1 @@
-"""What lesson 10 alone uses."""
+"""Code that only lesson 10 uses."""

@@ -1,1 +1,1 @@
-"""What lesson 04 alone uses."""
+"""Code that only lesson 04 uses."""

@@ -1,1 +1,1 @@
-"""What lesson 03 alone uses."""
+"""Code that only lesson 03 uses."""

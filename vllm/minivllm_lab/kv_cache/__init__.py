@@ -1,1 +1,1 @@
-"""What lesson 01 alone uses."""
+"""Code that only lesson 01 uses."""

@@ -1,1 +1,1 @@
-"""What lesson 12 alone uses."""
+"""Code that only lesson 12 uses."""

@@ -1,1 +1,1 @@
-"""What lesson 05 alone uses."""
+"""Code that only lesson 05 uses."""

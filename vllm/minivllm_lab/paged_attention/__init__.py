@@ -1,1 +1,1 @@
-"""What lesson 02 alone uses."""
+"""Code that only lesson 02 uses."""

@@ -1,1 +1,1 @@
-"""What lesson 11 alone uses."""
+"""Code that only lesson 11 uses."""

@@ -1,5 +1,5 @@
-"""When drafts pay: tokens that a step yields, seconds that it takes, and the batch from which it
-loses. *Modelled*.
+"""The cost model of drafts: tokens that a step yields, seconds that it takes, and the batch at
+which drafts stop paying. *Modelled*.
 
     head = eagle_head(known_model("Llama-3.1-8B"), get_hardware("H100")) one =
     Speculation.of(known_model("Llama-3.1-8B"), get_hardware("H100"), head, (0.7,), context=1024)

@@ -1,5 +1,5 @@
-"""What a request says its answer must conform to: `structured_outputs`, OpenAI's `response_format`,
-or a tool to call.
+"""A request's constraint on its answer: `structured_outputs`, OpenAI's `response_format`, or a tool
+to call.
 
 In vLLM v0.33.0: `to_sampling_params` in `vllm/entrypoints/openai/chat_completion/protocol.py`,
 `get_json_schema_from_tools` in `vllm/tool_parsers/utils.py`.

@@ -1,4 +1,4 @@
-"""What the flags of the server say, besides those of the engine.
+"""The server's flags, besides those of the engine.
 
 In vLLM v0.33.0: `vllm/entrypoints/common/cli_args.py` (`FrontendArgs`). Names and defaults are
 vLLM's.

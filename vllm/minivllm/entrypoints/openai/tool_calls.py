@@ -1,5 +1,5 @@
-"""From a constrained answer to the tools that it calls. What the model says freely is text,
-whatever it says.
+"""Turn a constrained answer into the tools that it calls. Text that the model generates freely
+stays text.
 
 In vLLM v0.33.0: `vllm/entrypoints/openai/chat_completion/serving.py`, `vllm/parser/`.
 """

@@ -1,4 +1,4 @@
-"""What the two servers of a request are sent.
+"""The bodies that the proxy sends to a request's two servers.
 
 The prefill server gets the client's request for one token, and is told to keep the prompt's keys
 and values; it answers with `kv_transfer_params` that say where they are. The decode server gets the

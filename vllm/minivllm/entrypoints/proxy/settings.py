@@ -1,4 +1,4 @@
-"""What the flags of `minivllm proxy` say."""
+"""The flags of `minivllm proxy`."""
 
 import re
 from dataclasses import dataclass, field

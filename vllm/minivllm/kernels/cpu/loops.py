@@ -1,5 +1,5 @@
-"""What the calls of compiled loops share: numbers as NumPy has them, and loading the loops late.
-No numba.
+"""Code that all calls of compiled loops share: numbers as NumPy has them, and loading the loops
+late. No numba.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Which pieces of two paged caches belong together, where a block has one size here and another
-there.
+"""Match the pieces of two paged caches whose blocks differ in size.
 
 The tokens of a block lie one after another in every region, so any number of them that divides both
 block sizes is a piece that both sides can name; the greatest such number makes the fewest. Region r

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` says to NIXL's connector, checked."""
+"""The checked `kv_connector_extra_config` of NIXL's connector."""
 
 from minivllm.config.checks import positive_seconds, refuse_unknown, require
 from minivllm.core.kv_connector import KVConnectorConfig

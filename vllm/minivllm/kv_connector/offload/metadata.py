@@ -1,4 +1,4 @@
-"""What the two sides of the offloading connector tell each other.
+"""The messages between the two sides of the offloading connector.
 
 In vLLM v0.33.0: `vllm/v1/simple_kv_offload/metadata.py` (`SimpleCPUOffloadMetadata`).
 """

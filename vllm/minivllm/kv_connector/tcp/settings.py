@@ -1,5 +1,5 @@
-"""What `kv_connector_extra_config` says to the TCP connector, checked; and the secret that its
-engines share.
+"""The checked `kv_connector_extra_config` of the TCP connector, and the secret that its engines
+share.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, biases, truncation, the random draw, log probabilities."""
+"""Turn logits into tokens: penalties, biases, truncation, the random draw, log probabilities."""

@@ -1,4 +1,4 @@
-"""From logits to tokens, each row using its own request's sampling parameters.
+"""Turn logits into tokens, each row by its own request's sampling parameters.
 
 Order: log probabilities of the raw logits; allowed tokens, bias, bad words, minimum length;
 penalties; then the most likely token, or temperature, min-p, top-k, top-p and a random draw

@@ -1,4 +1,4 @@
-"""What all proposers share that run a model: its weights, and a KV cache beside the target's.
+"""The base of all proposers that run a model: its weights, and a KV cache beside the target's.
 
 In vLLM v0.33.0: `vllm/v1/spec_decode/llm_base_proposer.py`;
 `vllm/v1/worker/gpu/spec_decode/speculator.py`.
