@@ -46,7 +46,7 @@ class Wire:
         on each if None.
 
         `kind`: "hold" (nothing more passes until `opened` is set), "cut", "lose" (some bytes),
-            "flip" (a bit).
+        "flip" (a bit).
         """
         left = [None] * times if times is not None else None
 

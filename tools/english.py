@@ -39,7 +39,7 @@ FEWEST_WORDS = 3
 """A docstring of fewer words repeats its function's name, unless it names a kernel's grid or an interface."""
 
 PHRASES = {
-    re.compile(pattern, re.IGNORECASE): instead
+    re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE): instead
     for pattern, instead in {
         r"\b(?:is|are) asked for\b": "say what to do: 'Use an H100.'",
         r"\bwho waits\b": "'the waiting request'",
@@ -89,7 +89,7 @@ def is_property(node: Documented) -> bool:
 def _phrase_problems(line: int, text: str) -> Iterator[tuple[int, str]]:
     for pattern, instead in PHRASES.items():
         for match in pattern.finditer(text):
-            yield line + text.count("\n", 0, match.start()), f"'{match.group()}': write {instead}"
+            yield line + text.count("\n", 0, match.start()), f"'{' '.join(match.group().split())}': write {instead}"
 
 
 def python_files(folders: list[str]) -> list[Path]:

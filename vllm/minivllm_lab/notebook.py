@@ -115,8 +115,8 @@ def _run(code: str, filename: str, module: ModuleType) -> None:
 
 
 def _shown_as(lines: list[str], error: Exception) -> Exception:
-    """Return the error, which IPython shows as these lines: without the frames of the magic, from
-    the reader's own on.
+    """Return the error, which IPython shows as these lines: without the frames of the magic,
+    starting at the reader's own.
     """
     error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
     return error

@@ -31,8 +31,8 @@ def bytes_sent(way: str, gpus: int, tokens: int, hidden: int, layers: int, eleme
 
 
 def bubble(stages: int, batches: int) -> float:
-    """Return the share of a pipeline's time in which a stage has nothing to do while so many
-    batches go through it.
+    """Return the share of a pipeline's time in which a stage is idle while `batches` batches
+    go through it.
     """
     return (stages - 1) / (batches + stages - 1)
 

@@ -14,7 +14,7 @@ class RequestLimits:
     """The sizes of the pool and of a request, in tokens and blocks.
 
     `num_extra_tokens`: slots that a request may need beyond its tokens, for draft tokens and
-        lookahead.
+    lookahead.
     """
 
     max_model_len: int

@@ -52,7 +52,7 @@ class IterationStats:
     """One step, or all since the last look.
 
     `finished_parents`: for each prompt whose completions have all ended, how many they are, and
-        tokens of the longest.
+    tokens of the longest.
     """
 
     num_prompt_tokens: int = 0

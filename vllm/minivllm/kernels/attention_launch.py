@@ -16,8 +16,8 @@ Arguments = TypeVar("Arguments", AttentionArguments, MLAArguments)
 
 
 def padded(head_dim: int) -> int:
-    """Return the head dim that the kernel works with: the matrix units take powers of two from
-    16 on.
+    """Return the head dim that the kernel works with: the matrix units take powers of two, at
+    least 16.
     """
     return max(16, triton.next_power_of_2(head_dim))
 

@@ -58,7 +58,7 @@ class LoadableLinearMethod(LinearMethod):
         and device.
 
         `input_parts`: number of ranks that a row of the whole weight is divided over, `in_features`
-            each.
+        each.
         """
 
 

@@ -117,7 +117,7 @@ def profile_memory(
     """Budget the memory of one of `tp` ranks. `config` is the whole model's.
 
     `host_tier`: bytes of a second tier of the cache, of all ranks together. On a CPU it lies in the
-        same memory.
+    same memory.
 
     Activations are estimated if `use.activation_peak` is None. The pool never gets more blocks than
     `max_num_seqs` requests of `max_model_len` tokens could fill: on a CPU, spare memory is left to

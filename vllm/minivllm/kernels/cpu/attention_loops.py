@@ -140,7 +140,7 @@ def score(scores, queries, at, k_cache, slots, count, head_dim, later, ahead):
     n-th key.
 
     `ahead`: meanwhile prefetch the keys of the next tile, at `later`. `add_values` does the same
-        with the values.
+    with the values.
     """
     for key in range(0, count, 4):
         if ahead:
