@@ -1,9 +1,8 @@
 """Kill or freeze one of two servers, the proxy, the wire between them or the client, and see what
 becomes of a request.
 
-    uv run python benchmarks/disaggregation_faults.py --json
-    benchmarks/results/disaggregation_faults.cpu.json uv run python
-    benchmarks/disaggregation_faults.py --only "in the transfer" --policies recompute
+    uv run python benchmarks/disaggregation_faults.py --json benchmarks/results/disaggregation_faults.cpu.json
+    uv run python benchmarks/disaggregation_faults.py --only "in the transfer" --policies recompute
 
 Two `minivllm serve` processes with TCPConnector and a lease of two seconds, `minivllm proxy` before
 them, and between the servers a wire that can be made to fail. In each row of `FAULTS` one thing

@@ -3,9 +3,9 @@
 (a) numerics: take the `device` fixture (conftest.py), run the kernel on that device,
     `assert_close(actual, reference)` against a float64 reference on `awkward_lengths(block)`,
     `HEAD_DIMS`, `GROUPS`;
-(b) ahead-of-time compilation on four targets: `assert_compiles(kernel, arguments, options)`; (c)
-the same numerics compiled on a GPU: the `device` fixture's "cuda" variant, which carries the mark
-`gpu`; (d) the CPU twin: `assert_twin(kernel_result, twin_result)`.
+(b) ahead-of-time compilation on four targets: `assert_compiles(kernel, arguments, options)`;
+(c) the same numerics compiled on a GPU: the `device` fixture's "cuda" variant, with the mark `gpu`;
+(d) the CPU twin: `assert_twin(kernel_result, twin_result)`.
 
 Kernels of lesson scripts: `script("01_kv_cache").some_kernel`.
 Needs torch, triton and pytest only, so that it runs on a common CUDA image.

@@ -1,11 +1,11 @@
-"""Detects whether other work kept the machine busy during a measurement, so that a script then
+"""Detect whether other work kept the machine busy during a measurement, so that a script then
 draws no conclusions.
 
     control = Control()
     with control.watch():
         found = measure_something()
-    closing("a counted conclusion", Timed("one that rests on timings"),
-    disturbance=control.disturbance()) keep(..., disturbance=control.record())
+    closing("a counted conclusion", Timed("one from timings"), disturbance=control.disturbance())
+    keep(..., disturbance=control.record())
 
 Three signs, over all watched parts. `waited`: time that threads waited for a core that something
 else was using. `stolen`: time that the host gave to another virtual machine. `slowdown`: a small

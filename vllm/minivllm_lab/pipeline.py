@@ -1,7 +1,8 @@
 """Measure how full a pipeline is: when each stage computed, by the number of steps in flight.
 
-    one, two = (record_pipeline(core_of(llm), lambda: llm.generate(prompts, params), batches) for
-    batches in (1, 2)) print(one.fullness, two.fullness, *two.timeline(), sep="\\n")
+    serve = lambda: llm.generate(prompts, params)
+    one, two = (record_pipeline(core_of(llm), serve, batches) for batches in (1, 2))
+    print(one.fullness, two.fullness, *two.timeline(), sep="\\n")
 
 With p stages and m steps in flight, min(m, p) / p of the stages can be at work; the rest is the
 bubble. Steps are of different requests, and the scheduler puts all that fit into one: a step is

@@ -161,17 +161,17 @@ def copy_regions_kernel(
         tl.store(cells, tl.load(staged_words, mask=mask), mask=mask)
 
 
-def gather_blocks(
+def _copy(
     regions: BlockRegions,
     blocks: Tensor,
     staging: Tensor,
     slots: Tensor | None = None,
     *,
+    gather: bool,
     block_major: bool = False,
     backend: str | None = None,
-    gather: bool = True,
 ) -> None:
-    """Copy these blocks of all regions into the staging buffer, or, unless `gather`, out of it.
+    """Copy these blocks of all regions into the staging buffer if `gather`, else out of it.
 
     `blocks` and `slots` are int32 or int64 `[n]` on the cache's device, `staging` uint8 with room
     for whole records. `backend` is "triton" or "cpu"; None follows the device. Ids are not checked:
@@ -203,8 +203,8 @@ def gather_blocks(
     )  # fmt: skip
 
 
-# The way back, with the same arguments: copy records of the staging buffer into these blocks.
-scatter_blocks = functools.partial(gather_blocks, gather=False)
+gather_blocks = functools.partial(_copy, gather=True)
+scatter_blocks = functools.partial(_copy, gather=False)
 
 
 def _check_staging(regions: BlockRegions, blocks: Tensor, staging: Tensor, slots: Tensor | None) -> int:

@@ -1,5 +1,4 @@
-"""One attention kernel for every step: prefill, chunks, decode and draft verification in one ragged
-batch.
+"""One attention kernel for all steps: prefill, chunks, decodes and verification in a ragged batch.
 
 `unified_attention(...)`, at the end, is the entry point. On a GPU (and under Triton's interpreter)
 it launches the kernel below, configured by `attention_configurations.py`; on a CPU it calls the
@@ -41,10 +40,11 @@ column of scores, and a value's scale its column of weights, so no tile is ever 
 whole.
 
 Must move, per layer: K and V once per (sequence, query block), 2 × keys × kv_heads × head_dim ×
-bytes; q and out once. Must compute: 4 × head_dim × heads FLOPs for each (query, key) pair that is
-seen. A decode does 2 × group / bytes FLOPs for each byte of K and V (a group of 4 in bf16: 4), far
-below what a GPU can, so it runs at the speed of memory; a prefill of n tokens does about n / 2
-times more and runs at that of the matrix units.
+bytes; q and out once.
+Must compute: 4 × head_dim × heads FLOPs for each (query, key) pair that is seen.
+A decode does 2 × group / bytes FLOPs for each byte of K and V (a group of 4 in bf16: 4), far below
+what a GPU can, so it runs at the speed of memory; a prefill of n tokens does about n / 2 times more
+and runs at that of the matrix units.
 
 In vLLM v0.33.0: `vllm/v1/attention/ops/triton_unified_attention.py`, `kernel_unified_attention` and
 `reduce_segments`. Dao et al. 2022, arXiv:2205.14135 (tiles and the online softmax); Dao et al.

@@ -1,8 +1,7 @@
 """Other rules for the preemption victim than the engine's, and V0's swap. For comparison only.
 
-    Scheduler(scheduler_config, cache_config, SchedulingPolicy(victim=victim_rule("least
-    computed"))) Scheduler(scheduler_config, cache_config,
-    SwapSpace(block_size).policy(victim_rule("last in")))
+    Scheduler(scheduler_config, cache_config, SchedulingPolicy(victim=victim_rule("least computed")))
+    Scheduler(scheduler_config, cache_config, SwapSpace(block_size).policy(victim_rule("last in")))
 
 Everything but the choice of the victim stays the engine's own. Rules that pull requests have
 proposed for vLLM: "least computed" (vllm#53723, measured in vllm#54644), "fewest left"

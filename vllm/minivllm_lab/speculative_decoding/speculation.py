@@ -1,8 +1,8 @@
 """The cost model of drafts: tokens that a step yields, seconds that it takes, and the batch at
 which drafts stop paying. *Modelled*.
 
-    head = eagle_head(known_model("Llama-3.1-8B"), get_hardware("H100")) one =
-    Speculation.of(known_model("Llama-3.1-8B"), get_hardware("H100"), head, (0.7,), context=1024)
+    model, gpu = known_model("Llama-3.1-8B"), get_hardware("H100")
+    one = Speculation.of(model, gpu, eagle_head(model, gpu), (0.7,), context=1024)
     one.speedup(batch=8, k=3), one.break_even(k=3)
 
 A step with k drafts is one forward pass over batch × (k + 1) positions, and the drafter's own
