@@ -32,7 +32,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     drawing = Drawing(width, 0, f"Load on {state.slots} seats", "Static and continuous batching on the same arrivals")
     note = f"{REQUESTS} requests at each load, {state.slots} seats; all times are modelled"
-    y = drawing.heading((MARGIN, 23), "How much load each policy handles", note)
+    y = drawing.heading((MARGIN, 23), "Load that each policy handles", note)
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
     keys = [Segment(curve.name, 0, COLOURS[curve.name]) for curve in state.curves]
@@ -43,7 +43,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     _draw_goodput(Axes(drawing, goodput, LOAD, Scale(0, 1)), state)
     most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])
     _draw_queue(Axes(drawing, queue, LOAD, Scale(0, most * 1.1)), state)
-    drawing.height = _draw_slots(drawing, state, max(main.bottom, queue.bottom) + 49)
+    drawing.height = _draw_slots(drawing, state, max(main.bottom, queue.bottom) + 57)
     return drawing.render()
 
 
@@ -189,10 +189,12 @@ def _draw_slots(drawing: Drawing, state: State, y: float) -> float:
     return the y below.
     """
     wide = drawing.width - 2 * MARGIN
-    drawing.text((MARGIN, y), f"The first {seconds(state.window)}, seat by seat", size=HEADING, bold=True)
+    title = f"The first {seconds(state.window)}, seat by seat"
+    drawing.text((MARGIN, y), title, size=HEADING, bold=True)
     keys = [Segment("empty", 0, IDLE), Segment("empty while a request waits", 0, MISSED, hatched=True)]
     aside = drawing.width >= WIDE
-    y = legend(drawing, (MARGIN + 245, y) if aside else (MARGIN, y + 20), keys, wide) - 9
+    place = (MARGIN + 1.06 * text_width(title, HEADING) + 14, y) if aside else (MARGIN, y + 20)
+    y = legend(drawing, place, keys, wide) - 9
     high = 64.0 if aside else 84.0
     first = Box(MARGIN + NAMES, y, wide - NAMES, high)
     second = Box(first.x, first.bottom + 17, first.width, high)
