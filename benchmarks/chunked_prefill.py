@@ -28,7 +28,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,13 @@ import vllm_cli
 from serving import Serving
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.chunked_prefill.report import show_servers
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.http_load import Answer, Ask, load_beside
+from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, write_record
-from minivllm_lab.tables import console
+from minivllm_lab.tables import console, markdown_table, table
 from minivllm_simulate.virtual_clock import percentile
 
 NAME, MAX_MODEL_LEN = "tiny-python", 2048
@@ -56,6 +56,21 @@ count.
 SIZES = ("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--served-model-name", NAME)
 BLOCKS = ("--num-gpu-blocks-override", "2200")
 MORE = ("--host", "127.0.0.1", "--dtype", "float32", "--no-enable-prefix-caching")
+NOTES = Path(__file__).resolve().parents[1] / "lessons" / "notes" / "10_chunked_prefill.md"
+SERVERS = {
+    "minivllm": "minivllm serve",
+    "part: first": "prefill first",
+    "part: own": "the same, mixed",
+    "vllm": "vLLM's CPU server",
+}
+COLUMNS = {
+    "itl_p50_ms": "ITL p50, ms",
+    "itl_p99_ms": "ITL p99",
+    "itl_max_ms": "longest ITL",
+    "ttft_p50_ms": "TTFT p50",
+    "ttft_max_ms": "last TTFT",
+    "tokens_per_second": "tokens/s",
+}
 WITH_SCHEDULER = Path(__file__).parent / "peer_engines" / "serve_with_scheduler.py"
 V0_BUDGET = 2048
 
@@ -131,6 +146,30 @@ def measure(budgets: Sequence[int], bursts: int, peer: bool) -> dict[str, dict[s
     return found
 
 
+def cells(figures: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns and rows of the table, a row for each server and budget."""
+    rows = [
+        (SERVERS[kind], budget, *(f"{row[key]:,.{int(row[key] < 100)}f}" for key in COLUMNS))
+        for kind, budgets in figures["servers"].items()
+        for budget, row in budgets.items()
+    ]
+    return ("server", "budget", *COLUMNS.values()), rows
+
+
+def page_table(figures: Mapping[str, Any]) -> str:
+    """Return the table as lesson 10's notes have it."""
+    return markdown_table(*cells(figures))
+
+
+def show(figures: Mapping[str, Any]) -> None:
+    """Print the table."""
+    work = figures["work"]
+    longs = f"{work['long']} prompts of {work['prompt']:,} tokens"
+    title = f"{work['chats']} chats, and {longs} at once, {work['bursts']} times"
+    caption = "ITL is that of the chats, TTFT that of the long prompts; tokens are those of all requests meanwhile."
+    table(title, *cells(figures), caption)
+
+
 def main(arguments: argparse.Namespace) -> None:
     if arguments.peer and not vllm_cli.ENVIRONMENT.exists():
         raise MinivllmError(f"vLLM has no environment at {vllm_cli.ENVIRONMENT}: make .peers")
@@ -142,7 +181,7 @@ def main(arguments: argparse.Namespace) -> None:
     which = "disturbance_vllm" if arguments.peer else "disturbance"
     work = {"chats": CHATS, "long": LONG, "prompt": LONG_PROMPT, "bursts": bursts}
     figures: dict[str, Any] = {"work": work, "servers": servers, which: control.record()}
-    show_servers(figures)
+    show(figures)
     if arguments.peer:
         figures["vllm"] = vllm_cli.vllm_version()
     if words := control.disturbance():
@@ -151,6 +190,8 @@ def main(arguments: argparse.Namespace) -> None:
     print(json.dumps(found))
     if arguments.json:
         write_record(arguments.json, found)
+    if arguments.page:
+        NOTES.write_text(put_between_marks(NOTES.read_text(), "servers", page_table(found["figures"])))
 
 
 def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
@@ -173,6 +214,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--budgets", type=positive_int, nargs="+", help="tokens a step (default: 64 to 16384)")
     flags.add_argument("--peer", action="store_true", help="vLLM's CPU server, and nothing of ours")
     flags.add_argument("--quick", action="store_true", help="two budgets, the prompts once")
+    flags.add_argument("--page", action="store_true", help="also put the table into lesson 10's notes")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

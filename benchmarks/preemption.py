@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,12 @@ from serving import NAME, Serving, at_rate, random_asks
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.disturbance import Control
 from minivllm_lab.http_load import Ask
+from minivllm_lab.marks import put_between_marks
 from minivllm_lab.preemption.published_waste import AT_ONCE, PUBLISHED, REQUESTS, SEED, STEP, waste
 from minivllm_lab.preemption.victims import RULES
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, write_record
-from minivllm_lab.tables import console, table
+from minivllm_lab.tables import console, markdown_table, table
 
 MAX_MODEL_LEN, BLOCK_SIZE = 512, 16
 POOLS = (768, 384, 256, 192, 128, 80)
@@ -52,6 +53,17 @@ COUNTERS = {"preemptions": "vllm:num_preemptions_total", "recomputed_tokens": "m
 USAGE = "vllm:kv_cache_usage_perc"
 KEPT = ("p99_e2el_ms", "median_e2el_ms", "p99_ttft_ms", "median_ttft_ms", "p99_itl_ms", "output_throughput")
 SHOWN = ("p99_e2el_ms", "p99_ttft_ms", "output_throughput")
+CLIFF_COLUMNS = (
+    "blocks",
+    "of the filled",
+    "p99 of answers, ms",
+    "p99 of first tokens",
+    "tokens/s",
+    "preemptions",
+    "recomputed",
+    "full",
+)
+NOTES = Path(__file__).resolve().parents[1] / "lessons" / "notes" / "11_preemption.md"
 
 
 # ---- what is computed twice
@@ -169,21 +181,29 @@ def serving(blocks: int, folder: Path) -> Serving:
     return Serving(f"pool_{blocks}", [sys.executable, "-P", "-m", "minivllm"], os.environ, folder, flags)
 
 
-def show_cliff(found: dict[str, Any]) -> None:
-    """Print the table, the largest pool first."""
+def cliff_cells(found: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns and rows of the table, the largest pool first."""
     rows = []
-    for blocks, one in found["pools"].items():
-        times = [f"{one[name]:,.0f}" for name in SHOWN]
-        counts = [f"{one['preemptions']:.0f}", f"{one['wasted']:.1%}", f"{one['mean_usage']:.0%}"]
+    for blocks, pool in found["pools"].items():
+        times = [f"{pool[name]:,.0f}" for name in SHOWN]
+        counts = [f"{pool['preemptions']:.0f}", f"{pool['wasted']:.1%}", f"{pool['mean_usage']:.0%}"]
         rows.append((blocks, f"{int(blocks) / found['filled']:.2f}", *times, *counts))
-    columns = ("blocks", "of filled", "p99 ms", "p99 first", "tokens/s", "preempted", "twice", "full")
-    work = found["work"]
+    return CLIFF_COLUMNS, rows
+
+
+def page_table(found: Mapping[str, Any]) -> str:
+    """Return the table as lesson 11's notes have it."""
+    return markdown_table(*cliff_cells(found))
+
+
+def show_cliff(found: Mapping[str, Any]) -> None:
+    """Print the table."""
     caption = (
-        f"{work['requests']} requests at {found['rate']:.1f} a second, {SHARE_OF_CAPACITY:.0%} of what {CLIENTS} "
-        f"clients get; with the largest pool they fill {found['filled']:.0f} blocks on average, "
-        f"{found['most_filled']:.0f} at most. Twice: tokens computed again, of all computed. Full: on average."
+        f"{found['work']['requests']} requests at {found['rate']:.1f} a second, {SHARE_OF_CAPACITY:.0%} of what "
+        f"{CLIENTS} clients get; with the largest pool they fill {found['filled']:.0f} blocks on average, "
+        f"{found['most_filled']:.0f} at most. Recomputed: of all computed tokens. Full: on average."
     )
-    table("A live server by the size of its pool", columns, rows, caption)
+    table("A live server by the size of its pool", *cliff_cells(found), caption)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -198,6 +218,8 @@ def main(arguments: argparse.Namespace) -> None:
     print(json.dumps(found))
     if arguments.json:
         write_record(arguments.json, found)
+    if arguments.page and "cliff" in found["figures"]:
+        NOTES.write_text(put_between_marks(NOTES.read_text(), "cliff", page_table(found["figures"]["cliff"])))
 
 
 def timed_cliff(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -227,6 +249,7 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--part", choices=("cliff", "waste"), help="this one alone; FILE keeps what it has of the other")
     flags.add_argument("--quick", action="store_true", help="two pools, two victims, fewer requests")
+    flags.add_argument("--page", action="store_true", help="also put the live server's table into lesson 11's notes")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

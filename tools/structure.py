@@ -38,7 +38,7 @@ BUDGETS = {
     "minivllm_lab": 13_700,
     "minivllm_simulate": 2_000,
     "widgets": 10_600,
-    "benchmarks": 4_700,
+    "benchmarks": 4_750,
     "tests": 36_700,
     "the spine": 3_900,
 }

@@ -1,4 +1,4 @@
-"""PERFORMANCE.md shows what was measured."""
+"""Test that pages show what was measured."""
 
 from pathlib import Path
 
@@ -15,6 +15,16 @@ def test_the_table_is_that_of_the_results(name, load_benchmark):
     page = (BENCHMARKS / "PERFORMANCE.md").read_text()
     found = read_record(BENCHMARKS / f"results/{name}.cpu.json", name)
     assert put_between_marks(page, name, load_benchmark(name).markdown(found)) == page
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "part"), [("chunked_prefill", "servers", None), ("preemption", "cliff", "cliff")]
+)
+def test_the_notes_have_the_live_servers_results(name, mark, part, load_benchmark):
+    benchmark = load_benchmark(name)
+    figures = read_record(BENCHMARKS / f"results/{name}.cpu.json", name)["figures"]
+    page = benchmark.NOTES.read_text()
+    assert put_between_marks(page, mark, benchmark.page_table(figures[part] if part else figures)) == page
 
 
 def test_the_tables_of_a_gpu_are_those_of_the_results(load_benchmark):

@@ -142,34 +142,6 @@ def measure_chats(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     return records
 
 
-SERVER_COLUMNS = {
-    "itl_p50_ms": "ITL p50", "itl_p99_ms": "p99", "itl_max_ms": "longest", "ttft_p50_ms": "TTFT", "ttft_max_ms": "last",
-    "tokens_per_second": "tokens/s",
-}  # fmt: skip
-SERVERS = {
-    "minivllm": "minivllm serve",
-    "part: first": "prefill first",
-    "part: own": "the same, mixed",
-    "vllm": "vLLM's CPU server",
-}
-
-
-def show_servers(figures: Mapping[str, Any]) -> None:
-    """Show the live servers by budget, as `benchmarks/chunked_prefill.py` has measured them."""
-    rows = []
-    for kind, budgets in figures["servers"].items():
-        for budget, record in budgets.items():
-            values = [record[key] for key in SERVER_COLUMNS]
-            rows.append((SERVERS[kind], budget, *(f"{value:,.{int(value < 100)}f}" for value in values)))
-    work = figures["work"]
-    longs = f"{work['long']} prompts of {work['prompt']:,} tokens"
-    title = f"{work['chats']} chats, and {longs} at once, {work['bursts']} times; ms"
-    caption = (
-        "ITL: of the chats. TTFT: of the long prompts, the median and the last. Tokens: of all requests, meanwhile."
-    )
-    table(title, ("server", "budget", *SERVER_COLUMNS.values()), rows, caption)
-
-
 # ---- 4. the kernel -------------------------------------------------------------------------------
 
 AWKWARD = {
