@@ -108,11 +108,17 @@ def load_loops() -> None:
     with contextlib.suppress(ImportError):
         import numpy as np
 
-        from minivllm.kernels.cpu import attention_loops, elementwise_loops, panel_linear_loops
+        from minivllm.kernels.cpu import (
+            attention_loops,
+            cache_loops,
+            elementwise_loops,
+            panel_linear_loops,
+            replay_loops,
+        )
 
-        attention_loops.programs_for(np.float32), panel_linear_loops.programs_for(np.float32)
+        attention_loops.programs_for(np.float32, np.float32), panel_linear_loops.programs_for(np.float32)
         elementwise_loops.norms_of(np.float32), elementwise_loops.gates_of(np.float32)
-        elementwise_loops.rotations_of(np.float32)
+        elementwise_loops.rotations_of(np.float32), cache_loops.copies_of(np.float32), replay_loops.programs()
 
 
 def serve(asking: socket.socket) -> NoReturn:

@@ -1,7 +1,7 @@
-"""CUDA graphs: which batch goes to which, and that padding changes nothing.
+"""Graphs of steps: which batch goes to which, and that padding changes nothing.
 
-Without a GPU a "graph" is the same step computed again on the same buffers: all but the capture
-itself is real.
+On a CPU a graph is a recording (`kernels/cpu/replay.py`). Tests that need larger ones than an engine
+records there compute the same step again on the same buffers: all but the capture is real.
 """
 
 from dataclasses import replace
@@ -14,6 +14,7 @@ from engine.mixed_requests import PROMPTS
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
+from minivllm.platforms.threads import has_numba
 from minivllm.worker.cuda_graphs import capture_sizes, padded_size
 from minivllm.worker.input_batch import StepInputs
 from minivllm_lab.inside import core_of, runner_of
@@ -52,12 +53,16 @@ def test_every_batch_up_to_the_largest_graph_has_the_smallest_that_it_fits_into(
 
 @pytest.fixture(scope="module")
 def eager():
-    return LLM(EMBEDDED_MODEL, **SETTINGS)
+    return LLM(EMBEDDED_MODEL, **SETTINGS, enforce_eager=True)
 
 
-@pytest.fixture(scope="module")
-def graphed():
-    llm = LLM(EMBEDDED_MODEL, **SETTINGS)
+@pytest.fixture(scope="module", params=["recorded", "computed again"])
+def graphed(request):
+    if request.param == "recorded":
+        if not has_numba():
+            pytest.skip("recordings are numba's")
+        return LLM(EMBEDDED_MODEL, **SETTINGS)
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, enforce_eager=True)
     runner_of(llm).capture_model(lambda function: function)
     return llm
 
@@ -67,7 +72,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 
 def test_the_largest_is_captured_first_and_nothing_is_written_to_the_cache():
-    runner, sizes = runner_of(LLM(EMBEDDED_MODEL, **SETTINGS)), []
+    runner, sizes = runner_of(LLM(EMBEDDED_MODEL, **SETTINGS, enforce_eager=True)), []
 
     def record(function):
         function()
@@ -163,8 +168,22 @@ def test_graphs_for_drafts_hold_as_many_tokens_as_those_for_decodes():
     assert runner.cuda_graphs.verification.sizes[-1] * 8 == 512
 
 
-def test_there_are_none_on_a_cpu_unless_asked_for(eager):
-    assert not core_of(eager).executor.worker.settings.uses_cuda_graphs
+@pytest.mark.skipif(not has_numba(), reason="recordings are numba's")
+@pytest.mark.parametrize("changes", [{"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
+def test_what_a_model_computes_in_is_recorded_too(changes):
+    eager = LLM(EMBEDDED_MODEL, **SETTINGS, **changes, enforce_eager=True)
+    graphed = LLM(EMBEDDED_MODEL, **SETTINGS, **changes)
+    assert tokens_of(graphed) == tokens_of(eager)
+    assert runner_of(graphed).cuda_graphs.decode.replays > 10
+
+
+def test_recordings_are_small_and_there_are_none_where_steps_differ(eager):
+    if has_numba():
+        graphs = runner_of(LLM(EMBEDDED_MODEL, **{**SETTINGS, "max_num_seqs": 64})).cuda_graphs.decode
+        assert graphs.sizes == [1, 2, 4, 8]
+    adapters = {"enable_lora": True, "max_lora_rank": 8}
+    for changes in (adapters, {"attention_backend": "naive"}, {"enforce_eager": True}):
+        assert runner_of(LLM(EMBEDDED_MODEL, **SETTINGS, **changes)).cuda_graphs.decode is None
     row = next(row for row in core_of(eager).ledger.rows if row.name == "CUDA graphs")
     assert row.bytes == 0
 

@@ -5,7 +5,7 @@ A linear's first method creates its parameters. After loading, it may transform 
 another method. The method computes the product:
 
     UnquantizedLinearMethod    weight [out, in]                       F.linear
-    PanelLinearMethod          the same numbers in panels             compiled loops on a CPU; chosen after loading
+    PanelLinearMethod          the same numbers in panels             compiled loops on a CPU, where they are faster
     QuantizedLinearMethod      packed integers and their scales       `minivllm.models.quantized`
 
 To replace or wrap a linear, give it another method.
@@ -15,14 +15,20 @@ In vLLM v0.33.0: `vllm/model_executor/layers/linear.py` (`LinearMethodBase`,
 `vllm/model_executor/model_loader/utils.py` (`process_weights_after_loading`).
 """
 
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivllm.kernels.cpu.panel_linear import PanelLinear, can_pack
+from minivllm.kernels.cpu.linear_choice import most_rows_in_panels
+from minivllm.kernels.cpu.panel_linear import PanelLinear
 from minivllm.kernels.elementwise import silu_and_mul
+from minivllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 
 class LinearMethod(ABC):
@@ -74,32 +80,40 @@ class UnquantizedLinearMethod(LoadableLinearMethod):
         return F.linear(x, linear.weight, linear.bias)
 
     def process_weights_after_loading(self, linear: "Linear") -> None:
-        """Switch to panels if compiled loops support this weight."""
-        if can_pack(linear.weight):
-            linear.method = PanelLinearMethod(linear)
+        """Switch to panels if they are the faster form on this CPU, at least for few rows."""
+        most_rows = most_rows_in_panels(linear.weight, isinstance(linear, GatedLinear))
+        if most_rows:
+            linear.method = PanelLinearMethod(linear, most_rows)
 
 
 class PanelLinearMethod(LinearMethod):
-    """The method of a single linear on a CPU; it lays out the linear's weight and bias in panels.
+    """The method of a single linear on a CPU: its weight and bias in panels, for up to `most_rows`
+    rows; `F.linear` for more.
 
-    The plain weight is released, unless something else holds it too (tied embeddings). A gated
-    linear's panels hold gate and up side by side.
+    If panels serve all numbers of rows, the plain weight is released, unless something else holds
+    it too (tied embeddings). A gated linear's panels hold gate and up side by side.
     """
 
-    def __init__(self, linear: "Linear") -> None:
+    def __init__(self, linear: "Linear", most_rows: float = math.inf) -> None:
+        self.most_rows = most_rows
         self.product = PanelLinear(linear.weight, linear.bias, gated=isinstance(linear, GatedLinear))
         # Registered as buffers, the panels count as the model's memory.
-        linear.register_parameter("weight", None)
-        linear.bias = None
         linear.register_buffer("panels", self.product.panels, persistent=False)
         linear.register_buffer("panel_bias", self.product.bias, persistent=False)
+        if most_rows == math.inf:
+            linear.register_parameter("weight", None)
+            linear.bias = None
 
     def apply(self, linear: "Linear", x: Tensor) -> Tensor:
-        """Multiply with the panels."""
+        """Multiply with the panels, or with the plain weight."""
+        if len(x) > self.most_rows:
+            return F.linear(x, linear.weight, linear.bias)
         return self.product.without_gate(x)
 
     def apply_gated(self, linear: "Linear", x: Tensor) -> Tensor:
-        """Multiply and apply the activation, in one pass."""
+        """Multiply and apply the activation, in one pass if with the panels."""
+        if len(x) > self.most_rows:
+            return super().apply_gated(linear, x)
         return self.product(x)
 
 
@@ -149,10 +163,22 @@ class GatedLinear(Linear):
 
 
 def process_weights_after_loading(model: nn.Module) -> None:
-    """Let the method of every linear process its loaded weights. Idempotent."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.method.process_weights_after_loading(module)
+    """Let the method of every linear process its loaded weights, and log how they compute on a CPU.
+    Idempotent.
+    """
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    for linear in linears:
+        linear.method.process_weights_after_loading(linear)
+    forms = Counter(map(_form_on_cpu, linears))
+    if forms.keys() - {None}:
+        logger.info("Linears on this CPU: %s", ", ".join(f"{count} {form}" for form, count in forms.items()))
+
+
+def _form_on_cpu(linear: Linear) -> str | None:
+    if not isinstance(linear.method, PanelLinearMethod):
+        return "as torch multiplies them" if linear.method is UNQUANTIZED and linear.weight.is_cpu else None
+    most_rows = linear.method.most_rows
+    return "in panels" if most_rows == math.inf else f"in panels up to {most_rows:.0f} rows"
 
 
 def weight_bytes(model: nn.Module) -> int:

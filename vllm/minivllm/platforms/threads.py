@@ -12,14 +12,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 LIBRARY = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}
+
+Function = Callable[[int], object]
+Cells = ctypes.Structure | ctypes.Array
+
+_this_thread = threading.local()
 
 
 @functools.cache
@@ -28,20 +35,31 @@ def has_numba() -> bool:
     return find_spec("numba") is not None
 
 
-def run_programs(
-    function: Callable[[int], object], cells: ctypes.Structure | ctypes.Array, most_threads: int | None = None
-) -> None:
+def run_programs(function: Function, cells: Cells, most_threads: int | None = None) -> None:
     """Run a function made by `programs.compile_programs` on PyTorch's threads, `most_threads` at
     most.
 
     It is called with the address of `cells`, the first of which is the shared program counter,
     initially 0.
     """
+    observe = getattr(_this_thread, "observe", None)
+    if observe is not None:
+        observe(function, cells)
     threads = torch.get_num_threads()
     run_on_threads(function, ctypes.addressof(cells), threads if most_threads is None else min(threads, most_threads))
 
 
-def run_on_threads(function: Callable[[int], object], address: int, threads: int) -> None:
+@contextmanager
+def observed_programs(observe: Callable[[Function, Cells], None]) -> Iterator[None]:
+    """Call `observe` before each `run_programs` of this thread, with its function and cells."""
+    _this_thread.observe = observe
+    try:
+        yield
+    finally:
+        _this_thread.observe = None
+
+
+def run_on_threads(function: Function, address: int, threads: int) -> None:
     """Call the C function `function(address)` on `threads` threads at once, and wait for all of
     them.
 

@@ -39,6 +39,8 @@ from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.step_buffers import PADDING_SLOT, StepBuffers
 
 MOST_ROWS = 512
+# On a CPU: a larger step computes for so long that its launches do not count.
+MOST_ROWS_ON_CPU = 8
 # Context length of each request in the step that tunes the kernels' configurations before capture.
 # Short, as most contexts of large batches are: tuned at 2,048 keys, attention took 143 µs a layer
 # in steps of 256 requests with 290 keys each, where the fastest configuration takes 78 (H200).
@@ -216,15 +218,16 @@ class CudaGraphManager:
         attention: PagedAttention | PagedLatentAttention,
         settings: WorkerSettings,
         lora: LoRAManager,
+        most_rows: int = MOST_ROWS,
     ) -> None:
-        """Capture the graphs, using `record`.
+        """Capture the graphs of steps with at most `most_rows` tokens, using `record`.
 
         Latents are attended to in a form that depends on their number, so they have graphs of
         decode steps only.
         """
 
         def captured(tokens_each: int) -> CudaGraphs | None:
-            sizes = [size for size in capture_sizes(settings.max_num_seqs) if size * tokens_each <= MOST_ROWS]
+            sizes = [size for size in capture_sizes(settings.max_num_seqs) if size * tokens_each <= most_rows]
             if not sizes:
                 return None
             graphs = CudaGraphs(model, attention, settings, lora, sizes, tokens_each)

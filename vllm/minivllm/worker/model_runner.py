@@ -17,11 +17,14 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_m
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from minivllm.core.scheduler_output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.kernels.cpu.replay import CannotRecord, CpuRecorder
+from minivllm.logger import init_logger
 from minivllm.lora.worker_manager import make_lora_manager
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head
@@ -30,7 +33,7 @@ from minivllm.models.linear import process_weights_after_loading, weight_bytes
 from minivllm.platforms.device import on_device
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.worker.attention import make_attention
-from minivllm.worker.cuda_graphs import CudaGraphManager, Record, cuda_recorder
+from minivllm.worker.cuda_graphs import MOST_ROWS_ON_CPU, CudaGraphManager, Record, cuda_recorder
 from minivllm.worker.input_batch import InputBatch, StepInputs, check_batch_memory, consecutive
 from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.kv_connector_runner import NO_OP_KV_CONNECTOR, KVConnector, tensors_of
@@ -45,6 +48,8 @@ from minivllm.worker.spec_decode.speculator import DraftTokensHandler
 from minivllm.worker.step_output import fill_in, kept_of, nonfinite_req_ids
 from minivllm.worker.structured_outputs import mask_by_grammars
 from minivllm.worker.tokens_in_flight import TokensInFlight
+
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +132,26 @@ class ModelRunner:
         }
 
     def capture_model(self, record: Record | None = None) -> None:
-        """Capture the CUDA graphs of decode steps, and of those that verify drafts; the cache must
-        exist.
+        """Capture the graphs of decode steps, and of those that verify drafts; the cache must exist.
 
-        `record`: a `cuda_recorder` if None.
+        `record`: a recorder for the device if None.
         """
         assert self.attention is not None
-        record = record or cuda_recorder(self.model.group.size)
-        self.cuda_graphs.capture(record, self.model, self.attention, self.settings, self.lora)
+        parts = self.model, self.attention, self.settings, self.lora
+        if record is not None:
+            self.cuda_graphs.capture(record, *parts)
+        elif self.device.type == "cuda":
+            self.cuda_graphs.capture(cuda_recorder(self.model.group.size), *parts)
+        else:
+            self._record_steps(*parts)
+
+    def _record_steps(self, *parts: Any) -> None:
+        """Record small steps on a CPU, if the model computes nothing that a recording cannot repeat."""
+        try:
+            self.cuda_graphs.capture(CpuRecorder(), *parts, most_rows=MOST_ROWS_ON_CPU)
+        except CannotRecord as error:
+            logger.debug("Steps run without graphs: %s", error)
+            self.cuda_graphs.release_graphs()
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:

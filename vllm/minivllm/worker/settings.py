@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.config import KVTransferConfig, LoRAConfig, SpeculativeConfig
+from minivllm.platforms.threads import has_numba
 from minivllm.platforms.triton_utils import INTERPRETED
 
 
@@ -62,15 +63,19 @@ class WorkerSettings:
         return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
     @property
-    def uses_cuda_graphs(self) -> bool:
-        """Return whether decode steps are captured: on a GPU, with its own kernels, a KV cache and
-        one stage.
+    def uses_graphs(self) -> bool:
+        """Return whether decode steps are captured: with the engine's own kernels, a KV cache and
+        one stage; on a CPU with one rank and without adapters.
 
         They are not for a drafter that reads hidden states, which a graph does not hand out.
         """
         reads_hidden = self.speculative_config is not None and self.speculative_config.use_eagle
         fits = self.pipeline_parallel_size == 1 and self.uses_unified_attention and not reads_hidden
-        return self.device == "cuda" and fits and not self.enforce_eager and not INTERPRETED
+        if not fits or self.enforce_eager:
+            return False
+        if self.device == "cpu":
+            return self.world_size == 1 and self.lora_config is None and has_numba()
+        return not INTERPRETED
 
     @property
     def uses_unified_attention(self) -> bool:

@@ -68,7 +68,7 @@ class Worker:
             outside_torch=bytes_outside_torch(self.device),
             weights=runner.weight_bytes(),
             dtype=str(runner.dtype).removeprefix("torch."),
-            cuda_graphs=settings.uses_cuda_graphs,
+            cuda_graphs=settings.uses_graphs and self.device.type == "cuda",
             drafter=runner.speculator.model_config,
             drafter_bytes=runner.speculator.num_bytes(),
             lora_bytes=runner.lora.slot_bytes,
@@ -115,11 +115,11 @@ class Worker:
         return list(self.runner.lora.lora_index_to_id)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache and, on a GPU, capture CUDA graphs and warm up, once. Reset the
-        count of bytes.
+        """Allocate the cache, capture the graphs of decode steps and, on a GPU, warm up, once. Reset
+        the count of bytes.
         """
         self.runner.initialize_kv_cache(num_blocks)
-        if self.settings.uses_cuda_graphs:
+        if self.settings.uses_graphs:
             self.runner.capture_model()
         if self.device.type == "cuda":
             self._compile_kernels()

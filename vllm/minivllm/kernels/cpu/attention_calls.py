@@ -8,20 +8,19 @@ numba is installed and they support dtype and head.
 
 from __future__ import annotations
 
-from array import array
-
 import torch
 from torch import Tensor
 
 from minivllm.kernels.attention_arguments import AttentionArguments
 from minivllm.kernels.cpu.attention_gather import gather_attention
-from minivllm.kernels.cpu.cells import AttentionCells
+from minivllm.kernels.cpu.cells import AttentionCells, bits_of
 from minivllm.kernels.cpu.loops import ELEMENTS, loops
 from minivllm.platforms.threads import has_numba, run_programs
 
 NO_WINDOW = 2**30  # more keys than a sequence has
 LOG2E = 1.4426950408889634
-# Dtypes of the caches that the compiled loops read.
+# Dtypes of queries and outputs, and of caches, that the compiled loops know.
+NUMBERS = (torch.float32, torch.bfloat16)
 CACHES = (torch.float32, torch.bfloat16, torch.int8)
 
 
@@ -37,10 +36,11 @@ def numba_attention(out: Tensor, arguments: AttentionArguments) -> None:
     """Run the compiled loops of `attention_loops.py`, for head dims that are a multiple of 16."""
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
     _, heads, head_dim = q.shape
-    in_place = out.dtype == torch.float32 and out.is_contiguous()  # the loops write fp32
+    in_place = out.dtype in NUMBERS and out.is_contiguous()
     result = out if in_place else torch.empty(out.shape, dtype=torch.float32)
-    q = q.float() if q.stride()[1:] == (head_dim, 1) else q.float().contiguous()
-    scale_and_cap = array("f", [scale * LOG2E, soft_cap or 0.0])
+    q = q.to(result.dtype)
+    if q.stride()[1:] != (head_dim, 1):
+        q = q.contiguous()
     _, block_size, kv_heads, _ = k_cache.shape
     block_stride, slot_stride, head_stride, _ = k_cache.stride()
     cells = AttentionCells(
@@ -55,18 +55,20 @@ def numba_attention(out: Tensor, arguments: AttentionArguments) -> None:
         table_stride=block_table.stride(0),
         q_stride=q.stride(0),
         sliding_window=window or NO_WINDOW,
+        scale=bits_of(scale * LOG2E),
+        soft_cap=bits_of(soft_cap or 0.0),
         query_start_loc=query_start_loc.data_ptr(),
         seq_lens=seq_lens.data_ptr(),
         block_table=block_table.data_ptr(),
         q=q.data_ptr(),
         out=result.data_ptr(),
-        scale_and_cap=scale_and_cap.buffer_info()[0],
         k_cache=k_cache.data_ptr(),
         v_cache=v_cache.data_ptr(),
         k_scales=0 if k_scales is None else k_scales.data_ptr(),
         v_scales=0 if v_scales is None else v_scales.data_ptr(),
     )
-    run_programs(loops("attention_loops").programs_for(ELEMENTS[k_cache.dtype]), cells)
+    programs_for = loops("attention_loops").programs_for
+    run_programs(programs_for(ELEMENTS[result.dtype], ELEMENTS[k_cache.dtype]), cells)
     if not in_place:
         tokens = int(query_start_loc[-1])  # rows of padding are left alone
         out[:tokens] = result[:tokens]

@@ -36,6 +36,7 @@ from minivllm.kernels.cpu.lanes import (
     multiply,
     multiply_add,
     prefetch,
+    same,
     store,
     sum_fours,
     zero,
@@ -45,6 +46,7 @@ from minivllm.kernels.cpu.programs import (
     cells_at,
     compile_programs,
     counter_of,
+    float_of,
     layout_of,
     sources_changed,
     take_number,
@@ -219,16 +221,19 @@ def add_values(acc, at, weights, shrinks, v_cache, slots, count, head_dim, later
 
 
 @jit
-def take_rows(q, q_at, q_stride, group, head_dim, rows, first_position, window, scale, queries, positions, oldest):
+def take_rows(q, q_at, q_stride, group, head_dim, rows, bounds, scale, scaled, queries, positions, oldest):
     """Set up a program's rows: `queries` as `score` reads them (4 rows × 4 dimensions), and each
-    row's mask bounds.
+    row's mask bounds. `bounds` are the first position and the window; `scaled` has room for a row.
     """
+    first_position, window = bounds
     for row in range((rows + 3) // 4 * 4):
         real = min(row, rows - 1)  # rows of padding repeat the last one
         source = q_at + real // group * q_stride + real % group * head_dim
         target = row // 4 * 4 * head_dim + row % 4 * 4  # rows in fours, dimensions in fours
+        for dim in range(0, head_dim, 16):
+            store(scaled, dim, multiply(load(q, source + dim), same(scale)))
         for dim in range(head_dim):
-            queries[target + dim // 4 * 16 + dim % 4] = q[source + dim] * scale
+            queries[target + dim // 4 * 16 + dim % 4] = scaled[dim]
         for lane in range(4 * row, 4 * row + 4):
             positions[lane] = first_position + real // group
             oldest[lane] = positions[lane] - window
@@ -240,8 +245,9 @@ def put_rows(out, out_at, heads, group, head_dim, rows, acc, totals):
     for row in range(rows):
         total = totals[4 * row] + totals[4 * row + 1] + totals[4 * row + 2] + totals[4 * row + 3]
         target = out_at + row // group * heads * head_dim + row % group * head_dim
-        for dim in range(head_dim):
-            out[target + dim] = acc[row * head_dim + dim] / total
+        share = same(np.float32(1.0) / total)
+        for dim in range(0, head_dim, 16):
+            store(out, target + dim, multiply(load(acc, row * head_dim + dim), share))
 
 
 class Program(NamedTuple):
@@ -287,7 +293,7 @@ def next_program(cells, query_start_loc, seq_lens):
 
 
 @jit
-def attend(cells, k_cache, v_cache):
+def attend(cells, q, out, k_cache, v_cache):
     """Run programs of the grid (tokens // BLOCK_Q + sequences) × kv_heads until none are left.
 
     While a tile is computed, the next one is prefetched: of the same program, or the first of the
@@ -297,11 +303,8 @@ def attend(cells, k_cache, v_cache):
     query_start_loc = array_at(cells.query_start_loc, num_seqs + 1, np.int32)
     seq_lens = array_at(cells.seq_lens, num_seqs, np.int32)
     block_table = array_at(cells.block_table, num_seqs * cells.table_stride, np.int32)
-    q = array_at(cells.q, 1, np.float32)
     q_stride = cells.q_stride
-    out = array_at(cells.out, query_start_loc[num_seqs] * heads * head_dim, np.float32)
-    scale_and_cap = array_at(cells.scale_and_cap, 2, np.float32)
-    scale, soft_cap, window = scale_and_cap[0], scale_and_cap[1], cells.sliding_window
+    scale, soft_cap, window = float_of(cells.scale), float_of(cells.soft_cap), cells.sliding_window
 
     k_scales, v_scales = array_at(cells.k_scales, 1, np.float32), array_at(cells.v_scales, 1, np.float32)
     scaled = cells.k_scales != 0
@@ -310,6 +313,7 @@ def attend(cells, k_cache, v_cache):
     group = heads // kv_heads
     most_rows = (BLOCK_Q * group + 3) // 4 * 4  # rows are computed in fours
     queries, acc = np.empty(most_rows * head_dim, np.float32), np.empty(most_rows * head_dim, np.float32)
+    scratch = np.empty(head_dim, np.float32)
     positions, oldest = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
     peaks, totals = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
     scores, shrinks = np.empty(4 * TILE, np.float32), np.empty(16, np.float32)
@@ -323,7 +327,8 @@ def attend(cells, k_cache, v_cache):
         head_at = program.kv_head * group * head_dim
         q_at = program.first_token * q_stride + head_at
         out_at = program.first_token * heads * head_dim + head_at
-        take_rows(q, q_at, q_stride, group, head_dim, rows, first_position, window, scale, queries, positions, oldest)
+        bounds = first_position, window
+        take_rows(q, q_at, q_stride, group, head_dim, rows, bounds, scale, scratch, queries, positions, oldest)
         acc[:] = 0
         totals[:] = 0
         peaks[:] = UNSEEN
@@ -362,15 +367,16 @@ def attend(cells, k_cache, v_cache):
 
 
 @functools.cache
-def programs_for(element: type) -> Any:
-    """Compile `attend` for caches of np.float32, np.int8 or np.uint16 (bfloat16); it takes
-    `AttentionCells`.
+def programs_for(number: type, element: type) -> Any:
+    """Compile `attend` for queries of `number`, np.float32 or np.uint16 (bfloat16), and caches of
+    `element`, one of these or np.int8; it takes `AttentionCells`.
     """
     changed = sources_changed()
 
     def programs(address):
         _ = changed
         cells = cells_at(address, CELLS)
-        attend(cells, array_at(cells.k_cache, 1, element), array_at(cells.v_cache, 1, element))
+        q, out = array_at(cells.q, 1, number), array_at(cells.out, 1, number)
+        attend(cells, q, out, array_at(cells.k_cache, 1, element), array_at(cells.v_cache, 1, element))
 
     return compile_programs(programs)

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.kernels.cpu.loops import loops
-from minivllm.platforms.threads import has_numba
+from minivllm.kernels.cpu.cells import CacheCells
+from minivllm.kernels.cpu.loops import ELEMENTS, loops
+from minivllm.platforms.threads import has_numba, run_programs
 
 FP8_LARGEST = 448.0
 # Dtypes of caches that the compiled loops copy to.
@@ -51,26 +52,58 @@ def write_cpu(write: CacheWrite) -> None:
     tokens = write.slots.shape[0]
     if write.key.shape[0] > tokens:
         write = write._replace(key=write.key[:tokens], value=write.value[:tokens])
-    if has_numba() and (write.key_scales is not None or write.key_cache.dtype is write.key.dtype in COPIED):
+    if can_run(write):
         numba_write(write)
     else:
         torch_write(write)
 
 
 def numba_write(write: CacheWrite) -> None:
-    """Run the compiled loops of `cache_loops.py`; slots are int64."""
+    """Run the compiled loops of `cache_loops.py`, which `can_run` must allow; slots are int64."""
     key, value, key_cache, value_cache, slots, key_scales, value_scales = write
+    if key_scales is not None:
+        key, value = key.float(), value.float()
+    num_blocks, block_size, kv_heads, head_dim = key_cache.shape
+    block_stride, slot_stride, head_stride, _ = key_cache.stride()
+    cells = CacheCells(
+        tokens=len(slots),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        num_blocks=num_blocks,
+        slots_per_block=block_size,
+        key_stride=key.stride(0),
+        key_head_stride=key.stride(1),
+        value_stride=value.stride(0),
+        value_head_stride=value.stride(1),
+        block_stride=block_stride,
+        slot_stride=slot_stride,
+        head_stride=head_stride,
+        slots=slots.data_ptr(),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        key_cache=key_cache.data_ptr(),
+        value_cache=value_cache.data_ptr(),
+        key_scales=0 if key_scales is None else key_scales.data_ptr(),
+        value_scales=0 if value_scales is None else value_scales.data_ptr(),
+    )
     cache_loops = loops("cache_loops")
+    programs = cache_loops.copies_of(ELEMENTS[key.dtype]) if key_scales is None else cache_loops.quantizer()
+    run_programs(programs, cells, most_threads=1)
+    if cells.beyond:
+        raise IndexError(f"slot {cells.beyond} is not in the cache, which has {num_blocks * block_size}")
+
+
+def can_run(write: CacheWrite) -> bool:
+    """Return whether the compiled loops support these tensors: heads in one piece, and caches laid
+    out alike.
+    """
+    key, value, key_cache, value_cache, _, key_scales, value_scales = write
+    if not has_numba() or key_cache.stride() != value_cache.stride():
+        return False
+    in_one_piece = key.stride(2) == value.stride(2) == key_cache.stride(3) == 1
     if key_scales is None or value_scales is None:
-        tensors = (key, value, key_cache, value_cache)
-        if key.dtype is not torch.float32:  # NumPy has no bfloat16
-            tensors = [tensor.view(torch.int16) for tensor in tensors]
-        beyond = cache_loops.copy_tokens(slots.numpy(), *(tensor.numpy() for tensor in tensors))
-    else:
-        caches = key_cache.numpy(), value_cache.numpy(), key_scales.numpy(), value_scales.numpy()
-        beyond = cache_loops.quantize_tokens(slots.numpy(), key.float().numpy(), value.float().numpy(), *caches)
-    if beyond:
-        raise IndexError(f"slot {beyond} is not in the cache, which has {key_cache.shape[0] * key_cache.shape[1]}")
+        return in_one_piece and key_cache.dtype is key.dtype in COPIED
+    return in_one_piece and key_scales.is_contiguous() and value_scales.is_contiguous()
 
 
 def torch_write(write: CacheWrite) -> None:

@@ -1,68 +1,125 @@
 """The CPU counterparts of `reshape_and_cache.py`'s kernels, compiled by numba: K and V as they are,
 and to int8.
 
-Plain loops over arrays, on one thread: a step writes few bytes, and to wake another thread takes
-longer. Both return a slot that is not in the caches, or 0; −1 marks a token that is not written.
+One program takes all tokens: a step writes few bytes, and to wake another thread takes longer. A
+slot of −1 marks a token that is not written; one that is not in the caches is left in a cell for
+the caller.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 from numba import njit
 
-from minivllm.kernels.cpu.programs import compile_function
+from minivllm.kernels.cpu.cells import CacheCells
+from minivllm.kernels.cpu.programs import (
+    array_at,
+    cells_at,
+    compile_programs,
+    counter_of,
+    layout_of,
+    sources_changed,
+    take_programs,
+)
 
+CELLS = layout_of(CacheCells)
 jit = njit(error_model="numpy", nogil=True)  # no fastmath: the integers must equal the kernel's exactly
 
 
 @jit
-def quantize_head(target, source):
+def copy_head(cache, at, source, source_at, head_dim):
+    """Copy one head's numbers."""
+    for dim in range(head_dim):
+        cache[at + dim] = source[source_at + dim]
+
+
+@jit
+def quantize_head(cache, at, source, source_at, head_dim):
     """Quantize one head to integers from −127 to 127. Return the scale that dequantizes them:
     NaN if any number was.
     """
     largest = np.float32(0.0)
     broken = False
-    for dim in range(len(source)):
-        number = source[dim]
+    for dim in range(head_dim):
+        number = source[source_at + dim]
         largest = max(largest, abs(number))
         broken |= number != number
     if broken:
         largest = np.float32(np.nan)
     inverse = np.float32(127.0) / largest if largest > 0 else np.float32(0.0)
-    for dim in range(len(source)):
-        target[dim] = np.int8(np.floor(source[dim] * inverse + np.float32(0.5)))
+    for dim in range(head_dim):
+        cache[at + dim] = np.int8(np.floor(source[source_at + dim] * inverse + np.float32(0.5)))
     return largest / np.float32(127.0)
 
 
-def _copy_tokens(slots, key, value, key_cache, value_cache):
-    num_blocks, block_size, kv_heads, head_dim = key_cache.shape
-    beyond = 0
-    for token in range(len(slots)):
-        block, offset = slots[token] // block_size, slots[token] % block_size
-        if block >= num_blocks:
-            beyond = slots[token]
-        elif block >= 0:
-            for head in range(kv_heads):
-                for dim in range(head_dim):
-                    key_cache[block, offset, head, dim] = key[token, head, dim]
-                for dim in range(head_dim):
-                    value_cache[block, offset, head, dim] = value[token, head, dim]
-    return beyond
+@jit
+def copy_tokens(cells, key, value, key_cache, value_cache):
+    """Copy the tokens' keys and values to their slots."""
+    slots = array_at(cells.slots, cells.tokens, np.int64)
+    for token in range(cells.tokens):
+        block, offset = slots[token] // cells.slots_per_block, slots[token] % cells.slots_per_block
+        if block >= cells.num_blocks:
+            cells.beyond = slots[token]
+        if block < 0 or block >= cells.num_blocks:
+            continue
+        for head in range(cells.kv_heads):
+            at = block * cells.block_stride + offset * cells.slot_stride + head * cells.head_stride
+            key_at = token * cells.key_stride + head * cells.key_head_stride
+            value_at = token * cells.value_stride + head * cells.value_head_stride
+            copy_head(key_cache, at, key, key_at, cells.head_dim)
+            copy_head(value_cache, at, value, value_at, cells.head_dim)
 
 
-def _quantize_tokens(slots, key, value, key_cache, value_cache, key_scales, value_scales):
-    num_blocks, block_size, kv_heads = key_cache.shape[:3]
-    beyond = 0
-    for token in range(len(slots)):
-        block, offset = slots[token] // block_size, slots[token] % block_size
-        if block >= num_blocks:
-            beyond = slots[token]
-        elif block >= 0:
-            for head in range(kv_heads):
-                key_scales[block, head, offset] = quantize_head(key_cache[block, offset, head], key[token, head])
-                value_scales[block, head, offset] = quantize_head(value_cache[block, offset, head], value[token, head])
-    return beyond
+@jit
+def quantize_tokens(cells, key, value, key_cache, value_cache):
+    """Quantize the tokens' keys and values to their slots, and store the scales."""
+    slots = array_at(cells.slots, cells.tokens, np.int64)
+    key_scales, value_scales = array_at(cells.key_scales, 1, np.float32), array_at(cells.value_scales, 1, np.float32)
+    for token in range(cells.tokens):
+        block, offset = slots[token] // cells.slots_per_block, slots[token] % cells.slots_per_block
+        if block >= cells.num_blocks:
+            cells.beyond = slots[token]
+        if block < 0 or block >= cells.num_blocks:
+            continue
+        for head in range(cells.kv_heads):
+            at = block * cells.block_stride + offset * cells.slot_stride + head * cells.head_stride
+            key_at = token * cells.key_stride + head * cells.key_head_stride
+            value_at = token * cells.value_stride + head * cells.value_head_stride
+            scale_at = (block * cells.kv_heads + head) * cells.slots_per_block + offset
+            key_scales[scale_at] = quantize_head(key_cache, at, key, key_at, cells.head_dim)
+            value_scales[scale_at] = quantize_head(value_cache, at, value, value_at, cells.head_dim)
 
 
-copy_tokens = compile_function(_copy_tokens)
-quantize_tokens = compile_function(_quantize_tokens)
+@functools.cache
+def copies_of(element: Any) -> Any:
+    """Compile `copy_tokens` for numbers as `element`; it takes `CacheCells`."""
+    changed = sources_changed()
+
+    def copies(address):
+        _ = changed
+        cells = cells_at(address, CELLS)
+        key, value = array_at(cells.key, 1, element), array_at(cells.value, 1, element)
+        caches = array_at(cells.key_cache, 1, element), array_at(cells.value_cache, 1, element)
+        for _program in take_programs(counter_of(cells), 1):
+            copy_tokens(cells, key, value, *caches)
+
+    return compile_programs(copies)
+
+
+@functools.cache
+def quantizer() -> Any:
+    """Compile `quantize_tokens`, from fp32; it takes `CacheCells`."""
+    changed = sources_changed()
+
+    def quantizes(address):
+        _ = changed
+        cells = cells_at(address, CELLS)
+        key, value = array_at(cells.key, 1, np.float32), array_at(cells.value, 1, np.float32)
+        caches = array_at(cells.key_cache, 1, np.int8), array_at(cells.value_cache, 1, np.int8)
+        for _program in take_programs(counter_of(cells), 1):
+            quantize_tokens(cells, key, value, *caches)
+
+    return compile_programs(quantizes)

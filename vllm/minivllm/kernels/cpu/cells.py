@@ -3,13 +3,21 @@ the loop.
 
 The first cell is always `next_program`, the counter from which threads take programs; a call leaves
 it out, so that it begins at 0. Then come numbers, of which strides count elements, not bytes, and
-then addresses: of a tensor's first element, 0 if there is no tensor.
+fp32 numbers are given by their bits (`bits_of`); then addresses: of a tensor's first element, 0 if
+there is no tensor. A call thus reads nothing but its cells and tensors, so a list of them can be
+run again (`replay.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any
+
+
+def bits_of(number: float) -> int:
+    """Return the bits of an fp32 number, for a cell that `programs.float_of` reads."""
+    return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
 def _cells(numbers: str, addresses: str) -> Any:
@@ -17,14 +25,21 @@ def _cells(numbers: str, addresses: str) -> Any:
     return type("Cells", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_int64) for name in names]})
 
 
-# Arguments of `attention_loops.attend`; shapes as in `unified_attention.py`, q and out in fp32.
-# `table_stride` is of a sequence in the block table, `q_stride` of a token; the other strides are
-# of the caches. `scale_and_cap` are two fp32 numbers: the scale in units of log2, and the soft cap
-# or 0.
+# Arguments of `attention_loops.attend`; shapes as in `unified_attention.py`. `table_stride` is of a
+# sequence in the block table, `q_stride` of a token; the other strides are of the caches. `scale`
+# is an fp32 number in units of log2, and so is `soft_cap`, or 0.
 AttentionCells = _cells(
     "heads kv_heads head_dim slots_per_block num_seqs block_stride slot_stride head_stride table_stride q_stride "
-    "sliding_window",
-    "query_start_loc seq_lens block_table q out scale_and_cap k_cache v_cache k_scales v_scales",
+    "sliding_window scale soft_cap",
+    "query_start_loc seq_lens block_table q out k_cache v_cache k_scales v_scales",
+)
+
+# Arguments of `cache_loops.write_tokens`; shapes as in `reshape_and_cache.py`. Strides are of key
+# and value, then of both caches. The loop leaves a slot beyond the caches in `beyond`.
+CacheCells = _cells(
+    "tokens kv_heads head_dim num_blocks slots_per_block key_stride key_head_stride value_stride value_head_stride "
+    "block_stride slot_stride head_stride beyond",
+    "slots key value key_cache value_cache key_scales value_scales",
 )
 
 # Arguments of `panel_linear_loops.multiply_panels`. `width` is of a row of x; `parts` are panels
@@ -44,8 +59,8 @@ LoRALinearCells = _cells(
 )
 
 # Arguments of `elementwise_loops.py`'s `add_rms_norms`, `multiply_gates` and `rotate_tokens`. `eps`
-# is one fp32 number; a row of gate_up has 2 × `width` numbers; positions are int64.
-NormCells = _cells("tokens width", "out residual x weight eps")
+# is an fp32 number; a row of gate_up has 2 × `width` numbers; positions are int64.
+NormCells = _cells("tokens width eps", "out residual x weight")
 GateCells = _cells("tokens width", "out gate_up")
 RotationCells = _cells("tokens num_heads head_dim token_stride", "heads table positions")
 
@@ -65,3 +80,7 @@ RejectionCells = _cells(
 # Arguments of `block_copy_loops.copy_regions`. `capacity` is in records; if `gather`, to the
 # staging buffer, else from it. table, block_ids and slots are int64.
 BlockCopyCells = _cells("blocks regions capacity gather block_major", "table block_ids slots staging")
+
+# Arguments of `replay_loops.replay`. `table` is int64 [calls, 8]: a function, its cells' address,
+# and how many threads run it. `give_way` is a C function, or 0.
+ReplayCells = _cells("calls", "table give_way")

@@ -4,13 +4,11 @@ are programs.
 
 from __future__ import annotations
 
-from array import array
-
 import torch
 from torch import Tensor
 
 from minivllm.kernels.cpu import elementwise_loops
-from minivllm.kernels.cpu.cells import GateCells, NormCells, RotationCells
+from minivllm.kernels.cpu.cells import GateCells, NormCells, RotationCells, bits_of
 from minivllm.kernels.cpu.elementwise_loops import TOKENS
 from minivllm.kernels.cpu.lanes import WIDTH
 from minivllm.kernels.cpu.loops import ELEMENTS
@@ -41,9 +39,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     """Implement `elementwise.add_rms_norm`."""
     tokens, width = x.shape
     out = torch.empty_like(x)
-    number = array("f", [eps])
-    addresses = (out.data_ptr(), residual.data_ptr(), x.data_ptr(), weight.data_ptr(), number.buffer_info()[0])
-    cells = NormCells(0, tokens, width, *addresses)
+    addresses = (out.data_ptr(), residual.data_ptr(), x.data_ptr(), weight.data_ptr())
+    cells = NormCells(0, tokens, width, bits_of(eps), *addresses)
     run_programs(elementwise_loops.norms_of(ELEMENTS[x.dtype]), cells, most_threads=-(-tokens // TOKENS))
     return out
 

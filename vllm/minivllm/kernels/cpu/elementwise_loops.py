@@ -33,6 +33,7 @@ from minivllm.kernels.cpu.programs import (
     cells_at,
     compile_programs,
     counter_of,
+    float_of,
     layout_of,
     sources_changed,
     take_programs,
@@ -82,7 +83,7 @@ def rotate_token(heads, at, num_heads, half, table, turn_at):
 @jit
 def add_rms_norms(cells, out, residual, x, weight):
     """Run programs until none are left."""
-    tokens, width, eps = cells.tokens, cells.width, array_at(cells.eps, 1, np.float32)[0]
+    tokens, width, eps = cells.tokens, cells.width, float_of(cells.eps)
     for program in take_programs(counter_of(cells), (tokens + TOKENS - 1) // TOKENS):
         for token in range(program * TOKENS, min((program + 1) * TOKENS, tokens)):
             add_rms_norm_token(out, residual, x, weight, token * width, width, eps)

@@ -394,16 +394,18 @@ def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at
 
     `columns` and `rows` must be constants: each sum of a tile is a variable of its own, to be kept
     in a register. x and the panel are both float32 or both bfloat16; bfloat16 needs an even `width`
-    and a panel of pairs, [width / 2, columns × 16, 2], which the processor multiplies and adds two
-    at a time (AVX512-BF16).
+    and a panel of pairs, [width / 2, columns × 16, 2]. Some processors multiply and add a pair at
+    once (AVX512-BF16); on others the halves of a pair become float32 one after the other.
     """
     if not (isinstance(columns, types.IntegerLiteral) and isinstance(rows, types.IntegerLiteral)):
         return None
     num_columns, num_rows = columns.literal_value, rows.literal_value
     if panel.dtype == types.float32:
-        step, kind, single, add_products = 1, _FLOATS, ir.FloatType(), _add_products
+        step, kind, single, halves, add_products = 1, _FLOATS, ir.FloatType(), (_whole,), _add_products
     else:  # a pair of bfloat16 numbers is moved as one 32-bit integer
-        step, kind, single, add_products = 2, _INTS, ir.IntType(32), _add_products_of_pairs
+        step, kind, single, halves, add_products = 2, _INTS, ir.IntType(32), (_lower, _upper), _add_products
+        if has_products_of_pairs():
+            halves, add_products = (_whole,), _add_products_of_pairs
 
     def generate(context, builder, signature, arguments):
         sums_value, sums_start, x_value, x_start, depth, panel_value, panel_start, *rest = arguments
@@ -423,10 +425,13 @@ def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at
             line = plus(panel_start, builder.mul(loop.index, integer(step * num_columns * WIDTH)))
             weights = [read(panel, panel_value, plus(line, step * c * WIDTH), kind) for c in range(num_columns)]
             place = builder.mul(loop.index, integer(step))
-            for start, row in zip(starts, totals, strict=True):
-                number = _same(builder, read(x, x_value, plus(start, place), single), kind)
-                for weight, total in zip(weights, row, strict=True):
-                    builder.store(add_products(builder, number, weight, builder.load(total)), total)
+            for half in halves:
+                factors = [half(builder, weight) for weight in weights]
+                for start, row in zip(starts, totals, strict=True):
+                    number = half(builder, read(x, x_value, plus(start, place), single))
+                    lanes = _same(builder, number, factors[0].type)
+                    for factor, total in zip(factors, row, strict=True):
+                        builder.store(add_products(builder, lanes, factor, builder.load(total)), total)
         for index, total in enumerate(total for row in totals for total in row):
             address = _address(context, builder, sums, sums_value, plus(sums_start, index * WIDTH), _FLOATS)
             builder.store(builder.load(total), address, align=4)
@@ -435,6 +440,27 @@ def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at
     integers = types.intp
     signature = (sums, integers, x, integers, integers, panel, integers, bias, integers, columns, rows)
     return types.void(*signature), generate
+
+
+def _whole(builder, numbers):
+    return numbers
+
+
+def _lower(builder, pairs):
+    """Return the first bfloat16 of each pair as a float32, or vectors of both."""
+    sixteen = pairs.type(16) if isinstance(pairs.type, ir.IntType) else ir.Constant(_INTS, [16] * WIDTH)
+    return builder.bitcast(builder.shl(pairs, sixteen), _floats_like(pairs))
+
+
+def _upper(builder, pairs):
+    """Return the second bfloat16 of each pair as a float32, or vectors of both."""
+    ones = 0xFFFF0000
+    mask = pairs.type(ones) if isinstance(pairs.type, ir.IntType) else ir.Constant(_INTS, [ones] * WIDTH)
+    return builder.bitcast(builder.and_(pairs, mask), _floats_like(pairs))
+
+
+def _floats_like(pairs):
+    return ir.FloatType() if isinstance(pairs.type, ir.IntType) else _FLOATS
 
 
 def _add_products(builder, first, second, total):

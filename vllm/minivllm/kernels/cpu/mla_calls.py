@@ -38,7 +38,7 @@ def mla_attention_cpu(out: Tensor, arguments: MLAArguments) -> None:
     q, cache, *tables, scale, rank = arguments
     if q.shape[2] % 16 == 0 and cache.dtype in CACHES and has_numba():
         one_head = cache.unsqueeze(2)  # [blocks, block_size, 1, width]
-        sums = torch.empty(q.shape, dtype=torch.float32)
+        sums = torch.empty(q.shape, dtype=q.dtype)
         numba_attention(sums, AttentionArguments(q, one_head, one_head, *tables, scale))
         tokens = int(arguments.query_start_loc[-1])
         out[:tokens] = sums[:tokens, :, :rank]

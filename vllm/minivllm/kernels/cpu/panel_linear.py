@@ -71,7 +71,7 @@ def can_pack(weight: Tensor) -> bool:
     """
     if weight.device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64") or not has_numba():
         return False
-    in_pairs = weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0 and _loops().TAKES_BFLOAT16
+    in_pairs = weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0
     return weight.dtype is torch.float32 or in_pairs
 
 

@@ -6,7 +6,8 @@ six rows at a time. Their 6 × PANEL sums stay in registers: 24 of 32 with AVX-5
 Every weight loaded is used for six rows, and every number of x for all outputs of the panel.
 
 A bf16 panel holds pairs, two inputs of an output side by side: processors with bf16 instructions
-multiply and add a pair at once, into fp32 sums, which are rounded once, when they are stored.
+multiply and add a pair at once, others convert it to fp32. The sums are fp32 and rounded once, when
+they are stored.
 
 A gated MLP's panels come in pairs, gate and up: one program computes both and stores silu(gate) ×
 up, so that the two halves never go to memory. Where an adapter is still to be added to them, it
@@ -24,7 +25,6 @@ from numba import njit
 from minivllm.kernels.cpu.cells import PanelLinearCells
 from minivllm.kernels.cpu.lanes import (
     WIDTH,
-    has_products_of_pairs,
     has_wide_registers,
     load,
     multiply,
@@ -45,7 +45,6 @@ from minivllm.kernels.cpu.programs import (
 
 COLUMNS = 4 if has_wide_registers() else 1
 PANEL = COLUMNS * WIDTH  # outputs
-TAKES_BFLOAT16 = has_products_of_pairs()
 ROWS = 48  # per program, at most
 CELLS = layout_of(PanelLinearCells)
 jit = njit(fastmath=True, error_model="numpy", nogil=True)

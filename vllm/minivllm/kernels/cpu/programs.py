@@ -68,6 +68,16 @@ def counter_of(typing_context, cells):
 
 
 @intrinsic
+def float_of(typing_context, bits):
+    """Return the fp32 number that a cell holds, written by `cells.bits_of`."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(builder.trunc(arguments[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
 def take_number(typing_context, counter):
     """Take the number of the next program, atomically."""
 
@@ -117,27 +127,6 @@ def compile_programs(function: Callable[[int], None]) -> Any:
         _warn_once()
         logger.debug("%s: %s", function.__module__, error)
         return cfunc(signature)(function).ctypes
-
-
-def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for calls from Python, at its first call; it is cached on disk as by
-    `compile_programs`.
-    """
-    compiled: Any = None
-
-    def call(*arguments: Any) -> Any:
-        nonlocal compiled
-        try:
-            if compiled is None:
-                compiled = njit(nogil=True, cache=True)(function)
-            return compiled(*arguments)
-        except CACHE_ERRORS as error:  # before anything has run
-            _warn_once()
-            logger.debug("%s: %s", function.__module__, error)
-            compiled = njit(nogil=True)(function)
-            return compiled(*arguments)
-
-    return call
 
 
 @functools.cache
