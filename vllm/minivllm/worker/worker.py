@@ -19,6 +19,8 @@ from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.scheduler_output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
+from minivllm.kernels.cpu.attention_calls import CACHES, NUMBERS
+from minivllm.kernels.cpu.loops import ELEMENTS, loops
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.kv_connector.factory import create_connector
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -29,7 +31,9 @@ from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.pipeline import Stage
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.spinning import limit_spinning
+from minivllm.platforms.threads import has_numba
 from minivllm.worker.kernel_warmup import short_step, warm_up_steps
+from minivllm.worker.kv_cache import STORED_AS
 from minivllm.worker.kv_connector_runner import ActiveKVConnector, model_fingerprint
 from minivllm.worker.memory_profiling import MemoryUse, activation_peak, bytes_outside_torch, device_memory
 from minivllm.worker.model_runner import ModelRunner
@@ -55,6 +59,8 @@ class Worker:
             keep_freed_memory()
             limit_spinning()
         model = load(settings, self.device, self.group)
+        if self.device.type == "cpu" and settings.world_size == 1 and settings.uses_unified_attention:
+            compile_loops(model.embed_tokens.weight.dtype, settings.kv_cache_dtype)
         self.runner = ModelRunner(model, settings, load_drafter(settings, model))
 
     def memory_use(self) -> MemoryUse:
@@ -408,6 +414,13 @@ def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator
         config = ModelConfig.from_pretrained(settings.model)
         return random_model(config, settings.seed, device, dtype, group, settings.quantization)
     return load_model(settings.model, device, dtype, group, settings.quantization)[0]
+
+
+def compile_loops(dtype: torch.dtype, kv_cache_dtype: str) -> None:
+    """Compile what a CPU runs for a model of this dtype, if numba has not kept it from before."""
+    cached = STORED_AS.get(kv_cache_dtype, dtype)
+    if has_numba() and dtype in NUMBERS and cached in CACHES:
+        loops("compile_ahead").compile_ahead(ELEMENTS[dtype], ELEMENTS[cached])
 
 
 def load_drafter(settings: WorkerSettings, target: Decoder) -> Decoder | Eagle3Head | None:

@@ -57,7 +57,7 @@ BLOCK_Q = 16  # positions per program
 CELLS = layout_of(AttentionCells)
 UNSEEN = np.float32(-1e30)
 LOG2E = 1.4426950408889634
-jit = njit(fastmath=True, error_model="numpy", nogil=True)
+jit = njit(fastmath=True, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit

@@ -25,7 +25,7 @@ from minivllm.kernels.cpu.programs import (
 
 CELLS = layout_of(BlockCopyCells)
 COLUMNS = 4  # of the table of regions
-jit = njit(nogil=True)
+jit = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 intrinsic: Any = numba.extending.intrinsic
 
 

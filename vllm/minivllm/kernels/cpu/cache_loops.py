@@ -26,7 +26,9 @@ from minivllm.kernels.cpu.programs import (
 )
 
 CELLS = layout_of(CacheCells)
-jit = njit(error_model="numpy", nogil=True)  # no fastmath: the integers must equal the kernel's exactly
+jit = njit(
+    error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
+)  # no fastmath: the integers must equal the kernel's exactly
 
 
 @jit

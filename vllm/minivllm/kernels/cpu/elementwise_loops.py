@@ -41,7 +41,7 @@ from minivllm.kernels.cpu.programs import (
 
 TOKENS = 16  # per program
 NORM, GATE, ROTATION = layout_of(NormCells), layout_of(GateCells), layout_of(RotationCells)
-jit = njit(fastmath=True, error_model="numpy", nogil=True)
+jit = njit(fastmath=True, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit

@@ -34,7 +34,7 @@ UNIT = 2.0**23  # added to the bits of a float32 by one in the exponent
 BITS_OF_ONE = 127 * UNIT
 ROUNDING = 1024.0  # more than the rounding error of the float32 test
 SCALE = 2.0**-32  # maps the hash to [0, 1)
-jit = njit(error_model="numpy", nogil=True)
+jit = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit

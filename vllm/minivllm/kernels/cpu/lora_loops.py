@@ -32,7 +32,7 @@ from minivllm.kernels.cpu.programs import (
 from minivllm.kernels.lora_metadata import CPU_TILE
 
 CELLS = layout_of(LoRALinearCells)
-jit = njit(fastmath=True, error_model="numpy", nogil=True)
+jit = njit(fastmath=True, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit

@@ -47,7 +47,7 @@ COLUMNS = 4 if has_wide_registers() else 1
 PANEL = COLUMNS * WIDTH  # outputs
 ROWS = 48  # per program, at most
 CELLS = layout_of(PanelLinearCells)
-jit = njit(fastmath=True, error_model="numpy", nogil=True)
+jit = njit(fastmath=True, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit

@@ -118,15 +118,18 @@ def compile_programs(function: Callable[[int], None]) -> Any:
 
     It is compiled once and cached on disk: beside the function's file, in the user's cache if that
     is read-only, or in `NUMBA_CACHE_DIR`. If nothing can be cached, every process compiles it
-    again.
+    again. The result's `was_cached` says which it was; None if nothing can be cached.
     """
     signature = types.void(types.intp)
     try:
-        return cfunc(signature, cache=True)(function).ctypes  # compiles, or reads the cache, at once
+        compiled = cfunc(signature, cache=True)(function)  # compiles, or reads the cache, at once
+        compiled.ctypes.was_cached = compiled.cache_hits > 0
     except CACHE_ERRORS as error:
         _warn_once()
         logger.debug("%s: %s", function.__module__, error)
-        return cfunc(signature)(function).ctypes
+        compiled = cfunc(signature)(function)
+        compiled.ctypes.was_cached = None
+    return compiled.ctypes
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from minivllm.kernels.cpu.programs import (
 OUTPUTS = 16  # per program
 FEW_ROWS = 2
 CELLS = layout_of(QuantizedLinearCells)
-jit = njit(fastmath=True, error_model="numpy", nogil=True)
+jit = njit(fastmath=True, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit

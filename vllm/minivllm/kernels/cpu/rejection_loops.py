@@ -28,7 +28,7 @@ from minivllm.kernels.noise import DECISION
 
 CELLS = layout_of(RejectionCells)
 NO_TOKEN = np.uint32(DECISION % 2**32)
-jit = njit(error_model="numpy", nogil=True)
+jit = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @jit

@@ -28,7 +28,7 @@ CELLS = layout_of(ReplayCells)
 ROW = 8  # numbers of a call: function, address of its cells, threads that run it; one cache line
 SPINS = 2_000  # some 50 µs
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
-jit = njit(error_model="numpy", nogil=True)
+jit = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @intrinsic
