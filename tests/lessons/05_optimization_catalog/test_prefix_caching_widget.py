@@ -187,7 +187,7 @@ def test_the_guess_is_right():
 # ---- what it means elsewhere, and the reader's own code
 
 
-def test_the_lessons_own_names_change_nothing():
+def test_the_lessons_own_hashes_change_nothing():
     from minivllm_lab.exercise import load
 
     own = load(LESSON).hash_block_tokens
@@ -196,7 +196,7 @@ def test_the_lessons_own_names_change_nothing():
     assert mine.state.cells[16, 2048].wrong == (0,) * 48
 
 
-def test_names_without_the_parent_are_seen_to_find_other_texts():
+def test_hashes_without_the_parent_are_seen_to_find_other_texts():
     one = Session(widget.SPEC, hash_block_tokens=without_the_parent, pool=12288)
     view = one.settle()
     assert view["tone"] == "broken"
@@ -207,17 +207,17 @@ def test_names_without_the_parent_are_seen_to_find_other_texts():
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("function", "words"),
     [
         (lambda *_: 5, "bytes"),
         (lambda *_: [].pop(), "Your hash_block_tokens broke"),
     ],
 )
-def test_names_that_fail_are_reported(names, words):
-    assert words in Session(widget.SPEC, hash_block_tokens=names).settle()["words"]
+def test_hashes_that_fail_are_reported(function, words):
+    assert words in Session(widget.SPEC, hash_block_tokens=function).settle()["words"]
 
 
-def test_names_that_never_come_are_given_up(monkeypatch):
+def test_hashes_that_never_come_are_given_up(monkeypatch):
     monkeypatch.setattr(states, "PATIENCE", 0.1)
 
     def endless(*_):

@@ -109,7 +109,7 @@ def test_one_name_for_all_finds_all_and_nearly_all_of_it_wrongly():
 
 def test_a_name_that_is_not_bytes_is_refused():
     with pytest.raises(MinivllmError, match="bytes"):
-        reuse(Load(sharing("documents"), 8, 3, 512, False, lambda *_: "a name"), 50, COST)  # pyright: ignore
+        reuse(Load(sharing("documents"), 8, 3, 512, False, lambda *_: "a hash"), 50, COST)  # pyright: ignore
 
 
 def test_a_pool_too_small_for_one_request_is_refused():

@@ -208,14 +208,14 @@ class _Watch:
         return BLOCK_SIZE * sum(_true(expected) != _true(actual) for expected, actual in pairs)
 
 
-class _Name(bytes):
+class _ReadersHash(bytes):
     """A block's hash by the reader's function; `true` is the engine's hash of the same block."""
 
     true: BlockHash
 
 
-def _true(name: BlockHash | None) -> BlockHash | None:
-    return getattr(name, "true", name)
+def _true(block_hash: BlockHash | None) -> BlockHash | None:
+    return getattr(block_hash, "true", block_hash)
 
 
 @lru_cache(maxsize=4)
@@ -223,18 +223,18 @@ def _named(own: HashBlockTokens) -> HashBlockTokens:
     """Wrap the reader's function: call it once for each block, and keep the true hash beside its
     result.
     """
-    known: dict[BlockHash, _Name] = {}
+    known: dict[BlockHash, _ReadersHash] = {}
 
-    def name(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
+    def hash_by_reader(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
         true = hash_block_tokens(getattr(parent, "true", parent), token_ids, extra_keys)
         if true not in known:
             result = own(bytes(parent), list(token_ids), extra_keys)
-            require(isinstance(result, bytes), f"hash_block_tokens gave {result!r}; a block's name is bytes")
-            known[true] = _Name(result)
+            require(isinstance(result, bytes), f"hash_block_tokens gave {result!r}; a block's hash is bytes")
+            known[true] = _ReadersHash(result)
             known[true].true = true
         return known[true]
 
-    return name
+    return hash_by_reader
 
 
 @lru_cache(maxsize=2**15)
