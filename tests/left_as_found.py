@@ -127,7 +127,7 @@ def _torch() -> dict[str, Any]:
         "gradients": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 products": torch.get_float32_matmul_precision(),
+        "float32 matmuls": torch.get_float32_matmul_precision(),
     }
 
 
@@ -136,7 +136,7 @@ def _restore_torch(was: dict[str, Any]) -> None:
     torch.set_num_threads(was["threads"])
     torch.set_grad_enabled(was["gradients"])
     torch.use_deterministic_algorithms(was["deterministic algorithms"])
-    torch.set_float32_matmul_precision(was["float32 products"])
+    torch.set_float32_matmul_precision(was["float32 matmuls"])
 
 
 def _logging() -> dict[str, Any]:

@@ -70,7 +70,7 @@ MODELS_OF_A_LESSON = (
     "chunked_prefill/prefill_first",
     "continuous_batching/learner_policy",
     "continuous_batching/scenes",
-    "continuous_batching/slots",
+    "continuous_batching/seats",
     "disaggregation/goodput",
     "disaggregation/model_checks",
     "disaggregation/pools",

@@ -54,7 +54,7 @@ def applied(x, weight, a, b):
 
     Trap: where the brackets stand decides what is made on the way.
     """
-    raise NotImplementedError("the base product, and a product of two small ones")
+    raise NotImplementedError("the base matmul, and two small ones added to it")
 
 
 # ---- one forward for many --------------------------------------------------------------------------------------------
@@ -172,10 +172,10 @@ def expand_kernel(
 ):  # fmt: skip
     """Step 3: out[token] += B[slot of its group] small[token]. Grid (tiles, groups, ceil(OUT / BLOCK)).
 
-    out  [tokens, OUT], which holds the base model's product; rows of tokens without an adapter stay as they are
+    out  [tokens, OUT], which holds the base model's output; rows of tokens without an adapter stay as they are
     b    [slots, OUT, MAX_RANK]
 
     The third index says which BLOCK columns of `out` are this program's. The rest as in step 2; the rows of `small` are
-    brought to b's type before the product, and the sum to out's.
+    brought to b's type before the matmul, and the sum to out's.
     """
-    raise NotImplementedError("load small, B and out; one product; store")
+    raise NotImplementedError("load small, B and out; one matmul; store")

@@ -1,4 +1,4 @@
-"""Adapters' products: kernels and CPU forms give what each row's own adapter gives, whatever
+"""Adapters' matmuls: kernels and CPU forms give what each row's own adapter gives, whatever
 lies beside it.
 """
 

@@ -16,7 +16,7 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
-from minivllm_lab.continuous_batching.slots import seat
+from minivllm_lab.continuous_batching.seats import assign_seats
 from minivllm_simulate.cost_model import FittedCost, StepShape
 from minivllm_simulate.simulated_engine import GENERATED
 from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate, simulate_in_parts
@@ -176,7 +176,7 @@ def test_a_percentile_of_nothing_or_beyond_all_is_refused():
 def test_everybody_keeps_a_seat_until_he_leaves(case):
     work, config, blocks = case
     steps = [list(step.scheduled) for step in simulate(work, config, blocks, COST).steps]
-    rows = seat(steps, config.max_num_seqs)
+    rows = assign_seats(steps, config.max_num_seqs)
     assert len(rows) == config.max_num_seqs
     for index, step in enumerate(steps):
         assert sorted(filter(None, (row[index] for row in rows))) == sorted(step)

@@ -30,8 +30,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw TTFT, goodput and queue against the load, and below them the seats under both
     policies.
     """
-    drawing = Drawing(width, 0, f"Load on {state.slots} seats", "Static and continuous batching on the same arrivals")
-    note = f"{REQUESTS} requests at each load, {state.slots} seats; all times are modelled"
+    drawing = Drawing(width, 0, f"Load on {state.seats} seats", "Static and continuous batching on the same arrivals")
+    note = f"{REQUESTS} requests at each load, {state.seats} seats; all times are modelled"
     y = drawing.heading((MARGIN, 23), "Load that each policy handles", note)
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
@@ -43,7 +43,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     _draw_goodput(Axes(drawing, goodput, LOAD, Scale(0, 1)), state)
     most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])
     _draw_queue(Axes(drawing, queue, LOAD, Scale(0, most * 1.1)), state)
-    drawing.height = _draw_slots(drawing, state, max(main.bottom, queue.bottom) + 57)
+    drawing.height = _draw_seats(drawing, state, max(main.bottom, queue.bottom) + 57)
     return drawing.render()
 
 
@@ -184,7 +184,7 @@ def _draw_tips(axes: Axes, state: State, words: Callable[[Curve, float], str]) -
 # ---- the seats
 
 
-def _draw_slots(drawing: Drawing, state: State, y: float) -> float:
+def _draw_seats(drawing: Drawing, state: State, y: float) -> float:
     """Draw both policies' seats over the same stretch of time, with the arrivals between them;
     return the y below.
     """
@@ -214,7 +214,7 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
     stretch = curve.stretch
     colour = COLOURS[curve.name]
     drawing.text((MARGIN, box.y + 12), curve.name, size=13, bold=True, colour=colour)
-    used = f"{stretch.used_while_waiting(state.slots):.0%} in use"
+    used = f"{stretch.used_while_waiting(state.seats):.0%} in use"
     waits = any(moment.waiting for moment in stretch.moments)
     for row, words in enumerate((used, "while", "some wait") if waits else ("none", "waiting")):
         drawing.text((MARGIN, box.y + 29 + 14 * row), words, size=SMALL, colour=QUIET)
@@ -225,7 +225,7 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
     growing: list[list[str]] = [[] for _ in ends]
     for stay in stretch.stays:
         left, right = box.x + stay.start * scale + 0.6, box.x + min(stay.end, state.window) * scale
-        top = box.y + stay.slot * high
+        top = box.y + stay.seat * high
         thick = high - (1.5 if high > 6 else 0.8)
         begins = bisect_left(ends, stay.start + 1e-12)
         done = min(bisect_left(ends, stay.end - 1e-12), LAST)
@@ -246,7 +246,7 @@ def _draw_missed(drawing: Drawing, box: Box, stretch: Stretch, state: State, end
     """Hatch the background, frame by frame, where a seat is empty while a request waits."""
     scale = box.width / state.window
     before = 0.0
-    spans = stretch.missed(state.slots)
+    spans = stretch.missed(state.seats)
     for frame, end in enumerate(ends):
         for start, stop in spans:
             left, right = max(start, before), min(stop, end)

@@ -275,7 +275,7 @@ def stretched(q, keys, large):
 
 
 def check_kernel_1_scores(module):
-    """Stretch: scores_kernel: a group's rows in one product, every key read once."""
+    """Stretch: scores_kernel: a group's rows in one matmul, every key read once."""
     for heads, kv_heads, head_dim, tokens, tile in ((4, 2, 16, 7, 16), (6, 1, 32, 33, 32), (3, 3, 16, 16, 16)):
         q, keys, _ = vectors(1, tokens, heads, kv_heads, head_dim, seed=heads)
         scores, group = torch.full((heads, tokens), math.nan), heads // kv_heads

@@ -88,7 +88,7 @@ def check_applied_is_what_merged_gives(module):
 
 
 def check_BA_is_never_made(module):
-    """All that is made is less than W, row by row too: two small products, one after the other."""
+    """All that is made is less than W, row by row too: two small matmuls, one after the other."""
     x, weight, a, b = _linear()
     made = numbers_made(lambda: module.applied(x, weight, a, b))
     assert made < weight.numel(), f"{made:,} numbers are made on the way, and W has {weight.numel():,}"
@@ -370,7 +370,7 @@ def check_shrink(module):
 
 
 def check_expand(module):
-    """Stretch: what B gives is added to the base model's product, in all columns, for tokens with an adapter alone."""
+    """Stretch: what B gives is added to the base model's output, in all columns, for tokens with an adapter alone."""
     for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.float16, 2e-2)):
         _expands(module, dtype, tolerance)
 

@@ -29,7 +29,7 @@ checks = {check.__name__: check for check in checks_of("04")}
 FIXED = FittedCost(per_step=1.0, per_request=0.0, per_token=0.0, per_pair=0.0)
 
 
-# ---- the slots -----------------------------------------------------------------------------------
+# ---- the seats -----------------------------------------------------------------------------------
 
 
 def test_the_formula_at_its_ends():
@@ -41,10 +41,10 @@ def test_the_formula_at_its_ends():
 
 
 def test_counts_agree_with_the_formula():
-    found = lesson.measure_slots(requests=256, slots=8, seed=0)
+    found = lesson.measure_seats(requests=256, seats=8, seed=0)
     for one in found.values():
         assert one["static"] == pytest.approx(one["formula"], abs=0.05)
-        assert 0.85 < one["continuous"] < 1, "no slot is empty but at the end, when nobody waits"
+        assert 0.85 < one["continuous"] < 1, "no seat is empty but at the end, when nobody waits"
     released = {"Azure conversation": 0.462, "Azure code": 0.266}  # counted on every request of the files
     for title, share in released.items():
         assert found[title]["theory"]["8"] == pytest.approx(share, abs=0.03)
@@ -475,8 +475,8 @@ def test_quick_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "about"),
     [
-        (["--slots", "0"], "--slots: must be from 1 to 64"),
-        (["--slots", "100000"], "--slots: must be from 1 to 64"),
+        (["--seats", "0"], "--seats: must be from 1 to 64"),
+        (["--seats", "100000"], "--seats: must be from 1 to 64"),
         (["--requests", "3"], "--requests: must be from 12 to 4096"),
         (["--model", "/no/such/model"], "no model directory"),
         (["--plot", "figure.txt"], "ends in .png or .svg"),

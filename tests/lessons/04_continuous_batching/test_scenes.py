@@ -14,7 +14,7 @@ COST = FittedCost(per_step=0.01, per_request=0.0, per_token=1e-4, per_pair=0.0)
 
 
 def test_the_capacity_is_what_full_slots_serve():
-    """4 slots, 21 tokens each: 20 steps of 10.4 ms from the first token to the last, prompts of
+    """4 seats, 21 tokens each: 20 steps of 10.4 ms from the first token to the last, prompts of
     others aside.
     """
     config = SchedulerConfig(max_model_len=64, max_num_seqs=4)
