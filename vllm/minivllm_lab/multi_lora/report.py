@@ -294,7 +294,7 @@ def engine_call(
 
 # ---- 4. slots, and a tier below ------------------------------------------------------------------
 
-PLACES, SERVED_STEPS = 32, 12
+SEATS, SERVED_STEPS = 32, 12
 """The traffic's `max_num_seqs`, and the mean number of steps of a request."""
 
 
@@ -342,10 +342,10 @@ def show_tiers(
     wanted = len({adapter for _, adapter, *_ in work})
     records = {}
     for slots, host in ((1, 64), (4, 64), (8, 64), (16, 64), (32, 64), (32, 1000)):
-        run = Served(serve, [request(*each) for each in work], slots, PLACES)
+        run = Served(serve, [request(*each) for each in work], slots, SEATS)
         records[slots, host] = run.figures(tiers, host)
     record_table(
-        f"{len(work):,} requests for {wanted:,} of {arguments.adapters:,} adapters, skew {arguments.skew:g}; {PLACES} "
+        f"{len(work):,} requests for {wanted:,} of {arguments.adapters:,} adapters, skew {arguments.skew:g}; {SEATS} "
         "seats",
         {f"{slots} / {host:,}": record for (slots, host), record in records.items()},
         "slots / in host memory {name} | steps {steps:,} | running {running:.1f} | most waiting {waiting} | "
