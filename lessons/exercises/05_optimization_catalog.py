@@ -1,4 +1,4 @@
-"""Exercise 05. Write prefix caching's hashes and look-up, int8 with scales, and the kernel that quantizes into the cache.
+"""Exercise 05. Write prefix caching's hashes and look-up, int8 with scales, and a kernel that quantizes into the cache.
 
 Fill in the functions, then ask what is still missing:
 
@@ -23,8 +23,8 @@ def hash_block_tokens(parent: bytes, token_ids, extra_keys: bytes = b"") -> byte
     `parent` is the hash of the block before (32 bytes; for the first block, a constant). `extra_keys` is what tokens do
     not show, such as a user's salt. Equal hashes must mean: equal parent, equal tokens in the same order, equal keys.
 
-    Traps: token ids go up to 2**31 - 1, which takes four bytes. Every hash has the same length, however long the prefix.
-    Python's `hash()` gives other values in another process, and its 8 bytes are too few.
+    Traps: token ids go up to 2**31 - 1, which takes four bytes. Every hash has the same length, however long the
+    prefix. Python's `hash()` gives other values in another process, and its 8 bytes are too few.
 
     >>> a, b = hash_block_tokens(bytes(32), [5, 6]), hash_block_tokens(bytes(32), [5, 262])
     >>> len(a), a == b
@@ -50,8 +50,8 @@ def block_hashes(token_ids, block_size: int, extra_keys: bytes = b"") -> list[by
 def find_longest_cache_hit(hashes: list[bytes], num_tokens: int, block_size: int, cached: set[bytes]) -> int:
     """Count the tokens of a prompt that need not be computed: those of its cached blocks, up to the first that is not.
 
-    `num_tokens` is the length of the prompt, `hashes` has its full blocks' hashes, and `cached` all hashes that lead to a
-    block.
+    `num_tokens` is the length of the prompt, `hashes` has its full blocks' hashes, and `cached` all hashes that lead to
+    a block.
 
     Traps: after the first block that is not cached nothing counts, cached or not. The last token is always computed,
     since its output is what comes next: a hit has at most `num_tokens - 1` tokens, in whole blocks.
@@ -69,8 +69,8 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A row's scale is its largest magnitude / 127; its integers are those nearest to number / scale, from −127 to 127.
 
     Traps: a row of zeros has scale 0, and nothing may be divided by it: its integers are zeros. `.to(torch.int8)` cuts
-    off towards zero. Compute the scale of 16-bit rows in 32 bits from the start: a division in 16 bits loses digits that
-    no `.float()` brings back.
+    off towards zero. Compute the scale of 16-bit rows in 32 bits from the start: a division in 16 bits loses digits
+    that no `.float()` brings back.
 
     >>> integers, scales = quantize(torch.tensor([[127.0, -3.4], [0.0, 0.0]]))
     >>> integers.tolist(), scales.tolist()
