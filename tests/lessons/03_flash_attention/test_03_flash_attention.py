@@ -395,7 +395,7 @@ MESSAGES = {
     "forgets that the queries are the last": "Did you forget the offset keys - queries?",
     "makes one tile of all keys": "Is block_k used",
     "takes the softmax of the whole row": "it takes 16,384 keys at once, with tiles of 64",
-    "gathers tiles of scores into a whole row": "a row of 16,384 scores must never be there as a whole",
+    "gathers tiles of scores into a whole row": "a row of 16,384 scores must never exist as a whole",
     "uses the keys without slicing them": "an array that is used whole",
     "tiles without a maximum": "the output is infinite or NaN with large scores: subtract the running maximum",
     "kernel 1: sums without a maximum": "l is infinite or NaN with large scores",
