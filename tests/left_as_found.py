@@ -194,4 +194,4 @@ KINDS: dict[str, tuple[Callable[[], dict[Any, Any]], Callable[[dict[Any, Any]], 
     "module": (_modules, sys.modules.update),
 }
 MAY_GROW = {"module"}
-"""Kinds in which something new is no change."""
+"""Kinds in which something new is not a change."""

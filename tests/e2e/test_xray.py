@@ -199,7 +199,7 @@ def test_steps_are_saved_and_loaded(page: Page, run: list[str], tmp_path: Path) 
     ("content", "words"),
     [
         ("hello\n", "is not valid JSON"),
-        ('{"xray":1}\n{}\n', "its first line is no header of format 2"),
+        ('{"xray":1}\n{}\n', "its first line is not a header of format 2"),
         (HEADER + "\n", "there is no step in it"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_file_that_is_no_recording_changes_nothing(page: Page, content: str, w
     page.get_by_label("A recording").set_input_files(
         {"name": "other.jsonl", "mimeType": "text/plain", "buffer": content.encode()}
     )
-    page.get_by_text("other.jsonl is no recording that can be shown").wait_for()
+    page.get_by_text("other.jsonl is not a recording that can be shown").wait_for()
     assert words in page.locator("p.xr-alarm").inner_text()
     assert page.evaluate("window.xray.frame.step") == STEPS
 

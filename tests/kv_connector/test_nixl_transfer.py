@@ -33,7 +33,7 @@ def pair(engine):
 
 
 def releases(engine) -> list[bytes]:
-    """Return the messages to this engine that are no heartbeats."""
+    """Return the messages to this engine that are not heartbeats."""
     return [message for message in engine.agent.inbox if not message.startswith(b"HB:")]
 
 

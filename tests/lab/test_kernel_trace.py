@@ -191,7 +191,7 @@ def test_two_programs_that_write_one_element():
 def test_a_program_that_reads_what_another_writes():
     trace = trace_kernel(shift_kernel, (3,), numbers(12), BLOCK=4)
     assert trace.races == ["program 1 reads what program 0 writes: x[3] (and 1 more element)"]
-    assert trace_kernel(shift_kernel, (1,), numbers(4), BLOCK=4).races == [], "what it wrote itself is no race"
+    assert trace_kernel(shift_kernel, (1,), numbers(4), BLOCK=4).races == [], "its own writes are not a race"
 
 
 def test_the_same_memory_under_two_names_is_one_memory():

@@ -254,7 +254,7 @@ def test_a_guess_in_the_right_function_is_warm(rooms):
         (("--bug", "²"), "there is no exhibit"),
         (("--hint", "1"), "which exhibit?"),
         (("--bug", "1", "--hint", "4"), "there is no hint '4'"),
-        (("--bug", "1", "--line", "core"), "is no line"),
+        (("--bug", "1", "--line", "core"), "is not a line"),
         (("--bug", "1", "--line", "core/nowhere.py:3"), "no file of the engine"),
         (("--bug", "1", "--line", "../../tools/links.py:3"), "no file of the engine"),
         (("--bug", "1", "--line", "core/stop.py:0"), "has the lines 1 to"),

@@ -1,4 +1,4 @@
-"""A recorded run is the engine's run, and a file that is no recording is refused in one line."""
+"""A recorded run is the engine's run, and a file that is not a recording is refused in one line."""
 
 import json
 import os
@@ -88,10 +88,10 @@ def test_the_slots_of_adapters_are_told_as_the_ranks_have_them(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "is no recording: not enough values"),
+        ("", "is not a recording: not enough values"),
         (HEADER, "needs a header of format 2, and a step"),
         ('{"xray":1}\n{}\n', "needs a header of format 2, and a step"),
-        ("hello\n", "is no recording: Expecting value"),
+        ("hello\n", "is not a recording: Expecting value"),
     ],
 )
 def test_what_is_no_recording_is_refused_in_one_line(content: str, words: str, tmp_path: Path) -> None:

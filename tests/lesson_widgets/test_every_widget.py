@@ -113,7 +113,7 @@ def test_the_picture_in_the_lesson_is_the_widgets(name: str, picture: str, tmp_p
 @every_widget
 def test_the_first_view_has_a_break_a_handle_and_a_hidden_answer(name: str):
     root = ET.fromstring(start_view(name)["svg"])
-    marked = {key for mark in root.iter() for key in mark.keys()}  # noqa: SIM118 (an element is no mapping)
+    marked = {key for mark in root.iter() for key in mark.keys()}  # noqa: SIM118 (an element is not a mapping)
     assert {"data-drag", "data-answer", "data-tip"} <= marked
     assert any("data-broken" in view["svg"] for view in views_of(name))
     assert "broken" in {view["tone"] for view in views_of(name)}

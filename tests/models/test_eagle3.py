@@ -130,7 +130,7 @@ LM_HEAD = torch.zeros(8, 256)
 @pytest.mark.parametrize(
     ("config", "tensors", "message"),
     [
-        ({}, {"fc.weight": torch.zeros(256, 512)}, r"'fc.weight' .* \(256, 512\), the config says \(256, 768"),
+        ({}, {"fc.weight": torch.zeros(256, 512)}, r"'fc.weight' .* \(256, 512\), but the config needs \(256, 768"),
         ({}, {"midlayer.self_attn.k_proj.weight": torch.zeros(64, 256)}, r"k_proj.weight' .* config says \(64, 512"),
         ({}, {"norm.weight": None}, r"lacks 1 of the model's 12 tensors, such as norm.weight"),
         ({}, {"layers.1.norm.weight": torch.zeros(1)}, r"'layers.1.norm.weight' that this model does not have"),

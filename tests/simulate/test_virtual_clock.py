@@ -252,7 +252,7 @@ def test_no_arrival_and_no_step_is_before_time_zero(seconds):
     for arrival in (seconds, "now", None):
         words = r"arrival is .*; it must be 0 seconds or more"
         assert_refused(words, SimulatedRequest, 1, 1, arrival=arrival)
-    assert_refused("the cost model says", simulate, [SimulatedRequest(1, 2)], *SMALL, NoCost(seconds))
+    assert_refused("the cost model returns", simulate, [SimulatedRequest(1, 2)], *SMALL, NoCost(seconds))
 
 
 @given(workloads(), st.integers(1, 9))

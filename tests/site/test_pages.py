@@ -208,6 +208,6 @@ def test_a_hint_is_the_entry_without_links_and_forms():
 
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(MinivllmError, match="holds something that is no site"):
+    with pytest.raises(MinivllmError, match="holds something that is not a site"):
         load(ROOT / "tools" / "build_site.py").build(ROOT, tmp_path, {})
     assert (tmp_path / "mine.txt").read_text() == "mine"

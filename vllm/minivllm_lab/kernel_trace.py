@@ -348,7 +348,7 @@ class _Recorder:
 
     def _races(self, tensor: _Tensor) -> Iterator[str]:
         """Yield the elements of one argument that two programs touch, at least one of them writing;
-        two atomics are no race.
+        two atomics are not a race.
         """
         plain, atomic, read = (self._touched(tensor, kind) for kind in (STORE, ATOMIC, LOAD))
         written = np.concatenate([plain, atomic])

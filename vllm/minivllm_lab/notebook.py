@@ -73,7 +73,7 @@ def _exercise(line: str, cell: str) -> None:
     assert shell is not None
     before = sys.modules.get(name)
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise UsageError(f"%%{MAGIC} NAME: {name!r} is no name for a module")
+        raise UsageError(f"%%{MAGIC} NAME: {name!r} is not a name for a module")
     if before is not None and not isinstance(before, _Cell):
         raise UsageError(f"%%{MAGIC} NAME: {name!r} is a module that others import; take another name, as {MODULE}")
     above = 1 + cell[: len(cell) - len(cell.lstrip())].count("\n")  # the magic's line, and empty ones, which get lost

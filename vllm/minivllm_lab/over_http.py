@@ -44,7 +44,7 @@ was not read.
 class Client:
     """A client: what it requests, and how it behaves.
 
-    - `leaves_after`: it closes its connection after this many events; an answer that is no stream
+    - `leaves_after`: it closes its connection after this many events; an answer that is not a stream
       is never waited for.
     - `reads_late`: it reads nothing before the engine has nothing left to do.
     - `model`: the adapter that it asks for; None: the model itself.

@@ -85,7 +85,7 @@ def _read(path: Path, modified: int, size: int) -> LengthTable:
             rows = _json_rows(lines.read()) if beginning.startswith("{") else _table_rows(lines)
             return _collected(path, rows)
     except UnicodeDecodeError:
-        raise MinivllmError(f"{path.name} is no text in UTF-8; a CSV or a JSON file is wanted") from None
+        raise MinivllmError(f"{path.name} is not a text file in UTF-8; give a CSV or a JSON file") from None
     except (OSError, csv.Error, RecursionError) as error:
         raise MinivllmError(f"{path.name} cannot be read: {error}") from None
     except MinivllmError as error:

@@ -333,7 +333,7 @@ class _Simulator(SimulatedEngine):
         """Add a step to the records, and let its time pass."""
         seconds = self.cost.seconds(shape)
         if not 0 <= seconds < math.inf:
-            raise MinivllmError(f"the cost model says {seconds} seconds for {shape}; a step takes 0 or more")
+            raise MinivllmError(f"the cost model returns {seconds} seconds for {shape}; a step takes 0 or more")
         scheduler = self.scheduler
         queues = len(scheduler.running), len(scheduler.waiting), scheduler.kv_cache_manager.usage
         self.steps.append(StepRecord(self.loop.now, seconds, shape, scheduled, *queues, *decided))
@@ -361,7 +361,7 @@ def to_request(index: int, spec: SimulatedRequest, arrival: float) -> Request:
     # A unique first token is enough to share nothing, since block hashes are chained.
     token_ids = spec.prompt_token_ids or [-1 - index, *[0] * (spec.prompt_tokens - 1)]
     if len(token_ids) != spec.prompt_tokens:
-        raise MinivllmError(f"request {index} has {len(token_ids)} prompt token ids and says {spec.prompt_tokens}")
+        raise MinivllmError(f"request {index} has {len(token_ids)} prompt token ids, but prompt_tokens is {spec.prompt_tokens}")
     return Request(
         str(index),
         token_ids,

@@ -61,7 +61,7 @@ def check_all_or_none(module):
     pool = module.BlockPool(5)
     first = pool.get_new_blocks(2)
     assert [block.ref_cnt for block in first] == [1, 1], "each block has one holder once it is taken"
-    assert _refuses(lambda: pool.get_new_blocks(3)), "2 blocks are free, 3 were asked for"
+    assert _refuses(lambda: pool.get_new_blocks(3)), "2 blocks are free, but 3 are needed: raise a ValueError"
     assert pool.get_num_free_blocks() == 2, f"{pool.get_num_free_blocks()} blocks are free after the refusal, not 2"
     assert len(pool.get_new_blocks(2)) == 2
 
@@ -339,7 +339,7 @@ def _rows_are(out: torch.Tensor, cache: torch.Tensor, wanted: list[int], table: 
     block = slot // BLOCK_SIZE
     entries = f"blocks of {BLOCK_SIZE}, table {table.tolist()}"
     if not same:
-        raise AssertionError(f"row {row} of out is no row of the cache ({entries}): is a row WIDTH elements long?")
+        raise AssertionError(f"row {row} of out is not a row of the cache ({entries}): is a row WIDTH elements long?")
     found = same[0]
     hints = {
         row: "that is the token's own number: the table is not used",

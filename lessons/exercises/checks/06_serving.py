@@ -73,7 +73,7 @@ def check_what_is_put_can_be_read(module):
 
     async def work(collector):
         said = collector.put(delta(0))
-        assert not asyncio.iscoroutine(said), "put must be no coroutine: the task that calls it waits for nobody"
+        assert not asyncio.iscoroutine(said), "put must not be a coroutine: the task that calls it does not wait"
         return text_of(await collector.get())
 
     found = with_collector(module, work)
@@ -174,8 +174,8 @@ def check_completions_are_joined_by_their_index(module):
     assert texts == expected, f"the texts by completion are {texts}, and {expected} is right.{hint}"
     reasons = {one.index: one.finish_reason for one in found.outputs}
     lost = "its end is lost when the other one goes on"
-    assert reasons[0] == "length", f"completion 0 ended by its length, and says {reasons[0]!r}: {lost}"
-    assert reasons[1] is None, f"completion 1 has not ended, and says {reasons[1]!r}"
+    assert reasons[0] == "length", f"completion 0 ended by its length, and has {reasons[0]!r}: {lost}"
+    assert reasons[1] is None, f"completion 1 has not ended, and has {reasons[1]!r}"
     assert not found.finished, "one completion of two has ended, so the request is not finished"
 
 

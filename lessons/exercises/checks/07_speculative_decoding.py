@@ -81,9 +81,9 @@ WRONG_DRAFTS = (
     (with_mistake(lambda longest, *_: range(longest.start, 0, -1)), "suffixes of less than min_n are looked up"),
     (with_mistake(shift=-1), "they begin one token early, with the end of the suffix"),
     (with_mistake(shift=1), "they begin one token late"),
-    (with_mistake(more=999), "those are all that follow; at most k were asked for"),
-    (with_mistake(more=1), "one more than the k that were asked for"),
-    (with_mistake(more=-1), "one less than the k that were asked for"),
+    (with_mistake(more=999), "those are all that follow; return at most k"),
+    (with_mistake(more=1), "one more than k"),
+    (with_mistake(more=-1), "one fewer than k"),
 )
 
 
@@ -394,7 +394,7 @@ def assert_verified(module, p, q, drafts, uniforms, noise):
     assert_untouched(given, (p, q))
     assert isinstance(found, list), f"it returns {type(found).__name__}, not a list"
     no_id = [token for token in found if not isinstance(token, int | np.integer)]
-    assert not no_id, f"{no_id[0]!r} is among the tokens that it returns, and is no int"
+    assert not no_id, f"{no_id[0]!r} is among the tokens that it returns, and is not an int"
     found = [int(token) for token in found]
     hint = named(module.verify, WRONG_STEPS, some_whole_steps()) if found != expected else ""
     accepted = f"{len(expected) - 1} of {len(drafts)} drafts are accepted"
@@ -486,7 +486,7 @@ def assert_row(found, expected, drafts, matches, where):
     elif found[:n] == expected[:n] and all(token == -1 for token in found[n:]):
         hint = f": {'the bonus' if n == len(drafts) else 'the token in place of the rejected draft'} is forgotten"
     elif n < len(drafts) and found[:n] == expected[:n] and found[n] == drafts[n]:
-        hint = ": the rejected draft itself stands there" if drafts[n] >= 0 else ": -1 is no draft that can be accepted"
+        hint = ": that is the rejected draft itself" if drafts[n] >= 0 else ": -1 is not a draft, so it cannot be accepted"
     elif len(found) > n + 1 and found[: n + 1] == expected[: n + 1]:
         hint = ": the row is not written to its end"
     raise AssertionError(f"{where}, drafts {drafts}: {found}, and {expected} is right{hint}")

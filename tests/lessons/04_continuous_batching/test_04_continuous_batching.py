@@ -428,7 +428,7 @@ def test_the_engine_with_the_solution_plugged_in():
     [
         (lambda running, waiting, *_: {waiting[0].request_id: 99} if waiting else {}, "12 are left of the budget"),
         (lambda running, waiting, *_: {(*running, *waiting)[-1].request_id: 1}, "at the head of the queue"),
-        (lambda *_: {}, "gives nobody a token"),
+        (lambda *_: {}, "gives no request a token"),
         (lambda *_: {"nobody": 1}, "request 'nobody' 1 tokens"),
     ],
 )

@@ -293,7 +293,7 @@ def nobody(*_):
     return {}
 
 
-@pytest.mark.parametrize(("schedule", "words"), [(never, "did not return"), (nobody, "gives nobody a token")])
+@pytest.mark.parametrize(("schedule", "words"), [(never, "did not return"), (nobody, "gives no request a token")])
 def test_a_schedule_that_leads_nowhere_is_stopped_and_told_why(schedule, words, monkeypatch):
     monkeypatch.setattr(runs, "PATIENCE", 0.2)
     session = Session(widget.SPEC, schedule=schedule)

@@ -348,7 +348,7 @@ MISTAKES = {
         "the next row of p": "x < 0 or uniforms[i] * q[i, x] >= p[i + 1, x]",
         "the first row for all": "x < 0 or uniforms[0] * q[i, x] >= p[i, x]",
         "no draft is the last token": "uniforms[i] * q[i, x] >= p[i, x]",
-        "token 0 is no draft": "x <= 0 or uniforms[i] * q[i, x] >= p[i, x]",
+        "token 0 is not a draft": "x <= 0 or uniforms[i] * q[i, x] >= p[i, x]",
         "two thousandths too generous": "x < 0 or (uniforms[i] - 0.002) * q[i, x] >= p[i, x]",
         "rounded to five digits": "x < 0 or round(uniforms[i], 5) >= round(p[i, x] / q[i, x], 5)",
         "at most, where p is not 0": "x < 0 or p[i, x] == 0 or uniforms[i] * q[i, x] > p[i, x]",
@@ -473,7 +473,7 @@ MISTAKES = {
     ("rejection_kernel", "tl.load(p + ... + draft, mask=there, other=0.0)"): {
         "no draft is accepted": "tl.load(p + ... + draft, mask=there, other=2.0)",
     },
-    ("rejection_kernel", "draft >= 0"): {"token 0 is no draft in the kernel": "draft > 0"},
+    ("rejection_kernel", "draft >= 0"): {"token 0 is not a draft in the kernel": "draft > 0"},
     ("rejection_kernel", "tl.load(uniforms + row, mask=there, other=0.0)"): {
         "one random number for all": "tl.load(uniforms + start + 0 * place, mask=there, other=0.0)",
         "random numbers by request": (
@@ -538,7 +538,7 @@ MESSAGES = {
     "keeps all drafts": "nothing is kept behind the first rejection",
     "the rejected draft's row before": "from the row before its own",
     "the first row always": "from the first row of p",
-    "tokens are floats": "is no int",
+    "tokens are floats": "is not an int",
     "never takes q away": "a rejected draft's q must be taken away",
     "counts what is right behind a rejection": "target",
     "no token behind the drafts": "is forgotten",
@@ -566,7 +566,7 @@ def test_the_engine_runs_with_the_learners_drafts():
 
 def test_drafts_that_were_not_asked_for_are_told():
     plugged = plug_of("07")(SimpleNamespace(propose_ngram=lambda tokens, low, high, k: [1] * 9, verify=None))
-    with pytest.raises(MinivllmError, match="9 drafts, and 3 were asked for"):
+    with pytest.raises(MinivllmError, match="9 drafts, but at most 3 are allowed"):
         serve(plugged, plugged.parts)
 
 

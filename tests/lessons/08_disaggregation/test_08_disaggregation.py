@@ -407,7 +407,7 @@ MISTAKES = {
         "holds what was aborted": "not params.get('do_remote_decode')",
     },
     (HELD, "('stop', 'length')"): {
-        "a stop token is no end": "('length',)",
+        "a stop token is not an end": "('length',)",
         "a failure is an end": "('stop', 'length', 'error')",
     },
     (HELD, "block_ids[:num_blocks]"): {"the whole table": "block_ids"},

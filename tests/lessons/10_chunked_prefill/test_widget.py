@@ -77,7 +77,7 @@ def longest_step(serving: runs.Serving, budget: int) -> float:
 @pytest.mark.usefixtures("short_runs")
 def test_no_verdict_contradicts_the_formulas():
     """Check 210 settings: overload and a prompt too slow alone are broken; a gap that no step
-    takes is no stall.
+    takes is not a stall.
     """
     assert len(SETTINGS) >= 200
     said = Counter()

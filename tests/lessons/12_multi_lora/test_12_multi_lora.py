@@ -249,8 +249,8 @@ def test_quick_run(tmp_path):
     texts = figures["answers"]
     assert len(set(texts.values())) == len(texts) == 4
     shared = figures["shared"]
-    assert shared["as it is"]["cached"] == 0 < shared["names without the adapter"]["cached"]
-    assert shared["as it is"]["text"] == texts["doctest"] != shared["names without the adapter"]["text"]
+    assert shared["unchanged"]["cached"] == 0 < shared["hashes ignore the adapter"]["cached"]
+    assert shared["unchanged"]["text"] == texts["doctest"] != shared["hashes ignore the adapter"]["text"]
     slots = figures["slots"]
     assert slots["1"]["waiting"] > slots["4"]["waiting"] > slots["16"]["waiting"] == 0
     assert slots["cold"]["starts"] > 100 > slots["cold"]["with_a_third_slot"] == 4

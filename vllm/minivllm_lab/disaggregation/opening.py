@@ -72,16 +72,16 @@ def frames() -> Frames:
     captions = [
         f"The proxy sends the prompt to the prefiller, and asks for one token. All {count} tokens are computed there, "
         f"into blocks {_listed(its)}.",
-        "The request has ended, and its blocks stay, because somebody will read them. The proxy is told where they "
-        f"are. If nobody comes, they are free after {LEASE} s.",
-        f"The proxy hands that on to the decoder, with the same prompt. Its connector says: {count} tokens can come. "
+        "The request has ended, and its blocks stay, because the decoder will read them. The proxy learns where "
+        f"they are. If they are not read, they are freed after {LEASE} s.",
+        f"The proxy hands that on to the decoder, with the same prompt. Its connector reports that {count} tokens can come. "
         f"The request gets blocks {_listed(mine)}, and waits.",
-        f"The decoder reads block by block into its own: {_pairs(its, mine)}. Nobody may find them in its prefix cache "
-        "before they are there.",
-        "The decoder says that it is done, and the prefiller frees its blocks. Keys and values have come, but no "
+        f"The decoder reads block by block into its own: {_pairs(its, mine)}. No request may find them in its prefix "
+        "cache before they have come.",
+        "The decoder reports that it is done, and the prefiller frees its blocks. Keys and values have come, but no "
         "distribution: one token is taken back.",
-        f"The last token is computed again, here. It says {output[0]}, as the prefiller did, and the answer goes on "
-        "without ever sharing a step with somebody's prompt.",
+        f"The last token is computed again, here. It gives {output[0]}, as it did at the prefiller, and the answer "
+        "goes on without ever sharing a step with another prompt.",
     ]
     return Frames(stills, captions)
 

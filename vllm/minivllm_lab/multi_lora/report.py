@@ -583,7 +583,7 @@ def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
 
     own = Parts(policy=SchedulingPolicy(hash_block_tokens=by_tokens))
     records: dict[str, Any] = {}
-    for name, parts in (("as it is", NO_PARTS), ("names without the adapter", own)):
+    for name, parts in (("unchanged", NO_PARTS), ("hashes ignore the adapter", own)):
         llm, (first, second, *_) = embedded_with_adapters(arguments, block_size=4, parts=parts)
         _continue(llm, [first])
         (output,) = _continue(llm, [second])

@@ -73,18 +73,18 @@ def frames() -> Frames:
     stills = [
         (
             _lookup(bad, wrong),
-            f"{last} has just been sampled. It also stands at the beginning: the three tokens that followed it there "
+            f"{last} has just been sampled. It also occurs at the beginning: the three tokens that followed it there "
             f"are the drafts: {drafts}",
         ),
         (
             _pass(bad, wrong),
             f"{last} has to be computed anyway. The drafts ride along: one pass over four tokens reads the weights "
-            "once, and says after each of them what comes next.",
+            "once, and predicts after each of them what comes next.",
         ),
         (
             _verdict(bad, wrong),
-            f"After {last} the model says {bad.says[0].shown}, not {bad.drafts[0].shown}: rejected. The drafts behind "
-            "it are what the model says, but after a text that is not so. What is kept is the model's own token, as "
+            f"After {last} the model predicts {bad.says[0].shown}, not {bad.drafts[0].shown}: rejected. The later drafts "
+            "are what the model predicts, but after a text that is now wrong. The model's own token is kept, as "
             "without drafts.",
         ),
         (
@@ -93,19 +93,19 @@ def frames() -> Frames:
         ),
         (
             _verdict(good, right),
-            "The model says the same in all three places, so its fourth row counts, too, as a bonus: four tokens from "
-            "one pass.",
+            "The model predicts the same at all three positions, so its fourth row counts, too, as a bonus token: four "
+            "tokens from one pass.",
         ),
         (
             _verdict(partial, partly, "with a draft model"),
-            "The same request again, with a draft model that guesses. Two of its drafts stand. In place of the third, "
-            f"“{partial.drafts[2].shown}”, stands what the model says there, “{partial.kept[-1].shown}”; the next step "
-            "writes over its keys and values.",
+            "The same request again, with a draft model that guesses. Two of its drafts are accepted. The third, "
+            f"“{partial.drafts[2].shown}”, is replaced by the model's own “{partial.kept[-1].shown}”; the next step "
+            "overwrites its keys and values.",
         ),
         (
             _by_step(steps),
             f"By lookup, {MAX_TOKENS} tokens in {len(steps)} passes; with the draft model in {len(others)}, and small "
-            "ones of its own. Drafts that are rejected cost a little work; the tokens are the same as without drafts.",
+            "ones of its own. Rejected drafts cost a little work; the tokens are the same as without drafts.",
         ),
     ]
     assert right - wrong == 5, "a caption counts the steps"
@@ -262,7 +262,7 @@ def _says(step: Verified, kept: int | None = None) -> list[str]:
     """
     wide = (len(step.says) - 1) * COLUMN + WIDE
     shapes = [rect(_x(0), MODEL_Y, wide, 30, tint(BLUE, 0.12), stroke=QUIET, label="the model: one pass, all rows")]
-    shapes.append(_name(SAYS_Y, "it says next"))
+    shapes.append(_name(SAYS_Y, "predicted"))
     for place, token in enumerate(step.says):
         shapes.append(arrow((_centre(place), MODEL_Y + 30), (_centre(place), SAYS_Y - 2)))
         dropped = kept is not None and place >= kept
