@@ -514,7 +514,7 @@ MESSAGES = {
     "the suffix finds itself": "taken for an occurrence of itself?",
     "with the suffix's last token": "they begin one token early",
     "one token late": "they begin one token late",
-    "one draft too many": "one more than the k",
+    "one draft too many": "one more than k",
     "as many as follow": "those are all that follow",
     "takes the suffix off the text": "the list that it was given is now",
     "forgets q": "u < p forgets q",
