@@ -216,12 +216,12 @@ def _read(client: Client, received: bytes, answer: Answer) -> None:
     """Take an answer's bytes apart."""
     lines = received.decode().splitlines()
     status = lines[0].split()[1] if lines else "none"
-    found = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]
-    if status != "200" or not found:
-        raise MinivllmError(f"the server's answer has the status {status}: {' '.join(found)[:300]}")
-    if client.stream and found.pop() != "[DONE]":
+    events = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]
+    if status != "200" or not events:
+        raise MinivllmError(f"the server's answer has the status {status}: {' '.join(events)[:300]}")
+    if client.stream and events.pop() != "[DONE]":
         raise MinivllmError("a stream broke off: it does not end with [DONE]")
-    for event in map(json.loads, found):
+    for event in map(json.loads, events):
         if "error" in event:
             raise MinivllmError(f"the server answered with an error: {event['error']['message']}")
         (choice,) = event["choices"]

@@ -49,14 +49,14 @@ class _Clock(selectors.DefaultSelector):
         self._loop, self._whose = loop, whose
 
     def select(self, timeout: float | None = None) -> list:
-        found = super().select(0)
+        ready = super().select(0)
         self._loop.turns += 1
-        if not found and timeout is None:
+        if not ready and timeout is None:
             raise AssertionError(f"{self._whose} waits, and nothing will ever wake it: is a wake-up lost?")
         if self._loop.turns > MOST_TURNS:
             raise AssertionError(f"{self._whose} does not end: does it look again and again, and never wait?")
         self._loop.now += timeout or 0.0
-        return found
+        return ready
 
 
 def turns() -> int:

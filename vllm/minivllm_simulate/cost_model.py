@@ -255,8 +255,8 @@ class FittedCost:
             if min(solution) >= 0 or len(kept) == 1:
                 break
             kept.pop(solution.index(min(solution)))
-        found = dict(zip(kept, solution, strict=True))
-        return cls(*(max(0.0, found.get(index, 0.0)) for index in range(4)))
+        factors = dict(zip(kept, solution, strict=True))
+        return cls(*(max(0.0, factors.get(index, 0.0)) for index in range(4)))
 
     def seconds(self, shape: StepShape) -> float:
         """Return seconds of one step of this shape, by the line."""

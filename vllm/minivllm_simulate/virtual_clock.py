@@ -198,8 +198,8 @@ def simulate(
     """
     _check(workload, scheduler_config, cache_config)
     require(max_steps is None or is_count(max_steps, 0), f"max_steps is {max_steps!r}; it must be a count, or None")
-    made = scheduler(scheduler_config, cache_config)
-    return _Simulator(workload, made, cost, acceptance, shape_of).run(max_steps)
+    built = scheduler(scheduler_config, cache_config)
+    return _Simulator(workload, built, cost, acceptance, shape_of).run(max_steps)
 
 
 def simulate_in_parts(
@@ -361,7 +361,9 @@ def to_request(index: int, spec: SimulatedRequest, arrival: float) -> Request:
     # A unique first token is enough to share nothing, since block hashes are chained.
     token_ids = spec.prompt_token_ids or [-1 - index, *[0] * (spec.prompt_tokens - 1)]
     if len(token_ids) != spec.prompt_tokens:
-        raise MinivllmError(f"request {index} has {len(token_ids)} prompt token ids, but prompt_tokens is {spec.prompt_tokens}")
+        raise MinivllmError(
+            f"request {index} has {len(token_ids)} prompt token ids, but prompt_tokens is {spec.prompt_tokens}"
+        )
     return Request(
         str(index),
         token_ids,

@@ -112,17 +112,17 @@ def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]], state: State) -> 
             axes.drawing.line((x, top), (x, area.bottom), colour=VERMILLION, width=2)
 
 
-def _draw_edge_words(axes: Axes, knee: Knee, who: str, state: State) -> None:
+def _draw_edge_words(axes: Axes, knee: Knee, policy: str, state: State) -> None:
     """Write what the second edge means, on its wider side."""
     x = axes.at(knee.load, state.limit)[0]
     before, beyond = x - axes.box.x, axes.box.right - x
     after = beyond >= before
-    words = _edge_words(knee, who, state)
+    words = _edge_words(knee, policy, state)
     axes.write(words, x + 7 if after else x - 7, min(max(before, beyond) - 14, 200), after=after)
 
 
-def _edge_words(knee: Knee, who: str, state: State) -> str:
-    return f"{who} {_where(knee)}: {_cause(knee, state)}"
+def _edge_words(knee: Knee, policy: str, state: State) -> str:
+    return f"{policy} {_where(knee)}: {_cause(knee, state)}"
 
 
 def _where(knee: Knee) -> str:

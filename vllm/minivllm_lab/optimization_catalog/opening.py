@@ -72,7 +72,7 @@ def frames() -> Frames:
             "A second prompt begins in the same way, so its full blocks have the same hashes.",
         ),
         (
-            _still(first, 2, pool=[1, 2, 3, 4], cached=first.hashes, other=second, found=True),
+            _still(first, 2, pool=[1, 2, 3, 4], cached=first.hashes, other=second, hit=True),
             f"Both are found: its block table is {', '.join(map(str, table))}, and one token of nine is computed.",
         ),
         (
@@ -100,7 +100,7 @@ def _still(
     pool: Sequence[int] = (),
     cached: Sequence[int] = (),
     other: Prompt | None = None,
-    found: bool = False,
+    hit: bool = False,
 ) -> str:
     """Draw `shown` hashes of the first prompt, the pool's blocks, and another prompt that looks
     its hashes up.
@@ -114,13 +114,13 @@ def _still(
     if sums:
         shapes.append(_sum(first, shown - 1))
     if pool:
-        shapes += _pool(first, pool, cached, other if found else None)
+        shapes += _pool(first, pool, cached, other if hit else None)
         shapes += [
             arrow((_x(index) + 2 * SLOT, FIRST_Y + TALL + 4), (_x(index) + 2 * SLOT, POOL_Y - 22), BLUE)
             for index in range(3)
         ]
     if other is not None:
-        shapes += _looks(other, cached, found)
+        shapes += _looks(other, cached, hit)
     return svg(WIDTH, HEIGHT, *shapes, label="Blocks of a prompt, their hashes, and the pool of blocks")
 
 
@@ -166,18 +166,18 @@ def _pool(first: Prompt, pool: Sequence[int], cached: Sequence[int], other: Prom
     return shapes
 
 
-def _looks(other: Prompt, cached: Sequence[int], found: bool) -> list[str]:
+def _looks(other: Prompt, cached: Sequence[int], hit: bool) -> list[str]:
     """Draw another prompt below the pool, with the hashes that it looks up and their hits."""
     colour = COLOURS[other.request]
     shapes = _prompt(other, SECOND_Y, QUIET)
     for index, block_hash in enumerate(other.hashes):
         known = block_hash in cached
         shapes.append(_hash(_x(index), SECOND_Y - 28, block_hash, colour if known else VERMILLION))
-        if found and known:
+        if hit and known:
             shapes.append(arrow((_x(index) + 36, SECOND_Y - 32), (_x(index) + 36, POOL_Y + TALL + 32), colour))
         elif not known:
             shapes.append(text(_x(index) + 80, SECOND_Y - 12, "not known", size=12, colour=VERMILLION))
-    if found:
+    if hit:
         shapes.append(arrow((_x(2) + 24, SECOND_Y - 4), (_x(3) + 24, POOL_Y + TALL + 6), colour))
     words = {OTHER: "another request's prompt", STRANGER: "a prompt that begins in another way"}[other.request]
     shapes.append(paragraph(_x(3), SECOND_Y + 12, words, WIDTH - _x(3) - LEFT, colour=QUIET))

@@ -109,8 +109,8 @@ class Load:
             turn_tokens = self.kind.question + self.kind.answer
             prompts = [length + index % self.turns * turn_tokens for index, length in enumerate(prompts)]
         return sum(
-            -(-length // BLOCK_SIZE) - found // BLOCK_SIZE
-            for length, found in zip(prompts, self.findable(), strict=True)
+            -(-length // BLOCK_SIZE) - findable // BLOCK_SIZE
+            for length, findable in zip(prompts, self.findable(), strict=True)
         )
 
 
@@ -126,10 +126,10 @@ def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:
     cache = CacheConfig(num_gpu_blocks=1 + num_blocks)
     run = simulate(work, CONFIG, cache, cost, scheduler=partial(Scheduler, policy=policy))
     return Reuse(
-        tuple(one.prompt_tokens for one in work),
-        tuple(one.num_cached_tokens for one in run.requests),
+        tuple(request.prompt_tokens for request in work),
+        tuple(request.num_cached_tokens for request in run.requests),
         tuple(watch.wrong.get(index, 0) for index in range(len(work))),
-        tuple(one.ttft for one in run.requests),
+        tuple(request.ttft for request in run.requests),
         watch.evicted,
         watch.admissions(),
     )

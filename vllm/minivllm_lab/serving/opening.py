@@ -115,8 +115,8 @@ def _way_out(run: Followed) -> list[tuple[str, str]]:
                 _chips(STEP, shown[3:4], NEW), _words(LOOP, "this client's buffer is full"),
                 active=(COLLECTOR, STEP, LOOP), step=5,
             ),
-            "A client that reads slowly does not hold up the others. Its next outputs are joined in the collector, and go out as "
-            "one event when it reads again: three tokens, one event.",
+            "A client that reads slowly does not hold up the others. Its next outputs are joined in the collector, "
+            "and go out as one event when it reads again: three tokens, one event.",
         ),
         (
             _still(

@@ -65,9 +65,9 @@ def frames() -> Frames:
     tokens of each step.
     """
     steps, others = recorded(), recorded("draft_model")
-    wrong = next(i for i, one in enumerate(steps) if len(one.drafts) == NUM_DRAFTS and one.known[-1].text == "def")
-    right = next(i for i, one in enumerate(steps) if one.num_accepted == NUM_DRAFTS)
-    partly = max(i for i, one in enumerate(others) if one.num_accepted == NUM_DRAFTS - 1)
+    wrong = next(i for i, step in enumerate(steps) if len(step.drafts) == NUM_DRAFTS and step.known[-1].text == "def")
+    right = next(i for i, step in enumerate(steps) if step.num_accepted == NUM_DRAFTS)
+    partly = max(i for i, step in enumerate(others) if step.num_accepted == NUM_DRAFTS - 1)
     bad, good, partial = steps[wrong], steps[right], others[partly]
     drafts, last = _listed(bad.drafts), bad.known[-1].shown
     stills = [
@@ -83,8 +83,8 @@ def frames() -> Frames:
         ),
         (
             _verdict(bad, wrong),
-            f"After {last} the model predicts {bad.says[0].shown}, not {bad.drafts[0].shown}: rejected. The later drafts "
-            "are what the model predicts, but after a text that is now wrong. The model's own token is kept, as "
+            f"After {last} the model predicts {bad.says[0].shown}, not {bad.drafts[0].shown}: rejected. The later "
+            "drafts are what the model predicts, but after a text that is now wrong. The model's own token is kept, as "
             "without drafts.",
         ),
         (
@@ -129,14 +129,14 @@ def recorded(method: str = "ngram") -> list[Verified]:
     settings = {"max_model_len": 48, "max_num_seqs": 1, "dtype": "float32", "speculative_config": drafting}
     with without_info():
         core = bare_engine(EMBEDDED_MODEL, torch.device("cpu"), blocks, **settings)
-    runner, ids, found = runner_of(core), tokenizer.encode(PROMPT).ids, []
+    runner, ids, verified = runner_of(core), tokenizer.encode(PROMPT).ids, []
     sample = type(runner).sample
 
     def noted(step: ExecuteModelState, *others: Any) -> Any:
         says = runner.model.compute_logits(step.hidden).argmax(-1).tolist()
         output: Any = sample(runner, step, *others)
         kept = output.sampled_token_ids[NAME]
-        found.append(Verified(tokens(ids), tokens(step.inputs.drafts.get(NAME, [])), tokens(says), tokens(kept)))
+        verified.append(Verified(tokens(ids), tokens(step.inputs.drafts.get(NAME, [])), tokens(says), tokens(kept)))
         ids.extend(kept)
         return output
 
@@ -146,7 +146,7 @@ def recorded(method: str = "ngram") -> list[Verified]:
     core.add_request(EngineCoreRequest(NAME, list(ids), params, (), time.monotonic()))
     while core.has_unfinished_requests():
         core.step()
-    return found
+    return verified
 
 
 # ---- the stills ----------------------------------------------------------------------------------
@@ -197,14 +197,14 @@ def _verdict(step: Verified, index: int, guesser: str = "") -> str:
 def _by_step(steps: list[Verified]) -> str:
     """Stack the tokens of every step, beside as many steps without drafts as there are tokens."""
     shapes, wide, tall, floor = [], 34, 26, 190
-    total = sum(len(one.kept) for one in steps)
-    for index, one in enumerate(steps):
+    total = sum(len(step.kept) for step in steps)
+    for index, step in enumerate(steps):
         x = LEFT + 100 + index * wide
-        for level, token in enumerate(one.kept):
-            fill = GOOD if level < one.num_accepted else OWN
+        for level, token in enumerate(step.kept):
+            fill = GOOD if level < step.num_accepted else OWN
             shapes.append(rect(x, floor - (level + 1) * tall, wide - 3, tall - 3, fill, radius=2))
             shapes.append(_fitting(x, floor - (level + 1) * tall, wide - 3, token.shown))
-        for level in range(len(one.kept), len(one.drafts) + 1):
+        for level in range(len(step.kept), len(step.drafts) + 1):
             shapes.append(
                 rect(x, floor - (level + 1) * tall, wide - 3, tall - 3, stroke=VERMILLION, dash=DASH, radius=2)
             )
