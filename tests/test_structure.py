@@ -273,8 +273,8 @@ def test_only_the_core_overrides_its_private_methods():
     folders = [ROOT / name for name in ("vllm", "widgets", "benchmarks", "lessons", "tests", "tools")]
     paths = [path for folder in folders for path in folder.rglob("*.py") if ENGINE / "core" not in path.parents]
     assert len(paths) > 500
-    found = {str(path.relative_to(ROOT)): overrides for path in paths if (overrides := private_overrides(path))}
-    assert not found
+    results = {str(path.relative_to(ROOT)): overrides for path in paths if (overrides := private_overrides(path))}
+    assert not results
 
 
 def test_no_script_imports_another():

@@ -160,8 +160,8 @@ def test_an_element_counts_once_for_a_load_however_many_lanes_ask_for_it():
 
 def test_each_access_knows_its_program_and_elements():
     trace = trace_kernel(scale_kernel, (2,), torch.zeros(6), numbers(6), 6, BLOCK=4)
-    found = [(access.kind, access.program, access.argument, access.elements.tolist()) for access in trace.accesses]
-    assert found == [
+    results = [(access.kind, access.program, access.argument, access.elements.tolist()) for access in trace.accesses]
+    assert results == [
         ("load", (0,), "x", [0, 1, 2, 3]),
         ("store", (0,), "out", [0, 1, 2, 3]),
         ("load", (1,), "x", [4, 5]),

@@ -156,7 +156,7 @@ def test_a_last_expression_is_shown_and_magics_work(shell):
 
 def completions(shell, text):
     with provisionalcompleter():
-        return {one.text for one in shell.Completer.completions(text, len(text))}
+        return {completion.text for completion in shell.Completer.completions(text, len(text))}
 
 
 def test_the_module_is_completed_and_so_is_the_cell_itself(shell):

@@ -86,12 +86,12 @@ def test_drafting_step_by_step_is_what_was_trained_all_at_once(target, script):
 def test_only_the_rows_asked_for_are_drafted_after_and_what_is_given_stays(target):
     head = load_eagle3(EMBEDDED_EAGLE3, target)
     ids, hidden = torch.arange(6), torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
-    given = hidden.clone()
+    arguments = hidden.clone()
     every, every_hidden = head(ids, ids, hidden, CausalAttention(head.config))
     some, some_hidden = head(ids, ids, hidden, CausalAttention(head.config), torch.tensor([2, 5]))
     torch.testing.assert_close(some, every[[2, 5]], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(some_hidden, every_hidden[[2, 5]], atol=1e-4, rtol=1e-4)
-    assert torch.equal(hidden, given)
+    assert torch.equal(hidden, arguments)
 
 
 @torch.inference_mode()

@@ -32,7 +32,7 @@ def write(folder: Path, text: str, name: str = "own.csv") -> str:
 
 
 def pairs(requests: list[RequestLengths]) -> list[tuple[int, int]]:
-    return [(one.prompt_tokens, one.output_tokens) for one in requests]
+    return [(request.prompt_tokens, request.output_tokens) for request in requests]
 
 
 @given(

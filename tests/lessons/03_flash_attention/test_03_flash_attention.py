@@ -175,8 +175,8 @@ def test_merging_is_a_step_taken_together():
     stepped = reduce(lambda state, tile: lesson.softmax_step(state, *tile), tiles, lesson.nothing_seen(6, 3))
     a, b, c = alone
     for merged in (lesson.merge(lesson.merge(a, b), c), lesson.merge(a, lesson.merge(b, c))):
-        for one, other in zip(stepped, merged, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-12)
+        for part, other in zip(stepped, merged, strict=True):
+            np.testing.assert_allclose(part, other, rtol=1e-12)
 
 
 def test_the_lessons_kernel_is_the_engines(device):

@@ -105,7 +105,7 @@ def test_every_point_is_400_requests_and_both_policies_serve_the_same_arrivals()
     by_policy = [{stay.request: stay.start - stay.waited for stay in curve.stretch.stays} for curve in state.curves]
     shared = by_policy[0].keys() & by_policy[1].keys()
     assert len(shared) > 5
-    assert all(by_policy[0][one] == pytest.approx(by_policy[1][one]) for one in shared)
+    assert all(by_policy[0][load] == pytest.approx(by_policy[1][load]) for load in shared)
 
 
 def test_the_lengths_of_a_workload_replace_the_spread():

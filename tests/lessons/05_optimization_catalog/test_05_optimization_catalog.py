@@ -67,8 +67,8 @@ def test_what_five_prompts_find_is_what_the_text_says():
     ]
     params = SamplingParams(temperature=0.0, max_tokens=6)
     asked = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
-    assert [len(one.prompt_token_ids) for one in asked] == [9, 9, 9, 8, 9]
-    assert [one.num_cached_tokens for one in asked] == [0, 8, 8, 4, 0]
+    assert [len(output.prompt_token_ids) for output in asked] == [9, 9, 9, 8, 9]
+    assert [output.num_cached_tokens for output in asked] == [0, 8, 8, 4, 0]
     assert [asked[place].outputs[0].text for place in (0, 4)] == [" a + b\n\ndef", " a, b\n\ndef"]
 
 
@@ -209,9 +209,9 @@ def test_one_outlier_breaks_a_scale_for_all():
 def test_the_product_with_int8(m, n, k, dtype, device):
     torch.manual_seed(0)
     x, (integers, scales) = torch.randn(m, k).to(dtype), lesson.quantize(torch.randn(n, k))
-    found = lesson.w8a16(x.to(device), integers.to(device), scales.to(device))
-    assert found.dtype == dtype
-    assert_close(found, x.double() @ (integers.double() * scales.double()[:, None]).T, scale=2)
+    result = lesson.w8a16(x.to(device), integers.to(device), scales.to(device))
+    assert result.dtype == dtype
+    assert_close(result, x.double() @ (integers.double() * scales.double()[:, None]).T, scale=2)
 
 
 def test_the_product_compiles_everywhere():
@@ -270,12 +270,12 @@ def test_the_next_captured_size():
 
 
 def test_wrong_replays():
-    found = report.replay_wrongly(lesson.Buffers, lesson.padded_size)
-    assert found["graphs"] == {"1": 1, "3": 4, "5": 8, "9": 16, "17": None}
-    assert found["padded"] == 99
-    assert found["not padded"] == 4, "the row of a request that has left is written again"
-    assert found["too small"][:4] == found["right"][:4]
-    assert found["too small"][4] == 50, "the fifth row is the step before's"
+    result = report.replay_wrongly(lesson.Buffers, lesson.padded_size)
+    assert result["graphs"] == {"1": 1, "3": 4, "5": 8, "9": 16, "17": None}
+    assert result["padded"] == 99
+    assert result["not padded"] == 4, "the row of a request that has left is written again"
+    assert result["too small"][:4] == result["right"][:4]
+    assert result["too small"][4] == 50, "the fifth row is the step before's"
 
 
 # ---- tensor parallelism --------------------------------------------------------------------------
@@ -286,8 +286,8 @@ def test_ranks_add_up(ranks):
     torch.manual_seed(0)
     x, up, gate = torch.randn(5, 8).double(), torch.randn(12, 8).double(), torch.randn(12, 8).double()
     down = torch.randn(7, 12).double()
-    found = lesson.column_then_row(x, [gate, up], down, lambda g, u: torch.relu(g) * u, ranks)
-    assert_close(found, (torch.relu(x @ gate.T) * (x @ up.T)) @ down.T)
+    result = lesson.column_then_row(x, [gate, up], down, lambda g, u: torch.relu(g) * u, ranks)
+    assert_close(result, (torch.relu(x @ gate.T) * (x @ up.T)) @ down.T)
 
 
 def test_a_layers_halves_on_two_ranks():
@@ -502,7 +502,7 @@ def test_quick_run(tmp_path):
     prefix = figures["prefix"]
     assert prefix["strangers"]["skipped"] == 0
     assert prefix["an agent"]["hit"] > prefix["one system prompt"]["hit"] > 0.5
-    assert all(one["same"] == 1 for one in prefix.values()), "a cached prefix changes no answer"
+    assert all(figures["same"] == 1 for figures in prefix.values()), "a cached prefix changes no answer"
     # 4 users behind 384 tokens: three of them find 24 blocks
     assert prefix["one system prompt"]["skipped"] == 3 * 384
     assert figures["kv"]["capacity"]["fp8"] == 2

@@ -26,9 +26,9 @@ def test_the_same_tokens_are_found(prompts, block_size):
     for number, (tokens, salt) in enumerate(prompts):
         request = Request(str(number), tokens, max_tokens=1, cache_salt=salt)
         request.enable_block_hashes(block_size)
-        blocks, found = manager.get_computed_blocks(request)
+        blocks, hit = manager.get_computed_blocks(request)
         hashes = lesson.block_hashes(tokens, block_size, (salt or "").encode())
-        assert lesson.find_longest_cache_hit(hashes, len(tokens), block_size, cached) == found
-        manager.allocate_slots(request, len(tokens) - found, new_computed_blocks=blocks)
+        assert lesson.find_longest_cache_hit(hashes, len(tokens), block_size, cached) == hit
+        manager.allocate_slots(request, len(tokens) - hit, new_computed_blocks=blocks)
         manager.free(request)
         cached.update(hashes)

@@ -46,7 +46,7 @@ def test_what_is_found_is_what_the_engines_pool_found():
     run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=1 + 2048 // 16), states._cost())
     assert sum(state.here.found) == sum(step.prefix_hits for step in run.steps)
     assert state.hit_rate == sum(step.prefix_hits for step in run.steps) / sum(s.prefix_queries for s in run.steps)
-    later = [one.ttft for index, one in enumerate(run.requests) if index % 3]
+    later = [request.ttft for index, request in enumerate(run.requests) if index % 3]
     assert state.ttft(state.here) == percentile(later, 0.95)
 
 
@@ -197,8 +197,8 @@ def test_the_lessons_own_hashes_change_nothing():
 
 
 def test_hashes_without_the_parent_are_seen_to_find_other_texts():
-    one = Session(widget.SPEC, hash_block_tokens=without_the_parent, pool=12288)
-    view = one.settle()
+    session = Session(widget.SPEC, hash_block_tokens=without_the_parent, pool=12288)
+    view = session.settle()
     assert view["tone"] == "broken"
     assert "Your hashes lead to wrong blocks" in view["words"]
     for sign in ("✕ 65%", "of another text (▲)", "in blocks of another text"):

@@ -128,8 +128,8 @@ def _side_by_side(run: Followed) -> str:
         parts.append(text(LEFT - 12, y + 20, name, anchor="end"))
         x = float(LEFT)
         for scheduled in steps:
-            for name, count in scheduled.items():
-                parts.append(rect(x, y, wide * count, TALL, COLOURS[name], stroke="#FFFFFF"))
+            for request, count in scheduled.items():
+                parts.append(rect(x, y, wide * count, TALL, COLOURS[request], stroke="#FFFFFF"))
                 x += wide * count
             parts.append(line((x, y - 8), (x, y + TALL + 8), RULE))
             if NAME in scheduled:
