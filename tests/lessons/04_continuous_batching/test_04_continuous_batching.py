@@ -366,9 +366,9 @@ def unfinished_prompts_before_a_decode(threshold: int) -> tuple[int, int]:
         ]
         prompts = {name: prompt for step in arrivals for name, prompt, _ in step}
         engine_steps = checks["check_prediction"].__globals__["engine_steps"]
-        for arguments, _ in engine_steps(arrivals, draw.choice([8, 16, 40]), 6, threshold=threshold):
+        for scheduled, _ in engine_steps(arrivals, draw.choice([8, 16, 40]), 6, threshold=threshold):
             order = []
-            for name, tokens in arguments.items():
+            for name, tokens in scheduled.items():
                 before = computed.get(name, 0)
                 computed[name] = before + tokens
                 order.append("decode" if before >= prompts[name] else computed[name] < prompts[name])
