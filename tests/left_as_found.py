@@ -158,9 +158,8 @@ def _restore_logging(was: dict[str, Any]) -> None:
         if known == "disabled up to" or was.get(known) == now:
             continue
         logger = logging.getLogger(name)
-        level, logger.disabled, logger.propagate, handlers, filters = was.get(
-            known, (logging.NOTSET, False, True, (), ())
-        )
+        state = was.get(known, (logging.NOTSET, False, True, (), ()))
+        level, logger.disabled, logger.propagate, handlers, filters = state
         logger.setLevel(level)
         of_pytest = [each for each in logger.handlers if type(each).__module__.startswith("_pytest")]
         logger.handlers[:], logger.filters[:] = [*handlers, *of_pytest], filters

@@ -31,11 +31,7 @@ def brought_by(names: tuple[str, ...]) -> set[str]:
             continue
         result.add(name)
         parsed = map(Requirement, required)
-        left += [
-            requirement.name
-            for requirement in parsed
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        ]
+        left += [each.name for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
     return result
 
 

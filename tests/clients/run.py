@@ -149,14 +149,8 @@ def vllm_bench(url: str, folder: Path) -> Client:
         "max-concurrency": 3, "seed": 1, "temperature": 0, "result-dir": folder, "result-filename": "vllm.json",
     }  # fmt: skip
     arguments = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
-    command = [
-        str(vllm_cli.ENVIRONMENT / "bin" / "vllm"),
-        "bench",
-        "serve",
-        *arguments,
-        "--ignore-eos",
-        "--save-result",
-    ]
+    vllm = str(vllm_cli.ENVIRONMENT / "bin" / "vllm")
+    command = [vllm, "bench", "serve", *arguments, "--ignore-eos", "--save-result"]
     variables = vllm_cli.variables(folder)
     return Client("vllm bench serve", command, variables, lambda: bench_figures(folder / "vllm.json"))
 

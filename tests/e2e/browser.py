@@ -210,12 +210,9 @@ def serious_violations(page: Page) -> list[tuple[str, str]]:
     """
     from axe_playwright_python.sync_playwright import Axe  # benchmarks use this file without it
 
-    result = Axe().run(page).response["violations"]
-    return [
-        (violation["id"], violation["nodes"][0]["html"][:200])
-        for violation in result
-        if violation["impact"] in ("serious", "critical")
-    ]
+    violations = Axe().run(page).response["violations"]
+    serious = [violation for violation in violations if violation["impact"] in ("serious", "critical")]
+    return [(violation["id"], violation["nodes"][0]["html"][:200]) for violation in serious]
 
 
 class Lab:

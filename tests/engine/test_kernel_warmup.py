@@ -48,9 +48,7 @@ def test_all_sizes_of_steps_are_met_and_contexts_as_long_as_they_get():
     assert tuple(step.total_num_scheduled_tokens for step in behind) == BEHIND_A_CONTEXT
     assert {len(step.scheduled_new_reqs[0].prefill_token_ids) for step in behind} == {4096 - 1}
     verified = [step.scheduled_spec_decode_tokens.values() for step in steps if step.scheduled_spec_decode_tokens]
-    assert [[len(drafts) for drafts in lists] for lists in verified] == [[1], [2], [4]], (
-        "rows of 2, 4 and 8 in the kernel"
-    )
+    assert [[len(each) for each in drafts] for drafts in verified] == [[1], [2], [4]], "rows of 2, 4, 8 in the kernel"
     assert [step.total_num_scheduled_tokens for step in short_step(16)] == [2, 0]
 
 

@@ -91,10 +91,7 @@ def run(prompts, params, **changes):
     forward = runner.forward
     runner.forward = lambda inputs: steps.append(1) or forward(inputs)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    results = [
-        [(completion.token_ids, completion.text, completion.logprobs) for completion in output.outputs]
-        for output in outputs
-    ]
+    results = [[(each.token_ids, each.text, each.logprobs) for each in output.outputs] for output in outputs]
     return results, len(steps), llm.llm_engine.stats.spec_decoding_stats
 
 
@@ -325,9 +322,7 @@ def test_a_seeded_request_draws_the_same_drafts_and_tokens_in_any_company():
     greedy, *others = llm.generate(
         [prompt[:50], prompt, prompt[:90], prompt], [company[0], params[0], company[1], params[1]]
     )
-    assert [item.outputs[0].token_ids for item in (others[0], others[2])] == [
-        completion.token_ids for completion in alone
-    ]
+    assert [other.outputs[0].token_ids for other in (others[0], others[2])] == [each.token_ids for each in alone]
     [expected] = plain.generate([prompt[:50]], company[0])
     assert greedy.outputs[0].token_ids == expected.outputs[0].token_ids
     assert accepted > 15

@@ -53,14 +53,8 @@ def check_state(scheduler: Scheduler, told: dict[str, Any]) -> None:
     blocks = manager.block_pool.blocks
 
     def facts(request: Request) -> tuple[Any, ...]:
-        lengths = (
-            request.num_prompt_tokens,
-            request.num_tokens,
-            request.num_computed_tokens,
-            request.max_tokens,
-            request.num_preemptions,
-        )
-        return request.request_id, lengths, manager.get_block_ids(request.request_id)
+        lengths = request.num_prompt_tokens, request.num_tokens, request.num_computed_tokens, request.max_tokens
+        return request.request_id, (*lengths, request.num_preemptions), manager.get_block_ids(request.request_id)
 
     def told_facts(told: dict[str, Any]) -> tuple[Any, ...]:
         lengths = tuple(told[name] for name in ("prompt", "tokens", "computed", "max", "preemptions"))

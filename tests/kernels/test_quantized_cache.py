@@ -159,10 +159,8 @@ def quantized(step):
 def check(step, backend, device="cpu", **options):
     arguments, scales, expected = quantized(step)
     splits = options.pop("splits", None)
-    arguments, (k_scales, v_scales) = (
-        [argument.to(device) for argument in arguments],
-        [scale.to(device) for scale in scales],
-    )
+    arguments = [argument.to(device) for argument in arguments]
+    k_scales, v_scales = (scale.to(device) for scale in scales)
     actual = unified_attention(
         *arguments, step.scale, k_scales=k_scales, v_scales=v_scales, out=step.out.to(device), backend=backend,
         num_kv_splits=splits, **options,

@@ -189,9 +189,7 @@ def test_one_function_is_checked_alone(exercise_05, tmp_path, monkeypatch, capsy
     exercise_05(CHECKS.replace("m.double(3)", "6"), STUB)
     mine = tmp_path / "mine.py"
     mine.write_text(PREDICT)  # no `double`: all other checks would fail
-    monkeypatch.setattr(
-        exercise, "run_plugged", lambda *arguments: pytest.fail("the engine runs in the whole check only")
-    )
+    monkeypatch.setattr(exercise, "run_plugged", lambda *_: pytest.fail("the engine runs in the whole check only"))
     flags = exercise.parser()
     exercise.main(flags.parse_args(["5", "--file", str(mine), "--only", "predict"]))
     assert "all 1 checks pass" in capsys.readouterr().out

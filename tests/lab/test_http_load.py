@@ -58,9 +58,7 @@ def streaming() -> Iterator[tuple[int, Streamer]]:
 
 
 def asks(name: str, count: int, tokens: int) -> list[Ask]:
-    return [
-        Ask({"name": f"{name} {number}", "max_tokens": tokens, "return_token_ids": True}) for number in range(count)
-    ]
+    return [Ask({"name": f"{name} {i}", "max_tokens": tokens, "return_token_ids": True}) for i in range(count)]
 
 
 def test_the_others_come_one_after_another_among_chats_that_then_leave():

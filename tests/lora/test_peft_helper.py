@@ -208,15 +208,8 @@ def test_what_was_read_does_not_change_with_its_file(tmp_path):
 def test_a_fingerprint_is_of_the_numbers_and_of_where_they_belong(tmp_path):
     tensors = pair()
     elsewhere = {name.replace("layers.0", "layers.1"): tensor for name, tensor in tensors.items()}
-    wholes = [
-        read_adapter(written(tmp_path, adapter, **settings), 16, shape_of)
-        for adapter, settings in (
-            (tensors, {}),
-            (elsewhere, {}),
-            (tensors, {"lora_alpha": 9}),
-            (tensors, {"bias": "none"}),
-        )
-    ]
+    cases = (tensors, {}), (elsewhere, {}), (tensors, {"lora_alpha": 9}), (tensors, {"bias": "none"})
+    wholes = [read_adapter(written(tmp_path, case, **settings), 16, shape_of) for case, settings in cases]
     first, moved, scaled, as_the_first = (fingerprint_of(whole, torch.float32) for whole in wholes)
     assert len({first, moved, scaled, fingerprint_of(wholes[0], torch.bfloat16)}) == 4
     assert first == as_the_first

@@ -106,9 +106,7 @@ def test_prompts_one_after_the_other_are_searched_like_all_at_once(llm):
     params = BeamSearchParams(beam_width=2, max_tokens=3)
     together = llm.beam_search(PROMPTS, params, priority=[1, 0], use_tqdm=True)
     apart = llm.beam_search(PROMPTS, params, concurrency_limit=1)
-    assert [[s.tokens for s in output.sequences] for output in together] == [
-        [s.tokens for s in o.sequences] for o in apart
-    ]
+    assert [[s.tokens for s in o.sequences] for o in together] == [[s.tokens for s in o.sequences] for o in apart]
     assert llm.beam_search([], params) == []
 
 

@@ -173,9 +173,8 @@ async def setting(
     """Start a proxy before these servers."""
     prefill, decode = prefill or [Fake(prefills)], decode or [Fake(completes)]
     settings = {"health_interval": 60.0, **settings}
-    args = ProxyArgs(
-        prefill=[server.url for server in prefill], decode=[server.url for server in decode], port=0, **settings
-    )
+    urls = [[server.url for server in servers] for servers in (prefill, decode)]
+    args = ProxyArgs(prefill=urls[0], decode=urls[1], port=0, **settings)
     async with AsyncExitStack() as stack:
         for item in (*prefill, *decode):
             if item.runs:

@@ -175,7 +175,6 @@ def test_a_killed_core_is_the_end_of_all(pair: Server):
 
 def test_a_killed_rank_is_the_end_of_all(tmp_path):
     with pair_of_cores(tmp_path, "--distributed-executor-backend", "mp") as server:
-        killed(
-            server, next(child for child in core_1(server).children() if any(RANK in word for word in child.cmdline()))
-        )
+        children = core_1(server).children()
+        killed(server, next(child for child in children if any(RANK in word for word in child.cmdline())))
     assert not list(tmp_path.iterdir()), "no sockets are left"

@@ -252,7 +252,7 @@ def test_wrong_modules_are_refused(modules, message):
         ({}, {"lora_modules": ["a=b"]}, {}, "--enable-lora"),
         ({}, {"runtime_lora_path": ["."]}, {}, "--enable-lora"),
         ({"enable_lora": True}, {}, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "--runtime-lora-path"),
-        ({"enable_lora": True}, {"runtime_lora_path": ["nothing/here"]}, {}, "no folder"),
+        ({"enable_lora": True}, {"runtime_lora_path": ["nothing/here"]}, {}, "not a folder"),
     ],
 )
 def test_flags_that_do_not_go_together(engine, frontend, environment, message):

@@ -151,7 +151,7 @@ def test_no_file_and_no_text(tmp_path):
         "~nobody-here/own.csv": "there is no file",
         "x" * 5000 + ".csv": "there is no file",
         "nul\0.csv": "there is no file",
-        str(tmp_path / "own.csv"): "no text in UTF-8",
+        str(tmp_path / "own.csv"): "not a text file in UTF-8",
         "poems": "unknown workload 'poems': use one of sharegpt, .* or the path of a CSV file",
     }.items():
         with pytest.raises(MinivllmError, match=words) as refusal:

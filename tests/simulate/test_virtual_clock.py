@@ -52,17 +52,10 @@ def replayed(work, config, blocks, simulation):
     for step in simulation.steps:
         for index in sorted(range(len(work)), key=lambda i: work[i].arrival):
             if index not in added and work[index].arrival <= step.start:
-                first, name = work[index], str(index)
-                prompt = [10_000 * (index + 1) + position for position in range(first.prompt_tokens)]
-                scheduler.add_request(
-                    Request(
-                        name,
-                        prompt,
-                        max_tokens=first.output_tokens,
-                        arrival_time=first.arrival,
-                        priority=first.priority,
-                    )
-                )
+                spec, name = work[index], str(index)
+                prompt = [10_000 * (index + 1) + position for position in range(spec.prompt_tokens)]
+                times = {"arrival_time": spec.arrival, "priority": spec.priority}
+                scheduler.add_request(Request(name, prompt, max_tokens=spec.output_tokens, **times))
                 added.add(index)
         output = scheduler.schedule()
         new, live = output.num_scheduled_tokens, scheduler.requests
@@ -155,7 +148,7 @@ SMALL = SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=9)
     [
         ([], "at least one request"),
         ([SimulatedRequest(8, 1)], "max_model_len"),
-        ([SimulatedRequest(3, 1, prompt_token_ids=[1])], "says 3"),
+        ([SimulatedRequest(3, 1, prompt_token_ids=[1])], "prompt_tokens is 3"),
         *(
             ([SimulatedRequest(2, 2, after=after), SimulatedRequest(2, 2, after=0)], "after")
             for after in (0, 1, 7)  # itself, one that waits for it, none

@@ -16,10 +16,8 @@ CONFIG = SchedulerConfig(max_model_len=4096, max_num_batched_tokens=8192)
 
 
 def hits(work, blocks: int) -> list[int]:
-    return [
-        request.num_cached_tokens
-        for request in simulate(work, CONFIG, CacheConfig(num_gpu_blocks=blocks), COST).requests
-    ]
+    run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=blocks), COST)
+    return [request.num_cached_tokens for request in run.requests]
 
 
 @given(st.sampled_from(list(SHARING.values())), st.integers(1, 6), st.integers(1, 4), st.sampled_from([16, 48, 100]))

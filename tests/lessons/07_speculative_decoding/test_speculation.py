@@ -89,9 +89,8 @@ def test_a_step_is_the_levers_step_and_its_parts_add_up():
         shape = StepShape.of([(k + 1, speculation.context)] * batch)
         plain, drafting = (LeverCost.of(replace(SERVING, speculative_tokens=each), MODEL, H100) for each in (0, k))
         assert speculation.step(batch, k).seconds == pytest.approx(drafting.seconds(shape))
-        assert speculation.plain(batch).seconds == pytest.approx(
-            plain.seconds(StepShape.of([(1, speculation.context)] * batch))
-        )
+        decodes = StepShape.of([(1, speculation.context)] * batch)
+        assert speculation.plain(batch).seconds == pytest.approx(plain.seconds(decodes))
 
 
 def test_arithmetic_is_added_from_the_ridge_on_and_not_before():
@@ -207,9 +206,8 @@ def test_a_loss_has_its_cause(speculation: Speculation, batch: int, k: int, caus
 
 
 def test_the_drafter_takes_its_room():
-    alone, with_head, with_model = (
-        on(drafter=drafter, context=1024) for drafter in (NGRAM, HEAD, draft_model(SMALL, H100))
-    )
+    drafters = NGRAM, HEAD, draft_model(SMALL, H100)
+    alone, with_head, with_model = (on(drafter=drafter, context=1024) for drafter in drafters)
     assert alone.most_batch(3) == alone.most_plain_batch == with_model.most_plain_batch
     assert alone.most_batch(3) > with_head.most_batch(3) > with_model.most_batch(3)
     per_token = kv_bytes_per_token(MODEL) + kv_bytes_per_token(SMALL)

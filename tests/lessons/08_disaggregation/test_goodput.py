@@ -148,13 +148,12 @@ def test_far_above_a_bound_requests_are_late_and_far_below_all_bounds_they_are_i
 
 
 def test_goodput_is_within_its_bound_and_a_looser_level_never_lowers_it():
-    work, first = Work(512, 32, counted=40), system(1, 1)
-    results = [
-        goodput(first, work, Objective(*level), 4).rate for level in ((0.05, 0.0075), (0.2, 0.0075), (1.0, 0.05))
-    ]
-    assert results == sorted(results)
-    assert results[-1] <= first.bound(work, Objective(1.0, 0.05))
-    assert goodput(first, work, Objective(0.2, 0.001), 4).rate == 0
+    work, pools = Work(512, 32, counted=40), system(1, 1)
+    levels = (0.05, 0.0075), (0.2, 0.0075), (1.0, 0.05)
+    rates = [goodput(pools, work, Objective(*level), 4).rate for level in levels]
+    assert rates == sorted(rates)
+    assert rates[-1] <= pools.bound(work, Objective(1.0, 0.05))
+    assert goodput(pools, work, Objective(0.2, 0.001), 4).rate == 0
 
 
 def test_a_bound_is_not_below_what_full_steps_come_to():
