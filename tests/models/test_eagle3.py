@@ -131,7 +131,7 @@ LM_HEAD = torch.zeros(8, 256)
     ("config", "tensors", "message"),
     [
         ({}, {"fc.weight": torch.zeros(256, 512)}, r"'fc.weight' .* \(256, 512\), but the config needs \(256, 768"),
-        ({}, {"midlayer.self_attn.k_proj.weight": torch.zeros(64, 256)}, r"k_proj.weight' .* config says \(64, 512"),
+        ({}, {"midlayer.self_attn.k_proj.weight": torch.zeros(64, 256)}, r"k_proj.weight' .* config needs \(64, 512"),
         ({}, {"norm.weight": None}, r"lacks 1 of the model's 12 tensors, such as norm.weight"),
         ({}, {"layers.1.norm.weight": torch.zeros(1)}, r"'layers.1.norm.weight' that this model does not have"),
         ({}, {"d2t": D2T}, r"has a tensor 'd2t', though draft_vocab_size is the target's vocab_size \(4096\)"),

@@ -482,7 +482,7 @@ def assert_row(found, expected, drafts, matches, where):
     n = leading(matches)
     hint = ""
     if found[: n + 1] == expected[: n + 1] and any(token != -1 for token in found[n + 1 :]):
-        hint = ": -1 must stand behind the last token; what is right behind a rejection comes too late"
+        hint = ": -1 must follow the last token; a right draft after a rejection comes too late"
     elif found[:n] == expected[:n] and all(token == -1 for token in found[n:]):
         hint = f": {'the bonus' if n == len(drafts) else 'the token in place of the rejected draft'} is forgotten"
     elif n < len(drafts) and found[:n] == expected[:n] and found[n] == drafts[n]:

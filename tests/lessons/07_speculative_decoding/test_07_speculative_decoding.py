@@ -223,7 +223,7 @@ def test_the_opening_shows_drafts_that_fail_that_stand_and_that_stand_in_part(ca
     assert {step.num_accepted for step in drafted if len(step.drafts) == 3} == {0, 1, 2, 3}
     shown = " ".join(opening.frames().captions)
     assert f"in {len(looked_up)} passes; with the draft model in {len(drafted)}" in shown
-    assert "Two of its drafts stand" in shown
+    assert "Two of its drafts are accepted" in shown
     assert "".join(capfd.readouterr()) == ""
 
 
@@ -548,7 +548,7 @@ MESSAGES = {
     "the kernel forgets q": "u < p forgets q",
     "the kernel's q over p": "that is u < q / p",
     "the kernel forgets the bonus": "the bonus is forgotten",
-    "the rejected draft is kept": "the rejected draft itself stands there",
+    "the rejected draft is kept": "that is the rejected draft itself",
     "reads p in all of its row": "are enough",
 }
 
