@@ -358,7 +358,7 @@ def _instead_of(filename: str, directory: Path) -> str:
     """Return what to do about a missing file, where the directory tells it."""
     shards = sorted(path.name for path in directory.glob("*.safetensors"))
     if filename == SINGLE_FILE and shards:
-        return f", and {INDEX_FILE} is missing, which lists the tensors of {shards[0]} and the other shards: download it, too"
+        return f", and {INDEX_FILE} is missing, the index of {shards[0]} and the other shards: download it, too"
     if filename == SINGLE_FILE and any(directory.glob("*.bin")):
         return "; its *.bin are pickles, which can run code: save it as safetensors (save_pretrained)"
     return ""
