@@ -34,12 +34,12 @@ def fit(counts: np.ndarray, probabilities: np.ndarray) -> Fit:
 
     Of each group, the rarest tokens are put together until at least five are expected.
     """
-    fits = [_fit_one(*one) for one in zip(np.atleast_2d(counts), np.atleast_2d(probabilities), strict=True)]
+    fits = [_fit_one(*case) for case in zip(np.atleast_2d(counts), np.atleast_2d(probabilities), strict=True)]
     weights = np.atleast_2d(counts).sum(-1) / counts.sum()
     return Fit(
-        sum(one.statistic for one in fits),
-        sum(one.freedom for one in fits),
-        float(np.dot(weights, [one.total_variation for one in fits])),
+        sum(fit.statistic for fit in fits),
+        sum(fit.freedom for fit in fits),
+        float(np.dot(weights, [fit.total_variation for fit in fits])),
     )
 
 

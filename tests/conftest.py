@@ -303,8 +303,8 @@ def pytest_testnodedown(node) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for what, count in config.stash[LEFT_OUT].items():
-        terminalreporter.write_line(f"left out: {count} {what}")
+    for label, count in config.stash[LEFT_OUT].items():
+        terminalreporter.write_line(f"left out: {count} {label}")
     if browser_is_wanting(config):
         terminalreporter.write_line("MINIVLLM_REQUIRE_BROWSER is set, and no browser test ran", red=True)
     for line in mutation_scores(terminalreporter):
@@ -318,7 +318,7 @@ def mutation_scores(reporter: pytest.TerminalReporter) -> list[str]:
     caught_in: dict[str, dict[str, bool]] = {}
     for number, mutant, caught in noted:
         caught_in.setdefault(number, {})[mutant] = caught
-    rows = [(number, len(found), sum(found.values())) for number, found in sorted(caught_in.items())]
+    rows = [(number, len(result), sum(result.values())) for number, result in sorted(caught_in.items())]
     lines = [f"{number:>6} {tried:>8} {caught:>7} {caught / tried:>6.0%}" for number, tried, caught in rows]
     return ["lesson  mutants  caught  score", *lines] if lines else []
 

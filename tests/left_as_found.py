@@ -50,15 +50,15 @@ def state() -> dict[str, dict[Any, Any]]:
 
 def changes(before: dict[str, dict[Any, Any]], now: dict[str, dict[Any, Any]]) -> list[str]:
     """One line for each value that is not what it was."""
-    found = []
+    results = []
     for kind, was in before.items():
         if was == now[kind]:
             continue
         added = [] if kind in MAY_GROW else [name for name in now[kind] if name not in was]
         names = [*was, *added]
         values = ((name, was.get(name, ABSENT), now[kind].get(name, ABSENT)) for name in names)
-        found += [f"{kind} {name}: {old!r:.200} became {new!r:.200}" for name, old, new in values if old != new]
-    return found
+        results += [f"{kind} {name}: {old!r:.200} became {new!r:.200}" for name, old, new in values if old != new]
+    return results
 
 
 def put_back(before: dict[str, dict[Any, Any]]) -> None:
@@ -127,7 +127,7 @@ def _torch() -> dict[str, Any]:
         "gradients": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 products": torch.get_float32_matmul_precision(),
+        "float32 matmuls": torch.get_float32_matmul_precision(),
     }
 
 
@@ -136,19 +136,19 @@ def _restore_torch(was: dict[str, Any]) -> None:
     torch.set_num_threads(was["threads"])
     torch.set_grad_enabled(was["gradients"])
     torch.use_deterministic_algorithms(was["deterministic algorithms"])
-    torch.set_float32_matmul_precision(was["float32 products"])
+    torch.set_float32_matmul_precision(was["float32 matmuls"])
 
 
 def _logging() -> dict[str, Any]:
     ours = [name for name in [*logging.root.manager.loggerDict] if name.partition(".")[0] == "minivllm"]
     loggers = {"": logging.root, **{name: logging.getLogger(name) for name in ours}}
-    found: dict[str, Any] = {"disabled up to": logging.root.manager.disable}
-    for name, one in loggers.items():
-        handlers = tuple(each for each in one.handlers if not type(each).__module__.startswith("_pytest"))
-        levels = (one.level, one.disabled, one.propagate, handlers, tuple(one.filters))
+    results: dict[str, Any] = {"disabled up to": logging.root.manager.disable}
+    for name, logger in loggers.items():
+        handlers = tuple(each for each in logger.handlers if not type(each).__module__.startswith("_pytest"))
+        levels = (logger.level, logger.disabled, logger.propagate, handlers, tuple(logger.filters))
         if levels != (logging.NOTSET, False, True, (), ()):
-            found[f"logger {name!r}"] = levels
-    return found
+            results[f"logger {name!r}"] = levels
+    return results
 
 
 def _restore_logging(was: dict[str, Any]) -> None:
@@ -157,11 +157,12 @@ def _restore_logging(was: dict[str, Any]) -> None:
         name = known.removeprefix("logger ").strip("'")
         if known == "disabled up to" or was.get(known) == now:
             continue
-        one = logging.getLogger(name)
-        level, one.disabled, one.propagate, handlers, filters = was.get(known, (logging.NOTSET, False, True, (), ()))
-        one.setLevel(level)
-        of_pytest = [each for each in one.handlers if type(each).__module__.startswith("_pytest")]
-        one.handlers[:], one.filters[:] = [*handlers, *of_pytest], filters
+        logger = logging.getLogger(name)
+        state = was.get(known, (logging.NOTSET, False, True, (), ()))
+        level, logger.disabled, logger.propagate, handlers, filters = state
+        logger.setLevel(level)
+        of_pytest = [each for each in logger.handlers if type(each).__module__.startswith("_pytest")]
+        logger.handlers[:], logger.filters[:] = [*handlers, *of_pytest], filters
 
 
 def _modules() -> dict[str, Any]:
@@ -176,7 +177,7 @@ _own: dict[str, Any] = {"looked at": 0, "names": []}
 
 
 def _signals() -> dict[str, Any]:
-    return {one.name: signal.getsignal(one) for one in SIGNALS}
+    return {number.name: signal.getsignal(number) for number in SIGNALS}
 
 
 def _restore_signals(was: dict[str, Any]) -> None:
@@ -194,4 +195,4 @@ KINDS: dict[str, tuple[Callable[[], dict[Any, Any]], Callable[[dict[Any, Any]], 
     "module": (_modules, sys.modules.update),
 }
 MAY_GROW = {"module"}
-"""Kinds in which something new is no change."""
+"""Kinds in which something new is not a change."""

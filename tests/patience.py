@@ -14,9 +14,9 @@ Found = TypeVar("Found")
 def eventually(holds: Callable[[], Found], seconds: float = PATIENCE, pause: float = 0.05) -> Found:
     """Ask again until the answer is true or the time is over; return the last answer."""
     until = time.monotonic() + seconds
-    while not (found := holds()) and time.monotonic() < until:
+    while not (result := holds()) and time.monotonic() < until:
         time.sleep(pause)
-    return found
+    return result
 
 
 def reaches(value: Callable[[], float], wanted: float, pause: float = 0.1) -> bool:

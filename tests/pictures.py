@@ -50,25 +50,25 @@ def _outline(element: ET.Element) -> str:
     return f"{_name(element)} {' '.join(element.keys())}> with {len(element)} parts"
 
 
-def _same_words(one: str, other: str) -> bool:
-    if NUMBER.sub("#", one) != NUMBER.sub("#", other):
+def _same_words(word: str, other: str) -> bool:
+    if NUMBER.sub("#", word) != NUMBER.sub("#", other):
         return False
-    return all(map(_same_number, NUMBER.findall(one), NUMBER.findall(other)))
+    return all(map(_same_number, NUMBER.findall(word), NUMBER.findall(other)))
 
 
-def _same_number(one: str, other: str) -> bool:
-    decimals = len(one.partition(".")[2])
+def _same_number(number: str, other: str) -> bool:
+    decimals = len(number.partition(".")[2])
     if decimals != len(other.partition(".")[2]):
         return False
     scale = 10**decimals
-    apart = abs(round(float(one.replace("−", "-")) * scale) - round(float(other.replace("−", "-")) * scale))
+    apart = abs(round(float(number.replace("−", "-")) * scale) - round(float(other.replace("−", "-")) * scale))
     return apart <= (1 if decimals else 0)
 
 
-def _same_coordinates(one: str, other: str) -> bool:
-    if COORDINATE.sub("#", one) != COORDINATE.sub("#", other):
+def _same_coordinates(coordinates: str, other: str) -> bool:
+    if COORDINATE.sub("#", coordinates) != COORDINATE.sub("#", other):
         return False
-    pairs = zip(COORDINATE.findall(one), COORDINATE.findall(other), strict=True)
+    pairs = zip(COORDINATE.findall(coordinates), COORDINATE.findall(other), strict=True)
     return all(abs(float(a) - float(b)) <= HALF_A_PIXEL for a, b in pairs)
 
 

@@ -34,13 +34,13 @@ def definitions(path: Path) -> set[str]:
     """Functions, classes and methods of a file; those of classes after the class's name and a
     dot.
     """
-    found = set()
+    result = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, FUNCTIONS | ast.ClassDef):
-            found.add(node.name)
+            result.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, FUNCTIONS)}
-    return found
+            result |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, FUNCTIONS)}
+    return result
 
 
 @pytest.mark.parametrize(("file", "function"), WAY, ids=[function for _, function in WAY])

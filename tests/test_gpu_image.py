@@ -20,28 +20,28 @@ NOT_WITH_THEM = {"pydantic", "typer"}
 
 def brought_by(names: tuple[str, ...]) -> set[str]:
     """These distributions and all that they require, as far as they are installed."""
-    found, left = set(), list(names)
+    result, left = set(), list(names)
     while left:
         name = canonicalize_name(left.pop())
-        if name in found or name in NOT_WITH_THEM:
+        if name in result or name in NOT_WITH_THEM:
             continue
         try:
             required = metadata.requires(name) or ()
         except metadata.PackageNotFoundError:
             continue
-        found.add(name)
+        result.add(name)
         parsed = map(Requirement, required)
-        left += [one.name for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
-    return found
+        left += [each.name for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return result
 
 
 def missing_there() -> list[str]:
     """Return every module that is installed here, and this repository's `widgets`, but for what an
     image has.
     """
-    there = brought_by(ON_THE_IMAGE)
+    brought = brought_by(ON_THE_IMAGE)
     modules = metadata.packages_distributions().items()
-    missing = {name for name, owners in modules if there.isdisjoint(map(canonicalize_name, owners))}
+    missing = {name for name, owners in modules if brought.isdisjoint(map(canonicalize_name, owners))}
     return sorted(
         (missing | {"widgets"}) - {"minivllm", "minivllm_lab", "minivllm_simulate"}
     )  # `make gpu` has vllm/ on its path, and not the root

@@ -52,13 +52,13 @@ def figure(path, rate=120.0, label="with a cache", title="Tokens", bars=(1, 2)):
 
 
 def test_a_figure_keeps_what_it_shows(tmp_path):
-    found = figure(tmp_path / "a.svg")
-    assert json.loads(json.dumps(found, allow_nan=False)) == found, "plain data"
-    assert found[0]["words"] == ["Tokens", "", "", "here"]
-    assert (found[0]["names"], found[0]["legend"]) == (["one", "two"], ["with a cache"])
-    assert found[0]["lines"] == [[[1, 2, None], [120, 130, 5]]]
-    assert [bar[3] for bar in found[0]["bars"]] == [1, 2]
-    assert contents_differ(found, figure(tmp_path / "b.svg", rate=120.01)) == []
+    result = figure(tmp_path / "a.svg")
+    assert json.loads(json.dumps(result, allow_nan=False)) == result, "plain data"
+    assert result[0]["words"] == ["Tokens", "", "", "here"]
+    assert (result[0]["names"], result[0]["legend"]) == (["one", "two"], ["with a cache"])
+    assert result[0]["lines"] == [[[1, 2, None], [120, 130, 5]]]
+    assert [bar[3] for bar in result[0]["bars"]] == [1, 2]
+    assert contents_differ(result, figure(tmp_path / "b.svg", rate=120.01)) == []
 
 
 @pytest.mark.parametrize("other", [{"rate": 121}, {"label": "without"}, {"title": "Time"}, {"bars": (1, 3)}])
@@ -67,5 +67,5 @@ def test_a_figure_of_other_data_differs(tmp_path, other):
 
 
 def test_a_figure_with_a_panel_more_differs(tmp_path):
-    found = figure(tmp_path / "a.svg")
-    assert contents_differ(found, found * 2)
+    result = figure(tmp_path / "a.svg")
+    assert contents_differ(result, result * 2)

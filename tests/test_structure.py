@@ -70,7 +70,7 @@ MODELS_OF_A_LESSON = (
     "chunked_prefill/prefill_first",
     "continuous_batching/learner_policy",
     "continuous_batching/scenes",
-    "continuous_batching/slots",
+    "continuous_batching/seats",
     "disaggregation/goodput",
     "disaggregation/model_checks",
     "disaggregation/pools",
@@ -273,8 +273,8 @@ def test_only_the_core_overrides_its_private_methods():
     folders = [ROOT / name for name in ("vllm", "widgets", "benchmarks", "lessons", "tests", "tools")]
     paths = [path for folder in folders for path in folder.rglob("*.py") if ENGINE / "core" not in path.parents]
     assert len(paths) > 500
-    found = {str(path.relative_to(ROOT)): overrides for path in paths if (overrides := private_overrides(path))}
-    assert not found
+    results = {str(path.relative_to(ROOT)): overrides for path in paths if (overrides := private_overrides(path))}
+    assert not results
 
 
 def test_no_script_imports_another():

@@ -73,17 +73,17 @@ def test_what_vllm_has_is_right(text: str):
     ],
 )
 def test_a_misspelt_name_is_found(text: str, wrong: str):
-    (found,) = problems("page.md", f"One line.\n\n{text}\n")
-    assert wrong in found
-    assert found.startswith(("page.md:3:", "page.md:4:"))
+    (result,) = problems("page.md", f"One line.\n\n{text}\n")
+    assert wrong in result
+    assert result.startswith(("page.md:3:", "page.md:4:"))
 
 
 def test_docstrings_and_comments_are_read_and_code_is_not():
     code = '"""In vLLM v0.33.0: `vllm/v1/a.py`."""\n\nx = "`vllm/v1/b.py`"\n\n# `vllm/v1/c.py`,\n# `d`\n'
-    assert [found.split(": ")[0] for found in problems("module.py", code)] == ["module.py:1", "module.py:5"]
+    assert [problem.split(": ")[0] for problem in problems("module.py", code)] == ["module.py:1", "module.py:5"]
     docstring = 'def f():\n    """Do.\n\n    In vLLM: `vllm/v1/e.py`.\n    """\n'
-    (found,) = problems("module.py", docstring)
-    assert found.startswith("module.py:4:")
+    (result,) = problems("module.py", docstring)
+    assert result.startswith("module.py:4:")
 
 
 def test_the_list_is_made_from_the_archive(tmp_path: Path):
@@ -102,8 +102,8 @@ def test_the_list_is_made_from_the_archive(tmp_path: Path):
     right = (
         "| `vllm/v1/pool.py` `BlockPool.free`, `size`, `num_blocks`, `hash_block`, `LIMIT` |\n\n`docs/a.md`, `VLLM_X`\n"
     )
-    made = tool.make_list(tool.read_archive(tmp_path / "source.tar.gz"), tool.mentions({"a.md": right}))
-    source = tool.read_list(made)
+    built = tool.make_list(tool.read_archive(tmp_path / "source.tar.gz"), tool.mentions({"a.md": right}))
+    source = tool.read_list(built)
     assert source.paths == {"vllm/v1/pool.py", "vllm/other.py", "vllm/envs.py", "docs/a.md"}
     assert source.problems(tool.mentions({"a.md": right})) == []
     wrong = "`vllm/v1/pool.py` (`BlockPool.hash_block`, `fre`), `docs/b.md`, `VLLM_Y`"

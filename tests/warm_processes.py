@@ -148,7 +148,7 @@ class WarmSubprocess:
         if fixed(environment) != self.template.environment:
             options = {"pass_fds": pass_fds, "cwd": cwd, "env": env, "start_new_session": start_new_session}
             return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, **options)
-        streams = [Stream(place, given) for place, given in enumerate((stdin, stdout, stderr))]
+        streams = [Stream(place, arguments) for place, arguments in enumerate((stdin, stdout, stderr))]
         try:
             request = Request(
                 parent=os.getpid(),
@@ -177,19 +177,19 @@ class WarmSubprocess:
 class Stream:
     """One of the three standard streams of a child, as `subprocess.Popen` is told of it."""
 
-    def __init__(self, place: int, given: int | IO[Any] | None) -> None:
+    def __init__(self, place: int, arguments: int | IO[Any] | None) -> None:
         self.ours: IO[bytes] | None = None
-        self._is_open = given in (subprocess.PIPE, subprocess.DEVNULL)
-        if given == subprocess.PIPE:
+        self._is_open = arguments in (subprocess.PIPE, subprocess.DEVNULL)
+        if arguments == subprocess.PIPE:
             reader, writer = os.pipe()
             self.theirs, ours = (writer, reader) if place else (reader, writer)
             self.ours = open(ours, "rb" if place else "wb")  # noqa: SIM115
-        elif given == subprocess.DEVNULL:
+        elif arguments == subprocess.DEVNULL:
             self.theirs = os.open(os.devnull, os.O_RDWR)
-        elif given is None:
+        elif arguments is None:
             self.theirs = place
         else:
-            self.theirs = given if isinstance(given, int) else given.fileno()
+            self.theirs = arguments if isinstance(arguments, int) else arguments.fileno()
 
     def close(self) -> None:
         """The child's end, which only the child needs."""

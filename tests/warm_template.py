@@ -129,8 +129,8 @@ def serve(asking: socket.socket) -> NoReturn:
             os._exit(0)  # Triton's bindings complain of what is never taken apart
         request = Request(**json.loads(asking.recv(LENGTH.unpack(length)[0], socket.MSG_WAITALL)))
         asking.sendall(LENGTH.pack(fork_twice(asking, request, fds)))
-        for one in fds:
-            os.close(one)
+        for fd in fds:
+            os.close(fd)
 
 
 def fork_twice(asking: socket.socket, request: Request, fds: Sequence[int]) -> int:

@@ -81,7 +81,7 @@ def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = si
             Sphinx has said which.
     """
     if out.exists() and any(out.iterdir()) and not (out / "searchindex.js").is_file():
-        raise MinivllmError(f"{out} holds something that is no site: name another folder, or empty this one")
+        raise MinivllmError(f"{out} holds something that is not a site: name another folder, or empty this one")
     pages = site_pages.pages_of(root, address(root))
     with tempfile.TemporaryDirectory() as folder:
         source, static, built = (Path(folder, part) for part in ("source", "static", "built"))

@@ -2,7 +2,7 @@
 browser needs them.
 
 Nothing of the repository is changed. Each page is written again below a folder that the generator
-reads: links to files that are no pages of the site lead to the repository, Mermaid becomes SVG, and
+reads: links to files that are not pages of the site lead to the repository, Mermaid becomes SVG, and
 below the cells that show a widget or the steps of a picture stands what they show.
 """
 

@@ -2,10 +2,10 @@
 
 Builds static batching and the scheduler that replaced it, which shares a budget of tokens and a pool of blocks, and
 the kernel that makes one launch of requests of any length. You learn to say in advance what vLLM's scheduler will do,
-what share of its slots a static batch wastes, and why batching and paging need each other.
+what share of its seats a static batch wastes, and why batching and paging need each other.
 
     uv run python vllm/04_continuous_batching.py                      # under a minute on a laptop, no GPU needed
-    uv run python vllm/04_continuous_batching.py --slots 4 --requests 32
+    uv run python vllm/04_continuous_batching.py --seats 4 --requests 32
 """
 
 import math
@@ -25,7 +25,7 @@ from minivllm.config import ModelConfig
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.continuous_batching import report
-from minivllm_lab.continuous_batching.slots import seat
+from minivllm_lab.continuous_batching.seats import assign_seats
 from minivllm_lab.disturbance import Control
 from minivllm_lab.key_walk import attend_keys
 from minivllm_lab.lesson import begin, keep
@@ -37,7 +37,7 @@ from minivllm_simulate.workloads import WORKLOADS
 
 # %% 1. The pain: a batch that ends together waits for its longest request
 def static_utilization(lengths: Sequence[int], batch: int) -> float:
-    """Return the share of slot-steps that make a token when `batch` requests start and end together.
+    """Return the share of seat-steps that make a token when `batch` requests start and end together.
 
     It is mean / E[longest of batch]. `lengths` is a sample of output lengths; the longest of `batch` draws is the i-th
     smallest with probability (i/n)^batch - ((i-1)/n)^batch.
@@ -173,28 +173,28 @@ def first_steps(count: int = 4) -> list[dict[str, int]]:
     return [scheduled for _, scheduled in zip(range(count), steps, strict=False)]
 
 
-def show_timelines(outputs: Sequence[int], slots: int) -> dict:
-    """Draw the same requests in the same slots under both policies; count steps and slots in use."""
+def show_timelines(outputs: Sequence[int], seats: int) -> dict:
+    """Draw the same requests in the same seats under both policies; count steps and seats in use."""
     results = {}
     for name in ("static", "continuous"):
-        rows = seat(Scheduler(named([(1, n) for n in outputs]), slots, slots, name == "static").steps(), slots)
-        results[name] = {"steps": len(rows[0]), "used": sum(outputs) / (slots * len(rows[0])), "slots": rows}
+        rows = assign_seats(Scheduler(named([(1, n) for n in outputs]), seats, seats, name == "static").steps(), seats)
+        results[name] = {"steps": len(rows[0]), "used": sum(outputs) / (seats * len(rows[0])), "slots": rows}
         report.show_timeline(name, results[name])
     return results
 
 
-def measure_slots(requests: int, slots: int, seed: int) -> dict:
-    """Compute the slots in use, by kind of request: by the formula, and counted under both policies."""
+def measure_seats(requests: int, seats: int, seed: int) -> dict:
+    """Compute the seats in use, by kind of request: by the formula, and counted under both policies."""
     samples = {work.title: [r.output_tokens for r in work.sample(4096, seed)] for work in WORKLOADS.values()}
     samples["uniform 1–512"], results = [1 + i * 37 % 512 for i in range(4096)], {}
-    for title, lengths in track(samples.items(), "counting slots"):
+    for title, lengths in track(samples.items(), "counting seats"):
         theory = {str(batch): static_utilization(lengths, batch) for batch in (1, 2, 4, 8, 16, 32, 64)}
-        results[title] = {"formula": static_utilization(lengths[:requests], slots), "theory": theory}
+        results[title] = {"formula": static_utilization(lengths[:requests], seats), "theory": theory}
         for policy in ("static", "continuous"):
-            scheduler = Scheduler(named([(1, n) for n in lengths[:requests]]), slots, slots, policy == "static")
+            scheduler = Scheduler(named([(1, n) for n in lengths[:requests]]), seats, seats, policy == "static")
             taken = [len(step) for step in scheduler.steps()]
-            results[title][policy] = sum(taken) / (slots * len(taken))
-    report.show_slots(results, slots)
+            results[title][policy] = sum(taken) / (seats * len(taken))
+    report.show_seats(results, seats)
     return results
 
 
@@ -317,10 +317,10 @@ def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, control = begin("Lesson 04. Continuous batching", arguments), Control()
     ModelConfig.from_pretrained(arguments.model)  # a missing model is refused before any work
-    heading("1 and 2. The slots of a batch")
+    heading("1 and 2. The seats of a batch")
     results: dict = {"timelines": show_timelines((3, 14, 5, 8, 12, 4, 6, 2, 9, 5), 4)}
-    requests = max(32, 2 * arguments.slots) if arguments.quick else 512
-    results["slots"] = measure_slots(requests, arguments.slots, arguments.seed)
+    requests = max(32, 2 * arguments.seats) if arguments.quick else 512
+    results["slots"] = measure_seats(requests, arguments.seats, arguments.seed)
     heading("3. One forward pass for requests of any length")
     results["kernel"] = prove(partial(verify_kernel, quick=arguments.quick), device)
     heading("4 and 5. Batching, then paging, on the engine")
@@ -332,7 +332,7 @@ def main(arguments: Namespace) -> None:
     results["refused"] = report.refuse_too_long(arguments.model, device)
     heading("7. Asynchronous scheduling")
     results["pipeline"] = report.measure_pipelines()
-    report.close(results, arguments.slots, control.disturbance())
+    report.close(results, arguments.seats, control.disturbance())
     keep(__file__, results, arguments, report.draw, disturbance=control.record())
 
 

@@ -1,6 +1,6 @@
 """Lesson 05. The optimization catalog: prefix caching and three more levers, what each acts on and how each breaks.
 
-Builds prefix caching's block names and their look-up, an int8 KV cache and int8 weights with their Triton kernels,
+Builds prefix caching's block hashes and their look-up, an int8 KV cache and int8 weights with their Triton kernels,
 int4 weights in groups, the padding of CUDA graphs, and tensor parallelism on two ranks. You learn which lever acts on
 what (prefill, bytes, launches, devices), and so when it buys nothing.
 
@@ -33,26 +33,26 @@ from minivllm_lab.quality import held_out_tokens
 from minivllm_lab.tables import heading
 
 
-# %% 1. Prefix caching: a block's name stands for everything before it
+# %% 1. Prefix caching: a block's hash stands for everything before it
 # region: block_hashes
 def hash_block_tokens(parent: bytes, token_ids: Sequence[int], extra_keys: bytes = b"") -> bytes:
-    """Name the block that holds `token_ids` and follows the block named `parent`, in 32 bytes."""
+    """Hash the block that holds `token_ids` and follows the block with the hash `parent`, to 32 bytes."""
     return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids) + extra_keys).digest()
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, extra_keys: bytes = b"") -> list[bytes]:
-    """Name the full blocks, in order; `extra_keys` go into the first, and the chain carries them on."""
-    names, parent = [], bytes(32)
+    """Hash the full blocks, in order; `extra_keys` go into the first, and the chain carries them on."""
+    hashes, parent = [], bytes(32)
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         parent = hash_block_tokens(parent, token_ids[start : start + block_size], b"" if start else extra_keys)
-        names.append(parent)
-    return names
+        hashes.append(parent)
+    return hashes
 
 
-def find_longest_cache_hit(names: Sequence[bytes], num_tokens: int, block_size: int, cached: set[bytes]) -> int:
+def find_longest_cache_hit(hashes: Sequence[bytes], num_tokens: int, block_size: int, cached: set[bytes]) -> int:
     """Count the tokens that need no prefill: cached blocks at the start, but never the last token."""
     hit = 0
-    while hit < (num_tokens - 1) // block_size and names[hit] in cached:
+    while hit < (num_tokens - 1) // block_size and hashes[hit] in cached:
         hit += 1
     return hit * block_size
 

@@ -70,7 +70,7 @@ def accept(p: np.ndarray, q: np.ndarray, drafts: Sequence[int], uniforms: np.nda
     """Count the accepted drafts: accept x with probability min(1, p(x) / q(x)), up to the first rejection.
 
     p [drafts + 1, vocab] is the target's distribution at each position, q [drafts, vocab] what the drafts were drawn
-    from; uniforms [drafts] are from 0 up to, not including, 1. −1 is no draft.
+    from; uniforms [drafts] are from 0 up to, not including, 1. −1 is not a draft.
     """
     for i, x in enumerate(drafts):
         if x < 0 or uniforms[i] * q[i, x] >= p[i, x]:

@@ -241,14 +241,14 @@ class AdapterSlots:
 
 
 # region: admit
-def admit(running: Sequence[int], waiting: Sequence[int], max_loras: int, places: int) -> list[int]:
+def admit(running: Sequence[int], waiting: Sequence[int], max_loras: int, seats: int) -> list[int]:
     """Return the indices of the waiting requests that may start, given each request's adapter, 0 for none.
 
     All that run use at most `max_loras` different adapters. A request that would need one more is skipped.
     """
     active, admitted = set(running) - {0}, []
     for index, adapter in enumerate(waiting):
-        if len(admitted) == places:
+        if len(admitted) == seats:
             break
         if adapter == 0 or adapter in active or len(active) < max_loras:
             admitted.append(index)
@@ -304,7 +304,7 @@ def tiers(batches: Iterable[Iterable[int]], max_loras: int, max_cpu_loras: int) 
 
 
 def first_steps() -> list[list[str]]:
-    """Solve the exercise on paper: two slots, three places."""
+    """Solve the exercise on paper: two slots, three seats."""
     requests = [Request("A", 1, 2), Request("B", 2, 4), Request("C", 3, 2), Request("D", 0, 1), Request("E", 2, 1)]
     return [[request.name for request in running] for running, _ in serve(requests, max_loras=2, max_num_seqs=3)]
 

@@ -16,12 +16,12 @@ from minivllm.platforms.triton_utils import tl, triton
 
 
 def kv_bytes_per_token(config, bytes_per_element: int = 2) -> int:
-    """How many bytes does one token occupy in the KV cache, over all layers?
+    """Count the bytes that one token occupies in the KV cache, over all layers.
 
     `config` has num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim and more. Each layer keeps a key
     *and* a value for each *key-value* head; each is `head_dim` numbers of `bytes_per_element` bytes.
 
-    Traps: K and V are two. The query heads keep nothing: queries are used once and forgotten.
+    Traps: K and V are two. Query heads keep nothing: a query is used once and forgotten.
 
     Stretch: `config.kv_lora_rank` is None for most models. Where it is a number (DeepSeek), a layer keeps one vector of
     `kv_lora_rank + qk_rope_head_dim` numbers for all heads together, and no separate K and V.
@@ -33,12 +33,12 @@ def kv_bytes_per_token(config, bytes_per_element: int = 2) -> int:
 
 
 def decode_step(q, k, v, keys, values, length: int):
-    """One new token arrives. Put its key and value into the cache, then let its query see everything up to itself.
+    """Put a new token's key and value into the cache, then let its query attend to everything up to itself.
 
     q       [heads, head_dim]            the new token's queries, one for each head
     k, v    [kv_heads, head_dim]         its keys and values
     keys,   [slots, kv_heads, head_dim]  the cache of one layer. Slots 0 to length - 1 hold earlier tokens;
-    values                               what lies in the others is garbage (it may be infinite)
+    values                               the others hold garbage (which may be infinite)
     length                               how many tokens the cache holds before this one
     returns [heads, head_dim]            for each head: softmax(q · keys / sqrt(head_dim)) · values
 
@@ -46,9 +46,9 @@ def decode_step(q, k, v, keys, values, length: int):
     2. Query head h reads KV head h // (heads // kv_heads): neighbouring query heads share one.
     3. Score slots 0 to `length`, both included; softmax over the slots; the weighted sum of the values is the result.
 
-    Traps: the new token sees itself, so there are length + 1 slots to read and not one more. Without the division by
+    Traps: the new token sees itself, so read length + 1 slots and not one more. Without the division by
     sqrt(head_dim) the softmax grows too sharp. exp(100) is more than float32 holds: `torch.softmax` subtracts the
-    largest score first, and so must you if you write it yourself. `torch.einsum` or a loop over heads: both are fine.
+    largest score first, and so must you if you write it yourself. `torch.einsum` and a loop over heads are both fine.
 
     The lesson's step by hand, with 2 query heads on 1 KV head, and slots 0 and 1 in use:
 
@@ -61,11 +61,11 @@ def decode_step(q, k, v, keys, values, length: int):
 
 @triton.jit
 def append_token(cache, new, slot, WIDTH: tl.constexpr):
-    """Kernel, step 1. Copy one token's numbers into its slot. One program does it.
+    """Kernel, step 1: copy one token's numbers into its slot, with one program.
 
     cache [slots, WIDTH] and new [WIDTH] are pointers to their first number; `slot` is an integer; WIDTH a power of two.
 
-    `tl.arange(0, n)` is the numbers 0 to n - 1, for a power of two n. `tl.load(pointer + numbers)` reads that many
+    `tl.arange(0, n)` gives the numbers 0 to n - 1, for a power of two n. `tl.load(pointer + numbers)` reads that many
     elements at once; `tl.store(pointer + numbers, elements)` writes them.
 
     >>> append_token[(1,)](cache, new, slot=1, WIDTH=4)   # elements 4 to 7 of the cache become those of `new`
@@ -75,10 +75,10 @@ def append_token(cache, new, slot, WIDTH: tl.constexpr):
 
 @triton.jit
 def append_heads(cache, new, slot, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Kernel, step 2. The same with one program for each KV head: `tl.program_id(0)` says which head this one has.
+    """Kernel, step 2: do the same with one program for each KV head; `tl.program_id(0)` is this program's head.
 
     cache [slots, kv_heads, HEAD_DIM], new [kv_heads, HEAD_DIM]; there are `tl.num_programs(0)` heads. HEAD_DIM may be
-    any number; BLOCK is the power of two that is not below it.
+    any number; BLOCK is the smallest power of two that is at least HEAD_DIM.
 
     Trap: elements beyond HEAD_DIM belong to the next head, so to another program. `tl.load(..., mask=inside)` and
     `tl.store(..., mask=inside)` leave out the places where `inside` is false.
@@ -90,19 +90,19 @@ def append_heads(cache, new, slot, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def append_kernel(keys, values, k, v, lengths, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Kernel, step 3. A whole step: the new token of each request, K and V. One program for each request.
+    """Kernel, step 3: write a whole step, the K and V of each request's new token, with one program for each request.
 
     keys,   [requests, slots, WIDTH]  each request's cache in one layer; WIDTH is kv_heads * head_dim
     values
     k, v    [requests, WIDTH]         the new tokens
     lengths [requests], int32         how many tokens each cache holds: its new one goes into that slot
-    slots                             of one cache
-    BLOCK                             the power of two that is not below WIDTH
+    slots                             how many one cache has
+    BLOCK                             the smallest power of two that is at least WIDTH
 
     It must move 4 * WIDTH elements a request (K and V, read once and written once) and read one length.
 
-    Traps: every request has a length of its own. A cache that is full (length = slots) takes no more: the next slot
-    belongs to its neighbour. `if` works on a number that was loaded. A cache may have more than 2**31 elements: on a
+    Traps: every request has its own length. Write nothing into a full cache (length = slots): the next slot belongs to
+    its neighbour. `if` works on a loaded number. A cache may have more than 2**31 elements: on a
     GPU, `tl.program_id(0).to(tl.int64)` before anything is multiplied.
     """
     raise NotImplementedError("copy one row of k and one of v into this request's slot, unless its cache is full")

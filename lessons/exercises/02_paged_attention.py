@@ -4,8 +4,9 @@ Fill in the functions that raise, then ask what is still missing:
 
     make check N=02
 
-Needed: lesson 02 to the end of "The mechanism". No GPU: the pool and the table are bookkeeping on the host, and the kernels run
-in Triton's interpreter. As soon as the checks of your `BlockPool` pass, the same command serves requests on it.
+Needed: lesson 02 to the end of "The mechanism". No GPU: the pool and the table are bookkeeping on the host, and the
+kernels run in Triton's interpreter. As soon as the checks of your `BlockPool` pass, the same command serves requests on
+it.
 """
 
 from collections import deque
@@ -14,12 +15,12 @@ from minivllm.platforms.triton_utils import tl, triton
 
 
 def slot_mapping(block_ids, positions, block_size: int) -> list[int]:
-    """The slot in the cache of each of a sequence's positions.
+    """Return the slot in the cache of each of a sequence's positions.
 
     The cache is one row of slots; block b is the slots b * block_size to (b + 1) * block_size - 1. Position 0 of the
-    sequence lies at the start of the first block of its table, and each block takes `block_size` positions.
+    sequence is at the start of the first block of its table, and each block takes `block_size` positions.
 
-    Trap: a slot is no block. The table says which block; where inside it, the position says.
+    Trap: a slot is not a block. The table gives the block, and the position the place inside it.
 
     >>> slot_mapping([7, 3], [0, 3, 4], block_size=4)
     [28, 31, 12]
@@ -28,30 +29,30 @@ def slot_mapping(block_ids, positions, block_size: int) -> list[int]:
 
 
 class KVCacheBlock:
-    """Given. `block_size` token slots in every layer; `ref_cnt` sequences hold the block, 0 means that it is free."""
+    """Stands for `block_size` token slots in every layer, held by `ref_cnt` sequences; 0 means free. (Given.)"""
 
     def __init__(self, block_id: int) -> None:
         self.block_id, self.ref_cnt = block_id, 0
 
 
 class BlockPool:
-    """All blocks of the cache. Block 0 is the null block: it pads tables, and nobody ever gets it."""
+    """Holds all blocks of the cache. Block 0 is the null block: it pads tables and is never allocated."""
 
     def __init__(self, num_gpu_blocks: int) -> None:
-        """Given. The left end of `free` is taken next."""
+        """Put all blocks but the null block into `free`; its left end is taken next. (Given.)"""
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
         self.free = deque(self.blocks[1:])
 
     def get_num_free_blocks(self) -> int:
-        """Given."""
+        """Return the number of free blocks. (Given.)"""
         return len(self.free)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks from the left end; each has one holder then.
+        """Take `num_blocks` blocks from the left end, and set their reference counts to 1.
 
-        Where fewer are free, raise a ValueError and take none.
+        If fewer are free, raise a ValueError and take none.
 
-        Trap: a caller that got two of three blocks has nothing that it can use, and nobody else has them either.
+        Trap: a caller that got two of three blocks can do nothing with them, and nor can anyone else.
 
         >>> pool = BlockPool(4)
         >>> [block.block_id for block in pool.get_new_blocks(2)]
@@ -60,61 +61,60 @@ class BlockPool:
         raise NotImplementedError("take num_blocks from the left end, or raise and take none")
 
     def touch(self, blocks) -> None:
-        """One holder more for each of these blocks, which somebody holds already."""
-        raise NotImplementedError("count the new holder of each block")
+        """Increment the reference count of each of these blocks, which some sequence holds already."""
+        raise NotImplementedError("count the new reference to each block")
 
     def free_blocks(self, ordered_blocks) -> None:
-        """One holder less for each block. Those that nobody holds any more go back to the left end, as one group: the
-        first of `ordered_blocks` is taken next, then the second.
+        """Decrement each block's reference count. Blocks that reach 0 return to the left end as one group: the first of
+        `ordered_blocks` is taken next, then the second.
 
-        Raise a ValueError for a block that nobody holds: it is being freed twice.
+        Raise a ValueError for a block whose count is 0 already: it is being freed twice.
 
-        Traps: a block that is still shared stays where it is. A block freed twice would be handed out twice, and two
+        Traps: a block that is still shared stays where it is. A block freed twice would be allocated twice, and two
         sequences would write into it.
         """
-        raise NotImplementedError("count one holder less; what nobody holds goes to the left end, in the order given")
+        raise NotImplementedError("decrement each count; blocks that reach 0 go to the left end, in the order given")
 
 
 class BlockTable:
-    """The blocks of one sequence, in the order of its tokens."""
+    """Lists the blocks of one sequence, in the order of its tokens."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
-        """Given."""
+        """Start without blocks and tokens. (Given.)"""
         self.pool, self.block_size = pool, block_size
         self.blocks: list[KVCacheBlock] = []
         self.num_tokens = 0
 
     def append(self, num_tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Make room for `num_tokens` more tokens; returns (their slots, copies).
+        """Make room for `num_tokens` more tokens; return (their slots, copies).
 
-        Take as few new blocks as will do: none while the last block has room. `copies` is empty, but for one case. If
+        Take as few new blocks as will do: none while the last block has room. `copies` is empty except in one case. If
         the next token goes into a last block that other sequences hold too, this sequence must not write there: take a
-        new block in its place, let go of the shared one, and return [(shared block's id, new block's id)]. Whoever
-        called copies the keys and values over before writing.
+        new block in its place, release the shared one, and return [(shared block's id, new block's id)]. The caller
+        copies the keys and values over before it writes.
 
-        Where the pool has too few blocks, its ValueError goes on to the caller, and table, pool and counts are as they
-        were.
+        If the pool has too few blocks, let its ValueError reach the caller, and leave table, pool and counts unchanged.
 
-        Traps: a *full* last block that is shared needs no copy, since nobody will write into it again, and neither does
-        `append(0)`, which writes nothing. The last one who holds a block writes into it without a copy. Take the blocks
-        before you let go of any.
+        Traps: a *full* last block that is shared needs no copy, since no sequence will write into it again, and neither
+        does `append(0)`, which writes nothing. A block's only holder writes into it without a copy. Take the new blocks
+        before you release any.
 
         >>> BlockTable(BlockPool(8), block_size=4).append(5)
         ([4, 5, 6, 7, 8], [])
         """
-        raise NotImplementedError("take the blocks that are missing; copy a shared, partly full last block")
+        raise NotImplementedError("take the missing blocks; copy a shared last block that is partly full")
 
     def fork(self) -> "BlockTable":
-        """A second sequence with the same past: same blocks, same number of tokens, nothing copied.
+        """Return a second sequence with the same past: same blocks, same number of tokens, nothing copied.
 
-        Traps: each block has one holder more now. The two tables must not be the same list.
+        Traps: each block has one more reference now. The two tables must not be the same list.
         """
         raise NotImplementedError("a new table with the same blocks, each counted once more")
 
     def free(self) -> None:
-        """Let go of all blocks, the last one first, and be empty.
+        """Free all blocks, the last one first, and empty the table.
 
-        Trap: the head of a sequence is what others may want again (lesson 05), so it is given up last.
+        Trap: other requests may want the head of a sequence again (lesson 05), so it is freed last.
         """
         raise NotImplementedError("free the blocks in reverse, and forget them")
 
@@ -128,7 +128,7 @@ class BlockTable:
 
 @triton.jit
 def gather_token_kernel(out, cache, block_table, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Step 1: one token. Program t copies the row of token t of one sequence. Grid: (tokens of the sequence,).
+    """Step 1: copy tokens one by one. Program t copies the row of token t of one sequence. Grid: (its tokens,).
 
     block_table int32 [blocks of the sequence]. Each program reads one entry of the table and one row of the cache.
 
@@ -141,15 +141,16 @@ def gather_token_kernel(out, cache, block_table, BLOCK_SIZE: tl.constexpr, WIDTH
 
 @triton.jit
 def gather_block_kernel(out, cache, block_table, length, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Step 2: one block. Program p copies the rows of the p-th block of one sequence. Grid: (blocks,).
+    """Step 2: copy whole blocks. Program p copies the rows of the p-th block of one sequence. Grid: (its blocks,).
 
     The sequence has `length` tokens: the last block may hold fewer than BLOCK_SIZE. Each program reads *one* entry of
     the table, and only rows that hold a token.
 
     Given: `row` [BLOCK_SIZE, 1] and `column` [1, WIDTH], which together name all elements of a block. A mask goes with
-    the load and with the store: tl.load(at, mask=there), tl.store(at, rows, mask=there).
+    the load and with the store: tl.load(at, mask=valid), tl.store(at, rows, mask=valid).
 
-    Trap: behind the sequence's last token lies what an earlier holder left, and behind `out` lies somebody's memory.
+    Trap: after the sequence's last token the block holds what an earlier sequence left, and after the end of `out`
+    comes other memory.
     """
     place = tl.program_id(0)
     row, column = tl.arange(0, BLOCK_SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -158,14 +159,14 @@ def gather_block_kernel(out, cache, block_table, length, BLOCK_SIZE: tl.constexp
 
 @triton.jit
 def gather_cache_kernel(out, starts, cache, block_table, lengths, width, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Step 3: all sequences, in one launch. Program (s, p) copies the p-th block of sequence s.
+    """Step 3: copy all sequences in one launch. Program (s, p) copies the p-th block of sequence s.
 
     Grid: (sequences, width of the table). block_table int32 [sequences, width], row after row in memory; lengths and
     starts int32 [sequences]. Sequence s has `lengths[s]` tokens, and its rows begin at row `starts[s]` of out.
 
     Given: `row` and `column` as in step 2.
 
-    Traps: a short sequence has programs with nothing to do; behind its last block the table is filled with 0, the null
+    Traps: a short sequence has programs with nothing to do; after its last block the table is filled with 0, the null
     block, which must not be read. Two sequences must not write the same rows of out: rows count from `starts[s]`.
     """
     sequence, place = tl.program_id(0), tl.program_id(1)

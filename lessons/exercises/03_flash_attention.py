@@ -4,8 +4,8 @@ Fill in the functions, in any order, then ask what is still missing:
 
     make check N=03
 
-Needed: lesson 03 to the end of "The mechanism". The kernels run in Triton's interpreter; no GPU is needed. As soon as the
-checks of your `tiled_attention` pass, the same command runs the engine with it.
+Needed: lesson 03 to the end of "The mechanism". The kernels run in Triton's interpreter; no GPU is needed. As soon as
+the checks of your `tiled_attention` pass, the same command runs the engine with it.
 """
 
 import math
@@ -17,7 +17,7 @@ from minivllm.platforms.triton_utils import tl, triton
 
 
 class Partial(NamedTuple):
-    """Attention of some queries over some of their keys, not yet divided."""
+    """Holds the attention of some queries over some of their keys, not yet divided by the sum of weights."""
 
     m: np.ndarray  # [rows]            the largest score so far; -inf where no key was seen
     l: np.ndarray  # [rows]            the sum of exp(score - m)
@@ -25,12 +25,12 @@ class Partial(NamedTuple):
 
 
 def nothing_seen(rows: int, head_dim: int) -> Partial:
-    """Attention over no key at all. (Given.)"""
+    """Return the attention over no key at all. (Given.)"""
     return Partial(np.full(rows, -np.inf), np.zeros(rows), np.zeros((rows, head_dim)))
 
 
 def finish(state: Partial):
-    """(output [rows, head_dim], lse [rows]); a row without keys gives 0 and -inf. (Given.)"""
+    """Return (output [rows, head_dim], lse [rows]); a row without keys gives 0 and -inf. (Given.)"""
     l = np.maximum(state.l, 1.0)  # exact: the key with the largest score adds exp(0) = 1
     return state.o / l[..., None], state.m + np.log(l)
 
@@ -46,11 +46,11 @@ def softmax_step(state: Partial, scores, values) -> Partial:
     returns the state over all keys seen so far, as a new Partial
 
     1. The new maximum is the larger of the old one and the tile's.
-    2. What was summed under the old maximum shrinks by exp(old m - new m): l *and* o.
+    2. The sums under the old maximum, l *and* o, shrink by exp(old m - new m).
     3. The tile adds its exp(score - new m) to l, and the same times its values to o.
 
-    Traps: a row that sees no key of this tile, and saw none before, has the maximum -inf; -inf - -inf is not a number, and
-    one NaN stays for ever. Such a row must come out as it went in. `state` belongs to the caller: do not change it.
+    Traps: a row that sees no key of this tile, and saw none before, has the maximum -inf; -inf - -inf is not a number,
+    and one NaN stays for ever. Such a row must come out as it went in. `state` belongs to the caller: do not change it.
 
     >>> state = softmax_step(nothing_seen(1, 1), np.array([[0.0]]), np.array([[10.0]]))
     >>> softmax_step(state, np.array([[np.log(3)]]), np.array([[20.0]]))   # weights 1/4 and 3/4
@@ -60,14 +60,14 @@ def softmax_step(state: Partial, scores, values) -> Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Two results over different keys, for the same queries, as the one result over all these keys.
+    """Merge two results over different keys, for the same queries, into the result over all these keys.
 
     m and l are [rows] and o [rows, head_dim]; or, for many heads at once, [rows, heads] and [rows, heads, head_dim].
 
     Each side was summed under its own maximum: bring both to the larger one, then add.
 
-    Traps: the sides count as their l says, so an average of the two outputs is wrong. A side, or both, may have seen no
-    key (m = -inf, l = 0, o = 0), and must then change nothing.
+    Traps: each side's weight is its l, so an average of the two outputs is wrong. A side, or both, may have seen no key
+    (m = -inf, l = 0, o = 0), and must then change nothing.
 
     >>> left = Partial(np.array([np.log(2)]), np.array([1.5]), np.array([[16.0]]))
     >>> right = Partial(np.array([np.log(4)]), np.array([1.25]), np.array([[34.0]]))
@@ -78,39 +78,39 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def tiled_attention(q, k, v, block_q: int, block_k: int):
-    """Causal attention of one head, a tile of queries at a time, each over its tiles of keys.
+    """Compute causal attention of one head, a tile of queries at a time, each over its tiles of keys.
 
-    q     [queries, head_dim]   the last positions: query i stands at position keys - queries + i
+    q     [queries, head_dim]   the last positions: query i is at position keys - queries + i
     k, v  [keys, head_dim]      at least as many as there are queries
     returns (output, like q; lse [queries])
 
-    For each tile of `block_q` queries: start from `nothing_seen`; for each tile of `block_k` keys that some query of this
-    tile sees, compute scores = q · k / sqrt(head_dim), put -inf where the key's position is larger than the query's, and
-    take one `softmax_step`; at the end `finish`, and write out what comes of it. `np.empty_like(q)` makes the output.
-    The last tiles may be shorter than the others.
+    For each tile of `block_q` queries, start with `nothing_seen`. For each tile of `block_k` keys that some query of
+    this tile sees, compute scores = q · k / sqrt(head_dim), put -inf where the key's position is larger than the
+    query's, and take one `softmax_step`. At the end call `finish` and store its results. `np.empty_like(q)` makes the
+    output. The last tiles may be shorter than the others.
 
-    Traps: with 1 query over 10 keys, the query stands at position 9 and sees all of them; forget the offset and it sees
+    Traps: with 1 query over 10 keys, the query is at position 9 and sees all of them; forget the offset and it sees
     one. Reading keys that no query of the tile sees gives the right answer at twice the traffic, and so does slicing a
-    tile twice: what you slice travels, and the check counts the bytes. Never take more than `block_k` keys at once, and
-    keep no row of scores that is longer: that is what this is all about.
+    tile twice: each slice counts as read, and the check counts the bytes. Never take more than `block_k` keys at once,
+    and never keep a longer row of scores: that is the whole point.
     """
     raise NotImplementedError("two loops over tiles: queries outside, keys inside")
 
 
 # ---- as a kernel -----------------------------------------------------------------------------------------------------
-# A program takes one row of scores. Its state is two numbers and a vector, in registers, in float32:
+# A program takes one row of scores. Its state is two numbers and a vector, in float32 registers:
 #     m, l = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
 #     o = tl.zeros([HEAD_DIM], tl.float32)
 
 
 @triton.jit
 def row_sums_kernel(m_out, l_out, scores, KEYS: tl.constexpr, BLOCK: tl.constexpr):
-    """Step 1: the largest score of each row, and the sum of its exp(score - m). Grid: (rows,).
+    """Step 1: store the largest score m of each row, and the sum of its exp(score - m). Grid: (rows,).
 
     scores        [rows, KEYS] float32; KEYS is a multiple of BLOCK
     m_out, l_out  [rows] float32
 
-    A loop over tiles of BLOCK scores, each loaded once. Reads 4 × KEYS bytes a program and writes 8.
+    Loop over tiles of BLOCK scores and load each once. A program reads 4 × KEYS bytes and writes 8.
 
     Trap: the sum so far was taken under the maximum so far.
     """
@@ -119,31 +119,31 @@ def row_sums_kernel(m_out, l_out, scores, KEYS: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def row_output_kernel(out, scores, values, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Step 2: the softmax of each row of scores, times the values. Grid: (rows,).
+    """Step 2: multiply the softmax of each row of scores by the values. Grid: (rows,).
 
     scores  [rows, KEYS] float32; KEYS is a multiple of BLOCK
     values  [KEYS, HEAD_DIM] float32; HEAD_DIM is a power of two
     out     [rows, HEAD_DIM] float32
 
-    The loop of step 1, with o beside m and l: a tile of values is [BLOCK, HEAD_DIM], and `tl.sum(…, axis=0)` adds up its
-    rows. Divide once, at the end. Reads 4 × KEYS × (1 + HEAD_DIM) bytes a program and writes 4 × HEAD_DIM.
+    Extend the loop of step 1 with o beside m and l: a tile of values is [BLOCK, HEAD_DIM], and `tl.sum(…, axis=0)` adds
+    up its rows. Divide once, at the end. A program reads 4 × KEYS × (1 + HEAD_DIM) bytes and writes 4 × HEAD_DIM.
     """
     raise NotImplementedError("the loop of row_sums_kernel, with a sum of values that is corrected as l is")
 
 
 @triton.jit
 def causal_rows_kernel(out, scores, values, rows, keys, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Step 3: the same for rows at the last positions, over any number of keys. Grid: (rows,).
+    """Step 3: do the same for rows at the last positions, over any number of keys. Grid: (rows,).
 
-    scores  [rows, keys] float32; row i stands at position keys - rows + i and sees the keys up to that position.
-            What lies beyond was never computed: it may hold anything, NaN too.
+    scores  [rows, keys] float32; row i is at position keys - rows + i and sees the keys up to that position.
+            Later scores were never computed: they may be anything, even NaN.
     values  [keys, HEAD_DIM] float32
     out     [rows, HEAD_DIM] float32
 
-    Walk over the tiles that the row sees, and mask what it does not see of the last one. A masked element is not loaded
+    Loop over the tiles that the row sees, and mask what it does not see of the last one. A masked element is not loaded
     and costs nothing: `tl.load(…, mask=…, other=…)`. So a row that sees n keys reads 4 × n × (1 + HEAD_DIM) bytes.
 
-    Traps: the offset keys - rows. A score that is not loaded must count as -inf, not as 0. Without `other`, what is not
-    loaded is undefined, NaN in the checks, and 0 * NaN is NaN.
+    Traps: the offset keys - rows. A score that is not loaded must count as -inf, not as 0. Without `other`, an element
+    that is not loaded is undefined, NaN in the checks, and 0 * NaN is NaN.
     """
     raise NotImplementedError("the loop of row_output_kernel, up to the row's last key, with masked loads")

@@ -1,4 +1,4 @@
-"""Exercise 08. A prompt is computed by one engine, its answer by another: which blocks move, and when may they be freed?
+"""Exercise 08. One engine computes the prompt, another the answer: decide which blocks move, and when they are freed.
 
 Fill in the functions that raise, then ask what is still missing:
 
@@ -16,9 +16,9 @@ from minivllm.platforms.triton_utils import tl, triton
 
 @dataclass
 class Read:
-    """What the decoder's worker is to do: copy a peer's `remote_block_ids` into our `block_ids`, and then tell it.
+    """Tells the decoder's worker to copy a peer's `remote_block_ids` into our `block_ids`, and then to notify the peer.
 
-    Without blocks it only tells: "I do not need them any more". `params` say where the peer is. This class is complete.
+    Without blocks the worker only notifies: "I do not need them any more". `params` say where the peer is. (Given.)
     """
 
     request_id: str
@@ -31,123 +31,125 @@ class Read:
 
 
 class ConnectorScheduler:
-    """What decides which blocks are to move. It stands beside the scheduler, and moves none itself.
+    """Decides which blocks move. It works beside the scheduler, and moves no block itself.
 
     Both engines have one. A request has `request_id`, `num_computed_tokens`, `block_hashes` (of the full blocks of its
-    tokens, one after another), `status.finish_reason` ("stop", "length", "abort", "error") and `kv_transfer_params`:
+    tokens, in order), `status.finish_reason` ("stop", "length", "abort", "error") and `kv_transfer_params`:
     None, or a dictionary. It may lack any of the keys, and a key may be False.
 
-        do_remote_decode     true: compute the prompt here; somebody else will want the blocks
-        do_remote_prefill    true: somebody else has computed the prompt; the other keys say where it is:
+        do_remote_decode     true: compute the prompt here; another engine will read the blocks
+        do_remote_prefill    true: another engine has computed the prompt; the other keys say where it is:
         remote_request_id, remote_block_ids, remote_num_tokens, and what `address` has
     """
 
     def __init__(self, block_size, address, lease=30.0, clock=time.monotonic):
-        """Complete. `address`: a dictionary, how others reach this engine; `clock()`: the time now, in seconds.
+        """Start without reads and pinned requests. (Given.)
 
-        `reads`, `in_flight` and `pinned` are for you; nobody else looks at them.
+        `address` is a dictionary that says how others reach this engine; `clock()` returns the time in seconds.
+        `reads`, `in_flight` and `pinned` are for you; no other code uses them.
         """
         self.block_size, self.address, self.lease, self.clock = block_size, address, lease, clock
         self.reads = []  # for the worker, in order
         self.in_flight = {}  # request id -> hashes of the blocks that are being read for it
-        self.pinned = {}  # request id -> until when its blocks are held
+        self.pinned = {}  # request id -> the time until which its blocks are held
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        """How many tokens, behind the computed ones, can come from elsewhere?
+        """Count the tokens after the computed ones that another engine can supply.
 
         num_computed_tokens  that many are in this engine's cache already: whole blocks, from the prefix cache
-        returns  (0, False)     none: there is nothing to be had, or nothing is missing
+        returns  (0, False)     none: the peer has nothing for us, or nothing is missing
                  (n, True)      n > 0 tokens; the request waits until they have come, and others go on
                  (None, False)  ask again in the next step: the block that the request lacks next is being read for
                                 another request, and will then be in the prefix cache
 
-        May be asked several times, and changes nothing. The peer has remote_num_tokens tokens, the last block partly;
-        the prompt may have more of them.
+        It may be called several times, and changes nothing. The peer has remote_num_tokens tokens, and its last block
+        may be partly filled; the prompt may have more tokens.
 
         Example, blocks of 4: the peer has 10 tokens. With 0 computed: (10, True); with 8: (2, True).
-        Traps: `kv_transfer_params` may be None. A last block that is not full has no hash. A block may be in flight, and
-        the first one that is missing another one.
+        Traps: `kv_transfer_params` may be None. A last block that is not full has no hash. A block that is in flight
+        need not be the first one that is missing.
         """
-        raise NotImplementedError("nothing to be had, on its way for another, or so many")
+        raise NotImplementedError("nothing to read, on its way for another request, or n tokens")
 
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        """The request has its blocks. Note what is to be read into which of them.
+        """Record which of the request's newly allocated blocks are to be filled, and from where.
 
         block_ids            its whole block table, room for its answer included
-        num_external_tokens  what `get_num_new_matched_tokens` has said, or 0: all that can be used is here
+        num_external_tokens  what `get_num_new_matched_tokens` has returned, or 0: everything useful is here already
 
-        Adds one `Read` to `reads` if the request's prompt is to come from elsewhere; none otherwise.
+        Add one `Read` to `reads` if the request's prompt comes from another engine, and none otherwise.
 
         Example, blocks of 4, the peer has 10 tokens in its blocks [7, 3, 9], 4 tokens are here, so 6 come: our block
         table [5, 2, 8, 6] makes Read(..., block_ids=[2, 8], remote_block_ids=[3, 9]).
 
-        Traps: with 0 external tokens, the peer must still be told that it can free its blocks. After a preemption the
-        request is asked about again, and then the peer has freed them: set do_remote_prefill to False here.
+        Traps: with 0 external tokens, the peer must still learn that it can free its blocks. After a preemption the
+        scheduler asks about the request again, and by then the peer has freed them: set do_remote_prefill to False
+        here.
         """
-        raise NotImplementedError("once for each request; which of its blocks are to be filled?")
+        raise NotImplementedError("once for each request; which of its blocks must be filled?")
 
     def build_connector_meta(self):
-        """A step is scheduled: what the worker is to do from now on.
+        """Return the worker's new reads, once a step is scheduled.
 
-        returns  the reads noted since the last call, a list of `Read`, in order
+        returns  the reads recorded since the last call, a list of `Read`, in order
         """
-        raise NotImplementedError("hand the reads over, once")
+        raise NotImplementedError("return the reads, once")
 
     def request_finished(self, request, block_ids):
-        """The request has ended. Must its blocks be held, although it needs them no more?
+        """Decide whether the blocks of a request that has ended must be held.
 
         block_ids  its block table; empty if it never had blocks
-        returns    (True, params) if somebody will read them. `params` are for the request at the other engine:
+        returns    (True, params) if another engine will read them. `params` are for the request at the other engine:
                    do_remote_prefill (True), remote_request_id, remote_num_tokens (those computed here),
                    remote_block_ids (of the blocks with computed tokens), and all of `address`.
                    (False, None) otherwise; the blocks are freed at once
 
         From now on they are held for `lease` seconds.
 
-        Traps: a request that was aborted, or has failed, is of no use to anybody. The table may be longer than what was
-        computed; the last block may be partly filled, and counts. And on the other side: a request may end while its
-        do_remote_prefill is still true, so before anything was read. Nobody will read it, so the peer is to be told.
+        Traps: a request that was aborted, or has failed, is useless to the other engine. The table may be longer than
+        what was computed; the last block counts even if it is partly filled. And on the other side: a request may end
+        while its do_remote_prefill is still true, so before anything was read. It never will be, so notify the peer.
         """
-        raise NotImplementedError("held for whom, until when? and what has ended before it was read?")
+        raise NotImplementedError("held for which engine, until when? and what if it has ended before it was read?")
 
     def update_connector_output(self, finished_sending, finished_recving):
-        """The workers have told which requests' blocks were sent (as the peer says), and which were received, or lost.
+        """Take in the workers' report: whose blocks were sent (as the peer says), and whose were received, or lost.
 
-        What was sent is no longer held, what was received no longer in flight. Both are sets of request ids, some perhaps
-        unknown here.
+        Blocks that were sent are no longer held, and those received no longer in flight. Both are sets of request ids,
+        some perhaps unknown here.
         """
         raise NotImplementedError("forget them")
 
     def expired(self):
-        """Requests whose lease is over, as a list of ids: the engine now frees their blocks.
+        """List the ids of the requests whose lease has expired: the engine now frees their blocks.
 
-        A lease is over when the clock shows its end. Each request is named once. What was sent in time is not named.
+        A lease expires when the clock reaches its end. List each request once, and none whose blocks were sent in time.
         """
-        raise NotImplementedError("who is pinned, and for too long?")
+        raise NotImplementedError("which requests have been pinned for too long?")
 
 
 # ---- the kernels, for Triton's interpreter ---------------------------------------------------------------------------
 #
-# A request's blocks lie anywhere in the cache, in each layer's tensors. What is sent is one piece. So it is gathered into
-# a staging buffer, in one launch, and scattered at the other end.
+# A request's blocks are scattered over the cache, in each layer's tensors. They are sent in one piece. So one launch
+# gathers them into a staging buffer, and another scatters them at the other end.
 
 
 @triton.jit
 def gather_block_kernel(staging, cache, block_id, numbers, BLOCK: tl.constexpr):
-    """Step 1: one block of one tensor. Grid (ceil(numbers / BLOCK),).
+    """Step 1: gather one block of one tensor. Grid (ceil(numbers / BLOCK),).
 
     staging   float32 [numbers], to be written;  cache: float32 [blocks, numbers]
     block_id  which block;  numbers: how many a block has
-    BLOCK     a power of two; program i copies the numbers from i * BLOCK on, BLOCK of them or what is left
+    BLOCK     a power of two; program i copies BLOCK numbers, starting at i * BLOCK, or as many as are left
 
-    Trap: the last program's places end behind the block: without a mask it reads the next one.
+    Trap: the last program reaches beyond the block's end: without a mask it reads the next block.
     """
-    raise NotImplementedError("places, mask, load, store")
+    raise NotImplementedError("offsets, mask, load, store")
 
 
 @triton.jit
 def gather_kernel(staging, cache, block_ids, num_blocks, numbers, BLOCK: tl.constexpr):
-    """Step 2: many blocks of all tensors in one launch. Grid (blocks wanted, tensors, ceil(numbers / BLOCK)).
+    """Step 2: gather many blocks of all tensors in one launch. Grid (blocks wanted, tensors, ceil(numbers / BLOCK)).
 
     staging    float32 [blocks wanted, tensors, numbers]: all of a block in one piece, tensor after tensor
     cache      float32 [tensors, num_blocks, numbers]
@@ -157,13 +159,13 @@ def gather_kernel(staging, cache, block_ids, num_blocks, numbers, BLOCK: tl.cons
     Trap: in the cache the tensor comes first, in the staging buffer the block. `tl.num_programs(1)` is the number of
     tensors.
     """
-    raise NotImplementedError("two offsets, which are not alike")
+    raise NotImplementedError("two offsets, which differ")
 
 
 @triton.jit
 def scatter_kernel(cache, staging, block_ids, num_blocks, numbers, BLOCK: tl.constexpr):
-    """Step 3: the way back, with the same grid and arguments: staging is read, cache written.
+    """Step 3: copy back, with the same grid and arguments: staging is read, cache written.
 
-    block_ids may have -1: this place of the staging buffer is not wanted, and nothing of it is read or written.
+    block_ids may have -1: this part of the staging buffer is not wanted; neither read nor write it.
     """
     raise NotImplementedError("as before, the other way round; and what of -1?")

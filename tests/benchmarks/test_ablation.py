@@ -61,15 +61,15 @@ def test_every_lever_off_or_on_is_a_setting_that_the_engine_has_and_exact_ones_l
     outputs = []
     for on in (exact, frozenset(), *(exact - {name} for name in sorted(exact))):
         core = bench.engine_of(on, tmp_path, "cpu")
-        found = bench.serve(core, work)
-        outputs.append(found["outputs"])
-        assert [len(tokens) for tokens in found["outputs"]] == work.outputs
+        actual = bench.serve(core, work)
+        outputs.append(actual["outputs"])
+        assert [len(tokens) for tokens in actual["outputs"]] == work.outputs
         cache = sum(
             tensor.nbytes for layer in runner_of(core).attention.kv_caches for tensor in layer if tensor is not None
         )
         block = cache // core.scheduler.cache_config.num_gpu_blocks
         assert cache - block + runner_of(core).weight_bytes() <= bench.budget("cpu"), "the null block comes on top"
-    assert all(one == outputs[0] for one in outputs)
+    assert all(output == outputs[0] for output in outputs)
 
 
 def test_the_model_without_groups_keeps_four_times_as_much(bench, tmp_path):
@@ -79,11 +79,11 @@ def test_the_model_without_groups_keeps_four_times_as_much(bench, tmp_path):
 
 
 def test_the_readme_and_the_figure_show_what_was_measured(bench, tmp_path):
-    found = json.loads(RESULTS.read_text())
+    record = json.loads(RESULTS.read_text())
     page = (ROOT / "README.md").read_text()
-    assert put_between_marks(page, "ablation", bench.markdown(found)) == page, (
+    assert put_between_marks(page, "ablation", bench.markdown(record)) == page, (
         "benchmarks/ablation.py --from … --readme"
     )
-    bench.draw(found["figures"], str(tmp_path / "ablation.svg"))
+    bench.draw(record["figures"], str(tmp_path / "ablation.svg"))
     drawn, shown = contents(tmp_path / "ablation.svg"), contents(ROOT / "lessons/figures/05_ablation.svg")
     assert not contents_differ(drawn, shown), "benchmarks/ablation.py --from … --plot"

@@ -19,9 +19,9 @@ def test_busy_processes_end_with_the_block_also_when_it_raises(bench, monkeypatc
 
     monkeypatch.setattr(bench.subprocess, "Popen", popen)
     with contextlib.suppress(KeyboardInterrupt), bench.busy_processes(2):
-        assert [one.poll() for one in started] == [None, None]
+        assert [process.poll() for process in started] == [None, None]
         raise KeyboardInterrupt
-    assert all(one.poll() is not None for one in started)
+    assert all(process.poll() is not None for process in started)
 
 
 def test_a_busy_process_that_nobody_ends_ends_itself(bench):

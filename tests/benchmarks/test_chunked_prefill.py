@@ -14,26 +14,26 @@ def test_the_figures_of_a_load(bench):
     begin = [0.01 * number for number in range(101)]
     chat = Answer(0.0, 0.0, events=[*begin, *(1.5 + 0.01 * number for number in range(201))])
     longs = [
-        Answer(1.0, 1.0, events=[2.0 + 0.1 * one, *(2.8 + 0.2 * (n + 1) / 7 for n in range(7))])
-        for one in range(bench.LONG)
+        Answer(1.0, 1.0, events=[2.0 + 0.1 * index, *(2.8 + 0.2 * (n + 1) / 7 for n in range(7))])
+        for index in range(bench.LONG)
     ]
-    found = bench.figures_of([chat], longs)
-    assert found["itl_p50_ms"] == pytest.approx(10)
-    assert found["itl_max_ms"] == pytest.approx(500)
-    assert found["ttft_p50_ms"] == pytest.approx(1350)
-    assert found["ttft_max_ms"] == pytest.approx(1700)
+    figures = bench.figures_of([chat], longs)
+    assert figures["itl_p50_ms"] == pytest.approx(10)
+    assert figures["itl_max_ms"] == pytest.approx(500)
+    assert figures["ttft_p50_ms"] == pytest.approx(1350)
+    assert figures["ttft_max_ms"] == pytest.approx(1700)
     during = sum(1.0 < at <= 3.0 for at in chat.events)
     tokens = bench.LONG * (bench.LONG_PROMPT + 8) + during
-    assert found["tokens_per_second"] == pytest.approx(tokens / 2.0)
+    assert figures["tokens_per_second"] == pytest.approx(tokens / 2.0)
 
 
 def test_bursts_are_counted_apart(bench):
     """Leave the tokens of chats between two bursts out of the rate."""
     chat = Answer(0.0, 0.0, events=[0.1 * number for number in range(100)])
     longs = [Answer(at, at, events=[at + 1.0]) for at in (1.0, 5.0) for _ in range(bench.LONG)]
-    found = bench.figures_of([chat], longs)
+    figures = bench.figures_of([chat], longs)
     during = sum(1.0 < at <= 2.0 or 5.0 < at <= 6.0 for at in chat.events)
-    assert found["tokens_per_second"] == pytest.approx((2 * bench.LONG * 1901 + during) / 2.0)
+    assert figures["tokens_per_second"] == pytest.approx((2 * bench.LONG * 1901 + during) / 2.0)
 
 
 def test_the_peers_figures_join_ours(bench, tmp_path):

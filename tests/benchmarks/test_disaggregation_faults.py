@@ -49,7 +49,7 @@ def test_a_wire_fails_as_often_as_it_should_and_then_passes_all(faulty_wire):
     assert received(wire.port) == DATA
     wire.fail(5000, "flip", 1)
     flipped = received(wire.port)
-    assert [(one ^ other).bit_count() for one, other in zip(flipped, DATA, strict=True) if one != other] == [1]
+    assert [(byte ^ other).bit_count() for byte, other in zip(flipped, DATA, strict=True) if byte != other] == [1]
     assert received(wire.port) == DATA
     wire.fail(5000, "lose")
     assert [len(DATA) - len(received(wire.port)) for _ in range(2)] == [faulty_wire.LOST_BYTES] * 2

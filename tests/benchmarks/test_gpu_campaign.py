@@ -46,7 +46,7 @@ def test_no_stage_starts_when_the_time_is_over(bench, tmp_path):
 
 
 def test_tests_and_kernels_come_first_and_every_lesson_is_there(bench, tmp_path):
-    names = [one.name for one in bench.stages_of("cuda", "a-gpu", False, tmp_path)]
+    names = [stage.name for stage in bench.stages_of("cuda", "a-gpu", False, tmp_path)]
     assert names[:3] == ["tests", "kernels", "engine-8b"]
     assert [name for name in names if name.startswith("lesson-")] == [f"lesson-{n:02}" for n in range(1, 13)]
 
@@ -58,13 +58,13 @@ def test_a_stage_that_is_not_there_is_refused_by_name(bench, tmp_path):
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_benchmarks_know_the_flags_of_their_stages(bench, load_benchmark, tmp_path, device):
-    for one in bench.stages_of(device, "a-gpu", device == "cpu", tmp_path):
-        script = Path(one.arguments[0])
+    for stage in bench.stages_of(device, "a-gpu", device == "cpu", tmp_path):
+        script = Path(stage.arguments[0])
         if script.parent == bench.BENCHMARKS:
-            found = load_benchmark(script.stem).parser().parse_args(one.arguments[1:])
-            assert isinstance(found, argparse.Namespace)
-            assert found.device == device
-            assert re.fullmatch(r"\w+\.a-gpu\.json", Path(found.json).name)
+            result = load_benchmark(script.stem).parser().parse_args(stage.arguments[1:])
+            assert isinstance(result, argparse.Namespace)
+            assert result.device == device
+            assert re.fullmatch(r"\w+\.a-gpu\.json", Path(result.json).name)
 
 
 def test_a_trial_on_the_processor(bench, tmp_path, monkeypatch):
@@ -72,5 +72,5 @@ def test_a_trial_on_the_processor(bench, tmp_path, monkeypatch):
     flags = ["--device", "cpu", "--quick", "--into", str(tmp_path), "--only", "lesson-01"]
     bench.main(bench.parser().parse_args(flags))
     assert ended(tmp_path) == {"lesson-01": "passed"}
-    found = json.loads((tmp_path / "01_kv_cache.cpu.json").read_text())
-    assert found["machine"]["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    record = json.loads((tmp_path / "01_kv_cache.cpu.json").read_text())
+    assert record["machine"]["versions"]["torch"].startswith(torch.__version__.split("+")[0])

@@ -25,7 +25,8 @@ def test_the_engines_differ_in_one_thing(llms, bench):
     prompts = bench.prompts_of(2, 10, 4000, random.Random(0))
     params = SamplingParams(temperature=0.0, max_tokens=8)
     answers = [
-        [one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)] for llm in llms.values()
+        [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        for llm in llms.values()
     ]
     assert answers[0] == answers[1], "random weights of one seed"
 
@@ -38,24 +39,24 @@ def numbers_in_products(config) -> int:
 
 def test_the_floor_is_what_a_step_reads(llms, bench):
     config = runner_of(llms[bench.AHEAD]).config
-    found = bench.decode(llms, 2, 10, bandwidth=1e9, rounds=1)
+    decoded = bench.decode(llms, 2, 10, bandwidth=1e9, rounds=1)
     numbers = numbers_in_products(config) + config.vocab_size * config.hidden_size
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert config.tie_word_embeddings, "so the embedding is read by the head"
-    assert found["floor_ms"] == pytest.approx((4 * numbers + 2 * (10 + 64) * per_token) / 1e6, rel=0.01)
-    assert found["share_of_floor"] == pytest.approx(found["floor_ms"] / found["ahead_ms"], rel=0.01)
-    assert found["tokens_per_s"] == pytest.approx(2000 / found["ahead_ms"], rel=0.01)
-    assert found["gain"] == pytest.approx(found["waiting_ms"] / found["ahead_ms"], rel=0.01)
+    assert decoded["floor_ms"] == pytest.approx((4 * numbers + 2 * (10 + 64) * per_token) / 1e6, rel=0.01)
+    assert decoded["share_of_floor"] == pytest.approx(decoded["floor_ms"] / decoded["ahead_ms"], rel=0.01)
+    assert decoded["tokens_per_s"] == pytest.approx(2000 / decoded["ahead_ms"], rel=0.01)
+    assert decoded["gain"] == pytest.approx(decoded["waiting_ms"] / decoded["ahead_ms"], rel=0.01)
 
 
 def test_the_operations_of_a_prefill(llms, bench, monkeypatch):
     config = runner_of(llms[bench.AHEAD]).config
     monkeypatch.setattr(bench, "serve", lambda llm, prompts, answer: 1e-4)
-    found = bench.prefill(llms[bench.AHEAD], 2, 30, rounds=1)
+    result = bench.prefill(llms[bench.AHEAD], 2, 30, rounds=1)
     attention = 4 * config.head_dim * config.num_attention_heads * config.num_hidden_layers * 2 * 30 * 31 / 2
     operations = 2 * numbers_in_products(config) * 60 + attention + 2 * 2 * config.vocab_size * config.hidden_size
-    assert found["tokens_per_s"] == 600_000
-    assert found["tflops"] == pytest.approx(operations / 1e-4 / 1e12, rel=0.01)
+    assert result["tokens_per_s"] == 600_000
+    assert result["tflops"] == pytest.approx(operations / 1e-4 / 1e12, rel=0.01)
 
 
 def test_without_a_gpu_it_says_what_to_do(bench, capsys, monkeypatch):

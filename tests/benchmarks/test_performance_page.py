@@ -13,8 +13,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.mark.parametrize("name", ["peers"])
 def test_the_table_is_that_of_the_results(name, load_benchmark):
     page = (BENCHMARKS / "PERFORMANCE.md").read_text()
-    found = read_record(BENCHMARKS / f"results/{name}.cpu.json", name)
-    assert put_between_marks(page, name, load_benchmark(name).markdown(found)) == page
+    record = read_record(BENCHMARKS / f"results/{name}.cpu.json", name)
+    assert put_between_marks(page, name, load_benchmark(name).markdown(record)) == page
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_the_notes_have_the_live_servers_results(name, mark, part, load_benchmar
 
 def test_the_tables_of_a_gpu_are_those_of_the_results(load_benchmark):
     page = (BENCHMARKS / "PERFORMANCE.md").read_text()
-    found, kernels = (
+    result, kernels = (
         read_record(BENCHMARKS / f"results/{name}.nvidia-h200.json", name) for name in ("gpu_engine", "kernels")
     )
-    assert put_between_marks(page, "gpu", load_benchmark("gpu_engine").markdown(found, kernels)) == page
-    assert not found["figures"]["compiled_later"]
+    assert put_between_marks(page, "gpu", load_benchmark("gpu_engine").markdown(result, kernels)) == page
+    assert not result["figures"]["compiled_later"]

@@ -47,7 +47,7 @@ def test_what_is_wasted_is_a_share_of_all_that_was_computed(bench, monkeypatch):
     monkeypatch.setattr(bench, "watched", lambda port: contextlib.nullcontext([0.25, 0.75]))
     server = Server()
     server.kept = bench.KEPT
-    found = bench.loaded(server, [None, None])
-    assert (found["preemptions"], found["recomputed_tokens"]) == (3, 50)
-    assert found["wasted"] == pytest.approx(50 / 150)
-    assert (found["mean_usage"], found["most_usage"]) == (0.5, 0.75)
+    result = bench.loaded(server, [None, None])
+    assert (result["preemptions"], result["recomputed_tokens"]) == (3, 50)
+    assert result["wasted"] == pytest.approx(50 / 150)
+    assert (result["mean_usage"], result["most_usage"]) == (0.5, 0.75)

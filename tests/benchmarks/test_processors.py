@@ -16,10 +16,10 @@ def of(cpu: str, date: str = "2026-01-01", name: str = "peers", cores: int = 2, 
 
 def test_another_processor_is_kept(bench, tmp_path):
     path = tmp_path / "results.json"
-    for found in (of("AMD"), of("Intel"), of("Arm"), of("Intel", "2026-02-02")):
-        path.write_text(json.dumps(bench.with_others(path, found)))
+    for result in (of("AMD"), of("Intel"), of("Arm"), of("Intel", "2026-02-02")):
+        path.write_text(json.dumps(bench.with_others(path, result)))
     kept = bench.all_kinds(json.loads(path.read_text()))
-    assert [(one["machine"]["cpu"], one["date"]) for one in kept] == [
+    assert [(entry["machine"]["cpu"], entry["date"]) for entry in kept] == [
         ("Intel", "2026-02-02"),
         ("Arm", "2026-01-01"),
         ("AMD", "2026-01-01"),
@@ -43,9 +43,9 @@ def test_a_file_that_holds_nothing_of_it_adds_nothing(bench, tmp_path, content):
 def test_a_record_read_again_keeps_its_own_others(bench, tmp_path):
     path = tmp_path / "results.json"
     path.write_text(json.dumps(bench.with_others(path, of("AMD"))))
-    found = of("Intel", other_processors=[of("Arm")])
-    kept = bench.all_kinds(bench.with_others(path, found))
-    assert [one["machine"]["cpu"] for one in kept] == ["Intel", "Arm", "AMD"]
+    result = of("Intel", other_processors=[of("Arm")])
+    kept = bench.all_kinds(bench.with_others(path, result))
+    assert [entry["machine"]["cpu"] for entry in kept] == ["Intel", "Arm", "AMD"]
 
 
 def rates(ours: float, vllm: float) -> dict:
@@ -54,7 +54,7 @@ def rates(ours: float, vllm: float) -> dict:
 
 
 def test_each_kind_of_processor_has_a_row(peers):
-    found = of("Intel", figures=rates(5000, 4000), other_processors=[of("AMD", figures=rates(7000, 5000))])
-    _, rows = peers.table_of_processors(found)
+    result = of("Intel", figures=rates(5000, 4000), other_processors=[of("AMD", figures=rates(7000, 5000))])
+    _, rows = peers.table_of_processors(result)
     assert rows[0] == ("Intel, 2 cores", "2026-01-01", "5,000", "1.30 ×", "", "")
     assert rows[1][0] == "AMD, 2 cores"

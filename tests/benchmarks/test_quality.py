@@ -27,7 +27,7 @@ def numbers() -> int:
 ])  # fmt: skip
 def test_bits_of_a_number_in_the_layers(bench, numbers, way, least, most):
     llm = LLM(EMBEDDED_MODEL, device="cpu", **{"dtype": "float32", **bench.WAYS[way]})
-    found = bench.projection_bytes(runner_of(llm).model)
-    assert least <= 8 * found / numbers <= most
+    result = bench.projection_bytes(runner_of(llm).model)
+    assert least <= 8 * result / numbers <= most
     recorded = read_record(RESULTS, "quality")["figures"]["ways"][way]["projection_bytes"]
-    assert recorded == pytest.approx(found, rel=0.02)  # panels are padded to the width of the processor's registers
+    assert recorded == pytest.approx(result, rel=0.02)  # panels are padded to the width of the processor's registers

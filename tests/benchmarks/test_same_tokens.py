@@ -36,10 +36,10 @@ def test_what_differs_is_counted(compared, monkeypatch):
     generated = same_tokens.generated
 
     def one_token_off(llm, batch):
-        found = generated(llm, batch)
+        result = generated(llm, batch)
         if llm.llm_engine.stats.spec_decoding_stats.num_drafts:
-            found[0][-1] += 1
-        return found
+            result[0][-1] += 1
+        return result
 
     monkeypatch.setattr(same_tokens, "generated", one_token_off)
     assert compare().differing > 0

@@ -22,9 +22,9 @@ def test_all_decode_from_the_second_step_on(bench, caching):
 
 def test_what_is_timed_is_both_halves_of_the_step(bench):
     work = bench.work_of(4, repeats=2, enable_prefix_caching=True)
-    found = bench.fastest_run(bench.scheduler_for(work), bench.sampled, work["steps"], 2)
-    assert found["step_us"] == pytest.approx(found["schedule_us"] + found["update_us"], abs=0.2)
-    assert min(found.values()) > 0
+    result = bench.fastest_run(bench.scheduler_for(work), bench.sampled, work["steps"], 2)
+    assert result["step_us"] == pytest.approx(result["schedule_us"] + result["update_us"], abs=0.2)
+    assert min(result.values()) > 0
 
 
 def test_the_time_grows_no_faster_than_the_requests_and_is_below_vllms():

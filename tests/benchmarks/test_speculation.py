@@ -18,22 +18,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_lesson_shows_the_results(load_benchmark):
     page = (ROOT / "lessons" / "07_speculative_decoding.md").read_text()
-    found = read_record(ROOT / "benchmarks/results/speculation.cpu.json", "speculation")
-    assert put_between_marks(page, "speculation", load_benchmark("speculation").page_table(found["figures"])) == page
+    record = read_record(ROOT / "benchmarks/results/speculation.cpu.json", "speculation")
+    assert put_between_marks(page, "speculation", load_benchmark("speculation").page_table(record["figures"])) == page
 
 
 @pytest.mark.skipif(not can_pack(torch.zeros(1, 1)), reason="weights are kept in panels on x86 with numba only")
 def test_memory_and_training_are_what_the_engine_and_the_card_say(load_benchmark):
     benchmark = load_benchmark("speculation")
-    found = read_record(ROOT / "benchmarks/results/speculation.cpu.json", "speculation")["figures"]["costs"]
+    result = read_record(ROOT / "benchmarks/results/speculation.cpu.json", "speculation")["figures"]["costs"]
     with without_info():
         costs = benchmark.costs(str(EMBEDDED_MODEL), benchmark.available())
-    assert found.keys() == costs.keys()
+    assert result.keys() == costs.keys()
     for way, here in costs.items():  # panels are padded to the width of the processor's registers
-        assert found[way] == {**here, "bytes": pytest.approx(here["bytes"], rel=0.02)}
+        assert result[way] == {**here, "bytes": pytest.approx(here["bytes"], rel=0.02)}
     card = (ROOT / "vllm/models/README.md").read_text()
     for name in ("off", "draft model", "EAGLE-3"):
-        assert f"1 CPU threads, {found[name]['minutes']:.0f} min" in card
+        assert f"1 CPU threads, {result[name]['minutes']:.0f} min" in card
 
 
 def test_what_is_available_is_a_setting(load_benchmark):

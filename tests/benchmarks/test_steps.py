@@ -20,10 +20,10 @@ def test_what_a_variant_replaces_is_there(bench):
 
 
 def test_the_page_shows_the_ledger_that_was_measured(bench):
-    found = read_record(BENCHMARKS / "results/steps.cpu.json", "steps")
+    record = read_record(BENCHMARKS / "results/steps.cpu.json", "steps")
     page = (BENCHMARKS / "PERFORMANCE.md").read_text()
-    assert set(found["figures"]) == {variant.title for variant in bench.LEDGER}
-    assert put_between_marks(page, "ledger", bench.ledger_text(found["figures"], found["machine"])) == page
+    assert set(record["figures"]) == {variant.title for variant in bench.LEDGER}
+    assert put_between_marks(page, "ledger", bench.ledger_text(record["figures"], record["machine"])) == page
 
 
 def test_a_variant_that_is_an_environment_is_not_measured_in_another(bench, monkeypatch):

@@ -33,9 +33,9 @@ def test_copies_are_counted_and_slots_stay_the_engines(bench):
 def test_one_engine_serves_all_and_counts_right(bench, tmp_path):
     engine = bench.Engine(bench.write_random_adapters(tmp_path, 6, 4))
     prompts = bench.prompts_of(24, seed=0)
-    found = engine.serve(prompts, bench.in_groups(6, 24))
-    assert found["copies"] == 6
-    assert found["adapters_in_a_step"] == 3.0  # twenty requests with five adapters, then four with one
+    result = engine.serve(prompts, bench.in_groups(6, 24))
+    assert result["copies"] == 6
+    assert result["adapters_in_a_step"] == 3.0  # twenty requests with five adapters, then four with one
     assert engine.serve(prompts, [0] * 24)["adapters_in_a_step"] == 0
 
 

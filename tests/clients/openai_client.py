@@ -58,9 +58,9 @@ def errors(client: OpenAI) -> None:
         ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
     ):
-        found = refusal(client, GREEDY | wrong)
-        assert isinstance(found, kind), found
-        assert found.param == param
+        result = refusal(client, GREEDY | wrong)
+        assert isinstance(result, kind), result
+        assert result.param == param
 
 
 def refusal(client: OpenAI, body: dict) -> openai.APIStatusError | None:
@@ -75,8 +75,8 @@ def refusal(client: OpenAI, body: dict) -> openai.APIStatusError | None:
 async def at_once(url: str) -> None:
     """Send twenty requests side by side, and leave a stream."""
     async with AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
-        found = await asyncio.gather(*(client.completions.create(prompt=PROMPT, **GREEDY) for _ in range(20)))
-        assert {reply.choices[0].text for reply in found} == {COMPLETION}
+        result = await asyncio.gather(*(client.completions.create(prompt=PROMPT, **GREEDY) for _ in range(20)))
+        assert {reply.choices[0].text for reply in result} == {COMPLETION}
         stream = await client.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY | {"max_tokens": 300})
         await anext(stream.__aiter__())
         await stream.close()

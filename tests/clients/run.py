@@ -88,15 +88,15 @@ def scores_of(out: Path) -> dict[str, Any]:
     """
     expected = json.loads((HERE / "lm_eval" / "expected.json").read_text())
     results = json.loads(only(out, "results_*.json").read_text())["results"]
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for task, scores in expected["scores"].items():
         for name, wanted in scores.items():
-            found[f"{task} {name}"] = value = results[task][f"{name},none"]
+            actual[f"{task} {name}"] = value = results[task][f"{name},none"]
             assert abs(value - wanted) <= max(5e-5, 2e-6 * wanted), f"{task} {name} is {value} instead of {wanted}"
         rows = [json.loads(line) for line in only(out, f"samples_{task}_*.jsonl").read_text().splitlines()]
-        samples = [[flat(one) for one in row["resps"]] for row in sorted(rows, key=lambda row: row["doc_id"])]
+        samples = [[flat(response) for response in row["resps"]] for row in sorted(rows, key=lambda row: row["doc_id"])]
         assert samples_agree(samples, expected["samples"][task]), f"{task}: {samples}"
-    return found
+    return actual
 
 
 def flat(answer: Any) -> Any:
@@ -106,15 +106,15 @@ def flat(answer: Any) -> Any:
     return answer
 
 
-def samples_agree(found: Any, wanted: Any) -> bool:
+def samples_agree(actual: Any, wanted: Any) -> bool:
     """Return whether numbers are near each other, and all else is equal."""
     if isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(samples_agree, found, wanted))
+        return len(actual) == len(wanted) and all(map(samples_agree, actual, wanted))
     if isinstance(wanted, bool):
-        return str(found) == str(wanted)
+        return str(actual) == str(wanted)
     if isinstance(wanted, float):
-        return abs(float(found) - wanted) <= max(5e-5, 2e-6 * abs(wanted))
-    return found == wanted
+        return abs(float(actual) - wanted) <= max(5e-5, 2e-6 * abs(wanted))
+    return actual == wanted
 
 
 def only(folder: Path, pattern: str) -> Path:
@@ -148,19 +148,20 @@ def vllm_bench(url: str, folder: Path) -> Client:
         "num-prompts": NUM_REQUESTS, "random-input-len": INPUT_LEN, "random-output-len": OUTPUT_LEN,
         "max-concurrency": 3, "seed": 1, "temperature": 0, "result-dir": folder, "result-filename": "vllm.json",
     }  # fmt: skip
-    given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
-    command = [str(vllm_cli.ENVIRONMENT / "bin" / "vllm"), "bench", "serve", *given, "--ignore-eos", "--save-result"]
+    arguments = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+    vllm = str(vllm_cli.ENVIRONMENT / "bin" / "vllm")
+    command = [vllm, "bench", "serve", *arguments, "--ignore-eos", "--save-result"]
     variables = vllm_cli.variables(folder)
     return Client("vllm bench serve", command, variables, lambda: bench_figures(folder / "vllm.json"))
 
 
 def bench_figures(path: Path) -> dict[str, Any]:
     """Expect all requests to have succeeded with as many tokens as asked for."""
-    found = json.loads(path.read_text())
-    assert (found["completed"], found["failed"]) == (NUM_REQUESTS, 0)
-    assert found["total_output_tokens"] == NUM_REQUESTS * OUTPUT_LEN
+    record = json.loads(path.read_text())
+    assert (record["completed"], record["failed"]) == (NUM_REQUESTS, 0)
+    assert record["total_output_tokens"] == NUM_REQUESTS * OUTPUT_LEN
     names = ("total_input_tokens", "total_output_tokens", "output_throughput", "median_ttft_ms", "median_itl_ms")
-    return {name: found[name] for name in names}
+    return {name: record[name] for name in names}
 
 
 def aiperf(url: str, out: Path) -> Client:
@@ -172,20 +173,20 @@ def aiperf(url: str, out: Path) -> Client:
         "concurrency": 3, "isl": INPUT_LEN, "osl": OUTPUT_LEN, "extra-inputs": "ignore_eos:true", "random-seed": 1,
         "ui-type": "none", "artifact-dir": out,
     }  # fmt: skip
-    given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
-    command = [str(AIPERF / "bin" / "aiperf"), "profile", *given, "--streaming", "--use-server-token-count"]
+    arguments = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+    command = [str(AIPERF / "bin" / "aiperf"), "profile", *arguments, "--streaming", "--use-server-token-count"]
     return Client("aiperf", command, {}, lambda: aiperf_figures(out))
 
 
 def aiperf_figures(out: Path) -> dict[str, Any]:
     """Expect all requests to have succeeded, and /metrics to be readable."""
-    found = json.loads((out / "profile_export_aiperf.json").read_text())
+    record = json.loads((out / "profile_export_aiperf.json").read_text())
     endpoints = json.loads((out / "server_metrics_export.json").read_text())["summary"]["endpoints_successful"]
-    assert found["request_count"]["avg"] == NUM_REQUESTS
+    assert record["request_count"]["avg"] == NUM_REQUESTS
     assert len(endpoints) == 1
     assert endpoints[0].endswith("/metrics")
     keys = ("output_token_throughput", "time_to_first_token", "inter_token_latency")
-    return {"endpoints_successful": len(endpoints)} | {key: found[key]["avg"] for key in keys}
+    return {"endpoints_successful": len(endpoints)} | {key: record[key]["avg"] for key in keys}
 
 
 def guidellm(url: str, out: Path) -> Client:
@@ -246,14 +247,14 @@ def main() -> int:
         clients = list(fast_clients(server.url, folder))
         if full:
             clients += loading_clients(server.url, folder)
-        found = {client.name: tried(client, server, folder) for client in clients}
-    rows = [(name, "yes" if one["ok"] else "no", f"{one['seconds']:.0f}") for name, one in found.items()]
+        results = {client.name: tried(client, server, folder) for client in clients}
+    rows = [(name, "yes" if result["ok"] else "no", f"{result['seconds']:.0f}") for name, result in results.items()]
     table("Clients", ("client", "as with vLLM", "seconds"), rows)
     if full:
         used = [versions(path) for path in (FAST, AIPERF, GUIDELLM, vllm_cli.ENVIRONMENT) if path.exists()]
-        both = {name: version for one in used for name, version in one.items()}
-        write_record(str(RESULTS), record("clients", found, clients=both))
-    return 0 if all(one["ok"] for one in found.values()) else 1
+        both = {name: version for versions in used for name, version in versions.items()}
+        write_record(str(RESULTS), record("clients", results, clients=both))
+    return 0 if all(result["ok"] for result in results.values()) else 1
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ class Hosts:
 
     def end(self) -> None:
         for name in self._names.values():
-            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-            for pid in map(int, found.stdout.split()):  # all that runs there is ours
+            run = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            for pid in map(int, run.stdout.split()):  # all that runs there is ours
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name])

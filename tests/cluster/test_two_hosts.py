@@ -91,9 +91,9 @@ def placed(program: str, num_copies: int) -> Iterator[str]:
         refused = next(line for line in lines if line.startswith("refused"))
         assert "MinivllmError" in refused
         assert "no room for 4 processes" in refused
-        addresses, *found = json.loads(next(line for line in lines if line.startswith("[[")))
+        addresses, *placements = json.loads(next(line for line in lines if line.startswith("[[")))
         assert sorted(addresses) == [Hosts.address("a"), Hosts.address("b")]
-        assert found == [expected] * num_copies
+        assert placements == [expected] * num_copies
         hosts.cut_cable()
         since = time.monotonic()
         yield next(line for line in lines if line.startswith("lost"))

@@ -151,7 +151,7 @@ class RemoteWorkerDouble(WorkerDouble):
         connector_output = KVConnectorOutput()
         self.spoiled = set()
         for load in metadata.loads:
-            (self.loading.append if load.num_steps else lambda one: self.arrive(one, connector_output))(load)
+            (self.loading.append if load.num_steps else lambda item: self.arrive(item, connector_output))(load)
         self.sending |= metadata.sends
         done = super().execute(output)
         for load in list(self.loading):

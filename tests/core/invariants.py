@@ -25,9 +25,9 @@ def check_hashes(pool: BlockPool) -> None:
     """A block's hash finds a block with that hash, and nothing else is findable."""
     published = {block.block_id: block.block_hash for block in pool.blocks if block.block_hash is not None}
     for block_hash in published.values():
-        found = pool.get_cached_block(block_hash)
-        assert found is not None
-        assert found.block_hash == block_hash
+        result = pool.get_cached_block(block_hash)
+        assert result is not None
+        assert result.block_hash == block_hash
     assert len(pool.cached_block_hash_to_block) == len(set(published.values()))
 
 

@@ -50,7 +50,7 @@ class OffloadingWorkerDouble(WorkerDouble):
         connector_output = KVConnectorOutput()
         if metadata.need_flush:
             self.num_flushes += 1
-            for copy in [one for one in self.copies if one.is_store]:
+            for copy in [copy for copy in self.copies if copy.is_store]:
                 self._end(copy, connector_output)
         for name, load in metadata.loads.items():
             self._begin(load, name)

@@ -1,4 +1,4 @@
-"""A block's name stands for its tokens, everything before them, and the extra keys; nothing
+"""A block's hash stands for its tokens, everything before them, and the extra keys; nothing
 else.
 """
 

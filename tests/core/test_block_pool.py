@@ -112,12 +112,12 @@ class PoolAgainstAccount(RuleBasedStateMachine):
 
     @rule(block_hash=st.integers(0, 2).map(lambda number: bytes([number])))
     def hit(self, block_hash: bytes) -> None:
-        found = self.pool.get_cached_block(block_hash)
+        actual = self.pool.get_cached_block(block_hash)
         expected = next((block for known, block in self.published if known == block_hash), None)
-        assert found is expected, "the block published first among those still there"
-        if found is not None:
-            self.pool.touch([found])
-            self.tables.append([found])
+        assert actual is expected, "the block published first among those still there"
+        if actual is not None:
+            self.pool.touch([actual])
+            self.tables.append([actual])
 
     @rule(data=st.data(), block_hash=st.integers(0, 2).map(lambda number: bytes([number])))
     def publish(self, data: st.DataObject, block_hash: bytes) -> None:

@@ -13,8 +13,8 @@ def test_a_batch_size_beyond_a_range_counts_as_its_last_one_and_no_draft_is_long
     schedule = [(1, 4, 5), (8, 15, 3), (16, 20, 0)]
     drafting = DraftingConfig(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=schedule)
     scheduler = Scheduler(SchedulerConfig(max_model_len=64, drafting=drafting), CacheConfig(num_gpu_blocks=8))
-    found = [scheduler.drafting.num_drafts_after(size) for size in (1, 4, 7, 8, 15, 16, 20, 300)]
-    assert found == [4, 4, 4, 3, 3, 0, 0, 0]
+    results = [scheduler.drafting.num_drafts_after(size) for size in (1, 4, 7, 8, 15, 16, 20, 300)]
+    assert results == [4, 4, 4, 3, 3, 0, 0, 0]
 
 
 @pytest.mark.parametrize("scheduler_class", [Scheduler, AsyncScheduler])

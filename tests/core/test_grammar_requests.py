@@ -32,7 +32,7 @@ class Grammar:
         return True
 
     def validate_tokens(self, token_ids: list[int]) -> list[int]:
-        return token_ids[: next((at for at, one in enumerate(token_ids) if one in self.forbidden), len(token_ids))]
+        return token_ids[: next((at for at, token in enumerate(token_ids) if token in self.forbidden), len(token_ids))]
 
     def is_terminated(self) -> bool:
         return self.accepted[-1:] == [7]

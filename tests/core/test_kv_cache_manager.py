@@ -12,13 +12,13 @@ def make(num_gpu_blocks: int = 11, **arguments: object) -> KVCacheManager:
 
 
 def request(name: str, prompt: list[int]) -> Request:
-    made = Request(name, prompt, max_tokens=9)
-    made.enable_block_hashes(4)
-    return made
+    built = Request(name, prompt, max_tokens=9)
+    built.enable_block_hashes(4)
+    return built
 
 
-def allocate(manager: KVCacheManager, made: Request, count: int, **arguments: object) -> list[int] | None:
-    blocks = manager.allocate_slots(made, count, **arguments)  # type: ignore[arg-type]
+def allocate(manager: KVCacheManager, request: Request, count: int, **arguments: object) -> list[int] | None:
+    blocks = manager.allocate_slots(request, count, **arguments)  # type: ignore[arg-type]
     return None if blocks is None else [block.block_id for block in blocks]
 
 
@@ -75,11 +75,11 @@ def test_a_prefix_has_no_holes() -> None:
     assert manager.get_computed_blocks(request("b", [*range(13)]))[1] == 4
 
 
-@pytest.mark.parametrize(("length", "found"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
-def test_a_hit_leaves_at_least_one_token(length: int, found: int) -> None:
+@pytest.mark.parametrize(("length", "hit"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_a_hit_leaves_at_least_one_token(length: int, hit: int) -> None:
     manager = make()
     allocate(manager, request("a", [*range(8)]), 8)
-    assert manager.get_computed_blocks(request("b", [*range(length)]))[1] == found
+    assert manager.get_computed_blocks(request("b", [*range(length)]))[1] == hit
 
 
 def test_the_watermark_is_a_share_of_all_blocks_for_admissions_beside_others() -> None:

@@ -127,9 +127,9 @@ def test_any_order_of_calls_leaves_the_books_right(seed: int) -> None:
             case 1 if stores:
                 manager.complete_store(stores.pop(rng.randrange(len(stores))))
             case 2:
-                found = [key for key in keys if manager.lookup(key) is LookupResult.HIT]
-                assert [content[block_id] for block_id in manager.prepare_load(found)] == found
-                loads.append(found)
+                results = [key for key in keys if manager.lookup(key) is LookupResult.HIT]
+                assert [content[block_id] for block_id in manager.prepare_load(results)] == results
+                loads.append(results)
             case 3 if loads:
                 load = loads.pop(rng.randrange(len(loads)))
                 assert all(manager.lookup(key) is LookupResult.HIT for key in load)

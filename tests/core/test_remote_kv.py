@@ -179,7 +179,7 @@ def test_a_request_that_loads_is_shown_before_those_that_wait() -> None:
     for _ in range(4):
         output = run.schedule()
         run.update()
-        queues.append([one["id"] for one in json.loads(recorder.snapshot(output))["waiting"]])
+        queues.append([request["id"] for request in json.loads(recorder.snapshot(output))["waiting"]])
     assert queues == [["first", "second"]] * 4, "the one that loads is shown, before the one that waits"
     run.finish()
 

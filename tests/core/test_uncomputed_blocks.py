@@ -69,5 +69,5 @@ def test_a_preempted_decode_that_would_have_filled_its_block_leaves_nothing_to_f
     assert d.step() == {"best": 1}
     assert (worst.num_preemptions, worst.num_tokens) == (1, 8)
     pool = d.scheduler.kv_cache_manager.block_pool
-    found = [pool.get_cached_block(block_hash) is not None for block_hash in worst.block_hashes]
-    assert found == [True, False], "what was computed stays findable, what was not does not"
+    results = [pool.get_cached_block(block_hash) is not None for block_hash in worst.block_hashes]
+    assert results == [True, False], "what was computed stays findable, what was not does not"

@@ -134,15 +134,15 @@ class Notebook:
 
     def problems(self) -> list[str]:
         """Say in a line each which code cell did not run, raised, or shows a widget that broke."""
-        found = []
+        results = []
         for number, cell in enumerate(self.code_cells(), start=1):
             name = f"code cell {number} ({cell['source'].splitlines()[0]!r})"
             if not cell["count"]:
-                found.append(f"{name} did not run")
-            found += [f"{name} raised {out['ename']}: {out['evalue']}" for out in cell["outputs"] if "ename" in out]
+                results.append(f"{name} did not run")
+            results += [f"{name} raised {out['ename']}: {out['evalue']}" for out in cell["outputs"] if "ename" in out]
         for trace in self.page.locator(".lw-says pre:not(:empty)").all_text_contents():
-            found.append(f"a widget broke: {trace.strip().splitlines()[-1]}")
-        return found
+            results.append(f"a widget broke: {trace.strip().splitlines()[-1]}")
+        return results
 
     def press_arrow(self, slider: int = 0, seconds: float = SETTLE_SECONDS) -> tuple[str | None, str | None]:
         """Move a slider by one key and wait until it says another value and its picture is another
@@ -210,8 +210,9 @@ def serious_violations(page: Page) -> list[tuple[str, str]]:
     """
     from axe_playwright_python.sync_playwright import Axe  # benchmarks use this file without it
 
-    found = Axe().run(page).response["violations"]
-    return [(one["id"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]
+    violations = Axe().run(page).response["violations"]
+    serious = [violation for violation in violations if violation["impact"] in ("serious", "critical")]
+    return [(violation["id"], violation["nodes"][0]["html"][:200]) for violation in serious]
 
 
 class Lab:

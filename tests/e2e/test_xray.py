@@ -43,7 +43,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     for end in unwatch:
         end()
     emptied_page(browser, 1366, 900)  # which ends its stream
-    assert [one for one in seen.errors if "401" not in one] == []
+    assert [error for error in seen.errors if "401" not in error] == []
     assert seen.elsewhere == []
 
 
@@ -75,7 +75,7 @@ def test_what_is_drawn_is_the_state_of_the_step(page: Page, run: list[str]) -> N
         page.evaluate("step => window.xray.go(step - 1)", step)
         at_step(page, step)
         state = state_of(run, step)
-        held = {block for one in (*state["running"], *state["waiting"]) for block in one["blocks"]}
+        held = {block for item in (*state["running"], *state["waiting"]) for block in item["blocks"]}
         numbers = dict(zip(*(page.locator(f".xr {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
         tokens = sum(row[1] for row in state["batch"])
         assert numbers["tokens in step"] == f"{tokens:,} of {state['max_num_batched_tokens']}"
@@ -84,20 +84,20 @@ def test_what_is_drawn_is_the_state_of_the_step(page: Page, run: list[str]) -> N
         assert numbers["blocks held"].split()[0] == f"{len(held):,}"
         assert numbers["cached and free"].split()[0] == f"{len(set(state['cached']) - held):,}"
         chips = page.locator("[data-number]").evaluate_all("chips => chips.map((one) => Number(one.dataset.number))")
-        assert chips == [one["number"] for one in (*state["running"][:40], *state["waiting"])]
+        assert chips == [item["number"] for item in (*state["running"][:40], *state["waiting"])]
 
 
 def test_blocks_are_marked_by_what_the_step_did_to_them(page: Page, run: list[str]) -> None:
     step = next(
         step for step in range(2, STEPS) if any(row[4] >= 16 for row in state_of(run, step)["batch"])
     )  # a request was admitted, and found blocks in the cache
-    before = {one["number"]: one["blocks"] for one in state_of(run, step - 1)["running"]}
+    before = {request["number"]: request["blocks"] for request in state_of(run, step - 1)["running"]}
     hits, fresh = set(), set()
     cached = {row[0]: row[4] for row in state_of(run, step)["batch"]}
-    for one in state_of(run, step)["running"]:
-        for index, block in enumerate(one["blocks"]):
-            if block not in before.get(one["number"], []):
-                (hits if index < cached[one["number"]] // 16 else fresh).add(block)
+    for request in state_of(run, step)["running"]:
+        for index, block in enumerate(request["blocks"]):
+            if block not in before.get(request["number"], []):
+                (hits if index < cached[request["number"]] // 16 else fresh).add(block)
     page.evaluate("step => window.xray.go(step - 1)", step)
     at_step(page, step)
     assert set(page.evaluate("[...window.xray.shown.hits]")) == hits != set()
@@ -152,7 +152,7 @@ def test_a_request_is_chosen_by_block_batch_and_queue(page: Page, run: list[str]
     facts = page.locator(".xr-facts")
     facts.get_by_text(request["id"], exact=True).wait_for()
     places = page.locator(".xr-table li").all_inner_texts()
-    assert [int(one.split("→")[1]) for one in places] == request["blocks"]
+    assert [int(place.split("→")[1]) for place in places] == request["blocks"]
     assert chip.get_attribute("aria-pressed") == "true"
     page.keyboard.press("Escape")
     facts.wait_for(state="hidden")
@@ -168,7 +168,7 @@ def test_a_request_is_chosen_by_block_batch_and_queue(page: Page, run: list[str]
     pool.hover(position={"x": size[0], "y": size[1]})
     assert page.locator(".xr-tip").inner_text().startswith(f"Block {block}:")
     pool.click(position={"x": size[0], "y": size[1]})
-    holders = [one["number"] for one in state["running"] if block in one["blocks"]]
+    holders = [request["number"] for request in state["running"] if block in request["blocks"]]
     facts.get_by_text(f"#{holders[0]}", exact=True).wait_for()
 
     page.get_by_label("Batch of this step").locator("canvas").click(position={"x": 5, "y": 20})
@@ -199,7 +199,7 @@ def test_steps_are_saved_and_loaded(page: Page, run: list[str], tmp_path: Path) 
     ("content", "words"),
     [
         ("hello\n", "is not valid JSON"),
-        ('{"xray":1}\n{}\n', "its first line is no header of format 2"),
+        ('{"xray":1}\n{}\n', "its first line is not a header of format 2"),
         (HEADER + "\n", "there is no step in it"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_file_that_is_no_recording_changes_nothing(page: Page, content: str, w
     page.get_by_label("A recording").set_input_files(
         {"name": "other.jsonl", "mimeType": "text/plain", "buffer": content.encode()}
     )
-    page.get_by_text("other.jsonl is no recording that can be shown").wait_for()
+    page.get_by_text("other.jsonl is not a recording that can be shown").wait_for()
     assert words in page.locator("p.xr-alarm").inner_text()
     assert page.evaluate("window.xray.frame.step") == STEPS
 

@@ -93,8 +93,8 @@ def expected():
 
 def check(llm, expected):
     """Expect the usual tokens, every block free, and nothing left in front end or core."""
-    found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
-    assert found == expected
+    actual = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    assert actual == expected
     core = core_of(llm)
     pool = core.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_usable_blocks

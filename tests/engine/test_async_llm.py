@@ -118,21 +118,21 @@ def sound():
 def test_the_same_answers_as_offline_side_by_side(kind: RequestOutputKind, on_engine, sound):
     async def work(engine: AsyncLLM):
         jobs = [collected(engine, prompt, params(kind, n=2, seed=1, temperature=1), prompt) for prompt in PROMPTS]
-        found = await asyncio.gather(*jobs)
+        result = await asyncio.gather(*jobs)
         await nothing_left(engine)
-        return found
+        return result
 
     for outputs, right in zip(on_engine(work), sound, strict=True):
+        last = outputs[-1]
         if kind is RequestOutputKind.DELTA:
-            whole = outputs[0]
+            last = outputs[0]
             for delta in outputs[1:]:
-                whole.add(delta)
-            outputs = [whole]
-        assert completions_of(outputs[-1]) == completions_of(right)
+                last.add(delta)
+        assert completions_of(last) == completions_of(right)
 
 
 def completions_of(output: RequestOutput) -> list[tuple[int, str, list[int]]]:
-    return sorted((one.index, one.text, one.token_ids) for one in output.outputs)
+    return sorted((completion.index, completion.text, completion.token_ids) for completion in output.outputs)
 
 
 def test_a_reader_who_leaves_frees_the_blocks_at_once(on_engine):

@@ -28,12 +28,12 @@ NGRAM = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min
 
 def answers(llm):
     """Return all of an answer but its floats, which differ in their last digits."""
-    found = []
+    results = []
     for output in llm.generate(PROMPTS, WISHES, use_tqdm=False):
-        found.append([entry and sorted(entry) for entry in output.prompt_logprobs or ()])
+        results.append([entry and sorted(entry) for entry in output.prompt_logprobs or ()])
         for done in output.outputs:
-            found.append((done.token_ids, done.text, done.finish_reason, done.stop_reason, len(done.logprobs or ())))
-    return found
+            results.append((done.token_ids, done.text, done.finish_reason, done.stop_reason, len(done.logprobs or ())))
+    return results
 
 
 def drained(llm):

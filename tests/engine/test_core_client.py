@@ -64,7 +64,7 @@ def test_the_same_answers_with_drafts_int8_cache_chunks_and_priority():
         "speculative_config": {"num_speculative_tokens": 3}, "kv_cache_dtype": "int8", "max_num_batched_tokens": 8,
         "num_gpu_blocks_override": 12, "scheduling_policy": "priority",
     }  # fmt: skip
-    here, apart = (LLM(EMBEDDED_MODEL, **settings, multiprocess=there) for there in (False, True))
+    here, apart = (LLM(EMBEDDED_MODEL, **settings, multiprocess=multiprocess) for multiprocess in (False, True))
     ours, theirs = (answers(llm, priority=[*range(6)] * 2) for llm in (here, apart))
     assert ours == theirs
     for stats in (here.llm_engine.stats, apart.llm_engine.stats):  # which requests share a step depends on the clock

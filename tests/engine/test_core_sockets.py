@@ -16,9 +16,9 @@ from minivllm.engine.core_sockets import OwnSockets, TcpServer
 
 @pytest.fixture
 def own():
-    found = OwnSockets()
-    yield found
-    found.close()
+    result = OwnSockets()
+    yield result
+    result.close()
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_strangers_are_not_heard(server, own):
     core = says_hello(server.for_cores, own)
     assert ours.poll(5000), "the door is not simply closed"
     assert ours.recv_multipart()[1] == b"hello"
-    assert not any(one.closed for one in (without_keys, with_another_key, core))
+    assert not any(item.closed for item in (without_keys, with_another_key, core))
 
 
 def test_keys_are_not_shown(server):

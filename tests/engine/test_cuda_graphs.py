@@ -47,7 +47,7 @@ def test_every_batch_up_to_the_largest_graph_has_the_smallest_that_it_fits_into(
         assert sizes[-1] <= min(2 * max_num_seqs, 512)
         for num_rows in range(1, max_num_seqs + 1):
             size = padded_size(num_rows, sizes)
-            assert size == min((one for one in sizes if one >= num_rows), default=None)
+            assert size == min((size for size in sizes if size >= num_rows), default=None)
             assert size is not None or num_rows > 512
 
 

@@ -151,10 +151,10 @@ def test_a_byte_of_no_character_breaks_itself_and_no_other():
 @settings(max_examples=60, deadline=None)
 def test_stop_strings_are_found_in_any_family(tokenizer, text, stops, sizes):
     ids = tokenizer.encode(text).ids
-    found = find_stop_string(tokenizer.decode(ids), stops, 0)
+    result = find_stop_string(tokenizer.decode(ids), stops, 0)
     shown, cut, stop = feed(tokenizer, [], chunked(ids, sizes), stop=stops)
     whole = tokenizer.decode(ids)
-    assert (cut, stop) == ((whole, None) if found is None else (whole[: found[1] - len(found[0])], found[0]))
+    assert (cut, stop) == ((whole, None) if result is None else (whole[: result[1] - len(result[0])], result[0]))
     assert all(cut.startswith(part) for part in shown)
 
 
@@ -217,9 +217,9 @@ def test_stop_strings_do_not_depend_on_how_the_text_comes(text, stops, sizes, in
             expected_text = text[: end if include else end - len(expected_stop)]
             break
     ids = [BYTE_IDS[byte] for byte in text.encode()]
-    shown, found, stop = feed(TOKENIZER, [], chunked(ids, sizes), stop=stops, include_stop_str_in_output=include)
-    assert (found, stop) == (expected_text, expected_stop)
-    assert all(found.startswith(part) for part in shown), "something was shown that the stop string took back"
+    shown, result, stop = feed(TOKENIZER, [], chunked(ids, sizes), stop=stops, include_stop_str_in_output=include)
+    assert (result, stop) == (expected_text, expected_stop)
+    assert all(result.startswith(part) for part in shown), "something was shown that the stop string took back"
 
 
 @given(st.text(alphabet="ab€", max_size=30), STOPS, st.lists(st.integers(0, 6), max_size=30), st.integers(0, 9))

@@ -125,8 +125,8 @@ def tokens_of(folder, order=None, **changes) -> list[list[list[int]]]:
     outputs = llm.generate([PROMPTS[index] for index in order], [request_params[index] for index in order])
     if changes.get("num_gpu_blocks_override"):
         assert llm.llm_engine.stats.num_preemptions > 0, "this pool was to be too small"
-    found = dict(zip(order, outputs, strict=True))
-    return [[completion.token_ids for completion in found[index].outputs] for index in range(len(PROMPTS))]
+    results = dict(zip(order, outputs, strict=True))
+    return [[completion.token_ids for completion in results[index].outputs] for index in range(len(PROMPTS))]
 
 
 @pytest.fixture(scope="module")

@@ -41,14 +41,14 @@ def test_every_step_keeps_the_limits_and_the_next_one_forgets_it(limits, drafts)
 
 def test_all_sizes_of_steps_are_met_and_contexts_as_long_as_they_get():
     steps = list(warm_up_steps(2048, 256, 4096, 16, 5))
-    whole = [step for step in steps if all(one.num_computed_tokens == 0 for one in step.scheduled_new_reqs)]
+    whole = [step for step in steps if all(req.num_computed_tokens == 0 for req in step.scheduled_new_reqs)]
     totals = [step.total_num_scheduled_tokens for step in whole if step.scheduled_new_reqs]
     assert totals[:12] == [1 << bit for bit in range(12)]
-    behind = [step for step in steps if any(one.num_computed_tokens for one in step.scheduled_new_reqs)]
+    behind = [step for step in steps if any(req.num_computed_tokens for req in step.scheduled_new_reqs)]
     assert tuple(step.total_num_scheduled_tokens for step in behind) == BEHIND_A_CONTEXT
     assert {len(step.scheduled_new_reqs[0].prefill_token_ids) for step in behind} == {4096 - 1}
     verified = [step.scheduled_spec_decode_tokens.values() for step in steps if step.scheduled_spec_decode_tokens]
-    assert [[len(drafts) for drafts in one] for one in verified] == [[1], [2], [4]], "rows of 2, 4 and 8 in the kernel"
+    assert [[len(each) for each in drafts] for drafts in verified] == [[1], [2], [4]], "rows of 2, 4, 8 in the kernel"
     assert [step.total_num_scheduled_tokens for step in short_step(16)] == [2, 0]
 
 

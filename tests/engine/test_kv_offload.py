@@ -43,8 +43,8 @@ def with_tier(size: float = SECOND_TIER, **extra: Any) -> dict[str, Any]:
 def lookups(llm: LLM) -> tuple[int, int]:
     """Return how many tokens were found in the tier, and how many preemptions there were."""
     stats = core_of(llm).scheduler.make_stats()
-    found = stats.connector_prefix_cache_stats
-    return found.hits + found.preempted_hits, stats.num_preemptions
+    result = stats.connector_prefix_cache_stats
+    return result.hits + result.preempted_hits, stats.num_preemptions
 
 
 def check_nothing_is_held(llm: LLM) -> None:
@@ -84,8 +84,8 @@ def test_the_same_tokens_with_a_tier(settings: dict[str, Any], extra: dict[str, 
         for _ in range(2):
             assert answers(llm) == expected(settings.get("kv_cache_dtype", "auto"))
             check_nothing_is_held(llm)
-        found, preempted = lookups(llm)
-        assert found > 64
+        result, preempted = lookups(llm)
+        assert result > 64
         assert preempted > 3
     finally:
         llm.shutdown()
@@ -95,10 +95,10 @@ def test_a_core_in_another_process_counts_by_vllms_names() -> None:
     llm = LLM(**SMALL, **with_tier(), multiprocess=True, disable_log_stats=False)
     try:
         assert [answers(llm), answers(llm)] == [expected(), expected()]
-        told = {one.name: one for one in llm.get_metrics()}
+        told = {metric.name: metric for metric in llm.get_metrics()}
     finally:
         llm.shutdown()
-    values = {name.removeprefix("vllm:"): one.value for name, one in told.items() if hasattr(one, "value")}
+    values = {name.removeprefix("vllm:"): metric.value for name, metric in told.items() if hasattr(metric, "value")}
     assert values["external_prefix_cache_queries"] > values["external_prefix_cache_hits"] > 64
     assert values["kv_offload_load_bytes"] > 0
     assert values["kv_offload_store_bytes"] > 0
@@ -122,9 +122,9 @@ def test_files_of_an_adapter_that_was_written_anew_are_not_found(tmp_path: Path)
         llm = LLM(**SMALL, kv_transfer_config=files, enable_lora=True)
         told.append((answers(llm, lora_request=adapter), lookups(llm)[0]))
         llm.shutdown()
-    (first, _), (again, found), (other, found_for_other) = told
+    (first, _), (again, hits), (other, found_for_other) = told
     assert first == again != other
-    assert found > found_for_other
+    assert hits > found_for_other
     plain = LLM(**SMALL, enable_lora=True)
     assert other == answers(plain, lora_request=adapter)
 

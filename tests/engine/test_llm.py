@@ -72,10 +72,10 @@ def test_several_completions_have_seeds_of_their_own_and_share_the_prompt(idle):
     params = SamplingParams(n=4, temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
     [output] = idle.generate([prompt], params)
     assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
-    found = [completion.token_ids for completion in output.outputs]
-    assert len({tuple(ids) for ids in found}) > 1
+    results = [completion.token_ids for completion in output.outputs]
+    assert len({tuple(ids) for ids in results}) > 1
     alone = [idle.generate([prompt], params.child(index))[0] for index in range(4)]
-    assert [tokens(each) for each in alone] == found
+    assert [tokens(each) for each in alone] == results
 
 
 def test_requests_without_a_seed_differ_but_the_engines_seed_repeats_them():

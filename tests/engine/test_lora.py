@@ -97,7 +97,7 @@ def test_an_adapter_that_is_read_anew_hits_nothing_that_was_cached_for_it(llm, t
     assert outputs[1].outputs[0].token_ids == tokens_of(llm, request("a"), prompt) != outputs[0].outputs[0].token_ids
     assert llm.llm_engine.remove_lora(9)
     adapters = LoRARequest("x", 1, "p"), LoRARequest("x", 1, "p", fingerprint="1")
-    keys = [generate_block_hash_extra_keys(one, None) for one in adapters]
+    keys = [generate_block_hash_extra_keys(adapter, None) for adapter in adapters]
     assert keys[0] != keys[1]
 
 
@@ -219,9 +219,9 @@ def test_adapters_are_managed_across_processes(two_ranks):
 
 @pytest.fixture(scope="module")
 def transformers():
-    found = pytest.importorskip("transformers")
-    found.logging.set_verbosity_error()
-    return found
+    result = pytest.importorskip("transformers")
+    result.logging.set_verbosity_error()
+    return result
 
 
 MERGED_FAMILIES = ("llama", "qwen3")
@@ -243,7 +243,7 @@ def write_adapters(config: ModelConfig, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def families(transformers, tmp_path_factory):
     """Make random models, each with four random adapters."""
-    made = {}
+    built = {}
     for seed, family in enumerate(MERGED_FAMILIES):
         torch.manual_seed(seed)
         config = transformers.AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]})
@@ -251,8 +251,8 @@ def families(transformers, tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         model.save_pretrained(folder / "model")
         write_adapters(ModelConfig.from_pretrained(folder / "model"), folder)
-        made[family] = model, folder
-    return made
+        built[family] = model, folder
+    return built
 
 
 @pytest.mark.parametrize("family", MERGED_FAMILIES)
@@ -280,8 +280,8 @@ def check_merged(llm: LLM, model, folder: Path) -> None:
     wanted = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     outputs = llm.generate(prompts, wanted, lora_request=adapters, use_tqdm=False)
     models = {name: copy.deepcopy(model) for name in RANKS}
-    for name, one in models.items():
-        merge_adapter(one, folder / name)
+    for name, changed in models.items():
+        merge_adapter(changed, folder / name)
     models[None] = model
     texts = {}
     for name, prompt, output in zip(names, prompts, outputs, strict=True):
@@ -393,12 +393,12 @@ def test_the_slots_stand_in_the_ledger(llm):
 
 def test_beam_search_and_several_completions_use_the_adapter(llm):
     params = BeamSearchParams(beam_width=1, max_tokens=8)
-    (found,) = llm.beam_search([PROMPT], params, lora_request=request("b"))
-    assert found.sequences[0].tokens[len(PROMPT) :] == EXPECTED["b"]
-    assert found.sequences[0].lora_request == request("b")
+    (result,) = llm.beam_search([PROMPT], params, lora_request=request("b"))
+    assert result.sequences[0].tokens[len(PROMPT) :] == EXPECTED["b"]
+    assert result.sequences[0].lora_request == request("b")
     several = SamplingParams(temperature=1.0, top_k=1, seed=0, max_tokens=8, n=3)
     (output,) = llm.generate([PROMPT], several, lora_request=request("c"), use_tqdm=False)
-    assert [one.token_ids for one in output.outputs] == [EXPECTED["c"]] * 3
+    assert [completion.token_ids for completion in output.outputs] == [EXPECTED["c"]] * 3
 
 
 def test_a_damaged_adapter_leaves_the_engine_as_it_was(llm, tmp_path):

@@ -61,8 +61,8 @@ def tokens_of(runner: ModelRunner, scheduler: Scheduler) -> dict[str, list[int]]
         sampled = runner.execute_model(output)
         if sampled.nonfinite_req_ids:
             raise NonFiniteLogitsError(sampled.nonfinite_req_ids)
-        for one in scheduler.update_from_output(output, sampled):
-            tokens.setdefault(one.request_id, []).extend(one.new_token_ids)
+        for request_output in scheduler.update_from_output(output, sampled):
+            tokens.setdefault(request_output.request_id, []).extend(request_output.new_token_ids)
         scheduler.update_draft_token_ids(runner.take_draft_token_ids())
     assert not scheduler.has_unfinished_requests()
     return tokens
@@ -78,12 +78,12 @@ def test_logits_that_are_not_finite_are_refused_and_the_request_is_named(value, 
     runner.model.embed_tokens.weight[21] = value
     prompts = [[1, 2, 3], [20, 21, 22], [4, 3, 4]]
     scheduler = new_scheduler(prompts, drafts)
-    with pytest.raises(NonFiniteLogitsError, match=r"NaN or infinite logits for 1 requests \(request 1\)") as found:
+    with pytest.raises(NonFiniteLogitsError, match=r"NaN or infinite logits for 1 requests \(request 1\)") as result:
         tokens_of(runner, scheduler)
-    assert found.value.request_ids == ("request 1",)
+    assert result.value.request_ids == ("request 1",)
     sound = new_runner()
-    for one in (runner, sound):
-        one.model.embed_tokens.weight[21] = 0.0
+    for item in (runner, sound):
+        item.model.embed_tokens.weight[21] = 0.0
     runner.reset()
     again = tokens_of(runner, new_scheduler(prompts, drafts))
     assert again == tokens_of(sound, new_scheduler(prompts)), "nothing of the NaN is left in the cache"

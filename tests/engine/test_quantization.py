@@ -74,10 +74,10 @@ def test_the_engines_ledger_counts_the_packed_bytes(quantization):
     embedding = config.vocab_size * config.hidden_size * 2  # the head is the same tensor, or packed beside it
     lm_head = runner_of(core).model.lm_head
     head = weight_bytes(lm_head) if lm_head.weight is None else 0
-    found = next(row.bytes for row in core.ledger.rows if "weights" in row.name)
-    assert found == runner_of(core).weight_bytes()
+    result = next(row.bytes for row in core.ledger.rows if "weights" in row.name)
+    assert result == runner_of(core).weight_bytes()
     rotary = runner_of(core).model.rotary.table.nbytes
-    assert found == bytes_of_linears(quantization) + norms + embedding + head + rotary
+    assert result == bytes_of_linears(quantization) + norms + embedding + head + rotary
 
 
 @torch.inference_mode()
@@ -97,10 +97,10 @@ def test_a_quantized_model_computes_with_the_numbers_that_its_integers_stand_for
             assert 0 < (numbers - weight).abs().max() < 0.15 * weight.abs().max()
             weight.copy_(numbers)
     ids, positions = torch.arange(20), torch.arange(20)
-    found, expected = (
+    result, expected = (
         model.compute_logits(model(ids, positions, CausalAttention(config))) for model in (quantized, plain)
     )
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(result, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3"])
@@ -159,19 +159,19 @@ def test_every_lever_of_bytes_at_once(quantized):
     both = {"quantization": "int8", "kv_cache_dtype": "int8_per_token_head"} | settings
     same = np.array(tokens(engine(**both))) == np.array(expected)
     assert same.mean() > 0.6
-    assert all(len(one) == 12 for one in tokens(engine(**both, load_format="dummy")))
+    assert all(len(token) == 12 for token in tokens(engine(**both, load_format="dummy")))
 
 
 def test_the_quantized_cache_is_what_is_read():
     """Its log probabilities are near those of the full cache, and not the same."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    found = [
+    results = [
         [entry[token].logprob for token, entry in zip(SHARED[1:], output.prompt_logprobs[1:], strict=True)]
         for output in (engine(kv_cache_dtype=kind).generate([SHARED], params)[0] for kind in ("auto", "int8"))
     ]
-    apart = max(abs(full - quantized) for full, quantized in zip(*found, strict=True))
+    apart = max(abs(full - quantized) for full, quantized in zip(*results, strict=True))
     assert 1e-5 < apart < 0.5
-    assert math.fsum(found[0]) == pytest.approx(math.fsum(found[1]), abs=0.5)
+    assert math.fsum(results[0]) == pytest.approx(math.fsum(results[1]), abs=0.5)
 
 
 def test_groups_that_ranks_would_cut_are_refused():
@@ -214,4 +214,4 @@ def test_on_a_gpu(settings, dtype):
     if settings.get("kv_cache_dtype") == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.xfail("this GPU has no fp8")
     llm = engine(device="cuda", **settings, dtype=dtype, num_gpu_blocks_override=64)
-    assert all(len(one) == 12 for one in tokens(llm))
+    assert all(len(token) == 12 for token in tokens(llm))

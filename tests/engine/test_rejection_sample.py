@@ -53,8 +53,8 @@ class Outcome:
         """
         before, fits = np.zeros(len(self.tokens), int), []
         for place in range(3):
-            there = self.tokens[:, place] >= 0
-            pairs = before[there] * VOCAB + self.tokens[there, place]
+            valid = self.tokens[:, place] >= 0
+            pairs = before[valid] * VOCAB + self.tokens[valid, place]
             fits.append(fit(np.bincount(pairs, minlength=self.p.size).reshape(self.p.shape), self.p))
             before = 1 + self.tokens[:, place]
         return fits
@@ -107,9 +107,9 @@ def speculate(
 @pytest.mark.parametrize("chosen", SETTINGS, ids=str)
 def test_tokens_are_the_models_and_as_many_are_accepted_as_can_be(chosen, drawn):
     outcome = speculate(drawn, **chosen)
-    for place, found in enumerate(outcome.fits()):
-        assert found.p_value > LEVEL, f"token {place}: {found}"
-        assert found.total_variation < 0.05, f"token {place}: {found}"
+    for place, fitted in enumerate(outcome.fits()):
+        assert fitted.p_value > LEVEL, f"token {place}: {fitted}"
+        assert fitted.total_variation < 0.05, f"token {place}: {fitted}"
     assert max(map(abs, outcome.acceptance_off())) < 3
     assert (outcome.tokens[:, 2] >= 0).sum() > 3000, "too few bonus tokens to judge"
 

@@ -103,21 +103,21 @@ def uniforms(seeds, positions, vocab: int) -> np.ndarray:
 def test_the_noise_is_uniform_and_neighbours_are_strangers(along):
     """Along positions, seeds and token ids alike: each number, and each with the one after it."""
     num, same = 20_000, np.zeros(20_000, int)
-    found = {
+    uniform = {
         "positions": lambda: uniforms(same + 5, np.arange(num), 8)[:, 3],
         "seeds": lambda: uniforms(np.arange(num), same, 8)[:, 3],
         "tokens": lambda: uniforms([5], [0], num)[0],
     }[along]()
-    assert 0.0 < found.min() < 1e-3
-    assert 1.0 - 1e-3 < found.max() <= 1.0
-    assert is_plausible(np.histogram(found, 64, (0, 1))[0], np.full(64, 1 / 64))
-    pairs = np.histogram2d(found[:-1], found[1:], 8, ((0, 1), (0, 1)))[0].ravel()
+    assert 0.0 < uniform.min() < 1e-3
+    assert 1.0 - 1e-3 < uniform.max() <= 1.0
+    assert is_plausible(np.histogram(uniform, 64, (0, 1))[0], np.full(64, 1 / 64))
+    pairs = np.histogram2d(uniform[:-1], uniform[1:], 8, ((0, 1), (0, 1)))[0].ravel()
     assert is_plausible(pairs, np.full(64, 1 / 64))
 
 
 def test_two_tokens_of_two_rows_share_no_noise():
-    found = uniforms(np.repeat(np.arange(40), 40), np.tile(np.arange(40), 40), 64).ravel()
-    assert len(np.unique(found)) > 0.99 * len(found)  # a float32 has few numbers: some meet by chance
+    noise = uniforms(np.repeat(np.arange(40), 40), np.tile(np.arange(40), 40), 64).ravel()
+    assert len(np.unique(noise)) > 0.99 * len(noise)  # a float32 has few numbers: some meet by chance
 
 
 def scores_of(tokens: torch.Tensor, logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:

@@ -46,10 +46,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG, ids=[said for _, said in WRONG])
-def test_a_wrong_value_is_named(given, said):
+@pytest.mark.parametrize(("settings", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_a_wrong_value_is_named(settings, said):
     with pytest.raises(MinivllmError, match=re.escape(said)):
-        SamplingParams(**given)
+        SamplingParams(**settings)
 
 
 def test_fields_are_assigned_freely_and_checked_when_they_are_used():
@@ -65,7 +65,7 @@ def test_fields_are_assigned_freely_and_checked_when_they_are_used():
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"),
+    ("settings", "taken"),
     [
         ({"top_k": -1}, {"top_k": 0}),
         ({"seed": -1, "logprobs": True}, {"seed": None, "logprobs": 1}),
@@ -77,8 +77,8 @@ def test_fields_are_assigned_freely_and_checked_when_they_are_used():
     ],
     ids=str,
 )
-def test_a_value_is_brought_into_the_engines_form(given, taken):
-    params = SamplingParams(**given)
+def test_a_value_is_brought_into_the_engines_form(settings, taken):
+    params = SamplingParams(**settings)
     assert {name: getattr(params, name) for name in taken} == taken
 
 

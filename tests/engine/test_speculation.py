@@ -63,8 +63,8 @@ def looked_up(tokens: list[int], most: int, least: int, wanted: int) -> list[int
     st.lists(st.integers(0, 3) | st.sampled_from([256, 65536, 1 << 24]), min_size=1, max_size=40),
     st.integers(1, 4), st.integers(1, 4), st.integers(1, 5),
 )  # fmt: skip
-def test_the_longest_suffix_is_looked_up_at_its_first_place(tokens, one, other, wanted):
-    most, least = max(one, other), min(one, other)
+def test_the_longest_suffix_is_looked_up_at_its_first_place(tokens, bound, other, wanted):
+    most, least = max(bound, other), min(bound, other)
     config = SpeculativeConfig(num_speculative_tokens=wanted, prompt_lookup_max=most, prompt_lookup_min=least)
     proposer = NgramProposer(config, max_model_len=1000)
     assert proposer.drafts_after(np.array(tokens, np.int32)) == looked_up(tokens, most, least, wanted)
@@ -91,16 +91,16 @@ def run(prompts, params, **changes):
     forward = runner.forward
     runner.forward = lambda inputs: steps.append(1) or forward(inputs)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    found = [[(one.token_ids, one.text, one.logprobs) for one in output.outputs] for output in outputs]
-    return found, len(steps), llm.llm_engine.stats.spec_decoding_stats
+    results = [[(each.token_ids, each.text, each.logprobs) for each in output.outputs] for output in outputs]
+    return results, len(steps), llm.llm_engine.stats.spec_decoding_stats
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps_for_the_same_tokens():
     params = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
     plain, plain_steps, _ = run([REPETITIVE], params)
     config = NGRAM | {"num_speculative_tokens": 4, "prompt_lookup_min": 2}
-    found, steps, stats = run([REPETITIVE], params, speculative_config=config)
-    assert found == plain
+    result, steps, stats = run([REPETITIVE], params, speculative_config=config)
+    assert result == plain
     assert plain_steps == 96
     assert 0 <= steps + stats.num_accepted_tokens - 96 <= 4, "each accepted draft saves a step; the last reach beyond"
     assert stats.num_accepted_tokens > 10
@@ -112,8 +112,8 @@ def test_vllms_tokens_and_counters(config):
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     prompts = [request["prompt_token_ids"] for request in RECORDED["requests"]]
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=config)
-    found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    assert found == [request["token_ids"] for request in RECORDED["requests"]]
+    results = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert results == [request["token_ids"] for request in RECORDED["requests"]]
     assert asdict(llm.llm_engine.stats.spec_decoding_stats) == RECORDED[config["method"]]
 
 
@@ -139,7 +139,7 @@ WITHOUT_CACHE = {"max_model_len": 64, "max_num_batched_tokens": 9, "attention_ba
 def tokens_of_batches(**changes):
     """Return the tokens of two batches from an engine without a drafter."""
     plain = LLM(EMBEDDED_MODEL, **SETTINGS | changes)
-    return [[one.outputs[0].token_ids for one in plain.generate(*random_batch(seed))] for seed in range(2)]
+    return [[output.outputs[0].token_ids for output in plain.generate(*random_batch(seed))] for seed in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_the_tokens_without_a_drafter(config, changes):
     drafting = LLM(EMBEDDED_MODEL, **SETTINGS | changes, speculative_config=config)
     plain = tokens_of_batches(**changes | {"async_scheduling": False, "num_gpu_blocks_override": 200})
     for seed, expected in enumerate(plain):
-        found = drafting.generate(*random_batch(seed))
-        assert [one.outputs[0].token_ids for one in found] == expected
+        outputs = drafting.generate(*random_batch(seed))
+        assert [output.outputs[0].token_ids for output in outputs] == expected
     stats = drafting.llm_engine.stats
     assert stats.spec_decoding_stats.num_accepted_tokens > 40
     assert stats.num_preemptions > 0 or "num_gpu_blocks_override" not in changes
@@ -170,10 +170,10 @@ def keys_without_cache(drafter, target, token_ids):
 
     A head has no key of the last token: it is for the token after each place.
     """
-    attention, found = CausalAttention(drafter.config), []
+    attention, result = CausalAttention(drafter.config), []
 
     def keep(layer, q, k, v):
-        found.append(k)
+        result.append(k)
         return attention(layer, q, k, v)
 
     ids = torch.from_numpy(token_ids)
@@ -186,7 +186,7 @@ def keys_without_cache(drafter, target, token_ids):
             drafter(ids[1:], positions[:-1], hidden, keep)
         else:
             drafter(ids, positions, keep)
-    return found[-1]
+    return result[-1]
 
 
 @pytest.mark.parametrize("config", [DRAFT_MODEL, EAGLE3], ids=["draft_model", "eagle3"])
@@ -212,8 +212,8 @@ def test_the_drafters_cache_holds_every_token_that_the_targets_does(config):
             expected = keys_without_cache(runner.speculator.model, runner.model, batch.token_ids[row, :end])
             end = len(expected)
             keys = runner.speculator.attention.kv_caches[-1].keys  # [blocks, 4, kv_heads, head_dim]
-            found = keys[batch.block_table[row, : -(-end // 4)]].flatten(0, 1)[:end]
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+            actual = keys[batch.block_table[row, : -(-end // 4)]].flatten(0, 1)[:end]
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-3)
         return output
 
     runner.execute_model = observed
@@ -266,9 +266,9 @@ def test_random_requests_keep_their_tokens_and_log_probabilities():
     ]
     prompts = [REPETITIVE, REPETITIVE, "class Stack:\n    def __init__", "import os\nimport "]
     plain, _, _ = run(prompts, params)
-    found, _, stats = run(prompts, params, speculative_config={"num_speculative_tokens": 3, "prompt_lookup_min": 1})
+    result, _, stats = run(prompts, params, speculative_config={"num_speculative_tokens": 3, "prompt_lookup_min": 1})
     assert stats.num_accepted_tokens > 5
-    for ours, theirs in zip(found, plain, strict=True):
+    for ours, theirs in zip(result, plain, strict=True):
         for (tokens, text, logprobs), (their_tokens, their_text, their_logprobs) in zip(ours, theirs, strict=True):
             assert (tokens, text) == (their_tokens, their_text)
             for entry, their_entry in zip(logprobs or (), their_logprobs or (), strict=True):
@@ -317,20 +317,20 @@ def test_a_seeded_request_draws_the_same_drafts_and_tokens_in_any_company():
     company = [SamplingParams(temperature=0.0, max_tokens=25), SamplingParams(temperature=1.0, top_k=5, max_tokens=30)]
     plain = LLM(EMBEDDED_MODEL, **SETTINGS)
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=PROBABILISTIC)
-    alone = [llm.generate([prompt], one)[0].outputs[0] for one in params]
+    alone = [llm.generate([prompt], param)[0].outputs[0] for param in params]
     accepted = llm.llm_engine.stats.spec_decoding_stats.num_accepted_tokens
     greedy, *others = llm.generate(
         [prompt[:50], prompt, prompt[:90], prompt], [company[0], params[0], company[1], params[1]]
     )
-    assert [one.outputs[0].token_ids for one in (others[0], others[2])] == [one.token_ids for one in alone]
+    assert [other.outputs[0].token_ids for other in (others[0], others[2])] == [each.token_ids for each in alone]
     [expected] = plain.generate([prompt[:50]], company[0])
     assert greedy.outputs[0].token_ids == expected.outputs[0].token_ids
     assert accepted > 15
-    for one in alone:
+    for completion in alone:
         again = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        [told] = plain.generate([prompt + one.token_ids], again)
+        [told] = plain.generate([prompt + completion.token_ids], again)
         for token_id, ours, theirs in zip(
-            one.token_ids, one.logprobs, told.prompt_logprobs[len(prompt) :], strict=True
+            completion.token_ids, completion.logprobs, told.prompt_logprobs[len(prompt) :], strict=True
         ):
             assert ours[token_id].logprob == pytest.approx(theirs[token_id].logprob, abs=1e-3)
 
@@ -375,16 +375,16 @@ def test_drawn_drafts_leave_the_distribution_as_it_is_and_are_accepted_as_often_
         SamplingParams(temperature=1 / SHARPNESS, seed=seed, max_tokens=3, ignore_eos=True) for seed in range(count)
     ]
     outputs = llm.generate([prompt] * count, params, use_tqdm=False)
-    found = torch.zeros(8, 8, 8)
+    actual = torch.zeros(8, 8, 8)
     for output in outputs:
-        found[tuple(output.outputs[0].token_ids)] += 1
+        actual[tuple(output.outputs[0].token_ids)] += 1
     first = p([prompt])[0]  # [8]
     second, drafts = (of([[*prompt, a] for a in range(8)]) for of in (p, q))  # [8, 8]
     third = p([[*prompt, a, b] for a in range(8) for b in range(8)]).view(8, 8, 8)
     expected = count * first[:, None, None] * second[:, :, None] * third
     often = expected > 5  # the others are one cell
-    found, expected = (torch.cat((table[often], table[~often].sum().view(1))) for table in (found, expected))
-    chi_square, degrees = ((found - expected) ** 2 / expected).sum().item(), len(found) - 1
+    actual, expected = (torch.cat((table[often], table[~often].sum().view(1))) for table in (actual, expected))
+    chi_square, degrees = ((actual - expected) ** 2 / expected).sum().item(), len(actual) - 1
     assert degrees > 100
     assert chi_square < degrees + 3.1 * (2 * degrees) ** 0.5, "p > 0.001"
     overlap = (first * torch.minimum(second, drafts).sum(-1)).sum().item()
@@ -439,16 +439,16 @@ def test_nothing_stays_of_the_drafts_behind_a_stop_string():
     cut = 0
     for word in words:
         params = replace(base, stop=[word])
-        [expected], [found] = plain.generate([REPETITIVE], params), drafting.generate([REPETITIVE], params)
-        expected, found = expected.outputs[0], found.outputs[0]
-        assert (found.token_ids, found.text, found.stop_reason) == (expected.token_ids, expected.text, word)
-        assert len(found.logprobs) == len(found.token_ids)
-        assert found.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-3)
+        [expected], [result] = plain.generate([REPETITIVE], params), drafting.generate([REPETITIVE], params)
+        expected, result = expected.outputs[0], result.outputs[0]
+        assert (result.token_ids, result.text, result.stop_reason) == (expected.token_ids, expected.text, word)
+        assert len(result.logprobs) == len(result.token_ids)
+        assert result.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-3)
         token_ids, text, logprobs, total = streamed(drafting, params)
-        assert (token_ids, text) == (found.token_ids, found.text)
+        assert (token_ids, text) == (result.token_ids, result.text)
         assert [list(entry) for entry in logprobs] == [[token] for token in token_ids]
         assert total == pytest.approx(expected.cumulative_logprob, abs=1e-3)
-        cut += len(found.token_ids) < 60
+        cut += len(result.token_ids) < 60
     assert cut == len(words)
 
 

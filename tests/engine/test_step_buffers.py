@@ -52,8 +52,8 @@ def test_the_last_step_is_in_place_and_padding_behind_it(tokens_each, data):
         buffers.load(step)
         tokens, requests = len(step.input_ids), len(step.req_ids)
         for name, padding in (("input_ids", 0), ("positions", 0), ("slot_mapping", -1)):
-            there = getattr(buffers, name)
-            assert there.tolist() == [*getattr(step, name), *[padding] * (SIZE * tokens_each - tokens)]
+            buffer = getattr(buffers, name)
+            assert buffer.tolist() == [*getattr(step, name), *[padding] * (SIZE * tokens_each - tokens)]
         assert buffers.seq_lens.tolist() == [*step.seq_lens, *[0] * (SIZE - requests)]
         assert buffers.query_start_loc.tolist() == [*step.query_start_loc, *[tokens] * (SIZE - requests)]
         assert buffers.block_table[:requests, : step.block_table.shape[1]].tolist() == step.block_table.tolist()

@@ -32,8 +32,8 @@ class WatchedRun(Run):
         sampled = self.worker.execute(output)
         self.abort(aborts_under_way)
         outputs = self.scheduler.update_from_output(output, sampled)
-        for one in outputs:
-            self.receive(one)
+        for request_output in outputs:
+            self.receive(request_output)
         self.scheduler.update_draft_token_ids(self.drafts(list(sampled.sampled_token_ids)))
         if self.recorder is None:
             return
@@ -41,7 +41,7 @@ class WatchedRun(Run):
         check_state(self.scheduler, told)
         assert [row[1] for row in told["batch"]] == list(output.num_scheduled_tokens.values())
         assert len(told["preempted"]) == len(output.preempted_req_ids)
-        assert sum(row[3] for row in told["batch"]) == sum(len(one.new_token_ids) for one in outputs)
+        assert sum(row[3] for row in told["batch"]) == sum(len(output.new_token_ids) for output in outputs)
         admitted = {new.num_computed_tokens for new in output.scheduled_new_reqs}
         assert {row[4] for row in told["batch"]} - {-1} == admitted
         assert told["step"] == len(self.steps)
@@ -52,19 +52,19 @@ def check_state(scheduler: Scheduler, told: dict[str, Any]) -> None:
     manager = scheduler.kv_cache_manager
     blocks = manager.block_pool.blocks
 
-    def facts(one: Request) -> tuple[Any, ...]:
-        lengths = (one.num_prompt_tokens, one.num_tokens, one.num_computed_tokens, one.max_tokens, one.num_preemptions)
-        return one.request_id, lengths, manager.get_block_ids(one.request_id)
+    def facts(request: Request) -> tuple[Any, ...]:
+        lengths = request.num_prompt_tokens, request.num_tokens, request.num_computed_tokens, request.max_tokens
+        return request.request_id, (*lengths, request.num_preemptions), manager.get_block_ids(request.request_id)
 
-    def told_facts(one: dict[str, Any]) -> tuple[Any, ...]:
-        lengths = tuple(one[name] for name in ("prompt", "tokens", "computed", "max", "preemptions"))
-        return one["id"], lengths, one["blocks"]
+    def told_facts(told: dict[str, Any]) -> tuple[Any, ...]:
+        lengths = tuple(told[name] for name in ("prompt", "tokens", "computed", "max", "preemptions"))
+        return told["id"], lengths, told["blocks"]
 
     assert list(map(told_facts, told["running"])) == list(map(facts, scheduler.running))
     assert list(map(told_facts, told["waiting"])) == list(map(facts, scheduler.waiting))[:WAITING_SHOWN]
     assert told["num_waiting"] == len(scheduler.waiting)
     assert told["cached"] == [block.block_id for block in blocks if block.block_hash is not None]
-    numbers = [one["number"] for one in (*told["running"], *told["waiting"])]
+    numbers = [item["number"] for item in (*told["running"], *told["waiting"])]
     assert len(set(numbers)) == len(numbers)
 
 
@@ -86,7 +86,7 @@ def run(seed: int, watch: bool) -> WatchedRun:
         ),
     )
     under_way, entries, step = WatchedRun(scheduler, rng, watch), workload["requests"], 0
-    while step <= max(one["arrival_step"] for one in entries) or scheduler.has_unfinished_requests():
+    while step <= max(entry["arrival_step"] for entry in entries) or scheduler.has_unfinished_requests():
         for entry in entries:
             if entry["arrival_step"] == step:
                 under_way.add(random_request(entry, scheduler.config, rng))
@@ -113,7 +113,7 @@ def test_a_request_keeps_its_number_and_a_change_between_steps_is_no_step() -> N
     for name in "ab":
         scheduler.add_request(Request(name, [1, 2, 3, 4], max_tokens=2))
     first = json.loads(recorder.snapshot())
-    assert (first["step"], [one["number"] for one in first["waiting"]]) == (0, [1, 2])
+    assert (first["step"], [request["number"] for request in first["waiting"]]) == (0, [1, 2])
     step = scheduler.schedule()
     second = json.loads(recorder.snapshot(step))
     assert (second["step"], [row[0] for row in second["batch"]]) == (1, [1, 2])

@@ -49,7 +49,7 @@ def speculating():
 def conforming(llm, constraints, **params):
     """Return the completions of one batch, one for each constraint, drawn at temperature 1."""
     common = {"temperature": 1.0, "max_tokens": 80, "seed": 5} | params
-    wanted = [SamplingParams(structured_outputs=one, **common) for one in constraints]
+    wanted = [SamplingParams(structured_outputs=constraint, **common) for constraint in constraints]
     return [output.outputs[0] for output in llm.generate([PROMPT] * len(wanted), wanted, use_tqdm=False)]
 
 
@@ -75,9 +75,9 @@ schemas = st.recursive(
 regexes = st.recursive(
     st.sampled_from(["a", "b", "[0-9]", "[^x]", "é", r"\.", " ", r"\{"]),
     lambda inner: st.one_of(
-        st.builds(lambda one, other: f"{one}{other}", inner, inner),
-        st.builds(lambda one, other: f"(?:{one}|{other})", inner, inner),
-        st.builds(lambda one, least: f"(?:{one}){{{least},{least + 2}}}", inner, st.integers(0, 2)),
+        st.builds(lambda item, other: f"{item}{other}", inner, inner),
+        st.builds(lambda item, other: f"(?:{item}|{other})", inner, inner),
+        st.builds(lambda item, least: f"(?:{item}){{{least},{least + 2}}}", inner, st.integers(0, 2)),
     ),
     max_leaves=5,
 )  # fmt: skip
@@ -87,26 +87,26 @@ regexes = st.recursive(
 @given(st.lists(schemas, min_size=5, max_size=5), st.integers(0, 1000))
 def test_json_fits_its_schema(llm, speculating, drawn, seed):
     constraints = [StructuredOutputsParams(json=schema) for schema in drawn]
-    found = conforming(llm, constraints, seed=seed)
-    for schema, one in zip(drawn, found, strict=True):
-        if one.finish_reason == "stop":
-            jsonschema.validate(json.loads(one.text), schema)
-    assert any(one.finish_reason == "stop" for one in found)
+    result = conforming(llm, constraints, seed=seed)
+    for schema, completion in zip(drawn, result, strict=True):
+        if completion.finish_reason == "stop":
+            jsonschema.validate(json.loads(completion.text), schema)
+    assert any(completion.finish_reason == "stop" for completion in result)
     drafted = conforming(speculating, constraints, seed=seed)
-    assert [one.token_ids for one in drafted] == [one.token_ids for one in found]
+    assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in result]
 
 
 @FEW
 @given(st.lists(regexes, min_size=5, max_size=5), st.lists(words, min_size=1, max_size=4), st.integers(0, 1000))
 def test_a_text_fits_its_regex_and_a_choice_is_one_of_them(llm, speculating, drawn, choice, seed):
     constraints = [StructuredOutputsParams(regex=regex) for regex in drawn] + [StructuredOutputsParams(choice=choice)]
-    found = conforming(llm, constraints, seed=seed)
-    assert {one.finish_reason for one in found} == {"stop"}
-    for regex, one in zip(drawn, found, strict=False):
-        assert re.fullmatch(regex, one.text), (regex, one.text)
-    assert found[-1].text in choice
+    result = conforming(llm, constraints, seed=seed)
+    assert {completion.finish_reason for completion in result} == {"stop"}
+    for regex, completion in zip(drawn, result, strict=False):
+        assert re.fullmatch(regex, completion.text), (regex, completion.text)
+    assert result[-1].text in choice
     drafted = conforming(speculating, constraints, seed=seed)
-    assert [one.token_ids for one in drafted] == [one.token_ids for one in found]
+    assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in result]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -149,8 +149,8 @@ def test_chunks_preemptions_and_drafts_change_no_token(llm, cramped):
     ]
     for prefix in range(2):  # the second time with cached blocks
         expected = conforming(llm, constraints * 2, max_tokens=40, seed=prefix)
-        found = conforming(cramped, constraints * 2, max_tokens=40, seed=prefix)
-        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        actual = conforming(cramped, constraints * 2, max_tokens=40, seed=prefix)
+        assert [completion.token_ids for completion in actual] == [completion.token_ids for completion in expected]
     stats = cramped.llm_engine.stats
     assert stats.num_preemptions > 0
     if cramped.llm_engine.engine_args.async_scheduling is False:  # else nothing is drafted where there is a grammar
@@ -159,7 +159,7 @@ def test_chunks_preemptions_and_drafts_change_no_token(llm, cramped):
 
 def test_several_completions_have_a_place_each(llm):
     params = SamplingParams(n=4, seed=1, max_tokens=30, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,9}!"))
-    texts = [one.text for one in llm.generate(PROMPT, params, use_tqdm=False)[0].outputs]
+    texts = [output.text for output in llm.generate(PROMPT, params, use_tqdm=False)[0].outputs]
     assert all(re.fullmatch("[a-z]{3,9}!", text) for text in texts)
     assert len(set(texts)) > 1
 

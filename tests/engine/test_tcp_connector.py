@@ -40,11 +40,11 @@ def test_the_same_tokens_as_one_engine():
     plain, prefill, decode = engine(), engine("kv_producer"), engine("kv_consumer")
     for number in range(4):
         prompts = random_prompts(number % 2, 15, heads=(1, 200), tails=(1 + number, 60))
-        there = answered(prefill, prompts, 1, [TO_DECODE] * len(prompts))
+        prefilled = answered(prefill, prompts, 1, [TO_DECODE] * len(prompts))
         for _ in range(2):  # a server's core goes on stepping by itself
             prefill.llm_engine.step()
-        found = answered(decode, prompts, 12, [output.kv_transfer_params for output in there])
-        assert [output.outputs[0].token_ids for output in found] == greedy_answers(plain, prompts, 12)
+        result = answered(decode, prompts, 12, [output.kv_transfer_params for output in prefilled])
+        assert [output.outputs[0].token_ids for output in result] == greedy_answers(plain, prompts, 12)
 
     def is_free() -> bool:
         prefill.llm_engine.step()

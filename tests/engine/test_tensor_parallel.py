@@ -78,13 +78,13 @@ def tokens_of(llm: LLM) -> list[list[list[int]]]:
     [(True, 2048, None), (False, 2048, None), (True, 7, None), (False, 33, None), (True, 24, 11)],
 )
 def test_the_tokens_of_one_process(engines, caching, budget, num_blocks):
-    found = []
+    results = []
     for llm in engines:
         reschedule(llm, budget, num_blocks, caching)
-        found.append(tokens_of(llm))
+        results.append(tokens_of(llm))
         if num_blocks:
             assert llm.llm_engine.stats.num_preemptions > 0, "this pool was to be too small"
-    assert found[0] == found[1]
+    assert results[0] == results[1]
     assert engines[1].llm_engine.stats.spec_decoding_stats.num_drafts > 0
 
 
@@ -226,8 +226,8 @@ def test_a_rank_that_is_killed_ends_the_run(engines):
 def test_on_two_gpus_the_same_tokens_with_graphs():
     if torch.cuda.device_count() < 2:
         pytest.xfail("there is one GPU here")
-    found = [
+    results = [
         tokens_of(LLM(EMBEDDED_MODEL, **{**SETTINGS, "device": "cuda", "dtype": "float32"}, tensor_parallel_size=size))
         for size in (1, 2)
     ]
-    assert found[0] == found[1]
+    assert results[0] == results[1]

@@ -60,7 +60,7 @@ def random_requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 def answers(llm: LLM, prompts, params) -> list[tuple]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [(one.outputs[0].token_ids, one.outputs[0].finish_reason) for one in outputs]
+    return [(output.outputs[0].token_ids, output.outputs[0].finish_reason) for output in outputs]
 
 
 def test_random_requests_get_the_same_tokens(deferred):
@@ -82,9 +82,9 @@ def test_aborted_requests_leave_their_rows_to_others(deferred):
     for round_ in range(3):
         prompts, params = random_requests(100 + round_)
         for llm in (plain, ahead):
-            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-                llm.llm_engine.add_request(f"{round_}-{index}", {"prompt_token_ids": prompt}, one)
-        gone, found = {f"{round_}-{draw.randrange(len(prompts))}" for _ in range(2)}, []
+            for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+                llm.llm_engine.add_request(f"{round_}-{index}", {"prompt_token_ids": prompt}, param)
+        gone, result = {f"{round_}-{draw.randrange(len(prompts))}" for _ in range(2)}, []
         for llm in (plain, ahead):
             tokens = {}
             for step in range(10_000):
@@ -94,8 +94,8 @@ def test_aborted_requests_leave_their_rows_to_others(deferred):
                     llm.llm_engine.abort_request(list(gone))
                 for output in llm.llm_engine.step():
                     tokens[output.request_id] = output.outputs[0].token_ids
-            found.append({name: one for name, one in tokens.items() if name not in gone})
-        assert found[0] == found[1]
+            result.append({name: token for name, token in tokens.items() if name not in gone})
+        assert result[0] == result[1]
     assert deferred
 
 

@@ -85,9 +85,9 @@ class RankDouble:
     def wait_for(self, path: str, seconds: float) -> bool:
         """Wait until this file is there."""
         until = time.monotonic() + seconds
-        while not (found := Path(path).exists()) and time.monotonic() < until:
+        while not (result := Path(path).exists()) and time.monotonic() < until:
             time.sleep(0.01)
-        return found
+        return result
 
 
 def double(rank: int) -> RankDouble:

@@ -192,4 +192,4 @@ def test_ranks_end_what_their_connector_has_started(tmp_path, monkeypatch, has_c
     executor.shutdown()
     assert time.monotonic() - began < PATIENCE
     assert have_ended(pids_of(executor.ranks))
-    assert sorted(one.name for one in tmp_path.iterdir()) == noted
+    assert sorted(file.name for file in tmp_path.iterdir()) == noted

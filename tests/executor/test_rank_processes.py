@@ -473,12 +473,12 @@ def ranks_here() -> set[Any]:
     """
     import psutil
 
-    found = set()
+    result = set()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if any("rank_main" in part for part in child.cmdline()):
-                found.add(child)
-    return found
+                result.add(child)
+    return result
 
 
 def test_interrupted_starts_leave_nobody():

@@ -58,15 +58,15 @@ def assert_close(
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     if expected.numel() == 0:
         return
-    found, wanted = actual.detach().cpu().double(), expected.detach().cpu().double()
-    assert torch.isfinite(found).all(), f"not finite at {(~torch.isfinite(found)).nonzero()[0].tolist()}"
+    result, wanted = actual.detach().cpu().double(), expected.detach().cpu().double()
+    assert torch.isfinite(result).all(), f"not finite at {(~torch.isfinite(result)).nonzero()[0].tolist()}"
     bound = scale * _TOLERANCE[dtype or actual.dtype] * max(1.0, wanted.abs().max().item())
-    error = (found - wanted).abs()
+    error = (result - wanted).abs()
     worst = error.argmax().item()
     where = [int(index) for index in torch.unravel_index(torch.tensor(worst), error.shape)]
     assert error.max() <= bound, (
         f"off by {error.max():.3g} (allowed {bound:.3g}) at {where}: "
-        f"{found.flatten()[worst]:.6g}, expected {wanted.flatten()[worst]:.6g}; "
+        f"{result.flatten()[worst]:.6g}, expected {wanted.flatten()[worst]:.6g}; "
         f"{(error > bound).sum()} of {error.numel()} wrong"
     )
 

@@ -27,24 +27,24 @@ def test_bytes_and_operations_of_a_step():
 
 @pytest.mark.parametrize(("kv", "head_bytes"), [(torch.bfloat16, 64), (torch.int8, 36), (torch.float8_e4m3fn, 32)])
 def test_the_decode_that_is_asked_of_a_gpu(kv, head_bytes):
-    found = bench.gpu_decode(bench.decodes("two", [40, 17], **HEADS), kv, 1e9, CPU)
-    assert found["bytes"] == 2 * 57 * 2 * head_bytes + 2 * (2 * 4 * 32 * 2)
-    assert found["share_of_copy"] == pytest.approx(found["gb_per_s"], abs=0.06)
+    result = bench.gpu_decode(bench.decodes("two", [40, 17], **HEADS), kv, 1e9, CPU)
+    assert result["bytes"] == 2 * 57 * 2 * head_bytes + 2 * (2 * 4 * 32 * 2)
+    assert result["share_of_copy"] == pytest.approx(result["gb_per_s"], abs=0.06)
 
 
 @pytest.mark.parametrize(("drawn", "rows"), [(False, 4), (True, 7)])
 def test_the_drafts_that_a_gpu_is_asked_to_verify(drawn, rows):
     case = bench.Verification(2, 3, 100, drawn)
-    found = bench.gpu_verification(case, 1e9, CPU)
-    assert found["bytes"] == 2 * rows * 100 * 4
-    assert found["share_of_copy"] == pytest.approx(found["gb_per_s"], abs=0.06)
+    result = bench.gpu_verification(case, 1e9, CPU)
+    assert result["bytes"] == 2 * rows * 100 * 4
+    assert result["share_of_copy"] == pytest.approx(result["gb_per_s"], abs=0.06)
     assert {"floor_us", "engine_us", "torch_us"} < bench.cpu_verification(case, 1).keys()
 
 
 def test_the_prefill_that_is_asked_of_a_gpu():
-    found = bench.gpu_prefill(bench.prefill("one", 70, **HEADS), CPU)
-    assert found["largest_difference"] < 0.05, "ours and torch's are the same attention"
-    assert found["share_of_best"] == pytest.approx(found["torch_ms"][found["best"]] / found["engine_ms"], rel=0.05)
+    result = bench.gpu_prefill(bench.prefill("one", 70, **HEADS), CPU)
+    assert result["largest_difference"] < 0.05, "ours and torch's are the same attention"
+    assert result["share_of_best"] == pytest.approx(result["torch_ms"][result["best"]] / result["engine_ms"], rel=0.05)
 
 
 def test_the_results_at_hand_are_of_these_configurations_and_none_spills():
@@ -53,8 +53,8 @@ def test_the_results_at_hand_are_of_these_configurations_and_none_spills():
         for kernel, rows in (("decode", 4), ("prefill", 4096)):
             compiled = [row for row in results if (row["target"], row["kernel"]) == (target, kernel)]
             now = [
-                (f"{one.block_m} × {one.tile}", one.num_warps, one.num_stages)
-                for one in configurations(target, rows, 4, 128, 2)
+                (f"{configuration.block_m} × {configuration.tile}", configuration.num_warps, configuration.num_stages)
+                for configuration in configurations(target, rows, 4, 128, 2)
             ]
             assert [(row["tile"], row["warps"], row["stages"]) for row in compiled] == now, "run benchmarks/kernels.py"
     for row in results:

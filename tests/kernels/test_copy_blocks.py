@@ -34,7 +34,7 @@ def cache(block_size, dtype, layers=2, heads=2, dim=16, device="cpu"):
     if dtype == torch.int8:
         shapes += [((BLOCKS, heads, block_size), torch.float32)] * 2
     torch.manual_seed(block_size)
-    return [random_bytes(*one, device=device) for _ in range(layers) for one in shapes]
+    return [random_bytes(*shape, device=device) for _ in range(layers) for shape in shapes]
 
 
 def as_bytes(tensor):
@@ -43,7 +43,7 @@ def as_bytes(tensor):
 
 def staged_by_hand(tensors, blocks, slots, capacity, block_major):
     """Return the staging buffer after a gather into zeros."""
-    records = [torch.zeros(capacity, as_bytes(one).shape[1], dtype=torch.uint8) for one in tensors]
+    records = [torch.zeros(capacity, as_bytes(tensor).shape[1], dtype=torch.uint8) for tensor in tensors]
     for record, tensor in zip(records, tensors, strict=True):
         record[slots] = as_bytes(tensor.cpu())[blocks]
     return torch.cat(records, 1).flatten() if block_major else torch.cat([record.flatten() for record in records])
@@ -79,10 +79,10 @@ def check_there_and_back(tensors, blocks, block_major, backend):
     assert_twin(staging, staged_by_hand(tensors, blocks, slots, len(blocks) + 2, block_major), scale=0)
     emptied = [torch.zeros_like(tensor) for tensor in tensors]
     scatter_blocks(BlockRegions.of(emptied), *places, block_major=block_major, backend=backend)
-    for before, found in zip(tensors, emptied, strict=True):
+    for before, result in zip(tensors, emptied, strict=True):
         expected = torch.zeros_like(as_bytes(before.cpu()))
         expected[blocks] = as_bytes(before.cpu())[blocks]
-        assert torch.equal(as_bytes(found.cpu()), expected)
+        assert torch.equal(as_bytes(result.cpu()), expected)
 
 
 @each_case
@@ -101,12 +101,12 @@ def test_there_and_back_on_the_cpu(block_size, dtype, dim, blocks, block_major):
 
 def test_without_slots_blocks_lie_in_their_order(device):
     """Also a block that occurs twice, ids of either type, and a layer that occurs twice."""
-    one = random_bytes((BLOCKS, 4, 6), torch.float16, device)
-    regions = BlockRegions.of([one, one])
+    tensor = random_bytes((BLOCKS, 4, 6), torch.float16, device)
+    regions = BlockRegions.of([tensor, tensor])
     for dtype in (torch.int32, torch.int64):
         staging = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8, device=device)
         gather_blocks(regions, ids([5, 2, 5], device, dtype), staging, backend="triton")
-        assert_twin(staging, staged_by_hand([one, one], [5, 2, 5], [0, 1, 2], 3, False), scale=0)
+        assert_twin(staging, staged_by_hand([tensor, tensor], [5, 2, 5], [0, 1, 2], 3, False), scale=0)
 
 
 def test_keys_and_values_interleaved_in_one_tensor(device):
@@ -145,7 +145,7 @@ def test_every_byte_is_read_once_and_written_once(gather):
         copy_regions_kernel,
         (3, len(tensors), 1),
         *(regions.table, blocks, None, staging, 3, regions.record_bytes),
-        reached={f"region {index}": one for index, one in enumerate(tensors)},
+        reached={f"region {index}": tensor for index, tensor in enumerate(tensors)},
         **constants,
     )
     ids_and_table = trace.programs * (4 + 4 * 8)
@@ -186,8 +186,8 @@ def test_input_that_cannot_work_is_refused():
     turned = tensors[0].transpose(1, 2)
     assert_refused("block of a region must be contiguous", BlockRegions.of, [turned])
     assert_refused("no blocks", BlockRegions.of, [tensors[0][:0]])
-    one, three = ids([1], "cpu"), ids([1, 2, 3], "cpu")
+    first, three = ids([1], "cpu"), ids([1, 2, 3], "cpu")
     assert_refused(r"3 blocks do not fit .* of 2", gather_blocks, regions, three, staging)
-    assert_refused(rf"n × {regions.record_bytes}", gather_blocks, regions, one, staging[:-1])
-    assert_refused("alike in length", gather_blocks, regions, one, staging, ids([0, 1], "cpu"))
-    assert_refused(r"backend.*gpu", scatter_blocks, regions, one, staging, backend="gpu")
+    assert_refused(rf"n × {regions.record_bytes}", gather_blocks, regions, first, staging[:-1])
+    assert_refused("alike in length", gather_blocks, regions, first, staging, ids([0, 1], "cpu"))
+    assert_refused(r"backend.*gpu", scatter_blocks, regions, first, staging, backend="gpu")

@@ -68,9 +68,9 @@ def test_rows_apart_and_positions_of_any_kind():
     positions = torch.arange(40) * 7 % 50
     expected = heads.clone()
     rotate_heads(expected, positions, table, backend="cpu")
-    for given in (positions.int(), positions.short(), torch.stack((positions, positions), 1)[:, 0]):
+    for arguments in (positions.int(), positions.short(), torch.stack((positions, positions), 1)[:, 0]):
         turned = heads.clone()
-        rotate_heads(turned, given, table, backend="cpu")
+        rotate_heads(turned, arguments, table, backend="cpu")
         assert torch.equal(turned, expected)
     turned = heads.clone().transpose(1, 2).contiguous().transpose(1, 2)
     rotate_heads(turned, positions, table, backend="cpu")
@@ -161,12 +161,12 @@ def test_passes_over_bf16_round_once(width, head_dim):
     assert_rounded(heads, torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
 
 
-def assert_rounded(found, exact):
+def assert_rounded(actual, exact):
     """Equal to the exact number's bfloat16, but where fp32 has tipped a tie."""
-    assert found.dtype is torch.bfloat16
+    assert actual.dtype is torch.bfloat16
     expected = exact.to(torch.bfloat16)
-    assert (found == expected).double().mean() > 0.99
-    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+    assert (actual == expected).double().mean() > 0.99
+    assert ((actual.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
 
 
 def test_bf16_keeps_what_is_no_number():

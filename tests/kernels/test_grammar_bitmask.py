@@ -37,9 +37,9 @@ def masked(logits, bitmask, rows):
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_tokens_that_are_not_allowed_are_impossible(device, vocab):
     logits, bitmask, rows = random_case(vocab)
-    found = logits.to(device)
-    apply_grammar_bitmask(found, bitmask.to(device), rows.to(device), backend="triton")
-    assert torch.equal(found.cpu(), masked(logits, bitmask, rows))
+    result = logits.to(device)
+    apply_grammar_bitmask(result, bitmask.to(device), rows.to(device), backend="triton")
+    assert torch.equal(result.cpu(), masked(logits, bitmask, rows))
 
 
 def test_rows_without_a_grammar_keep_every_bit(device):
@@ -47,19 +47,19 @@ def test_rows_without_a_grammar_keep_every_bit(device):
     that nothing was computed.
     """
     wide = torch.full((4, 200), torch.nan)
-    found = wide.to(device)[:, :100]
+    result = wide.to(device)[:, :100]
     nothing = torch.zeros(1, 4, dtype=torch.int32)
-    apply_grammar_bitmask(found, nothing.to(device), torch.tensor([2], dtype=torch.int32).to(device), backend="triton")
-    assert (found[2] == -torch.inf).all()
-    assert found[[0, 1, 3]].isnan().all()
+    apply_grammar_bitmask(result, nothing.to(device), torch.tensor([2], dtype=torch.int32).to(device), backend="triton")
+    assert (result[2] == -torch.inf).all()
+    assert result[[0, 1, 3]].isnan().all()
 
 
 def test_nothing_to_mask(device):
     logits, _, _ = random_case(64)
-    found = logits.to(device)
+    result = logits.to(device)
     none = torch.zeros((0, 2), dtype=torch.int32).to(device)
-    apply_grammar_bitmask(found, none, torch.zeros(0, dtype=torch.int32).to(device), backend="triton")
-    assert torch.equal(found.cpu(), logits)
+    apply_grammar_bitmask(result, none, torch.zeros(0, dtype=torch.int32).to(device), backend="triton")
+    assert torch.equal(result.cpu(), logits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""Adapters' products: kernels and CPU forms give what each row's own adapter gives, whatever
+"""Adapters' matmuls: kernels and CPU forms give what each row's own adapter gives, whatever
 lies beside it.
 """
 
@@ -61,7 +61,7 @@ def make(case, dtype=torch.float32, device=CPU, slots=3):
     if case == "rank 1":
         ranks[:] = 1
     bounds = torch.tensor([0, *slices]).cumsum(0).int()
-    x, y, a, b = (one.to(dtype) for one in (x, y, a, b))
+    x, y, a, b = (item.to(dtype) for item in (x, y, a, b))
     expected = y.double()
     for row, slot in enumerate(rows_slots):
         for piece, (first, last) in enumerate(itertools.pairwise(bounds)):
@@ -76,30 +76,30 @@ def make(case, dtype=torch.float32, device=CPU, slots=3):
             b[slot, ranks[piece, slot] :, first:last] = torch.nan
     meta = LoRAKernelMeta(rows, slots, device)
     meta.prepare(np.array(rows_slots, np.int32))
-    return *(one.to(device) for one in (y, x, a, b, ranks, bounds)), meta, expected
+    return *(item.to(device) for item in (y, x, a, b, ranks, bounds)), meta, expected
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernels_give_each_row_its_own_adapter(device, case):
-    *given, expected = make(case, device=device)
-    lora_linear(*given, backend="triton")
-    assert_close(given[0], expected)
+    *arguments, expected = make(case, device=device)
+    lora_linear(*arguments, backend="triton")
+    assert_close(arguments[0], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernels_in_other_precisions(device, dtype):
-    *given, expected = make("mixed, three slices", dtype, device)
-    lora_linear(*given, backend="triton")
-    assert given[0].dtype == dtype
-    assert_close(given[0], expected, scale=4)
+    *arguments, expected = make("mixed, three slices", dtype, device)
+    lora_linear(*arguments, backend="triton")
+    assert arguments[0].dtype == dtype
+    assert_close(arguments[0], expected, scale=4)
 
 
 def test_a_grid_that_knows_no_counts_gives_the_same(device):
     """A CUDA graph's grid is launched for any slots and any counts."""
     for case in ("mixed, three slices", "nobody has one", "many rows of one slot"):
-        *given, expected = make(case, device=device)
-        lora_linear(*given, backend="triton", fixed_grid=True)
-        assert_close(given[0], expected)
+        *arguments, expected = make(case, device=device)
+        lora_linear(*arguments, backend="triton", fixed_grid=True)
+        assert_close(arguments[0], expected)
 
 
 twin = each_twin(lora_calls)
@@ -108,9 +108,9 @@ twin = each_twin(lora_calls)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_twins_give_each_row_its_own_adapter(twin, case, dtype):
-    *given, expected = make(case, dtype)
-    lora_linear(*given, backend="cpu")
-    assert_close(given[0], expected, scale=4)
+    *arguments, expected = make(case, dtype)
+    lora_linear(*arguments, backend="cpu")
+    assert_close(arguments[0], expected, scale=4)
 
 
 def test_rows_that_lie_apart_and_dtypes_that_differ():
@@ -126,19 +126,19 @@ def test_rows_that_lie_apart_and_dtypes_that_differ():
 
 
 def test_no_adapter_no_launch(monkeypatch):
-    *given, expected = make("nobody has one")
+    *arguments, expected = make("nobody has one")
     monkeypatch.setattr(module, "lora_linear_cpu", None)
     monkeypatch.setattr(module, "_launch", None)
-    lora_linear(*given)
-    assert torch.equal(given[0].double(), expected)
+    lora_linear(*arguments)
+    assert torch.equal(arguments[0].double(), expected)
 
 
 def test_several_threads_share_the_tiles():
     pytest.importorskip("numba")
     with on_threads(2):
-        *given, expected = make("many rows of one slot")
-        lora_linear(*given)
-    assert_close(given[0], expected)
+        *arguments, expected = make("many rows of one slot")
+        lora_linear(*arguments)
+    assert_close(arguments[0], expected)
 
 
 # ---- traced, compiled, refused -------------------------------------------------------------------
@@ -147,12 +147,12 @@ def test_several_threads_share_the_tiles():
 @pytest.mark.interpreted
 def test_nothing_is_written_twice_or_read_outside(monkeypatch):
     traces = trace_launches(monkeypatch, module, "lora_shrink_kernel", "lora_expand_kernel")
-    *given, expected = make("mixed, three slices")
-    lora_linear(*given, backend="triton")
-    assert_close(given[0], expected)
+    *arguments, expected = make("mixed, three slices")
+    lora_linear(*arguments, backend="triton")
+    assert_close(arguments[0], expected)
     shrink = traces["lora_shrink_kernel"]
     expand = traces["lora_expand_kernel"]
-    ranks, slots = given[4], CASES["mixed, three slices"][0]
+    ranks, slots = arguments[4], CASES["mixed, three slices"][0]
     sums = 4 * sum(int(ranks[piece, slot]) for slot in slots if slot >= 0 for piece in range(3))
     assert shrink.bytes_written == shrink.bytes_written_once == sums
     widths = CASES["mixed, three slices"][3]

@@ -86,7 +86,7 @@ def make(lengths, rank=48, rope=16, heads=8, block_size=BLOCK, dtype=torch.float
     NaN.
     """
     torch.manual_seed(seed)
-    queries, keys = [one for one, _ in lengths], [one for _, one in lengths]
+    queries, keys = [length for length, _ in lengths], [length for _, length in lengths]
     table, blocks = random_block_table(keys, block_size, seed=seed)
     cache = torch.full((blocks, block_size, rank + rope), torch.nan, dtype=dtype)
     for row, length in enumerate(keys):
@@ -106,8 +106,8 @@ def make(lengths, rank=48, rope=16, heads=8, block_size=BLOCK, dtype=torch.float
 )
 def test_all_kinds_of_steps_in_one_launch(device, rank, rope, heads):
     step = make(MIXED, rank, rope, heads)
-    found = step.on(device).attend("triton", num_kv_splits=1)
-    assert_close(found, step.expected())
+    result = step.on(device).attend("triton", num_kv_splits=1)
+    assert_close(result, step.expected())
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 64])

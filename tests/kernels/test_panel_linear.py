@@ -58,10 +58,10 @@ def expected(x, weight, bias=None, gated=False):
     return out
 
 
-def assert_rounded_once(found, exact):
+def assert_rounded_once(actual, exact):
     """fp32 sums; of bf16 the sum is rounded, by half a unit in its last place at most."""
-    half_a_unit = 2**-8 if found.dtype is torch.bfloat16 else 0.0
-    torch.testing.assert_close(found.double(), exact, rtol=half_a_unit + 1e-5, atol=1e-5)
+    half_a_unit = 2**-8 if actual.dtype is torch.bfloat16 else 0.0
+    torch.testing.assert_close(actual.double(), exact, rtol=half_a_unit + 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def test_the_sigmoid_is_as_close_as_it_says():
             lanes.store(numbers, at, lanes.sigmoid(lanes.load(numbers, at)))
 
     numbers = torch.linspace(-80, 80, 16_000)
-    found = numbers.clone()
+    result = numbers.clone()
     run_programs(
-        programs_of.compile_programs(programs), (ctypes.c_int64 * 3)(0, len(found), found.data_ptr()), most_threads=1
+        programs_of.compile_programs(programs), (ctypes.c_int64 * 3)(0, len(result), result.data_ptr()), most_threads=1
     )
-    assert ((found.double() / numbers.double().sigmoid()) - 1).abs().max() < 1e-5  # e ** −80, of a rounded product
+    assert ((result.double() / numbers.double().sigmoid()) - 1).abs().max() < 1e-5  # e ** −80, of a rounded product
     near = numbers.abs() < 4
-    assert ((found.double() / numbers.double().sigmoid()) - 1)[near].abs().max() < 5e-7
+    assert ((result.double() / numbers.double().sigmoid()) - 1)[near].abs().max() < 5e-7
 
 
 @pytest.mark.parametrize(

@@ -97,11 +97,11 @@ def test_what_is_no_number_is_not_read_as_one(device, form, cache_dtype, monkeyp
     caches = torch.zeros(2, BLOCKS, BLOCK, HEADS, 32).to(cache_dtype)
     scales = torch.zeros(2, BLOCKS, HEADS, BLOCK) if cache_dtype == torch.int8 else (None, None)
     backend, device = ("triton", device) if form == "triton" else ("cpu", "cpu")
-    given = [None if one is None else one.to(device) for one in (key, value, *caches, torch.arange(4), *scales)]
-    reshape_and_cache(*given[:5], key_scales=given[5], value_scales=given[6], backend=backend)
-    caches, scales = ([None if one is None else one.cpu() for one in given[i : i + 2]] for i in (2, 5))
-    for written, cache, one in ((key, caches[0], scales[0]), (value, caches[1], scales[1])):
-        read = cache[0].float() * (1 if one is None else one[0].T.unsqueeze(-1))
+    arguments = [None if item is None else item.to(device) for item in (key, value, *caches, torch.arange(4), *scales)]
+    reshape_and_cache(*arguments[:5], key_scales=arguments[5], value_scales=arguments[6], backend=backend)
+    caches, scales = ([None if tensor is None else tensor.cpu() for tensor in arguments[i : i + 2]] for i in (2, 5))
+    for written, cache, scale in ((key, caches[0], scales[0]), (value, caches[1], scales[1])):
+        read = cache[0].float() * (1 if scale is None else scale[0].T.unsqueeze(-1))
         assert torch.equal(read.isnan().any(-1), written.isnan().any(-1))
 
 
@@ -159,12 +159,13 @@ def quantized(step):
 def check(step, backend, device="cpu", **options):
     arguments, scales, expected = quantized(step)
     splits = options.pop("splits", None)
-    arguments, (k_scales, v_scales) = [one.to(device) for one in arguments], [one.to(device) for one in scales]
-    found = unified_attention(
+    arguments = [argument.to(device) for argument in arguments]
+    k_scales, v_scales = (scale.to(device) for scale in scales)
+    actual = unified_attention(
         *arguments, step.scale, k_scales=k_scales, v_scales=v_scales, out=step.out.to(device), backend=backend,
         num_kv_splits=splits, **options,
     )  # fmt: skip
-    assert_close(found, expected(**options))
+    assert_close(actual, expected(**options))
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(32, 4), (64, 1), (80, 3), (128, 8)])
@@ -190,9 +191,9 @@ def test_the_kernel_reads_fp8(device, batch):
     q, k_cache, v_cache, *tables = step.arguments
     stored = [cache.to(FP8) for cache in (k_cache, v_cache)]
     step.arguments = (q, *(cache.float() for cache in stored), *tables)
-    arguments = [one.to(device) for one in (q, *stored, *tables)]
-    found = unified_attention(*arguments, step.scale, out=step.out.to(device), backend="triton", num_kv_splits=1)
-    assert_close(found, step.expected())
+    arguments = [item.to(device) for item in (q, *stored, *tables)]
+    result = unified_attention(*arguments, step.scale, out=step.out.to(device), backend="triton", num_kv_splits=1)
+    assert_close(result, step.expected())
 
 
 twin = each_twin(attention_calls)
@@ -231,8 +232,8 @@ def test_int8_compiles_everywhere_and_spills_next_to_nothing(target):
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_fp8_compiles_where_there_is_fp8(target):
-    for one in (*configurations(target, 4, 4, 128, 2, 1), *configurations(target, 4096, 4, 128, 2, 1)):
-        built = compile_attention(target, one, kv_dtype="float8_e4m3fn")
+    for item in (*configurations(target, 4, 4, 128, 2, 1), *configurations(target, 4096, 4, 128, 2, 1)):
+        built = compile_attention(target, item, kv_dtype="float8_e4m3fn")
         assert built.fits
         assert built.spilled == 0
     pointers = {"key": "*bf16", "value": "*bf16", "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv"}

@@ -93,20 +93,20 @@ def test_default_groups_are_long_in_wide_rows_and_always_fit():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_multiplies_by_what_the_integers_stand_for(device, kind, shape):
     x, packed, scales, bias, expected = make(kind, *shape)
-    arguments = [one.to(device) for one in (x, packed, scales)]
-    found = quantized_linear(*arguments, bias.to(device), backend="triton")
-    assert_close(found, expected)
+    arguments = [item.to(device) for item in (x, packed, scales)]
+    actual = quantized_linear(*arguments, bias.to(device), backend="triton")
+    assert_close(actual, expected)
     assert_close(quantized_linear(*arguments, backend="triton"), expected - bias)
-    assert_twin(found, quantized_linear(x, packed, scales, bias, backend="cpu"))
+    assert_twin(actual, quantized_linear(x, packed, scales, bias, backend="cpu"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_the_kernel_in_other_precisions(device, kind, dtype):
     *arguments, expected = make(kind, 5, 20, 160, dtype, torch.float16)
-    found = quantized_linear(*(one.to(device) for one in arguments), backend="triton")
-    assert found.dtype == dtype
-    assert_close(found, expected)
+    actual = quantized_linear(*(argument.to(device) for argument in arguments), backend="triton")
+    assert actual.dtype == dtype
+    assert_close(actual, expected)
 
 
 def test_rows_that_end_inside_a_tile_of_the_kernel(device):
@@ -115,7 +115,7 @@ def test_rows_that_end_inside_a_tile_of_the_kernel(device):
         x, packed, scales, bias, expected = make(kind, 3, 7, 200)
         behind = torch.full((4, 200), torch.nan)
         behind[:3] = x
-        arguments = [one.to(device) for one in (behind[:3], packed, scales, bias)]
+        arguments = [item.to(device) for item in (behind[:3], packed, scales, bias)]
         assert_close(quantized_linear(*arguments, backend="triton"), expected)
 
 
@@ -134,17 +134,17 @@ def test_the_twins_multiply_by_what_the_integers_stand_for(twin, kind, rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_twins_know_every_type_of_scale(twin, scale_dtype, dtype):
     x, packed, scales, bias, expected = make("int4", 5, 20, 64, dtype, scale_dtype)
-    found = quantized_linear(x, packed, scales, bias)
-    assert found.dtype == dtype
-    assert_close(found, expected)
+    actual = quantized_linear(x, packed, scales, bias)
+    assert actual.dtype == dtype
+    assert_close(actual, expected)
 
 
 def test_several_threads_share_the_outputs():
     pytest.importorskip("numba")
     x, packed, scales, bias, expected = make("int4", 9, 333, 64)
     with on_threads(2):
-        found = quantized_linear(x, packed, scales, bias)
-    assert_close(found, expected)
+        actual = quantized_linear(x, packed, scales, bias)
+    assert_close(actual, expected)
 
 
 # ---- compiled ------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_no_drafts_and_no_requests(form):
     for drawn in (False, True):
         step = random_step(12, drawn, num_drafts=(0, 0, 0))
         assert form(step).tolist() == by_the_book(step).tolist()
-        empty = RejectionArguments(*(one if one is None else one[:0] for one in step))
+        empty = RejectionArguments(*(tensor if tensor is None else tensor[:0] for tensor in step))
         assert form(empty).shape == (0, 1)
 
 
@@ -195,8 +195,8 @@ def test_the_noise_is_the_same_bit_for_bit(device):
     assert_twin(noise.uniform_numbers(hashed), numbers.cpu(), scale=0)
     assert_twin(decisions, noise.decision_numbers(keys), scale=0)
     book = -torch.log1p(-numbers.cpu().double())
-    for found in (times.cpu(), noise.waiting_times(keys, vocab)):
-        assert (found.double() / book - 1).abs().max() < 5e-7, "small waiting times win: they need all their digits"
+    for result in (times.cpu(), noise.waiting_times(keys, vocab)):
+        assert (result.double() / book - 1).abs().max() < 5e-7, "small waiting times win: they need all their digits"
 
 
 def test_the_twins_noise_is_the_same_bit_for_bit():

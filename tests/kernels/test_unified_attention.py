@@ -76,7 +76,7 @@ def make(lengths, head_dim=32, group=4, kv_heads=2, block_size=BLOCK, dtype=torc
     NaN.
     """
     torch.manual_seed(seed)
-    queries, keys = [one for one, _ in lengths], [one for _, one in lengths]
+    queries, keys = [length for length, _ in lengths], [length for _, length in lengths]
     table, blocks = random_block_table(keys, block_size, seed=seed)
     caches = torch.full((2, blocks, block_size, kv_heads, head_dim), torch.nan, dtype=dtype)
     for row, length in enumerate(keys):
@@ -91,8 +91,8 @@ def make(lengths, head_dim=32, group=4, kv_heads=2, block_size=BLOCK, dtype=torc
 
 def check_kernel(step, device, dtype=None, splits=1, **options):
     """The kernel on a device gives what float64 gives; padding stays as it was."""
-    found = step.on(device).attend("triton", num_kv_splits=splits, **options)
-    assert_close(found, step.expected(**options), dtype)
+    result = step.on(device).attend("triton", num_kv_splits=splits, **options)
+    assert_close(result, step.expected(**options), dtype)
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ def test_a_split_of_nothing_but_nan_is_not_forgotten(device, first):
     step = make([(1, 300)], padding=0)
     places = torch.arange(first, min(first + 64, 300))
     step.arguments[1][step.arguments[5][0][places // BLOCK].long(), places % BLOCK, 0] = torch.nan
-    found = step.on(device).attend("triton", num_kv_splits=5).isnan().all(-1)
-    assert found.tolist() == [[True] * 4 + [False] * 4]
+    result = step.on(device).attend("triton", num_kv_splits=5).isnan().all(-1)
+    assert result.tolist() == [[True] * 4 + [False] * 4]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -211,8 +211,8 @@ def test_the_twin_with_window_and_cap(twin, options):
 def test_the_twin_gives_the_same_on_any_number_of_threads(twin, threads):
     step = make(BATCHES["all kinds"] * 5)
     with on_threads(threads):
-        found = step.attend("cpu")
-    assert_close(found, step.expected())
+        result = step.attend("cpu")
+    assert_close(result, step.expected())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -280,9 +280,9 @@ def test_every_configuration_holds_a_group_and_is_a_power_of_two(rows, group, pa
         for size, cache_size in ((2, 2), (2, 1), (4, 4), (4, 1)):
             choices = configurations(target, rows, group, padded_dim, size, cache_size)
             assert choices
-            for one in choices:
-                assert one.block_m >= max(16, group)
-                assert math.log2(one.block_m).is_integer()
+            for choice in choices:
+                assert choice.block_m >= max(16, group)
+                assert math.log2(choice.block_m).is_integer()
 
 
 def test_splits_fill_the_device_and_are_never_too_short():
@@ -309,8 +309,8 @@ def test_caches_beyond_two_thousand_million_elements():
     last = torch.tensor([[blocks - 1, blocks - 2]], dtype=torch.int32, device="cuda")
     for far, near in zip(caches, (k_cache, v_cache), strict=True):
         far[last[0].long()] = near[step.arguments[5][0].long()]
-    found = unified_attention(q, caches[0], caches[1], starts, lengths, last, step.scale)
-    assert_close(found[:1], step.expected()[:1])
+    result = unified_attention(q, caches[0], caches[1], starts, lengths, last, step.scale)
+    assert_close(result[:1], step.expected()[:1])
 
 
 # ---- input ---------------------------------------------------------------------------------------

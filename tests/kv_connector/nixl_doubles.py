@@ -89,7 +89,7 @@ class AgentDouble:
         peer, theirs = remote
         if peer not in self.network.agents:
             raise ConnectionError(f"{peer} is gone")
-        moves = [(local[1][here], theirs[there]) for here, there in zip(into, pieces, strict=True)]
+        moves = [(local[1][here], theirs[peer]) for here, peer in zip(into, pieces, strict=True)]
         self.reads.append(ReadDouble(self.network, moves))
         return self.reads[-1]
 
@@ -120,9 +120,9 @@ class ReadDouble:
             self.polls_left -= 1
             return "PROC"
         if self.network.state_after == "DONE":
-            for (here, num_bytes), (there, other) in self.moves:
+            for (here, num_bytes), (peer, other) in self.moves:
                 assert num_bytes == other
-                ctypes.memmove(here, there, num_bytes)
+                ctypes.memmove(here, peer, num_bytes)
         return self.network.state_after
 
     def times(self) -> TransferTimes:
@@ -179,12 +179,12 @@ class NixlEngine(PullEngine):
 @contextmanager
 def nixl_engines(network: Network) -> Iterator:
     """Give a function that makes engines, and close them."""
-    made = []
+    built = []
 
     def make(*arguments, **named) -> NixlEngine:
-        made.append(NixlEngine(network, *arguments, **named))
-        return made[-1]
+        built.append(NixlEngine(network, *arguments, **named))
+        return built[-1]
 
     yield make
-    for engine in made:
+    for engine in built:
         engine.close()

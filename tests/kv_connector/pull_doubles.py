@@ -120,4 +120,4 @@ class PullEngine:
 
 
 def all_equal(these, those) -> bool:
-    return all(one.equal(other) for one, other in zip(these, those, strict=True))
+    return all(tensor.equal(other) for tensor, other in zip(these, those, strict=True))

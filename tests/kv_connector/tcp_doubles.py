@@ -41,13 +41,13 @@ class Engine(PullEngine):
 @contextmanager
 def tcp_engines() -> Iterator:
     """Give a function that makes engines, and close them: no thread is left."""
-    made, threads = [], threading.active_count()
+    built, threads = [], threading.active_count()
 
     def make(*arguments, **named) -> Engine:
-        made.append(Engine(*arguments, **named))
-        return made[-1]
+        built.append(Engine(*arguments, **named))
+        return built[-1]
 
     yield make
-    for engine in made:
+    for engine in built:
         engine.close()
     assert threading.active_count() <= threads

@@ -149,8 +149,8 @@ def test_a_decoder_with_other_blocks(p, plain):
     update = told.update_connector_output
     told.update_connector_output = lambda output: (counted.append(output.kv_connector_stats), update(output))
     assert tokens(ask(d, prompts, prefilled(p, prompts))) == tokens(ask(plain, prompts, [None] * 2))
-    counted = [one for one in counted if one]
-    assert sum(sum(one["nixl_bytes_transferred"]) for one in counted) == (30 + 3) * 16 * 2048
+    counted = [counts for counts in counted if counts]
+    assert sum(sum(counts["nixl_bytes_transferred"]) for counts in counted) == (30 + 3) * 16 * 2048
     assert eventually(lambda: all_are_free(p), LEASE - 1)
     core_of(d).shutdown()
 

@@ -33,7 +33,7 @@ def pair(engine):
 
 
 def releases(engine) -> list[bytes]:
-    """Return the messages to this engine that are no heartbeats."""
+    """Return the messages to this engine that are not heartbeats."""
     return [message for message in engine.agent.inbox if not message.startswith(b"HB:")]
 
 
@@ -114,8 +114,8 @@ def test_each_rank_reads_from_its_own_peer(engine):
 def test_another_block_size_is_read_all_the_same(engine):
     p, d = engine("P"), engine("D8", block_size=8, num_gpu_blocks=6)
     d.load("mine", 10, p.prefill("r", 10, [5, 2, 9]), 4, 1)
-    for here, there in zip(d.rows([4, 1]), p.rows([5, 2, 9]), strict=True):
-        assert here.flatten(0, 1)[:12].equal(there.flatten(0, 1))
+    for here, peer in zip(d.rows([4, 1]), p.rows([5, 2, 9]), strict=True):
+        assert here.flatten(0, 1)[:12].equal(peer.flatten(0, 1))
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,10 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(sorted(ANSWER)), JSON, max_size=4))
 def test_any_value_is_read_or_refused_in_one_line(changed):
     message = ""
-    found = RemotePrefill("", "", "", 0, ())
+    result = RemotePrefill("", "", "", 0, ())
     try:
-        found = RemotePrefill.of(ANSWER | changed, 1)
+        result = RemotePrefill.of(ANSWER | changed, 1)
     except MinivllmError as error:
         message = str(error)
     assert "\n" not in message
-    assert all(type(block_id) is int and block_id >= 0 for block_id in found.block_ids)
+    assert all(type(block_id) is int and block_id >= 0 for block_id in result.block_ids)

@@ -69,16 +69,16 @@ def frame(body, **changed):
 
 
 def test_a_frame_comes_as_it_was():
-    here, there = pair()
+    here, peer = pair()
     data, room = bytes(range(256)) * 8192, memoryview(bytearray(256 * 8192))
     sender = threading.Thread(target=here.send, args=(data,))
     sender.start()
-    assert there.receive(len(room), room) is room
+    assert peer.receive(len(room), room) is room
     sender.join()
     assert bytes(room) == data
-    there.send(b"a word")
+    peer.send(b"a word")
     assert bytes(here.receive(MOST_ASKED)) == b"a word"
-    there.send(b"")
+    peer.send(b"")
     assert bytes(here.receive(0)) == b""
 
 
@@ -91,12 +91,12 @@ def receive_all(connection):
 @given(st.binary(max_size=80))
 @settings(max_examples=40, deadline=None)
 def test_whatever_comes_is_a_frame_or_an_error(data):
-    here, there = pair(0.2)
+    here, peer = pair(0.2)
     here._socket.sendall(data)
     here.close()
     with pytest.raises(TransferError):
-        receive_all(there)
-    there.close()
+        receive_all(peer)
+    peer.close()
 
 
 WORDS = b"12345678"
@@ -117,15 +117,15 @@ WORDS = b"12345678"
     ],
 )
 def test_sizes_and_sums_are_checked_before_anything_is_allocated(sent, has_room, said):
-    here, there = pair()
+    here, peer = pair()
     here._socket.sendall(sent)
     here.close()
     with pytest.raises(TransferError, match=said):
-        there.receive(8, memoryview(bytearray(8))) if has_room else there.receive(MOST_ASKED)
+        peer.receive(8, memoryview(bytearray(8))) if has_room else peer.receive(MOST_ASKED)
 
 
 def test_a_peer_that_sends_a_byte_now_and_then_is_not_waited_for():
-    here, there = pair(0.3)
+    here, peer = pair(0.3)
     stop = threading.Event()
 
     def drip():
@@ -137,16 +137,16 @@ def test_a_peer_that_sends_a_byte_now_and_then_is_not_waited_for():
     dripping = threading.Thread(target=drip)
     dripping.start()
     with pytest.raises(TransferError, match="timed out"):
-        there.receive(100)
+        peer.receive(100)
     stop.set()
     dripping.join()
 
 
 def test_a_peer_that_takes_nothing_is_not_waited_for():
-    here, there = pair(0.3)
+    here, peer = pair(0.3)
     with pytest.raises(TransferError, match="does not take"):
         here.send(bytes(1 << 25))
-    there.close()
+    peer.close()
 
 
 def test_another_secret_is_refused_on_both_sides():

@@ -73,9 +73,9 @@ def test_many_pieces_of_many_requests_at_once(engine, monkeypatch, piece_bytes):
     monkeypatch.setattr(tcp_worker, "PIECE_BYTES", piece_bytes)
     p, d = engine("P"), engine("D", num_gpu_blocks=24)
     orders = {f"r{index}": (list(range(1, 1 + index)), list(range(22, 22 - index, -1))) for index in range(1, 6)}
-    for name, (there, here) in orders.items():
-        d.load(f"my {name}", 4 * len(there), p.prefill(name, 4 * len(there), there), *here)
-        assert all_equal(d.rows(here), p.rows(there))
+    for name, (peer, here) in orders.items():
+        d.load(f"my {name}", 4 * len(peer), p.prefill(name, 4 * len(peer), peer), *here)
+        assert all_equal(d.rows(here), p.rows(peer))
 
 
 @pytest.mark.parametrize("asked", [[5, 2, 10], [2, 5, 9], [5, 9, 2], [2, 9, 1], [0, 5, 2], [2, 9], [9]])
@@ -89,7 +89,7 @@ def test_blocks_that_are_not_kept_cannot_be_read(pair, asked):
     wrong = {"remote_block_ids": [asked], "remote_num_tokens": num_tokens, "remote_prompt_digest": None}
     d.admit(d.take("mine", 10, {**params, **wrong}), blocks_of(*own))
     assert failure(d.step_until(lambda output: output.finished_recving)) == ({"mine"}, set(own))
-    assert not any(one.any() for one in d.rows([1, 3, 4]))
+    assert not any(row.any() for row in d.rows([1, 3, 4]))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_lease_that_ends_in_the_middle_ends_the_transfer(pair, monkeypatch, on
     p, d = pair
     before_piece(monkeypatch, 1, lambda connection: p.worker.leases.end(["r"]))
     assert d.load("mine", 10, p.prefill("r", 10, [5, 2, 9]), 1, 3, 4).failed_recving == {"mine"}
-    assert not any(one.any() for one in d.rows([4]))
+    assert not any(row.any() for row in d.rows([4]))
 
 
 def test_a_decode_engine_that_dies_in_the_middle_leaves_the_lease_to_end(engine, monkeypatch, one_block_a_frame):
@@ -266,7 +266,7 @@ def test_after_a_reset_nothing_is_written(pair, monkeypatch, one_block_a_frame):
     held.set()
     time.sleep(0.1)
     assert not d.step().finished_recving
-    assert not any(one.any() for one in d.rows([1, 3, 4]))
+    assert not any(row.any() for row in d.rows([1, 3, 4]))
 
 
 def test_another_secret_is_refused_in_one_line(engine, caplog):

@@ -17,7 +17,7 @@ from minivllm_lab.bounded import bounded
 def test_an_endless_loop_is_stopped_and_named():
     start = time.process_time()
     says = r"your function did not return within 0\.1 s"
-    with pytest.raises(MinivllmError, match=says), bounded(0.1, "your function"):  # noqa: PT012 a loop is no call
+    with pytest.raises(MinivllmError, match=says), bounded(0.1, "your function"):  # noqa: PT012 a loop is not a call
         while True:
             pass
     assert time.process_time() - start < 2

@@ -28,8 +28,8 @@ def check_double(answer):
 
     More about it.
     """
-    found = answer.double(2)
-    assert found == 4, f"double(2) is {found}, not 4"
+    result = answer.double(2)
+    assert result == 4, f"double(2) is {result}, not 4"
 
 
 def test_a_right_answer_passes(tmp_path):
@@ -52,9 +52,9 @@ def test_a_right_answer_passes(tmp_path):
     ],
 )
 def test_what_is_missing_is_said_in_one_line(tmp_path, source, said):
-    found = problem(tmp_path, source, check_double)
-    assert said in found
-    assert "\n" not in found
+    result = problem(tmp_path, source, check_double)
+    assert said in result
+    assert "\n" not in result
 
 
 def test_a_forgotten_return_is_asked_for(tmp_path):
@@ -62,8 +62,8 @@ def test_a_forgotten_return_is_asked_for(tmp_path):
         """Two is in the list."""
         assert 2 in answer.double(2)
 
-    found = problem(tmp_path, "def double(x): [x, x]", check_list)
-    assert found.endswith("does a function of yours end without its return?)")
+    result = problem(tmp_path, "def double(x): [x, x]", check_list)
+    assert result.endswith("does a function of yours end without its return?)")
 
 
 def test_a_bare_assert_shows_its_own_line(tmp_path):
@@ -174,7 +174,7 @@ def test_the_engine_waits_for_what_it_takes_and_for_nothing_else(
     mine = tmp_path / "mine.py"
     mine.write_text(source)
     ran = []
-    monkeypatch.setattr(exercise, "run_plugged", lambda *given: ran.append(given) or True)
+    monkeypatch.setattr(exercise, "run_plugged", lambda *arguments: ran.append(arguments) or True)
     with pytest.raises(SystemExit) as end:
         exercise.main(exercise.parser().parse_args(["5", "--file", str(mine)]))
     assert end.value.code == 1, "something is missing all the same"
@@ -189,7 +189,7 @@ def test_one_function_is_checked_alone(exercise_05, tmp_path, monkeypatch, capsy
     exercise_05(CHECKS.replace("m.double(3)", "6"), STUB)
     mine = tmp_path / "mine.py"
     mine.write_text(PREDICT)  # no `double`: all other checks would fail
-    monkeypatch.setattr(exercise, "run_plugged", lambda *given: pytest.fail("the engine runs in the whole check only"))
+    monkeypatch.setattr(exercise, "run_plugged", lambda *_: pytest.fail("the engine runs in the whole check only"))
     flags = exercise.parser()
     exercise.main(flags.parse_args(["5", "--file", str(mine), "--only", "predict"]))
     assert "all 1 checks pass" in capsys.readouterr().out

@@ -10,10 +10,10 @@ def test_curves_are_points_as_a_results_file_has_them(tmp_path):
     with panels(tmp_path / "one.svg", 2) as (left, right):
         curves(left, {"one": {"1": 0.1, "8": 0.2}, "two": {"1": 0.3, "64": 0.4}}, factor=100, octaves=True)
         curves(right, {"alone": {"2": 5.0}})
-        one, two = left.get_lines()
-        assert list(one.get_xdata()) == [1, 8]
+        first, two = left.get_lines()
+        assert list(first.get_xdata()) == [1, 8]
         assert list(two.get_ydata()) == pytest.approx([30, 40])
-        assert (one.get_color(), two.get_color()) == palette.SERIES[:2]
+        assert (first.get_color(), two.get_color()) == palette.SERIES[:2]
         assert [text.get_text() for text in left.get_xticklabels()] == ["1", "8", "64"]
         assert [text.get_text() for text in left.get_legend().get_texts()] == ["one", "two"]
         assert right.get_legend() is None, "one line needs no names"

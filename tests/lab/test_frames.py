@@ -70,7 +70,7 @@ def test_the_animation_stands_alone(frames):
 
 def test_two_figures_on_a_page_do_not_share_their_styles(frames):
     other = Frames([still(), still()], ["one", "two"])
-    names = [set(re.findall(r"@keyframes (\w+)", one.animated())) for one in (frames, other)]
+    names = [set(re.findall(r"@keyframes (\w+)", item.animated())) for item in (frames, other)]
     assert not names[0] & names[1]
     ids = [set(re.findall(r'id="([^"]+)"', frames.html())) for _ in range(2)]
     assert len(ids[0]) == 3

@@ -58,7 +58,7 @@ def streaming() -> Iterator[tuple[int, Streamer]]:
 
 
 def asks(name: str, count: int, tokens: int) -> list[Ask]:
-    return [Ask({"name": f"{name} {one}", "max_tokens": tokens, "return_token_ids": True}) for one in range(count)]
+    return [Ask({"name": f"{name} {i}", "max_tokens": tokens, "return_token_ids": True}) for i in range(count)]
 
 
 def test_the_others_come_one_after_another_among_chats_that_then_leave():
@@ -80,9 +80,9 @@ def test_bursts_come_at_once():
         _, answers = load_beside(port, asks("chat", 1, LAST), asks("long", 5, 40), quiet=3, burst=2)
     pairs = [answers[:2], answers[2:4], answers[4:]]
     for together in pairs[:2]:
-        assert max(one.sent for one in together) < min(one.events[-1] for one in together)
+        assert max(answer.sent for answer in together) < min(answer.events[-1] for answer in together)
     for before, after in pairwise(pairs):
-        assert max(one.events[-1] for one in before) < min(one.sent for one in after)
+        assert max(answer.events[-1] for answer in before) < min(answer.sent for answer in after)
 
 
 def alone(chat: Answer, begin: float, end: float) -> int:

@@ -160,8 +160,8 @@ def test_an_element_counts_once_for_a_load_however_many_lanes_ask_for_it():
 
 def test_each_access_knows_its_program_and_elements():
     trace = trace_kernel(scale_kernel, (2,), torch.zeros(6), numbers(6), 6, BLOCK=4)
-    found = [(access.kind, access.program, access.argument, access.elements.tolist()) for access in trace.accesses]
-    assert found == [
+    results = [(access.kind, access.program, access.argument, access.elements.tolist()) for access in trace.accesses]
+    assert results == [
         ("load", (0,), "x", [0, 1, 2, 3]),
         ("store", (0,), "out", [0, 1, 2, 3]),
         ("load", (1,), "x", [4, 5]),
@@ -191,7 +191,7 @@ def test_two_programs_that_write_one_element():
 def test_a_program_that_reads_what_another_writes():
     trace = trace_kernel(shift_kernel, (3,), numbers(12), BLOCK=4)
     assert trace.races == ["program 1 reads what program 0 writes: x[3] (and 1 more element)"]
-    assert trace_kernel(shift_kernel, (1,), numbers(4), BLOCK=4).races == [], "what it wrote itself is no race"
+    assert trace_kernel(shift_kernel, (1,), numbers(4), BLOCK=4).races == [], "its own writes are not a race"
 
 
 def test_the_same_memory_under_two_names_is_one_memory():

@@ -30,8 +30,8 @@ def test_a_device_that_is_not_there_is_no_lesson(monkeypatch):
 def test_what_was_found_goes_where_the_command_line_says(tmp_path, capsys):
     numbers, drawn = tmp_path / "numbers.json", []
 
-    def draw(found, path):
-        drawn.append((found, path))
+    def draw(actual, path):
+        drawn.append((actual, path))
 
     keep("vllm/00_x.py", {"a": 1}, arguments(), draw)
     assert not drawn

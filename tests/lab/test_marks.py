@@ -21,9 +21,9 @@ def test_a_page_without_one_place_is_refused(page):
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
-    found = record("speed", {"a": 1.5}, rounds=3)
-    write_record(tmp_path / "new" / "speed.json", found)
-    assert read_record(tmp_path / "new" / "speed.json", "speed") == found
+    result = record("speed", {"a": 1.5}, rounds=3)
+    write_record(tmp_path / "new" / "speed.json", result)
+    assert read_record(tmp_path / "new" / "speed.json", "speed") == result
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"name": "size"}'])

@@ -159,7 +159,7 @@ def test_an_exhibit_from_its_symptom_to_its_end(rooms, monkeypatch):
     built in.
     """
     few = {number: exhibits()[number] for number in (10, 17)}
-    names = sorted(one.workload for one in few.values())
+    names = sorted(exhibit.workload for exhibit in few.values())
     sound = {name: on_the_sound_engine(name) for name in names}
     with built_in(few[10]):
         broken = {name: observe(workloads, name) for name in names}
@@ -169,8 +169,8 @@ def test_an_exhibit_from_its_symptom_to_its_end(rooms, monkeypatch):
 
     def observe_here(asked, *where):
         assert where == (None, rooms / "10")
-        there = broken if copy.read_text() == few[10].broken_source() else sound
-        return [{name: seen[name] for name in asked} for seen in (sound, there)]
+        answers = broken if copy.read_text() == few[10].broken_source() else sound
+        return [{name: seen[name] for name in asked} for seen in (sound, answers)]
 
     monkeypatch.setattr(desk, "observe", observe_here)
     shown = said("--bug", "10")
@@ -190,7 +190,7 @@ def test_an_exhibit_from_its_symptom_to_its_end(rooms, monkeypatch):
 )
 def test_a_repair_without_effect_or_that_breaks_something_else_is_none(rooms, monkeypatch, workload, words):
     copies.set_up(exhibits()[10])
-    sound = {one.workload: {"text": "right"} for one in ALL}
+    sound = {exhibit.workload: {"text": "right"} for exhibit in ALL}
     monkeypatch.setattr(desk, "observe", lambda *_: [sound, {**sound, workload: {"text": "wrong"}}])
     with pytest.raises(SystemExit) as ended, console.capture() as capture:
         desk.main(desk.parser().parse_args(["--bug", "10", "--try"]))
@@ -254,9 +254,9 @@ def test_a_guess_in_the_right_function_is_warm(rooms):
         (("--bug", "²"), "there is no exhibit"),
         (("--hint", "1"), "which exhibit?"),
         (("--bug", "1", "--hint", "4"), "there is no hint '4'"),
-        (("--bug", "1", "--line", "core"), "is no line"),
-        (("--bug", "1", "--line", "core/nowhere.py:3"), "no file of the engine"),
-        (("--bug", "1", "--line", "../../tools/links.py:3"), "no file of the engine"),
+        (("--bug", "1", "--line", "core"), "is not a line"),
+        (("--bug", "1", "--line", "core/nowhere.py:3"), "not a file of the engine"),
+        (("--bug", "1", "--line", "../../tools/links.py:3"), "not a file of the engine"),
         (("--bug", "1", "--line", "core/stop.py:0"), "has the lines 1 to"),
         (("--bug", "1", "--line", f"core/stop.py:{10**30}"), "has the lines 1 to"),
         (("--bug", "1", "--try"), "is not there yet"),

@@ -89,7 +89,7 @@ def test_only_the_module_is_bound_and_the_lessons_names_stay(shell):
 def test_a_name_can_be_chosen_and_must_be_one(shell):
     run(shell, "%%exercise yours\nx = 1")
     assert run(shell, "print(yours.x)") == "1\n"
-    assert "is no name for a module" in raised(shell, "%%exercise not so\nx = 1")
+    assert "is not a name for a module" in raised(shell, "%%exercise not so\nx = 1")
 
 
 def test_a_name_that_others_import_or_python_keeps_is_refused(shell):
@@ -156,7 +156,7 @@ def test_a_last_expression_is_shown_and_magics_work(shell):
 
 def completions(shell, text):
     with provisionalcompleter():
-        return {one.text for one in shell.Completer.completions(text, len(text))}
+        return {completion.text for completion in shell.Completer.completions(text, len(text))}
 
 
 def test_the_module_is_completed_and_so_is_the_cell_itself(shell):
@@ -178,7 +178,7 @@ def test_what_is_not_written_is_named_with_what_its_stub_says(shell):
     mine = shell.user_ns["mine"]
     area = "not written yet: Circle.area: pi times the square"
     assert missing(mine.one) == []
-    assert missing(mine.Circle) == [area], "a case that is refused is no stub"
+    assert missing(mine.Circle) == [area], "a case that is refused is not a stub"
     assert missing(mine.largest) == [], "what it calls through an object cannot be known"
     assert missing(mine.double, mine.Circle) == ["not written yet: double", area]
     run(shell, STUB.replace('raise NotImplementedError("pi times the square")', "return 3"))

@@ -19,6 +19,6 @@ STAYS, LEAVES = Client(prompt="x"), Client(prompt="x", leaves_after=2)
 def test_a_load_is_served_until_all_have_left_in_time(monkeypatch, clients, aborted, tries):
     loads = [Load([], number, 9, 9) for number in aborted]
     left = iter(loads)
-    monkeypatch.setattr(over_http, "_load_once", lambda *given: next(left))
+    monkeypatch.setattr(over_http, "_load_once", lambda *arguments: next(left))
     assert serve_load(clients, NO_PARTS) is loads[-1]
     assert len(loads) - len(list(left)) == tries

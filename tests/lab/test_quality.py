@@ -74,9 +74,9 @@ def test_a_python_without_its_tests_has_as_many_texts(llm, monkeypatch):
     assert 0 < len(files) < 12, "else this shows nothing"
     read_by_05 = held_out_tokens(llm, texts=16, tokens=512)
     prompts = held_out_prompts(str(EMBEDDED_MODEL), 12)
-    for found, length in ((read_by_05, 512), (prompts, 128)):
-        assert [len(one) for one in found] == [length] * len(found)
-        assert len(set(map(tuple, found))) == len(found), "no passage is taken twice"
+    for result, length in ((read_by_05, 512), (prompts, 128)):
+        assert [len(tokens) for tokens in result] == [length] * len(result)
+        assert len(set(map(tuple, result))) == len(result), "no passage is taken twice"
     assert (len(read_by_05), len(prompts)) == (16, 12)
 
 

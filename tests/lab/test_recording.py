@@ -44,9 +44,9 @@ def test_a_run_is_foretold_with_the_defaults_of_its_device():
 def test_given_drafts_are_verified_with_the_defaults_of_a_gpu():
     core = drafted_engine(EMBEDDED_MODEL, CPU, num_speculative_tokens=3, max_num_seqs=2)
     plain = serve_with_drafts(core, [[5] * 20, [9] * 20], 12)
-    given = serve_with_drafts(core, [[5] * 20, [9] * 20], 9, answers_with_errors(plain.outputs, 1.0, 3, seed=0))
-    assert given.acceptance_length == 4
-    assert all(output == plain.outputs[name][:9] for name, output in given.outputs.items())
+    arguments = serve_with_drafts(core, [[5] * 20, [9] * 20], 9, answers_with_errors(plain.outputs, 1.0, 3, seed=0))
+    assert arguments.acceptance_length == 4
+    assert all(output == plain.outputs[name][:9] for name, output in arguments.outputs.items())
 
 
 def test_a_part_inside_another_is_counted_once():

@@ -1,4 +1,4 @@
-"""A recorded run is the engine's run, and a file that is no recording is refused in one line."""
+"""A recorded run is the engine's run, and a file that is not a recording is refused in one line."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def test_a_run_is_recorded_and_is_the_same_as_without(tmp_path: Path) -> None:
     with record(llm, path):
         watched = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         llm.reset_prefix_cache()
-    assert [one.outputs[0].token_ids for one in watched] == [one.outputs[0].token_ids for one in alone]
+    assert [output.outputs[0].token_ids for output in watched] == [output.outputs[0].token_ids for output in alone]
     _, *steps = read_recording(path)
     assert sum(row[3] for step in steps for row in step["batch"]) == 3 * 24
     assert (steps[-1]["running"], steps[-1]["num_waiting"], steps[-1]["cached"]) == ([], 0, [])
@@ -67,9 +67,9 @@ def test_the_slots_of_adapters_are_told_as_the_ranks_have_them(tmp_path: Path) -
     path = tmp_path / "run.jsonl"
 
     def slots() -> list[Any]:
-        names = {one.lora_int_id: name for name, one in adapters.items()}
+        names = {adapter.lora_int_id: name for name, adapter in adapters.items()}
         held = core.executor.collective_rpc("lora_slots")[0]
-        return [[names.get(one, ""), one in core.scheduler.pinned_loras] for one in held]
+        return [[names.get(adapter, ""), adapter in core.scheduler.pinned_loras] for adapter in held]
 
     with record(llm, path):
         for name in ("a", "b", "c", "a", "c", "b"):
@@ -82,16 +82,16 @@ def test_the_slots_of_adapters_are_told_as_the_ranks_have_them(tmp_path: Path) -
     assert ["c", True] in seen[-1]
     assert ["", False] in seen[-1]
     told = [step["slots"] for step in read_recording(path)[1:]]
-    assert [one for one, _ in groupby(told) if one != [["", False]] * 2] == [one for one, _ in groupby(seen)]
+    assert [slots for slots, _ in groupby(told) if slots != [["", False]] * 2] == [slots for slots, _ in groupby(seen)]
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "is no recording: not enough values"),
+        ("", "is not a recording: not enough values"),
         (HEADER, "needs a header of format 2, and a step"),
         ('{"xray":1}\n{}\n', "needs a header of format 2, and a step"),
-        ("hello\n", "is no recording: Expecting value"),
+        ("hello\n", "is not a recording: Expecting value"),
     ],
 )
 def test_what_is_no_recording_is_refused_in_one_line(content: str, words: str, tmp_path: Path) -> None:

@@ -55,11 +55,11 @@ async def refuses_to_end():
 @pytest.mark.parametrize(
     ("work", "says"),
     [
-        (waits_for_ever, "your get waits, and nobody will ever wake it"),
+        (waits_for_ever, "your get waits, and nothing will ever wake it"),
         (asks_for_ever, "your get does not end: does it look again and again"),
         (computes_for_ever, "your get did not return within 0.5 s"),
         (sleeps, "time.sleep in your get blocks the event loop"),
-        (refuses_to_end, "your get waits, and nobody will ever wake it"),
+        (refuses_to_end, "your get waits, and nothing will ever wake it"),
     ],
 )
 def test_what_never_ends_is_told(work, says):

@@ -113,7 +113,7 @@ def test_the_picture_in_the_lesson_is_the_widgets(name: str, picture: str, tmp_p
 @every_widget
 def test_the_first_view_has_a_break_a_handle_and_a_hidden_answer(name: str):
     root = ET.fromstring(start_view(name)["svg"])
-    marked = {key for mark in root.iter() for key in mark.keys()}  # noqa: SIM118 (an element is no mapping)
+    marked = {key for mark in root.iter() for key in mark.keys()}  # noqa: SIM118 (an element is not a mapping)
     assert {"data-drag", "data-answer", "data-tip"} <= marked
     assert any("data-broken" in view["svg"] for view in views_of(name))
     assert "broken" in {view["tone"] for view in views_of(name)}
@@ -151,9 +151,9 @@ def test_no_knob_is_dead(name: str):
         if knob.kind == "entry":
             continue
         values = [{knob_name: value} for value in other_values(knob)]
-        at_once = any(first_picture(spec, one) != first_picture(spec, {}) for one in values)
+        at_once = any(first_picture(spec, value) != first_picture(spec, {}) for value in values)
         if not at_once:  # only its sweep shows what it does
-            assert any(Session(spec).settle(**one)["svg"] != start_view(name)["svg"] for one in values), knob_name
+            assert any(Session(spec).settle(**value)["svg"] != start_view(name)["svg"] for value in values), knob_name
 
 
 @every_widget
@@ -223,9 +223,9 @@ def imported() -> dict[str, tuple[float, list[str]]]:
 
 def test_importing_needs_no_torch_and_little_time():
     for last in (False, True):  # the first import may have to compile the sources
-        found = imported()
-        assert {name: heavy for name, (_, heavy) in found.items()} == {name: [] for name in NAMES}
-        slow = {name: seconds for name, (seconds, _) in found.items() if seconds >= 5}
+        result = imported()
+        assert {name: heavy for name, (_, heavy) in result.items()} == {name: [] for name in NAMES}
+        slow = {name: seconds for name, (seconds, _) in result.items() if seconds >= 5}
         if not slow:
             break
         assert not last, slow

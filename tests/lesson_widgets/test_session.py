@@ -39,7 +39,7 @@ def test_a_refusal_is_one_line_and_the_picture_stays_as_it_was():
     view = session.settle(name="refuse")
     assert view["words"] == "This cannot run: a name is not <b>refuse</b>"
     assert (view["stale"], view["svg"], view["trace"]) == (True, drawn, "")
-    assert {one["words"] for one in view["challenges"]} == {"There is nothing to check."}
+    assert {challenge["words"] for challenge in view["challenges"]} == {"There is nothing to check."}
     assert session.state is None
     assert session.settle(name="")["stale"] is False
 

@@ -111,6 +111,6 @@ def test_a_widget_shown_twice_has_one_name_for_its_still_pictures(notebook):
     with capture_output() as captured:
         widget._ipython_display_()
         widget._ipython_display_()
-    stills = [one.data["text/html"] for one in captured.outputs if "text/html" in one.data]
+    stills = [output.data["text/html"] for output in captured.outputs if "text/html" in output.data]
     assert len(stills) == 2
     assert all(f'class="{widget.described["still"]}"' in still for still in stills)

@@ -188,13 +188,13 @@ def _calls_from(number: str, check: str) -> dict[str, int]:
 
 
 def _failures(number: str, mutant: Mutant) -> Iterator[CheckResult]:
-    found, left = _tried(number, mutant)
+    result, left = _tried(number, mutant)
     for index in itertools.count():
-        if index == len(found):
-            found.extend(itertools.islice(left, 1))
-        if index == len(found):
+        if index == len(result):
+            result.extend(itertools.islice(left, 1))
+        if index == len(result):
             return
-        yield found[index]
+        yield result[index]
 
 
 @cache

@@ -49,7 +49,7 @@ class Pool:
     ],
 )
 def test_a_mutant_changes_one_piece_of_one_function(where, old, new, line):
-    if line is None:  # two elements of a list are no expression of their own
+    if line is None:  # two elements of a list are not an expression of their own
         assert_refused("no times", mutant_source, SOURCE, (where, old, new))
         return
     changed = mutant_source(SOURCE, (where, old, new))

@@ -23,8 +23,8 @@ TEST_FILES = sorted(Path(__file__).parent.glob("*/test_[0-9][0-9]_*.py"))
 @pytest.mark.interpreted
 @pytest.mark.parametrize("title", FROM_THE_MUSEUM)
 def test_the_checks_catch_the_museums_defects(title):
-    one = FROM_THE_MUSEUM[title]
-    assert checks_that_catch(f"{one.lesson:02d}", one.solution)
+    mutant = FROM_THE_MUSEUM[title]
+    assert checks_that_catch(f"{mutant.lesson:02d}", mutant.solution)
 
 
 @pytest.mark.parametrize("path", TEST_FILES, ids=lambda path: path.stem[5:7])
@@ -42,8 +42,8 @@ def test_every_lesson_has_mutants_and_tries_all_of_them(path):
 def test_a_mutant_meets_all_checks_those_first_that_lead_to_its_function():
     names = [check.__name__ for check in nearest_first("09", "kv_heads_of_rank")]
     assert sorted(names) == sorted(check.__name__ for check in checks_of("09"))
-    there = {check.__name__: "kv_heads_of_rank" in inspect.getsource(check) for check in nearest_first("09", "")}
-    assert [there[name] for name in names] == sorted(there.values(), reverse=True)
-    assert 0 < sum(there.values()) < len(there)
+    reached = {check.__name__: "kv_heads_of_rank" in inspect.getsource(check) for check in nearest_first("09", "")}
+    assert [reached[name] for name in names] == sorted(reached.values(), reverse=True)
+    assert 0 < sum(reached.values()) < len(reached)
     (first, *_) = nearest_first("09", "scores_kernel")
     assert first.__name__ == "check_kernel_1_scores", "through the function that launches it"

@@ -36,7 +36,7 @@ def test_nothing_in_it_is_cut_off(name):
     boxes = [part for part in root.iter("{http://www.w3.org/2000/svg}rect") if part.get("x")]
     assert boxes
     for start, axis in (("x", "width"), ("y", "height")):
-        assert all(0 <= float(one.get(start, 0)) <= size[axis] - float(one.get(axis, 0)) for one in boxes)
+        assert all(0 <= float(box.get(start, 0)) <= size[axis] - float(box.get(axis, 0)) for box in boxes)
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from minivllm_lab.kv_cache import report as kv_cache
 from minivllm_lab.optimization_catalog import report as optimization_catalog
 
 CLOSINGS = {
-    "01_kv_cache": (lambda found, disturbance: kv_cache.close(found, disturbance), 1),
-    "04_continuous_batching": (lambda found, disturbance: continuous_batching.close(found, 8, disturbance), 2),
-    "05_optimization_catalog": (lambda found, disturbance: optimization_catalog.close(found, disturbance), 2),
+    "01_kv_cache": (lambda actual, disturbance: kv_cache.close(actual, disturbance), 1),
+    "04_continuous_batching": (lambda actual, disturbance: continuous_batching.close(actual, 8, disturbance), 2),
+    "05_optimization_catalog": (lambda actual, disturbance: optimization_catalog.close(actual, disturbance), 2),
 }
 
 
@@ -25,11 +25,11 @@ def test_conclusions_from_timings_are_withheld_where_the_machine_was_disturbed(s
     def said() -> list[str]:
         return [" ".join(sentence.split()) for sentence in capsys.readouterr().out.split("•")[1:]]
 
-    found = json.loads((REPOSITORY / "benchmarks" / "results" / f"{script}.cpu.json").read_text())["figures"]
-    close(found, "")
+    result = json.loads((REPOSITORY / "benchmarks" / "results" / f"{script}.cpu.json").read_text())["figures"]
+    close(result, "")
     sentences = said()
     assert len(sentences) == 3
-    close(found, "a neighbour was busy")
+    close(result, "a neighbour was busy")
     *kept, last = said()
     assert len(kept) == counted
     assert set(kept) < set(sentences)

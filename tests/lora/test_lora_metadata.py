@@ -30,4 +30,4 @@ def test_every_row_with_an_adapter_is_in_one_tile_of_its_slot(slots):
     assert meta.most_rows == max([0, *(slots.count(slot) for slot in active)])
     for slot, start in zip(active, meta.starts.tolist(), strict=False):
         rows = meta.indices[start : start + slots.count(slot)].tolist()
-        assert rows == [row for row, one in enumerate(slots) if one == slot], "stably sorted"
+        assert rows == [row for row, other in enumerate(slots) if other == slot], "stably sorted"

@@ -52,7 +52,7 @@ def held(manager: LRUCacheLoRAModelManager) -> list[float | None]:
     """Return the adapter whose numbers lie in each slot; None for an empty slot."""
     method = manager.modules[0, "qkv_proj"]
     slots = manager.lora_index_to_id
-    return [None if one is None else method.lora_a[0, slot, 0, 0].item() for slot, one in enumerate(slots)]
+    return [None if adapter is None else method.lora_a[0, slot, 0, 0].item() for slot, adapter in enumerate(slots)]
 
 
 def test_the_slots_of_vllms_manager(manager):
@@ -124,39 +124,40 @@ def test_whatever_the_order_the_tiers_hold_together(used_manager, acts):
     for act, number in acts:
         if act == "add":
             if number not in host and len(host) == 3:
-                victims = [one for one in host if one not in pinned]
+                victims = [adapter for adapter in host if adapter not in pinned]
                 assert victims, "two slots cannot pin three"
                 host.remove(victims[0])
-                used = [one for one in used if one != victims[0]]
+                used = [adapter for adapter in used if adapter != victims[0]]
             manager.add_adapter(number, adapter(manager, number))
-            host = [one for one in host if one != number] + [number]
+            host = [adapter for adapter in host if adapter != number] + [number]
         elif act in ("activate", "pin"):
             if number not in host:
                 continue
             full = number not in used and len(used) == 2
-            victims = [one for one in used if one not in pinned]
+            victims = [adapter for adapter in used if adapter not in pinned]
             if full and not victims:
                 assert_refused("pinned", getattr(manager, f"{act}_adapter"), number)
-                host = [one for one in host if one != number] + [number]
+                host = [adapter for adapter in host if adapter != number] + [number]
                 continue
             getattr(manager, f"{act}_adapter")(number)
-            used = [one for one in used if one != number and not (full and one == victims[0])] + [number]
-            host = [one for one in host if one != number] + [number]
+            gone = {number, victims[0]} if full else {number}
+            used = [adapter for adapter in used if adapter not in gone] + [number]
+            host = [adapter for adapter in host if adapter != number] + [number]
             pinned |= {number} if act == "pin" else set()
         elif act == "deactivate":
             assert manager.deactivate_adapter(number) == (number in used)
-            used = [one for one in used if one != number]
+            used = [adapter for adapter in used if adapter != number]
         else:
             assert manager.remove_adapter(number) == (number in host)
-            host = [one for one in host if one != number]
-            used = [one for one in used if one != number]
+            host = [adapter for adapter in host if adapter != number]
+            used = [adapter for adapter in used if adapter != number]
             pinned.discard(number)
         assert manager.list_adapters() == host
         assert set(manager.lora_index_to_id) - {None} == set(used)
         assert held(manager) == manager.lora_index_to_id
         pinned &= set(host)
         if act == "deactivate":
-            pinned = {one for one in pinned if one in used} | (pinned & set(manager.registered.pinned) & set(used))
+            pinned &= set(used)
 
 
 def test_a_cache_that_is_full_of_pinned_ones_says_so():

@@ -56,7 +56,7 @@ def test_the_name_is_vllms():
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         ("", 1, "p"),
         ("a", 1, ""),
@@ -67,9 +67,9 @@ def test_the_name_is_vllms():
         ("a", 1, "\udcff"),
     ],
 )
-def test_a_request_needs_a_name_a_number_and_a_path(given):
+def test_a_request_needs_a_name_a_number_and_a_path(arguments):
     with pytest.raises(MinivllmError):
-        LoRARequest(*given)
+        LoRARequest(*arguments)
 
 
 def test_the_scale_is_alpha_over_the_rank_or_its_root():
@@ -149,11 +149,11 @@ def test_a_config_names_what_it_lacks(missing):
 )
 def test_any_config_is_taken_or_refused(config):
     try:
-        found = PEFTHelper.from_dict(LEAST | config, Path("folder"), 64)
+        result = PEFTHelper.from_dict(LEAST | config, Path("folder"), 64)
     except MinivllmError:
         return
-    assert 1 <= found.rank_of(MODULE, 9) <= 64
-    assert isinstance(found.scale_of(MODULE, 9), float)
+    assert 1 <= result.rank_of(MODULE, 9) <= 64
+    assert isinstance(result.scale_of(MODULE, 9), float)
 
 
 @pytest.mark.parametrize(("name", "modules", "rank", "scale"), [("a", 4, 8, 2), ("b", 7, 16, 2), ("c", 2, 4, 4)])
@@ -207,12 +207,10 @@ def test_what_was_read_does_not_change_with_its_file(tmp_path):
 
 def test_a_fingerprint_is_of_the_numbers_and_of_where_they_belong(tmp_path):
     tensors = pair()
-    elsewhere = {name.replace("layers.0", "layers.1"): one for name, one in tensors.items()}
-    wholes = [
-        read_adapter(written(tmp_path, one, **settings), 16, shape_of)
-        for one, settings in ((tensors, {}), (elsewhere, {}), (tensors, {"lora_alpha": 9}), (tensors, {"bias": "none"}))
-    ]
-    first, moved, scaled, as_the_first = (fingerprint_of(one, torch.float32) for one in wholes)
+    elsewhere = {name.replace("layers.0", "layers.1"): tensor for name, tensor in tensors.items()}
+    cases = (tensors, {}), (elsewhere, {}), (tensors, {"lora_alpha": 9}), (tensors, {"bias": "none"})
+    wholes = [read_adapter(written(tmp_path, case, **settings), 16, shape_of) for case, settings in cases]
+    first, moved, scaled, as_the_first = (fingerprint_of(whole, torch.float32) for whole in wholes)
     assert len({first, moved, scaled, fingerprint_of(wholes[0], torch.bfloat16)}) == 4
     assert first == as_the_first
 
@@ -245,10 +243,10 @@ WRONG = {
         "magnitude",
     ),
     "another rank": (lambda: pair(rank=5), r"\[5, .*\[4, "),
-    "NaN": (lambda: {name: one * torch.nan for name, one in pair().items()}, "NaN or infinity"),
-    "integers": (lambda: {name: one.int() for name, one in pair().items()}, "int32"),
+    "NaN": (lambda: {name: tensor * torch.nan for name, tensor in pair().items()}, "NaN or infinity"),
+    "integers": (lambda: {name: tensor.int() for name, tensor in pair().items()}, "int32"),
     "one of them twice": (
-        lambda: pair() | {name.replace("base_model.model.", "", 1): one for name, one in pair().items()},
+        lambda: pair() | {name.replace("base_model.model.", "", 1): tensor for name, tensor in pair().items()},
         "lora_A of q_proj in layer 0 twice",
     ),
     "nothing": (dict, "no tensors"),

@@ -280,9 +280,9 @@ def test_tied_embeddings_are_counted_once():
 
 def test_weights_of_a_tensor_parallel_rank():
     model = known_model("Meta-Llama-3-70B")
-    one, two = weight_bytes(model), weight_bytes(model, tp=2)
+    first, two = weight_bytes(model), weight_bytes(model, tp=2)
     norms = (2 * 80 + 1) * 8192 * 2
-    assert 2 * (two - norms) == one - norms
+    assert 2 * (two - norms) == first - norms
     replicated = weight_bytes(model, tp=16) * 16 - weight_bytes(model)
     assert replicated == 15 * norms + 80 * 8 * 128 * 2 * 8192 * 2
 
@@ -350,10 +350,10 @@ def test_request_that_does_not_fit_is_refused_with_the_length_that_would():
 
 def test_null_block_is_not_for_requests():
     model, block = ModelConfig(1, 1, 1, 64), 16 * 2 * 64 * 2
-    given = {"weights": 0, "activation_peak": 0, "non_torch": 0, "cuda_graphs": 0, "gpu_memory_utilization": 1.0}
+    arguments = {"weights": 0, "activation_peak": 0, "non_torch": 0, "cuda_graphs": 0, "gpu_memory_utilization": 1.0}
     hardware = dataclasses.replace(get_hardware("T4"), memory_bytes=4 * block)
-    assert memory_ledger(model, hardware, max_model_len=48, **given).tokens == 64
-    assert_refused("48 or less", memory_ledger, model, hardware, max_model_len=64, **given)
+    assert memory_ledger(model, hardware, max_model_len=48, **arguments).tokens == 64
+    assert_refused("48 or less", memory_ledger, model, hardware, max_model_len=64, **arguments)
 
 
 def test_nothing_left_for_the_cache():

@@ -36,10 +36,10 @@ def script(load_script):
 
 
 def test_functions_lose_their_docstrings_and_comments(script):
-    (found,) = script.functions_of(f"import os\n\nclass A:\n    {FUNCTION.replace(chr(10), chr(10) + '    ')}\n")
-    assert "Looks it up" not in found
-    assert "at first" not in found
-    ast.parse(found)
+    (result,) = script.functions_of(f"import os\n\nclass A:\n    {FUNCTION.replace(chr(10), chr(10) + '    ')}\n")
+    assert "Looks it up" not in result
+    assert "at first" not in result
+    ast.parse(result)
     assert script.functions_of("def f():\n" + "    pass\n" * 40) == script.functions_of("def f(:") == []
 
 
@@ -75,7 +75,7 @@ def test_a_session_ends_with_an_empty_prompt_and_a_stub_is_one_line(script):
 @pytest.mark.parametrize("name", ["braces", "doctest", "stubs"])
 def test_a_text_is_recognised_by_half_its_lines(script, name: str):
     (function,) = script.functions_of(FUNCTION)
-    spoken = {task: one.rewrite(function) * 2 for task, one in script.TASKS.items()}
+    spoken = {task: style.rewrite(function) * 2 for task, style in script.TASKS.items()}
     assert [task for task, text in spoken.items() if script.TASKS[name].speaks(text)] == [name]
     assert not script.TASKS[name].speaks(function * 2)
     assert not script.TASKS[name].speaks("")
@@ -104,10 +104,10 @@ def test_what_ships_is_what_the_script_makes(script):
 def test_each_learned_its_own_text_and_is_recognised(script):
     figures = json.loads(script.COMPARED.read_text())["figures"]
     for name in script.TASKS:
-        losses = {spoken: found["held_out_loss"][name] for spoken, found in figures.items()}
+        losses = {spoken: figure["held_out_loss"][name] for spoken, figure in figures.items()}
         assert min(losses, key=losses.__getitem__) == name
         assert losses[name] < losses["base"] - 0.4
-        counts = {spoken: found["recognised"][name] for spoken, found in figures.items()}
+        counts = {spoken: figure["recognised"][name] for spoken, figure in figures.items()}
         assert counts.pop(name) >= 0.75 * script.PROMPTS
         assert max(counts.values()) <= 0.05 * script.PROMPTS
 
@@ -120,5 +120,5 @@ def test_in_one_batch_each_speaks_its_own_way(script):
     outputs = llm.generate([prompt] * 4, sampling, lora_request=[None, *named])
     for name, output in zip(("base", *script.TASKS), outputs, strict=True):
         text = output.outputs[0].text
-        assert [task for task, one in script.TASKS.items() if one.speaks(text)] == [name] * (name != "base")
+        assert [task for task, style in script.TASKS.items() if style.speaks(text)] == [name] * (name != "base")
         assert text[:60] == figures[name]["texts"][prompt][:60]

@@ -143,9 +143,9 @@ def test_dtype_spellings(changes, dtype):
     assert ModelConfig.from_dict({**LLAMA, **changes}).dtype == dtype
 
 
-@pytest.mark.parametrize(("given", "ids"), [(2, (2,)), ([1, 2], (1, 2)), (None, ()), (0, (0,))])
-def test_end_tokens_are_one_or_several(given, ids):
-    assert ModelConfig.from_dict({**LLAMA, "eos_token_id": given}).eos_token_ids == ids
+@pytest.mark.parametrize(("eos_token_id", "ids"), [(2, (2,)), ([1, 2], (1, 2)), (None, ()), (0, (0,))])
+def test_end_tokens_are_one_or_several(eos_token_id, ids):
+    assert ModelConfig.from_dict({**LLAMA, "eos_token_id": eos_token_id}).eos_token_ids == ids
 
 
 def test_text_config_of_a_multimodal_model():

@@ -86,12 +86,12 @@ def test_drafting_step_by_step_is_what_was_trained_all_at_once(target, script):
 def test_only_the_rows_asked_for_are_drafted_after_and_what_is_given_stays(target):
     head = load_eagle3(EMBEDDED_EAGLE3, target)
     ids, hidden = torch.arange(6), torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
-    given = hidden.clone()
+    arguments = hidden.clone()
     every, every_hidden = head(ids, ids, hidden, CausalAttention(head.config))
     some, some_hidden = head(ids, ids, hidden, CausalAttention(head.config), torch.tensor([2, 5]))
     torch.testing.assert_close(some, every[[2, 5]], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(some_hidden, every_hidden[[2, 5]], atol=1e-4, rtol=1e-4)
-    assert torch.equal(hidden, given)
+    assert torch.equal(hidden, arguments)
 
 
 @torch.inference_mode()
@@ -130,8 +130,8 @@ LM_HEAD = torch.zeros(8, 256)
 @pytest.mark.parametrize(
     ("config", "tensors", "message"),
     [
-        ({}, {"fc.weight": torch.zeros(256, 512)}, r"'fc.weight' .* \(256, 512\), the config says \(256, 768"),
-        ({}, {"midlayer.self_attn.k_proj.weight": torch.zeros(64, 256)}, r"k_proj.weight' .* config says \(64, 512"),
+        ({}, {"fc.weight": torch.zeros(256, 512)}, r"'fc.weight' .* \(256, 512\), but the config needs \(256, 768"),
+        ({}, {"midlayer.self_attn.k_proj.weight": torch.zeros(64, 256)}, r"k_proj.weight' .* config needs \(64, 512"),
         ({}, {"norm.weight": None}, r"lacks 1 of the model's 12 tensors, such as norm.weight"),
         ({}, {"layers.1.norm.weight": torch.zeros(1)}, r"'layers.1.norm.weight' that this model does not have"),
         ({}, {"d2t": D2T}, r"has a tensor 'd2t', though draft_vocab_size is the target's vocab_size \(4096\)"),

@@ -56,8 +56,8 @@ def test_the_terms_of_all_ranks_add_up_to_the_whole_model(size):
     groups = [ThreadedGroup(rank, size, terms, everyone) for rank in range(size)]
     models = [random_model(CONFIG, seed=1, group=group) for group in groups]
     with ThreadPoolExecutor(size) as pool:
-        found = list(pool.map(hidden_states, models))
-    for hidden in found:
+        result = list(pool.map(hidden_states, models))
+    for hidden in result:
         torch.testing.assert_close(hidden, hidden_states(random_model(CONFIG, seed=1)), rtol=1e-4, atol=1e-5)
 
 

@@ -66,12 +66,12 @@ def transformers():
 @pytest.fixture(scope="session")
 def stored(transformers, tmp_path_factory):
     """A random `transformers` model for each case, and the directory with its shards; made once."""
-    made = {}
+    built = {}
 
     def make(case):
-        if case not in made:
+        if case not in built:
             family, changes = CASES[case]
-            torch.manual_seed(len(made))
+            torch.manual_seed(len(built))
             config = transformers.AutoConfig.for_model(family, **{**SMALL, **changes})
             model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             for name, parameter in model.named_parameters():
@@ -79,8 +79,8 @@ def stored(transformers, tmp_path_factory):
             directory = tmp_path_factory.mktemp("model")
             model.save_pretrained(directory, max_shard_size="100KB")
             assert len(list(directory.glob("*.safetensors"))) > 1
-            made[case] = (model, directory)
-        return made[case]
+            built[case] = (model, directory)
+        return built[case]
 
     return make
 

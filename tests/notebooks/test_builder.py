@@ -229,9 +229,9 @@ def test_ids_differ_and_follow_the_content(root: Path):
 def test_a_change_in_the_script_is_noticed_and_mended(root: Path, old: str, new: str, drifted: str):
     notebooks.write(root, [])
     change(root / "vllm" / "07_circles.py", old, new)
-    found = notebooks.drift(root, [])
-    assert found[0].startswith(drifted)
-    assert found[1] == "notebooks/07_circles.ipynb differs from 07_circles.md"
+    result = notebooks.drift(root, [])
+    assert result[0].startswith(drifted)
+    assert result[1] == "notebooks/07_circles.ipynb differs from 07_circles.md"
     assert notebooks.write(root, []) == ["lessons/07_circles.md", "notebooks/07_circles.ipynb"]
     assert notebooks.drift(root, []) == []
     assert new.split("\n")[0] in lesson(root).read_text()

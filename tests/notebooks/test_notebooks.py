@@ -41,8 +41,7 @@ def test_lessons_and_notebooks_agree():
 
 @each_notebook
 def test_no_cell_gives_the_exercise_away(path: Path):
-    """No cell before the exercise defines what it asks for, and only the exercise's cell is `mine`.
-    """
+    """No cell before the exercise defines what it asks for, and only the exercise's cell is `mine`."""
     cells = code_cells(path)
     kinds = [kind for kind, _ in cells]
     place = kinds.index("exercise")
@@ -83,8 +82,8 @@ def test_every_cell_runs_every_demo_again_and_it_takes_a_solution(path: Path):
     """
     notebook = nbformat.read(path, as_version=4)
     more = [nbformat.v4.new_code_cell(source) for source in sources_again(notebook, path.stem)]
-    given = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    arguments = [cell for cell in notebook.cells if cell.cell_type == "code"]
     notebook.cells += more
     notebooks.run_cells(notebook, path)
-    ran = [cell.outputs for cell in given]
+    ran = [cell.outputs for cell in arguments]
     assert_it_takes_a_solution(path, ran, lambda _: [cell.outputs for cell in more])

@@ -53,12 +53,18 @@ def test_the_container_has_a_python_that_the_course_runs_on_and_its_port():
 
 
 def test_in_colab_only_what_is_missing_is_installed(monkeypatch):
-    there = {"numpy": "2.0.2", "jupyterlab": None, "ipywidgets": "7.7.1", "transformers": "4.57.0", "triton": "3.6.0"}
+    versions = {
+        "numpy": "2.0.2",
+        "jupyterlab": None,
+        "ipywidgets": "7.7.1",
+        "transformers": "4.57.0",
+        "triton": "3.6.0",
+    }
 
     def version_there(name):
-        if there.get(name) is None:
+        if versions.get(name) is None:
             raise PackageNotFoundError(name)
-        return there[name]
+        return versions[name]
 
     monkeypatch.setattr(colab, "version", version_there)
     names = {Requirement(text).name for text in colab.wanting()}
@@ -75,7 +81,8 @@ def test_colab_installs_then_goes_to_the_notebooks(monkeypatch):
     monkeypatch.setattr(colab.subprocess, "run", lambda words, check: ran.append(words[3:]))
     monkeypatch.setattr(colab.os, "chdir", places.append)
     colab.main()
-    assert ran == [["install", "--quiet", "anywidget>=0.9"], ["install", "--quiet", "--no-deps", "--editable", str(ROOT)]]
+    editable = ["install", "--quiet", "--no-deps", "--editable", str(ROOT)]
+    assert ran == [["install", "--quiet", "anywidget>=0.9"], editable]
     assert places == [ROOT / "notebooks"]
     ran.clear()
     monkeypatch.setattr(colab, "wanting", list)

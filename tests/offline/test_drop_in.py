@@ -43,7 +43,7 @@ def test_parameters_of_methods_are_vllms_with_its_defaults_and_its_first_ones_if
     owner, method = name.split(".")
     own = dict(inspect.signature(getattr(getattr(minivllm, owner), method)).parameters)
     own.pop("self", None)
-    by_place = [one.name for one in own.values() if one.kind is not one.KEYWORD_ONLY]
+    by_place = [parameter.name for parameter in own.values() if parameter.kind is not parameter.KEYWORD_ONLY]
     wanted = METHODS[name]
     assert by_place == list(wanted)[: len(by_place)]
     assert set(own) <= set(wanted)
@@ -57,16 +57,16 @@ def test_parameters_have_vllms_fields_and_defaults(name):
     wanted = VLLM["vllm/sampling_params.py"][name]
     needed = {field: 2 for field, value in wanted.items() if value == "required"}
     own = {field.name: field.default for field in fields(getattr(minivllm, name))}
-    given = {field: value for field, value in defaults(wanted).items() if field in own}
+    arguments = {field: value for field, value in defaults(wanted).items() if field in own}
     assert set(own) - set(wanted) <= {"all_stop_token_ids", "bad_words_token_ids"}
-    assert given == {field: own[field] for field in given}
-    assert getattr(minivllm, name)(**needed, **given) == getattr(minivllm, name)(**needed)
+    assert arguments == {field: own[field] for field in arguments}
+    assert getattr(minivllm, name)(**needed, **arguments) == getattr(minivllm, name)(**needed)
 
 
 def test_none_of_the_optional_parameters_means_the_default():
     names = {field.name for field in fields(SamplingParams)} & set(METHODS[BY_KEYWORDS])
-    given = SamplingParams.from_optional(**dict.fromkeys(names))
-    assert given == SamplingParams(max_tokens=None)
+    arguments = SamplingParams.from_optional(**dict.fromkeys(names))
+    assert arguments == SamplingParams(max_tokens=None)
     assert SamplingParams.from_optional(logit_bias={"5": 1.0}).logit_bias == {5: 1.0}
 
 
@@ -91,19 +91,19 @@ def test_values_have_vllms_fields():
 def test_an_engines_arguments_are_vllms_with_its_defaults_or_on_a_list():
     own = {field.name: field.default for field in fields(EngineArgs)}
     assert own.keys() - ENGINE_ARGS.keys() - {*IGNORED} <= OWN
-    given = {name: value for name, value in defaults(ENGINE_ARGS).items() if name in own}
-    assert EngineArgs(**given) == EngineArgs()
+    arguments = {name: value for name, value in defaults(ENGINE_ARGS).items() if name in own}
+    assert EngineArgs(**arguments) == EngineArgs()
     assert EngineArgs(**dict.fromkeys(own.keys() - {"model"})) == EngineArgs()
 
 
 def test_arguments_that_scripts_for_vllm_often_pass_change_nothing_and_are_named_in_one_line(capsys):
-    given = EngineArgs(**dict.fromkeys(IGNORED, "x"))
+    arguments = EngineArgs(**dict.fromkeys(IGNORED, "x"))
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith(
         ": compilation_config, disable_custom_all_reduce, download_dir (set HF_HOME), enable_log_requests, "
         "hf_token (set HF_TOKEN), tokenizer_mode, trust_remote_code"
     )
-    assert given == replace(given) == EngineArgs()
+    assert arguments == replace(arguments) == EngineArgs()
     assert not capsys.readouterr().err
 
 
@@ -144,11 +144,11 @@ def test_a_command_line_makes_an_engines_arguments(capsys):
     parser.set_defaults(model="some/model")
     parser.add_argument("--top-k", type=int)
     line = ["--max_model_len", "64", "--no-enable-prefix-caching", "--top_k=3", "--trust-remote-code"]
-    given = parser.parse_args(line)
-    assert (given.max_model_len, given.top_k, given.block_size) == (64, 3, EngineArgs().block_size)
+    arguments = parser.parse_args(line)
+    assert (arguments.max_model_len, arguments.top_k, arguments.block_size) == (64, 3, EngineArgs().block_size)
     expected = EngineArgs(model="some/model", max_model_len=64, enable_prefix_caching=False)
-    assert EngineArgs.from_cli_args(given) == expected
-    assert {field.name for field in fields(EngineArgs)} - {"parts"} <= set(vars(given))
+    assert EngineArgs.from_cli_args(arguments) == expected
+    assert {field.name for field in fields(EngineArgs)} - {"parts"} <= set(vars(arguments))
     assert EngineArgs.from_cli_args(argparse.Namespace()) == EngineArgs()
     for flag, hint in (("--max_model_lens", "did you mean --max-model-len?"), ("--zzz=1", "script --help lists them")):
         with pytest.raises(SystemExit):

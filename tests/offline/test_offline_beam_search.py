@@ -81,12 +81,12 @@ def test_a_sequence_that_ends_is_kept_and_not_extended(llm, oracle, monkeypatch)
     [output] = llm.beam_search(PROMPTS[:1], params)
     expected = search(oracle, ids, params, frozenset(ends))
     assert [sequence.tokens for sequence in output.sequences] == [tokens for tokens, _ in expected]
-    reasons = {len(one.tokens) - len(ids): one.finish_reason for one in output.sequences}
+    reasons = {len(sequence.tokens) - len(ids): sequence.finish_reason for sequence in output.sequences}
     assert "stop" in reasons.values()
     ignoring = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
     [output] = llm.beam_search(PROMPTS[:1], ignoring)
-    assert [one.tokens for one in output.sequences] == [tokens for tokens, _ in search(oracle, ids, ignoring)]
-    assert {one.finish_reason for one in output.sequences} == {"length"}
+    assert [sequence.tokens for sequence in output.sequences] == [tokens for tokens, _ in search(oracle, ids, ignoring)]
+    assert {sequence.finish_reason for sequence in output.sequences} == {"length"}
 
 
 def test_children_find_their_parents_blocks_and_the_models_length_is_the_end(llm):
@@ -106,7 +106,7 @@ def test_prompts_one_after_the_other_are_searched_like_all_at_once(llm):
     params = BeamSearchParams(beam_width=2, max_tokens=3)
     together = llm.beam_search(PROMPTS, params, priority=[1, 0], use_tqdm=True)
     apart = llm.beam_search(PROMPTS, params, concurrency_limit=1)
-    assert [[s.tokens for s in one.sequences] for one in together] == [[s.tokens for s in o.sequences] for o in apart]
+    assert [[s.tokens for s in o.sequences] for o in together] == [[s.tokens for s in o.sequences] for o in apart]
     assert llm.beam_search([], params) == []
 
 

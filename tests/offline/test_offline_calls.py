@@ -53,7 +53,7 @@ def test_a_conversation_is_its_prompt_by_the_template_without_special_tokens_add
     assert (answer.prompt, answer.prompt_token_ids) == (text, ids)
     assert tokens([answer]) == tokens(idle.generate([ids], GREEDY))
     both = idle.chat([CONVERSATION, CONVERSATION[1:]], [GREEDY, SamplingParams(max_tokens=2, ignore_eos=True)])
-    assert [len(one) for one in tokens(both)] == [6, 2]
+    assert [len(token) for token in tokens(both)] == [6, 2]
     assert tokens(both[:1]) == tokens([answer])
 
 
@@ -121,15 +121,15 @@ def test_the_caches_of_running_requests_can_be_reset_and_their_tokens_stay_the_s
     wanted = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
     [plain] = idle.generate(long, wanted)
     assert engine.add_request("a", long, wanted) == "a"
-    found, steps = [], 0
+    result, steps = [], 0
     while engine.has_unfinished_requests():
         steps += 1
         if steps == 3:
             assert not engine.reset_prefix_cache()
             assert engine.reset_prefix_cache(reset_running_requests=True)
-        found += [output for output in engine.step() if output.finished]
-    assert tokens(found) == tokens([plain])
-    assert found[0].prompt_logprobs == plain.prompt_logprobs
+        result += [output for output in engine.step() if output.finished]
+    assert tokens(result) == tokens([plain])
+    assert result[0].prompt_logprobs == plain.prompt_logprobs
 
 
 def test_what_a_request_does_not_read_from_the_cache_is_computed(idle):

@@ -37,9 +37,9 @@ def test_one_hiccup_is_no_neighbour():
 
 
 def test_it_is_quiet_again_when_they_have_gone_and_not_at_one_quiet_reading():
-    found = readings(*[0.6] * 10, 0.05, *[0.6] * 3, *[0.03] * 10)
-    assert all(found[3:14])
-    assert not found[-1]
+    result = readings(*[0.6] * 10, 0.05, *[0.6] * 3, *[0.03] * 10)
+    assert all(result[3:14])
+    assert not result[-1]
 
 
 def test_between_the_two_limits_nothing_changes():
@@ -145,11 +145,11 @@ def test_with_more_threads_than_cores_threads_sleep_soon_and_without_them_they_s
     environment = {name: value for name, value in os.environ.items() if name not in spinning.CHOICES}
     command = [sys.executable, "-c", THREADS_THAT_WAIT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    assert found["held"] < found["before"] / 3, found
-    assert found["after"] > found["held"] * 3, found
-    assert found["more"] == len(os.sched_getaffinity(0)) + 1
-    assert found["left"] == 0
+    record = json.loads(done.stdout)
+    assert record["held"] < record["before"] / 3, record
+    assert record["after"] > record["held"] * 3, record
+    assert record["more"] == len(os.sched_getaffinity(0)) + 1
+    assert record["left"] == 0
 
 
 @pytest.fixture

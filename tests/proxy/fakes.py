@@ -160,7 +160,7 @@ class Setting:
 
     def upstream(self, server: "Fake") -> Upstream:
         """Return this server as the proxy knows it."""
-        return next(one for one in self.proxy.servers if one.url == server.url)
+        return next(known for known in self.proxy.servers if known.url == server.url)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.proxy.registry.get_sample_value(f"minivllm:proxy_{name}", labels) or 0.0
@@ -173,11 +173,12 @@ async def setting(
     """Start a proxy before these servers."""
     prefill, decode = prefill or [Fake(prefills)], decode or [Fake(completes)]
     settings = {"health_interval": 60.0, **settings}
-    args = ProxyArgs(prefill=[one.url for one in prefill], decode=[one.url for one in decode], port=0, **settings)
+    urls = [[server.url for server in servers] for servers in (prefill, decode)]
+    args = ProxyArgs(prefill=urls[0], decode=urls[1], port=0, **settings)
     async with AsyncExitStack() as stack:
-        for one in (*prefill, *decode):
-            if one.runs:
-                stack.push_async_callback((await one.start()).cleanup)
+        for item in (*prefill, *decode):
+            if item.runs:
+                stack.push_async_callback((await item.start()).cleanup)
         proxy = Proxy(args)
         await proxy.start()
         stack.push_async_callback(proxy.close)

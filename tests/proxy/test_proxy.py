@@ -50,8 +50,8 @@ def proxied(servers: Callable[..., dict[str, Any]] = lambda **_: {}) -> Callable
 
     def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         async def run(arguments: dict[str, Any]) -> None:
-            async with setting(**servers(**arguments)) as there, asyncio.timeout(20):
-                await test(there, **arguments)
+            async with setting(**servers(**arguments)) as cluster, asyncio.timeout(20):
+                await test(cluster, **arguments)
 
         def in_a_loop(**arguments: Any) -> None:
             with ThreadPoolExecutor(1) as thread:  # a browser's test may have left its event loop in this one
@@ -72,10 +72,10 @@ def test_the_bodies_are_those_that_vllm_was_sent():
 
 
 @proxied()
-async def test_both_servers_are_sent_the_same_id_and_key_and_the_client_gets_the_decode_servers_bytes(there: Setting):
+async def test_both_servers_are_sent_the_same_id_and_key_and_the_client_gets_the_decode_servers_bytes(cluster: Setting):
     headers = {"X-Request-Id": "req-1", "Authorization": "Bearer secret", "X-Other": "1"}
-    assert await there.post(BODY, **headers) == (200, WHOLE)
-    (to_prefill,), (to_decode,) = there.prefill[0].got, there.decode[0].got
+    assert await cluster.post(BODY, **headers) == (200, WHOLE)
+    (to_prefill,), (to_decode,) = cluster.prefill[0].got, cluster.decode[0].got
     assert to_prefill.body == BODY | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASK_TO_KEEP}
     assert to_decode.body == BODY | {"kv_transfer_params": PARAMS}
     for got in (to_prefill, to_decode):
@@ -86,15 +86,15 @@ async def test_both_servers_are_sent_the_same_id_and_key_and_the_client_gets_the
 
 
 @proxied()
-async def test_without_an_id_both_get_the_same_new_one_and_no_key(there: Setting):
+async def test_without_an_id_both_get_the_same_new_one_and_no_key(cluster: Setting):
     for _ in range(2):
-        await there.post(CHAT, "/v1/chat/completions")
-    ids = [[got.headers["x-request-id"] for got in one.got] for one in (*there.prefill, *there.decode)]
+        await cluster.post(CHAT, "/v1/chat/completions")
+    ids = [[got.headers["x-request-id"] for got in item.got] for item in (*cluster.prefill, *cluster.decode)]
     assert ids[0] == ids[1]
     assert len(set(ids[0])) == 2
-    assert {got.path for got in there.decode[0].got} == {"/v1/chat/completions"}
-    assert all("authorization" not in got.headers for got in there.prefill[0].got)
-    assert there.prefill[0].got[0].body["max_completion_tokens"] == 1
+    assert {got.path for got in cluster.decode[0].got} == {"/v1/chat/completions"}
+    assert all("authorization" not in got.headers for got in cluster.prefill[0].got)
+    assert cluster.prefill[0].got[0].body["max_completion_tokens"] == 1
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ async def test_without_an_id_both_get_the_same_new_one_and_no_key(there: Setting
 )
 @proxied()
 async def test_what_the_prefill_server_is_asked_for(
-    there: Setting, further: dict[str, Any], to_prefill: dict[str, Any]
+    cluster: Setting, further: dict[str, Any], to_prefill: dict[str, Any]
 ):
-    status, _ = await there.post(BODY | further)
+    status, _ = await cluster.post(BODY | further)
     assert status == 200
     wanted = BODY | to_prefill | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASK_TO_KEEP}
-    assert there.prefill[0].got[0].body == wanted
-    assert there.decode[0].got[0].body == BODY | further | {"kv_transfer_params": PARAMS}
+    assert cluster.prefill[0].got[0].body == wanted
+    assert cluster.decode[0].got[0].body == BODY | further | {"kv_transfer_params": PARAMS}
 
 
 @pytest.mark.parametrize(
@@ -133,24 +133,26 @@ async def test_what_the_prefill_server_is_asked_for(
     ],
 )
 @proxied()
-async def test_what_cannot_be_kept_the_decode_server_computes_alone(there: Setting, further: dict[str, Any], way: str):
-    assert await there.post(BODY | further) == (200, WHOLE)
-    assert there.prefill[0].got == []
-    assert there.decode[0].got[0].body == BODY | further
-    assert there.metric("ways_total", way=way) == 1
+async def test_what_cannot_be_kept_the_decode_server_computes_alone(
+    cluster: Setting, further: dict[str, Any], way: str
+):
+    assert await cluster.post(BODY | further) == (200, WHOLE)
+    assert cluster.prefill[0].got == []
+    assert cluster.decode[0].got[0].body == BODY | further
+    assert cluster.metric("ways_total", way=way) == 1
 
 
 @proxied(lambda: {"prefill": [Fake(json_reply({"kv_transfer_params": None}))]})
-async def test_a_prefill_server_that_keeps_nothing_leaves_it_to_the_decode_server(there: Setting):
-    assert await there.post(BODY) == (200, WHOLE)
-    assert there.decode[0].got[0].body == BODY
-    assert there.metric("ways_total", way="not_kept") == 1
+async def test_a_prefill_server_that_keeps_nothing_leaves_it_to_the_decode_server(cluster: Setting):
+    assert await cluster.post(BODY) == (200, WHOLE)
+    assert cluster.decode[0].got[0].body == BODY
+    assert cluster.metric("ways_total", way="not_kept") == 1
 
 
 @proxied()
-async def test_a_stream_comes_byte_for_byte_and_at_once(there: Setting):
+async def test_a_stream_comes_byte_for_byte_and_at_once(cluster: Setting):
     pieces, whole = [], BODY | {"stream": True}
-    async with there.client.post(there.url + "/v1/completions", json=whole) as reply:
+    async with cluster.client.post(cluster.url + "/v1/completions", json=whole) as reply:
         assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         async for piece in reply.content.iter_any():
             pieces.append(piece)
@@ -168,13 +170,13 @@ async def test_a_stream_comes_byte_for_byte_and_at_once(there: Setting):
     ],
 )
 @proxied()
-async def test_nonsense_is_a_400_and_goes_to_nobody(there: Setting, content: bytes, words: str):
+async def test_nonsense_is_a_400_and_goes_to_nobody(cluster: Setting, content: bytes, words: str):
     headers = {"Content-Type": "application/json"}
-    async with there.client.post(there.url + "/v1/completions", data=content, headers=headers) as reply:
+    async with cluster.client.post(cluster.url + "/v1/completions", data=content, headers=headers) as reply:
         error = (await reply.json())["error"]
         assert (reply.status, error["code"], error["type"]) == (400, 400, "BadRequestError")
         assert words in error["message"]
-    assert there.prefill[0].got == there.decode[0].got == []
+    assert cluster.prefill[0].got == cluster.decode[0].got == []
 
 
 # Failures, phase by phase
@@ -188,69 +190,69 @@ def error_of(content: bytes) -> tuple[int, str]:
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
 @proxied(lambda status: {"prefill": [Fake(json_reply({"error": "its"}, status)), Fake(prefills)]})
-async def test_what_the_prefill_server_refuses_is_the_reply(there: Setting, status: int):
-    assert await there.post(BODY) == (status, b'{"error": "its"}')
-    assert [len(one.got) for one in there.prefill] == [1, 0]
-    assert there.decode[0].got == []
+async def test_what_the_prefill_server_refuses_is_the_reply(cluster: Setting, status: int):
+    assert await cluster.post(BODY) == (status, b'{"error": "its"}')
+    assert [len(server.got) for server in cluster.prefill] == [1, 0]
+    assert cluster.decode[0].got == []
 
 
 @pytest.mark.parametrize("first", [dies, json_reply({}, 500), json_reply({}, 503)])
 @proxied(lambda first: {"prefill": [Fake(first), Fake(prefills)]})
-async def test_another_prefill_server_is_asked_where_one_fails(there: Setting, first):
-    assert await there.post(BODY) == (200, WHOLE)
-    assert [len(one.got) for one in there.prefill] == [1, 1]
+async def test_another_prefill_server_is_asked_where_one_fails(cluster: Setting, first):
+    assert await cluster.post(BODY) == (200, WHOLE)
+    assert [len(server.got) for server in cluster.prefill] == [1, 1]
 
 
 @proxied(lambda: {"prefill": [Fake(json_reply({"of": 1}, 500)), Fake(json_reply({"of": 2}, 503))]})
-async def test_the_last_prefill_servers_error_is_the_reply_where_all_fail(there: Setting):
-    assert await there.post(BODY) == (503, b'{"of": 2}')
+async def test_the_last_prefill_servers_error_is_the_reply_where_all_fail(cluster: Setting):
+    assert await cluster.post(BODY) == (503, b'{"of": 2}')
 
 
 @proxied(lambda: {"prefill": [Fake(prefills, runs=False)]})
-async def test_without_a_prefill_server_the_reply_is_a_503_in_openais_form(there: Setting):
+async def test_without_a_prefill_server_the_reply_is_a_503_in_openais_form(cluster: Setting):
     for _ in range(2):
-        status, content = await there.post(BODY)
+        status, content = await cluster.post(BODY)
         assert (status, error_of(content)) == (503, (503, "ServiceUnavailableError"))
-    async with there.client.get(there.url + "/health") as reply:
+    async with cluster.client.get(cluster.url + "/health") as reply:
         assert reply.status == 503
-    assert there.decode[0].got == []
+    assert cluster.decode[0].got == []
 
 
 @pytest.mark.parametrize("answer", [json_reply([1]), json_reply({"kv_transfer_params": [1]})])
 @proxied(lambda answer: {"prefill": [Fake(answer)]})
-async def test_a_prefill_server_that_answers_nonsense_is_a_502(there: Setting, answer):
-    status, content = await there.post(BODY)
+async def test_a_prefill_server_that_answers_nonsense_is_a_502(cluster: Setting, answer):
+    status, content = await cluster.post(BODY)
     assert (status, error_of(content)) == (502, (502, "BadGatewayError"))
 
 
 @proxied(lambda: {"decode": [Fake(completes, runs=False), Fake(json_reply({}, 503)), Fake(completes)]})
-async def test_another_decode_server_is_asked_where_one_is_gone_or_full(there: Setting):
-    for one in there.proxy.servers:
-        one.trouble = None  # as if it had died a moment ago
-    assert await there.post(BODY) == (200, WHOLE)
-    assert [len(one.got) for one in there.decode] == [0, 1, 1]
-    assert len(there.prefill[0].got) == 1  # what it keeps was fetched by nobody, so it is asked once
-    assert there.decode[2].got[0].body["kv_transfer_params"] == PARAMS
+async def test_another_decode_server_is_asked_where_one_is_gone_or_full(cluster: Setting):
+    for server in cluster.proxy.servers:
+        server.trouble = None  # as if it had died a moment ago
+    assert await cluster.post(BODY) == (200, WHOLE)
+    assert [len(server.got) for server in cluster.decode] == [0, 1, 1]
+    assert len(cluster.prefill[0].got) == 1  # what it keeps was fetched by nobody, so it is asked once
+    assert cluster.decode[2].got[0].body["kv_transfer_params"] == PARAMS
 
 
 @proxied(lambda: {"decode": [Fake(dies), Fake(completes)]})
-async def test_a_decode_server_that_dies_with_the_request_is_a_502_and_no_other_is_asked(there: Setting):
-    status, content = await there.post(BODY)
+async def test_a_decode_server_that_dies_with_the_request_is_a_502_and_no_other_is_asked(cluster: Setting):
+    status, content = await cluster.post(BODY)
     assert (status, error_of(content)) == (502, (502, "BadGatewayError"))
-    assert [len(one.got) for one in there.decode] == [1, 0]
-    assert await there.post(BODY) == (200, WHOLE)  # and until it is seen to be healthy, the other one is asked
-    assert [len(one.got) for one in there.decode] == [1, 1]
+    assert [len(server.got) for server in cluster.decode] == [1, 0]
+    assert await cluster.post(BODY) == (200, WHOLE)  # and until it is seen to be healthy, the other one is asked
+    assert [len(server.got) for server in cluster.decode] == [1, 1]
 
 
 @pytest.mark.parametrize("status", [400, 500])
 @proxied(lambda status: {"decode": [Fake(json_reply({"error": "its"}, status))]})
-async def test_what_the_decode_server_answers_is_the_reply(there: Setting, status: int):
-    assert await there.post(BODY | {"stream": True}) == (status, b'{"error": "its"}')
+async def test_what_the_decode_server_answers_is_the_reply(cluster: Setting, status: int):
+    assert await cluster.post(BODY | {"stream": True}) == (status, b'{"error": "its"}')
 
 
 @proxied(lambda: {"decode": [Fake(breaks_off)]})
-async def test_a_stream_that_breaks_off_ends_with_an_error_and_done(there: Setting):
-    status, content = await there.post(BODY | {"stream": True})
+async def test_a_stream_that_breaks_off_ends_with_an_error_and_done(cluster: Setting):
+    status, content = await cluster.post(BODY | {"stream": True})
     *_, broken, error, done, rest = content.split(b"\n\n")
     assert status == 200
     assert content.startswith(EVENTS[0])
@@ -264,11 +266,11 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_done(there: Setti
 
 @pytest.mark.parametrize(("stage", "waits"), [("prefill", never), ("decode", never), ("decode", begins)])
 @proxied(lambda stage, waits: {stage: [Fake(waits)]})
-async def test_a_client_that_leaves_ends_its_request_on_the_server(there: Setting, stage: str, waits):
-    [server] = getattr(there, stage)
+async def test_a_client_that_leaves_ends_its_request_on_the_server(cluster: Setting, stage: str, waits):
+    [server] = getattr(cluster, stage)
 
     async def ask() -> None:
-        async with there.client.post(there.url + "/v1/completions", json=BODY | {"stream": True}) as reply:
+        async with cluster.client.post(cluster.url + "/v1/completions", json=BODY | {"stream": True}) as reply:
             assert await reply.content.readany() == EVENTS[0]
             began.set()
             await reply.read()
@@ -278,23 +280,23 @@ async def test_a_client_that_leaves_ends_its_request_on_the_server(there: Settin
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await eventually(lambda: server.num_left == 1)
-    assert all(there.upstream(one).trouble is None for one in (*there.prefill, *there.decode))
+    assert all(cluster.upstream(item).trouble is None for item in (*cluster.prefill, *cluster.decode))
 
 
 # Health, limits, the end
 
 
 @proxied(lambda: {"prefill": [Fake(prefills), Fake(prefills, health=503)], "health_interval": 0.05})
-async def test_a_server_is_not_asked_until_it_is_healthy_again(there: Setting):
-    _, second = there.prefill
+async def test_a_server_is_not_asked_until_it_is_healthy_again(cluster: Setting):
+    _, second = cluster.prefill
     for _ in range(3):
-        await there.post(BODY)
-    assert [len(one.got) for one in there.prefill] == [3, 0]
+        await cluster.post(BODY)
+    assert [len(server.got) for server in cluster.prefill] == [3, 0]
     second.health = 200
-    await eventually(lambda: there.upstream(second).trouble is None)
+    await eventually(lambda: cluster.upstream(second).trouble is None)
     for _ in range(4):
-        await there.post(BODY)
-    assert [len(one.got) for one in there.prefill] == [5, 2]
+        await cluster.post(BODY)
+    assert [len(server.got) for server in cluster.prefill] == [5, 2]
 
 
 @pytest.fixture
@@ -305,12 +307,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 @proxied(lambda: {"prefill": [Fake(prefills, health_delay=PATIENCE)]})
-async def test_a_server_that_is_late_with_its_health_is_asked_on_for_a_while(there: Setting):
-    [late] = there.prefill
-    upstream = there.upstream(late)
+async def test_a_server_that_is_late_with_its_health_is_asked_on_for_a_while(cluster: Setting):
+    [late] = cluster.prefill
+    upstream = cluster.upstream(late)
     assert (upstream.num_late, upstream.trouble) == (1, None)
     await upstream.look()
-    assert (await there.post(BODY))[0] == 200, "it may only be busy"
+    assert (await cluster.post(BODY))[0] == 200, "it may only be busy"
     await upstream.look()
     assert upstream.trouble is not None, "busy for too long"
     late.health_delay = 0
@@ -321,10 +323,10 @@ async def test_a_server_that_is_late_with_its_health_is_asked_on_for_a_while(the
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("stream", [False, True])
 @proxied(lambda stream: {"decode": [Fake(begins if stream else never)]})
-async def test_whoever_waits_for_a_server_that_has_fallen_silent_is_told(there: Setting, stream: bool):
-    [hangs] = there.decode
-    upstream = there.upstream(hangs)
-    asking = asyncio.create_task(there.post(BODY | {"stream": stream}))
+async def test_whoever_waits_for_a_server_that_has_fallen_silent_is_told(cluster: Setting, stream: bool):
+    [hangs] = cluster.decode
+    upstream = cluster.upstream(hangs)
+    asking = asyncio.create_task(cluster.post(BODY | {"stream": stream}))
     await eventually(lambda: bool(hangs.got))
     await asyncio.sleep(0.05)
     hangs.health_delay = PATIENCE
@@ -338,19 +340,19 @@ async def test_whoever_waits_for_a_server_that_has_fallen_silent_is_told(there: 
 
 
 @proxied()
-async def test_models_are_a_servers(there: Setting):
-    async with there.client.get(there.url + "/v1/models") as reply:
-        assert (await reply.json())["data"][0]["id"] == there.decode[0].url
+async def test_models_are_a_servers(cluster: Setting):
+    async with cluster.client.get(cluster.url + "/v1/models") as reply:
+        assert (await reply.json())["data"][0]["id"] == cluster.decode[0].url
 
 
 @proxied(lambda: {"decode": [Fake(begins)]})
-async def test_at_the_end_every_client_is_answered(there: Setting):
-    streamed = asyncio.create_task(there.post(BODY | {"stream": True}))
-    await eventually(lambda: bool(there.decode[0].got))
-    there.prefill[0].answer = never
-    whole = asyncio.create_task(there.post(BODY))
-    await eventually(lambda: len(there.prefill[0].got) == 2)
-    there.proxy.end_requests()
+async def test_at_the_end_every_client_is_answered(cluster: Setting):
+    streamed = asyncio.create_task(cluster.post(BODY | {"stream": True}))
+    await eventually(lambda: bool(cluster.decode[0].got))
+    cluster.prefill[0].answer = never
+    whole = asyncio.create_task(cluster.post(BODY))
+    await eventually(lambda: len(cluster.prefill[0].got) == 2)
+    cluster.proxy.end_requests()
     assert error_of((await whole)[1]) == (503, "ServiceUnavailableError")
     *_, error, done, _ = (await streamed)[1].split(b"\n\n")
     assert error_of(error.removeprefix(b"data: ")) == (503, "ServiceUnavailableError")

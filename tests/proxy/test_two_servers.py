@@ -32,8 +32,8 @@ class Pair:
     def __init__(self, stack: ExitStack) -> None:
         flags = ("--kv-transfer-config", json.dumps(CONNECTOR), "--chat-template", str(CHAT_TEMPLATE))
         self.servers = [Server(flags) for _ in range(2)]
-        for one in self.servers:
-            stack.callback(one.stop)
+        for server in self.servers:
+            stack.callback(server.stop)
         self.prefill, self.decode = self.servers
         self.client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{free_port()}", timeout=60))
         command = [sys.executable, "-P", "-m", "minivllm", "proxy", "--port", str(self.client.base_url.port)]
@@ -43,8 +43,8 @@ class Pair:
         stack.callback(self.proxy.terminate)
 
     def wait_until_ready(self) -> None:
-        for one in self.servers:
-            one.wait_until_ready()
+        for server in self.servers:
+            server.wait_until_ready()
         assert eventually(self._is_healthy, 120), "the proxy finds no pair of servers that is healthy"
 
     def _is_healthy(self) -> bool:
@@ -57,9 +57,9 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
     with ExitStack() as stack:
-        found = Pair(stack)
-        found.wait_until_ready()
-        yield found
+        result = Pair(stack)
+        result.wait_until_ready()
+        yield result
 
 
 def tokens_of(client: httpx.Client, body: dict[str, Any]) -> list[list[int]]:
@@ -98,9 +98,9 @@ def test_a_stream(pair: Pair):
     for client in (pair.client, pair.prefill.client):
         *events, done, _ = client.post("/v1/completions", json=body).text.split("\n\n")
         assert done == "data: [DONE]"
-        found = [json.loads(event.removeprefix("data: ")) for event in events]
-        assert found[-1]["usage"]["completion_tokens"] == 16
-        texts.append("".join(choice["text"] for event in found for choice in event["choices"]))
+        results = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert results[-1]["usage"]["completion_tokens"] == 16
+        texts.append("".join(choice["text"] for event in results for choice in event["choices"]))
     assert texts[0] == texts[1]
 
 
@@ -149,7 +149,7 @@ def test_prompts_came_over_the_wire_and_are_counted(pair: Pair):
     assert num_tokens >= len(prompt)
     assert decode.metric("vllm:tcp_xfer_time_seconds_count") > 0
     assert decode.metric("vllm:tcp_bytes_transferred_sum") >= num_bytes
-    sources = (one for one in metrics_of(decode.client).items() if "external_kv_transfer" in one[0])
+    sources = (metric for metric in metrics_of(decode.client).items() if "external_kv_transfer" in metric[0])
     assert num_tokens in dict(sources).values()
 
 

@@ -47,30 +47,30 @@ def differences(entry: dict[str, Any], status: int, kind: str, body: str) -> lis
         return list(_values(_folded(entry["response"]), _folded(body), free))
     if not entry["response"]:
         return [] if not body else [f"a body: {body[:80]}"]
-    wanted, found = json.loads(entry["response"]), json.loads(body)
+    wanted, result = json.loads(entry["response"]), json.loads(body)
     if "error" in wanted:
-        if not found["error"]["message"]:
+        if not result["error"]["message"]:
             return ["an error without a message"]
         keys = ("type", "param", "code")
-        wanted, found = ({key: one["error"].get(key) for key in keys} for one in (wanted, found))
-    return list(_values(wanted, found, free))
+        wanted, result = ({key: item["error"].get(key) for key in keys} for item in (wanted, result))
+    return list(_values(wanted, result, free))
 
 
-def _values(wanted: Any, found: Any, free: bool, path: str = "") -> Iterator[str]:
+def _values(wanted: Any, actual: Any, free: bool, path: str = "") -> Iterator[str]:
     if free and path.rsplit(".", 1)[-1] in FREE:
         return
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        for key in sorted(wanted.keys() | found.keys(), key=str):
+    if isinstance(wanted, dict) and isinstance(actual, dict):
+        for key in sorted(wanted.keys() | actual.keys(), key=str):
             if key not in OWN:
-                yield from _values(wanted.get(key), found.get(key), free, f"{path}.{key}")
-    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
-        for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
-            yield from _values(one, other, free, f"{path}[{index}]")
-    elif isinstance(wanted, float) and isinstance(found, int | float):
-        if abs(wanted - found) > 0.002:
-            yield f"{path}: {found} instead of {wanted}"
-    elif wanted != found:
-        yield f"{path}: {str(found)[:200]!r} instead of {str(wanted)[:200]!r}"
+                yield from _values(wanted.get(key), actual.get(key), free, f"{path}.{key}")
+    elif isinstance(wanted, list) and isinstance(actual, list) and len(wanted) == len(actual):
+        for index, (event, other) in enumerate(zip(wanted, actual, strict=True)):
+            yield from _values(event, other, free, f"{path}[{index}]")
+    elif isinstance(wanted, float) and isinstance(actual, int | float):
+        if abs(wanted - actual) > 0.002:
+            yield f"{path}: {actual} instead of {wanted}"
+    elif wanted != actual:
+        yield f"{path}: {str(actual)[:200]!r} instead of {str(wanted)[:200]!r}"
 
 
 def _folded(body: str) -> dict[str, Any]:
@@ -116,17 +116,17 @@ def _take_in(choices: dict[int, dict[str, Any]], choice: dict[str, Any]) -> str:
     return "role" if delta.get("role") and not text else "delta"
 
 
-def _metrics(wanted: str, found: str) -> Iterator[str]:
+def _metrics(wanted: str, actual: str) -> Iterator[str]:
     for name in (f"vllm:{name}" for name in FAMILIES):
-        if _kind(found, name) != _kind(wanted, name):
-            yield f"{name}: {_kind(found, name)} instead of {_kind(wanted, name)}"
-        elif missing := _labels(wanted, name) & LABELS - _labels(found, name):
+        if _kind(actual, name) != _kind(wanted, name):
+            yield f"{name}: {_kind(actual, name)} instead of {_kind(wanted, name)}"
+        elif missing := _labels(wanted, name) & LABELS - _labels(actual, name):
             yield f"{name}: no labels {sorted(missing)}"
 
 
 def _kind(text: str, name: str) -> str | None:
-    found = re.search(rf"^# TYPE {re.escape(name)} (\w+)$", text, re.MULTILINE)
-    return found and found[1]
+    result = re.search(rf"^# TYPE {re.escape(name)} (\w+)$", text, re.MULTILINE)
+    return result and result[1]
 
 
 def _labels(text: str, name: str) -> set[str]:

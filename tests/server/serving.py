@@ -54,7 +54,7 @@ class Server:
         return [own, *own.children(recursive=True)]
 
     def core(self) -> psutil.Process:
-        return next(one for one in self.processes() if "minivllm.engine.core_main" in one.cmdline())
+        return next(process for process in self.processes() if "minivllm.engine.core_main" in process.cmdline())
 
     def folder(self) -> Path:
         """Return the folder of its sockets."""

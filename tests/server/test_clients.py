@@ -226,18 +226,18 @@ def test_a_prompt_without_room_is_refused(base: Server, length: int, param: str)
 
 def test_the_same_id_may_come_twice(base: Server):
     """A client that tries again must not be told that its first try still runs."""
-    body, found = LONG | {"max_tokens": 60}, []
+    body, result = LONG | {"max_tokens": 60}, []
 
     def ask() -> None:
-        found.append(httpx.post(f"{base.url}/v1/completions", json=body, headers={"X-Request-Id": "twin"}, timeout=60))
+        result.append(httpx.post(f"{base.url}/v1/completions", json=body, headers={"X-Request-Id": "twin"}, timeout=60))
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [reply.status_code for reply in found] == [200] * 3
-    assert {reply.json()["id"] for reply in found} == {"cmpl-twin"}
+    assert [reply.status_code for reply in result] == [200] * 3
+    assert {reply.json()["id"] for reply in result} == {"cmpl-twin"}
 
 
 def test_keys(chat: Server):

@@ -114,12 +114,13 @@ def test_a_tool_that_must_be_called_is_called(chat: Server):
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", None)
     assert (call["type"], call["function"]["name"]) == ("function", "weather")
     assert json.loads(call["function"]["arguments"])["city"] in CITIES["city"]["enum"]
-    one = post(chat, tool_choice="required", tools=TOOLS[:1], parallel_tool_calls=False).json()["choices"][0]
-    assert (one["finish_reason"], one["message"]["tool_calls"][0]["function"]["name"]) == ("tool_calls", "weather")
+    forced = post(chat, tool_choice="required", tools=TOOLS[:1], parallel_tool_calls=False).json()["choices"][0]
+    assert forced["finish_reason"] == "tool_calls"
+    assert forced["message"]["tool_calls"][0]["function"]["name"] == "weather"
     lines = post(chat, tool_choice="required", tools=TOOLS[:1], parallel_tool_calls=False, stream=True).text.split("\n")
     events = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
     [streamed] = [call for event in events for call in event["delta"].get("tool_calls", ())]
-    assert streamed["function"] == one["message"]["tool_calls"][0]["function"]
+    assert streamed["function"] == forced["message"]["tool_calls"][0]["function"]
     assert [event["finish_reason"] for event in events if event["finish_reason"]] == ["tool_calls"]
 
 

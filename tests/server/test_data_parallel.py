@@ -42,7 +42,7 @@ def pair(tmp_path_factory) -> Iterator[Server]:
 
 
 def processes_of(server: Server, kind: str) -> list[psutil.Process]:
-    return [one for one in server.processes() if any(kind in word for word in words_of(one))]
+    return [process for process in server.processes() if any(kind in word for word in words_of(process))]
 
 
 def words_of(process: psutil.Process) -> list[str]:
@@ -53,16 +53,16 @@ def words_of(process: psutil.Process) -> list[str]:
 
 
 def core_1(server: Server) -> psutil.Process:
-    return next(one for one in processes_of(server, CORE) if one.cmdline()[-1] == "1")
+    return next(process for process in processes_of(server, CORE) if process.cmdline()[-1] == "1")
 
 
 def by_engine(server: Server, name: str, label: str = "") -> dict[str, float]:
     """Return a metric's values by core, summed over the rows that have the label."""
     rows = rf'^{name}\{{(?=.*{label}).*engine="(\d)".*\}} (\S+)$'
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for engine, value in re.findall(rows, server.client.get("/metrics").text, re.MULTILINE):
-        found[engine] += float(value)
-    return dict(found)
+        result[engine] += float(value)
+    return dict(result)
 
 
 def test_requests_and_their_aborts_go_to_both_cores(pair: Server):
@@ -103,14 +103,14 @@ def test_a_page_sees_each_step_of_its_core(pair: Server, core: int):
 def test_a_reset_reaches_all_caches(pair: Server):
     def hits() -> dict[str, float]:
         """Send a prompt to both cores; return how many tokens each finds in its cache."""
-        asked, found = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
-        queries, before = by_engine(pair, asked), by_engine(pair, found)
+        asked, result = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+        queries, before = by_engine(pair, asked), by_engine(pair, result)
         for rank in before:
             assert post(pair, SHORT, rank).status_code == 200
         length = len(SHORT["prompt"])
         wanted = {rank: tokens + length for rank, tokens in queries.items()}
         assert eventually(lambda: by_engine(pair, asked) == wanted)
-        after = by_engine(pair, found)
+        after = by_engine(pair, result)
         return {rank: after[rank] - before[rank] for rank in before}
 
     assert hits() == {"0": 0, "1": 0}
@@ -175,5 +175,6 @@ def test_a_killed_core_is_the_end_of_all(pair: Server):
 
 def test_a_killed_rank_is_the_end_of_all(tmp_path):
     with pair_of_cores(tmp_path, "--distributed-executor-backend", "mp") as server:
-        killed(server, next(one for one in core_1(server).children() if any(RANK in word for word in one.cmdline())))
+        children = core_1(server).children()
+        killed(server, next(child for child in children if any(RANK in word for word in child.cmdline())))
     assert not list(tmp_path.iterdir()), "no sockets are left"

@@ -52,17 +52,17 @@ def answer_and_turns(work: Coroutine):
 
 def test_a_long_text_is_tokenized_beside_the_loop_and_back(serving):
     text = "x = [1, 2]\n" * LONG
-    found, turns = answer_and_turns(serving.create_tokenize(TokenizeCompletionRequest(prompt=text)))
+    result, turns = answer_and_turns(serving.create_tokenize(TokenizeCompletionRequest(prompt=text)))
     assert turns > 2
-    again, turns = answer_and_turns(serving.create_detokenize(DetokenizeRequest(tokens=found.tokens)))
+    again, turns = answer_and_turns(serving.create_detokenize(DetokenizeRequest(tokens=result.tokens)))
     assert again.prompt == text
     assert turns > 2
 
 
 @pytest.mark.parametrize("text", ["x = 1", "x = 1\n" * 2000])
 def test_short_and_long_texts_have_the_same_tokens(serving, text):
-    found, _ = answer_and_turns(serving.create_tokenize(TokenizeCompletionRequest(prompt=text)))
-    assert found.tokens == serving.tokenizer.encode(text).ids
+    result, _ = answer_and_turns(serving.create_tokenize(TokenizeCompletionRequest(prompt=text)))
+    assert result.tokens == serving.tokenizer.encode(text).ids
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(serving, monkeypatch):
@@ -86,6 +86,6 @@ def test_what_truncation_drops_of_a_long_text_is_not_tokenized(serving, monkeypa
         serving, "tokenize", lambda part, *further: lengths.append(len(part)) or tokenize(serving, part, *further)
     )
     request = CompletionRequest(prompt="x", truncate_prompt_tokens=40, truncation_side=side)
-    found, _ = answer_and_turns(serving.tokenize_prompt(text, request))
-    assert (found.token_ids, found.text) == (expected, text)
+    result, _ = answer_and_turns(serving.tokenize_prompt(text, request))
+    assert (result.token_ids, result.text) == (expected, text)
     assert lengths == [2 * 512 * 45]

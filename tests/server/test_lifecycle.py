@@ -129,9 +129,9 @@ def test_open_requests_have_as_long_as_was_said():
 def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused():
     in_turns = LONG | {"n": 8, "max_tokens": 400, "temperature": 1}
     with slow_server("--shutdown-timeout", "120", "--xray") as server, server.client.stream("GET", "/xray/events"):
-        found: list[httpx.Response] = []
+        results: list[httpx.Response] = []
         asking = threading.Thread(
-            target=lambda: found.append(httpx.post(f"{server.url}/v1/completions", json=in_turns, timeout=120))
+            target=lambda: results.append(httpx.post(f"{server.url}/v1/completions", json=in_turns, timeout=120))
         )
         asking.start()
         assert eventually(lambda: server.metric("vllm:num_requests_running") == 4)
@@ -139,8 +139,8 @@ def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused()
         assert eventually(lambda: "Shutting down" in server.said())
         assert server.client.post("/v1/completions", json=LONG).status_code == 503
         asking.join(120)
-        assert found[0].status_code == 200
-        assert found[0].json()["usage"]["completion_tokens"] == 8 * 400
+        assert results[0].status_code == 200
+        assert results[0].json()["usage"]["completion_tokens"] == 8 * 400
         assert server.process.wait(PATIENCE) == 0, "an open x-ray page holds up nobody"
 
 
@@ -224,15 +224,15 @@ def test_each_argument_of_the_engine_is_in_one_group():
 
 def test_json_may_be_given_by_its_parts():
     line = "serve m --speculative-config.method ngram --speculative_config.num-speculative-tokens=4 --seed 1"
-    given = _parser().parse_args(line.split())
-    assert (given.speculative_config, given.seed) == ({"method": "ngram", "num_speculative_tokens": 4}, 1)
+    arguments = _parser().parse_args(line.split())
+    assert (arguments.speculative_config, arguments.seed) == ({"method": "ngram", "num_speculative_tokens": 4}, 1)
     line = ["serve", "--compilation-config.pass.x", "--speculative-config", '{"method": "ngram"}', "m"]
-    given = _parser().parse_args(
+    arguments = _parser().parse_args(
         [*line, "--speculative-config.prompt_lookup_max", "2", "--compilation-config.pass.y", "[1]"]
     )
-    assert given.speculative_config == {"method": "ngram", "prompt_lookup_max": 2}
-    assert given.compilation_config == {"pass": {"x": True, "y": [1]}}
-    assert given.model_tag == "m"
+    assert arguments.speculative_config == {"method": "ngram", "prompt_lookup_max": 2}
+    assert arguments.compilation_config == {"pass": {"x": True, "y": [1]}}
+    assert arguments.model_tag == "m"
     for wrong in (["--nothing.method", "x"], ["--speculative-config", "5", "--speculative-config.method", "x"]):
         with pytest.raises(MinivllmError, match=r"nothing|speculative-config is '5'; it must be JSON"):
             _parser().parse_args(["serve", *wrong])

@@ -48,8 +48,8 @@ def folder(tmp_path_factory) -> Path:
 def server(folder: Path) -> Iterator[Server]:
     adapters = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "16", "--max-cpu-loras", "3")
     names = ("--lora-modules", f"a={folder}/a", "--runtime-lora-path", str(folder))
-    with running(*adapters, *names, "--chat-template", str(CHAT_TEMPLATE)) as one:
-        yield one
+    with running(*adapters, *names, "--chat-template", str(CHAT_TEMPLATE)) as started:
+        yield started
 
 
 def asked(server: Server, model: str, **settings) -> httpx.Response:
@@ -223,8 +223,8 @@ def test_without_the_flag_there_are_no_routes_and_no_adapters(base):
 
 
 def test_modules_are_given_as_name_and_path_or_as_json():
-    one, other = lora_modules_of(["a=x/y=z", '{"name": "b", "path": "p", "base_model_name": "m"}'])
-    assert (one.name, one.path, one.base_model_name) == ("a", "x/y=z", None)
+    first, other = lora_modules_of(["a=x/y=z", '{"name": "b", "path": "p", "base_model_name": "m"}'])
+    assert (first.name, first.path, first.base_model_name) == ("a", "x/y=z", None)
     assert (other.name, other.path, other.base_model_name) == ("b", "p", "m")
 
 
@@ -252,7 +252,7 @@ def test_wrong_modules_are_refused(modules, message):
         ({}, {"lora_modules": ["a=b"]}, {}, "--enable-lora"),
         ({}, {"runtime_lora_path": ["."]}, {}, "--enable-lora"),
         ({"enable_lora": True}, {}, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "--runtime-lora-path"),
-        ({"enable_lora": True}, {"runtime_lora_path": ["nothing/here"]}, {}, "no folder"),
+        ({"enable_lora": True}, {"runtime_lora_path": ["nothing/here"]}, {}, "not a folder"),
     ],
 )
 def test_flags_that_do_not_go_together(engine, frontend, environment, message):
@@ -324,7 +324,7 @@ def test_a_folder_may_be_a_link_itself(tmp_path):
     """The folder's own links are its owner's will."""
     shutil.copytree(ADAPTERS / "c", tmp_path / "real" / "c")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    found = adapter_folder(str(tmp_path / "link" / "c"), [str(tmp_path / "link")])
-    assert found == str((tmp_path / "real" / "c").resolve())
+    result = adapter_folder(str(tmp_path / "link" / "c"), [str(tmp_path / "link")])
+    assert result == str((tmp_path / "real" / "c").resolve())
     assert adapter_folder(str(tmp_path / "real" / "c"), [str(tmp_path / "other")]) is None
-    assert adapter_folder(str(tmp_path / "real" / "c"), [str(tmp_path / "gone"), str(tmp_path / "real")]) == found
+    assert adapter_folder(str(tmp_path / "real" / "c"), [str(tmp_path / "gone"), str(tmp_path / "real")]) == result

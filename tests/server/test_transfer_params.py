@@ -39,10 +39,10 @@ def test_and_refuses_all_else(base: Server, params: Any, words: str):
 
 def serving(has_connector: bool = True) -> OpenAIServingCompletion:
     """Make the serving class for its checks only, without an engine behind it."""
-    found = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
-    found.engine = SimpleNamespace(engine_args=SimpleNamespace(kv_transfer_config={} if has_connector else None))  # type: ignore[assignment]
-    found.models = SimpleNamespace(check=lambda name: None, name_in_reply=lambda name: "tiny")  # type: ignore[assignment]
-    return found
+    result = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
+    result.engine = SimpleNamespace(engine_args=SimpleNamespace(kv_transfer_config={} if has_connector else None))  # type: ignore[assignment]
+    result.models = SimpleNamespace(check=lambda name: None, name_in_reply=lambda name: "tiny")  # type: ignore[assignment]
+    return result
 
 
 @pytest.mark.parametrize("params", [{"a": "\ud800"}, {"a": [2**64]}, {"a": {"b": -(2**63) - 1}}])
@@ -60,8 +60,8 @@ def test_they_are_those_of_one_prompt():
 @pytest.mark.parametrize(
     "request_of",
     [
-        lambda given: CompletionRequest(prompt="a", **given),
-        lambda given: ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], **given),
+        lambda params: CompletionRequest(prompt="a", **params),
+        lambda params: ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], **params),
     ],
 )
 def test_the_engine_is_told(request_of):
@@ -94,4 +94,4 @@ def test_and_its_answer_is_the_requests(kind: RequestOutputKind, order: tuple[in
         answer = TOLD if index == 0 else None
         output = EngineCoreOutput(children[index].request_id, [5], finish_reason="length", kv_transfer_params=answer)
         last, _ = processor.process_outputs([output])
-    assert [(one.finished, one.kv_transfer_params) for one in last] == [(True, TOLD)]
+    assert [(output.finished, output.kv_transfer_params) for output in last] == [(True, TOLD)]

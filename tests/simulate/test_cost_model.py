@@ -100,11 +100,11 @@ def test_the_knee_is_where_arithmetic_overtakes_the_weights():
 
 
 def test_two_gpus_halve_what_is_shared():
-    one = llama_on_h100()
+    cost = llama_on_h100()
     two = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100"), tp=2)
-    assert two.kv_bytes_per_token * 2 == one.kv_bytes_per_token
-    assert two.flops_per_token * 2 == one.flops_per_token
-    assert two.weight_bytes == pytest.approx(one.weight_bytes / 2, rel=0.01)
+    assert two.kv_bytes_per_token * 2 == cost.kv_bytes_per_token
+    assert two.flops_per_token * 2 == cost.flops_per_token
+    assert two.weight_bytes == pytest.approx(cost.weight_bytes / 2, rel=0.01)
 
 
 COEFFICIENT = st.sampled_from([0.0, 0.2, 1.0, 5.0])
@@ -119,10 +119,10 @@ def test_a_fit_finds_a_line_that_is_there(steps, coefficients, step_seconds):
     steady, *rest = (c * s for c, s in zip(coefficients, (1.0, 1e-1, 1e-2, 1e-4), strict=True))
     truth = FittedCost(*(step_seconds * c for c in (1 + steady, *rest)))
     measured = [MeasuredStep(shape, truth.seconds(shape)) for shape in map(StepShape.of, steps)]
-    found = FittedCost.fit(measured)
-    assert min(found.per_step, found.per_request, found.per_token, found.per_pair) >= 0
-    assert model_error(found, measured).median_step < 1e-3
-    assert model_error(found, measured).total == pytest.approx(0, abs=1e-3)
+    result = FittedCost.fit(measured)
+    assert min(result.per_step, result.per_request, result.per_token, result.per_pair) >= 0
+    assert model_error(result, measured).median_step < 1e-3
+    assert model_error(result, measured).total == pytest.approx(0, abs=1e-3)
 
 
 def test_a_fit_survives_steps_that_are_all_alike():
@@ -133,9 +133,9 @@ def test_a_fit_survives_steps_that_are_all_alike():
 def test_a_fit_with_a_falling_cost_leaves_that_out():
     """More tokens in less time is noise, not a law: no coefficient may be negative."""
     measured = [MeasuredStep(StepShape.of([(n, 0)]), 0.1 - 0.001 * n) for n in range(1, 40)]
-    found = FittedCost.fit(measured)
-    assert min(found.per_step, found.per_request, found.per_token, found.per_pair) >= 0
-    assert found.per_step + found.per_request == pytest.approx(0.08, rel=0.1)
+    result = FittedCost.fit(measured)
+    assert min(result.per_step, result.per_request, result.per_token, result.per_pair) >= 0
+    assert result.per_step + result.per_request == pytest.approx(0.08, rel=0.1)
 
 
 def test_the_error_is_the_one_that_was_made():

@@ -36,10 +36,10 @@ def test_the_bubble_is_that_of_a_drawn_pipeline():
 
 
 def test_one_gpu_is_the_same_in_every_way():
-    one = [Deployment(LLAMA, H100, way, 1) for way in WAYS]
-    assert len({deployment.kv_tokens() for deployment in one}) <= 2
+    deployments = [Deployment(LLAMA, H100, way, 1) for way in WAYS]
+    assert len({deployment.kv_tokens() for deployment in deployments}) <= 2
     shape = StepShape.of([(1, 500)] * 8)
-    assert len({deployment.cost().seconds(shape) for deployment in one}) == 1
+    assert len({deployment.cost().seconds(shape) for deployment in deployments}) == 1
 
 
 def test_what_is_left_for_the_cache():
@@ -62,15 +62,15 @@ def test_only_tensor_parallelism_makes_a_lone_token_faster():
 def test_a_tight_service_level_calls_for_tp_and_a_loose_one_for_dp(seed):
     """Also for other draws of the requests than the lesson's, which move the knees."""
     tp, dp = (Deployment(LLAMA, H100, way, 4) for way in ("TP", "DP"))
-    met = {rate: [serve(one, rate, 60, seed=seed) for one in (tp, dp)] for rate in (115, 165)}
-    assert [one.attainment(0.5, 0.0075) >= 0.9 for one in met[115]] == [True, False]
-    assert [one.attainment(0.5, 0.010) >= 0.9 for one in met[165]] == [False, True]
+    met = {rate: [serve(item, rate, 60, seed=seed) for item in (tp, dp)] for rate in (115, 165)}
+    assert [run.attainment(0.5, 0.0075) >= 0.9 for run in met[115]] == [True, False]
+    assert [run.attainment(0.5, 0.010) >= 0.9 for run in met[165]] == [False, True]
 
 
 def test_engines_share_the_load():
     """Four engines at four times the rate are one engine, four times."""
-    one, four = Deployment(LLAMA, H100, "DP", 1), Deployment(LLAMA, H100, "DP", 4)
-    alone, together = serve(one, 15, 30), serve(four, 60, 30)
+    first, four = Deployment(LLAMA, H100, "DP", 1), Deployment(LLAMA, H100, "DP", 4)
+    alone, together = serve(first, 15, 30), serve(four, 60, 30)
     assert together.throughput == pytest.approx(4 * alone.throughput)
     assert together.run.stays == alone.run.stays
 
@@ -91,8 +91,8 @@ def test_a_model_that_does_not_fit_is_refused():
     assert_refused("known are TP, PP, DP", replace, Deployment(LLAMA, H100, "TP", 4), way="EP")
 
 
-@pytest.mark.parametrize(("true", "found"), [(27, 26.25), (100, 40), (5, 0)])
-def test_the_knee_by_hand(true, found):
+@pytest.mark.parametrize(("true", "knee"), [(27, 26.25), (100, 40), (5, 0)])
+def test_the_knee_by_hand(true, knee):
     """The bisection between 20 and 40, with a knee at 27, tries 30, 25, 27.5 and 26.25, as the
     lesson says.
     """
@@ -102,6 +102,6 @@ def test_the_knee_by_hand(true, found):
         tried.append(rate)
         return 1.0 if rate <= true else 0.5
 
-    assert find_knee(attainment, 20, 40, 4) == found
+    assert find_knee(attainment, 20, 40, 4) == knee
     if true == 27:
         assert tried == [20, 40, 30, 25, 27.5, 26.25]

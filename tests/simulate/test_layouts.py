@@ -56,9 +56,9 @@ def test_stretches_give_what_single_steps_give(rate: float):
     run = served(rate)
     work = [SimulatedRequest(256, 64, at) for at in gamma_arrivals(rate, 240, seed=3)]
     exact = simulate(work, *ONE.configs(10**6), ONE.cost).requests[:120]
-    assert run.ttfts == pytest.approx(sorted(one.ttft for one in exact), rel=0.02, abs=1e-4)
-    assert run.tpots == pytest.approx(sorted(one.tpot for one in exact), rel=0.01)
-    assert all(one.ended and one.tokens == 64 for one in run.stays)
+    assert run.ttfts == pytest.approx(sorted(request.ttft for request in exact), rel=0.02, abs=1e-4)
+    assert run.tpots == pytest.approx(sorted(request.tpot for request in exact), rel=0.01)
+    assert all(stay.ended and stay.tokens == 64 for stay in run.stays)
 
 
 def test_a_prompt_that_is_cut_gives_its_first_token_when_its_last_piece_is_computed():
@@ -76,7 +76,7 @@ def test_littles_law_holds(rate: float):
     """Requests inside = rate × time that each stays, as many leaving as come."""
     at_start = round(ONE.steady(256, 64, ONE.kv_tokens()).batch(rate))
     run = served(rate, at_start=at_start)
-    stay = statistics.mean(one.last - one.arrival for one in run.stays)
+    stay = statistics.mean(stay.last - stay.arrival for stay in run.stays)
     assert run.request_seconds / run.end == pytest.approx(run.come / run.end * stay, rel=0.12)
 
 
@@ -108,7 +108,7 @@ def test_at_low_load_a_first_token_waits_as_in_an_m_d_1_queue():
     prompt, rho = 2048, 0.3
     service = ONE.cost.seconds(StepShape.of([(prompt, 0)]))
     run = served(rho / service, prompt, 1, counted=2000)
-    waits = [one.first - one.arrival - service for one in run.stays]
+    waits = [stay.first - stay.arrival - service for stay in run.stays]
     assert statistics.mean(waits) == pytest.approx(rho * service / (2 * (1 - rho)), rel=0.15)
 
 
@@ -127,7 +127,7 @@ def test_beginning_in_the_middle_of_things_saves_the_time_to_fill_up():
 
 def test_two_gpus_read_half_of_the_weights_each_in_a_step():
     costs = [replace(ONE, layout=Layout(tp, 1, 1)).cost.step.roofline for tp in (1, 2, 4)]
-    assert [costs[0].weight_bytes / one.weight_bytes for one in costs] == pytest.approx([1, 2, 4], rel=0.01)
+    assert [costs[0].weight_bytes / cost.weight_bytes for cost in costs] == pytest.approx([1, 2, 4], rel=0.01)
     alone, four = (replace(ONE, layout=Layout(tp, 1, 1)).cost for tp in (1, 4))
     shape = StepShape.of([(1, 500)])
     assert alone.step.link_seconds(shape) == 0 < four.step.link_seconds(shape)
@@ -138,14 +138,14 @@ def test_what_does_not_fit_says_how_many_bytes_it_wants():
     with pytest.raises(MinivllmError, match=r"weights take 131\.4 GiB of each GPU, and 72\.8 may be used"):
         PlacedModel(LARGE, H100, Layout(1, 1, 8)).kv_tokens()
     assert weight_bytes(LARGE, "auto") / 2**30 == pytest.approx(131.4, abs=0.1)
-    room = [PlacedModel(LARGE, H100, Layout(*one)).kv_tokens() for one in ((2, 1, 1), (4, 1, 1), (8, 1, 1))]
+    room = [PlacedModel(LARGE, H100, Layout(*item)).kv_tokens() for item in ((2, 1, 1), (4, 1, 1), (8, 1, 1))]
     assert room == sorted(room)
     freed = weight_bytes(LARGE, "auto", 4) - weight_bytes(LARGE, "auto", 8)
     assert room[2] - 2 * room[1] == pytest.approx(freed / kv_bytes_per_token(LARGE, "auto", 8), rel=0.05)
 
 
 def test_stages_divide_the_weights_as_tensor_parallel_does_and_batches_share_the_room():
-    stages, cut = (PlacedModel(LARGE, H100, Layout(*one)) for one in ((1, 4, 1), (4, 1, 1)))
+    stages, cut = (PlacedModel(LARGE, H100, Layout(*item)) for item in ((1, 4, 1), (4, 1, 1)))
     assert stages.kv_tokens() * 4 == pytest.approx(cut.kv_tokens(), rel=0.1)
     assert stages.cost.seconds(StepShape.of([(1, 500)])) > 3 * cut.cost.seconds(StepShape.of([(1, 500)]))
 
@@ -186,15 +186,15 @@ def test_dealing_in_turn_is_what_vllms_rule_comes_to_where_requests_are_alike(ra
     count, groups = 240, 4
     arrivals, replicas = poisson_arrivals(rate, count), [Replica(*ONE.configs(10**6)) for _ in range(groups)]
     for index, at in enumerate(arrivals):
-        for one in replicas:
-            one.run_to(at)
+        for replica in replicas:
+            replica.run_to(at)
         request = to_request(index, SimulatedRequest(256, 64, at), at)
         min(replicas, key=Replica.load).scheduler.add_request(request)
-    for one in replicas:
-        one.run_to(1e6)
-    times = {key: found for one in replicas for key, found in one.tokens.items() if key >= count // 4}
-    ttfts = [found[0] - arrivals[key] for key, found in times.items()]
-    tpots = [(found[-1] - found[0]) / 63 for found in times.values()]
+    for replica in replicas:
+        replica.run_to(1e6)
+    times = {key: moments for replica in replicas for key, moments in replica.tokens.items() if key >= count // 4}
+    ttfts = [moments[0] - arrivals[key] for key, moments in times.items()]
+    tpots = [(moments[-1] - moments[0]) / 63 for moments in times.values()]
 
     in_turn = gamma_arrivals(rate / groups, count, burstiness=groups)
     mine = result(OpenLoad([RequestLengths(256, 64)] * count, in_turn, 120, 0))

@@ -32,7 +32,7 @@ def write(folder: Path, text: str, name: str = "own.csv") -> str:
 
 
 def pairs(requests: list[RequestLengths]) -> list[tuple[int, int]]:
-    return [(one.prompt_tokens, one.output_tokens) for one in requests]
+    return [(request.prompt_tokens, request.output_tokens) for request in requests]
 
 
 @given(
@@ -151,7 +151,7 @@ def test_no_file_and_no_text(tmp_path):
         "~nobody-here/own.csv": "there is no file",
         "x" * 5000 + ".csv": "there is no file",
         "nul\0.csv": "there is no file",
-        str(tmp_path / "own.csv"): "no text in UTF-8",
+        str(tmp_path / "own.csv"): "not a text file in UTF-8",
         "poems": "unknown workload 'poems': use one of sharegpt, .* or the path of a CSV file",
     }.items():
         with pytest.raises(MinivllmError, match=words) as refusal:

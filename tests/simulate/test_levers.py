@@ -167,10 +167,10 @@ def test_without_paging_as_many_run_as_whole_reservations_fit():
 
 def test_requests_wait_or_are_preempted_where_the_pool_is_full():
     work = LeverWorkload("large", "", (SimulatedRequest(900, 200),) * 12)
-    found = run(replace(FULL, gqa=False), work, L4)
-    assert found.kv_tokens < 6 * 1100
-    assert found.preemptions > 0
-    assert found.mean_batch < 6
+    result = run(replace(FULL, gqa=False), work, L4)
+    assert result.kv_tokens < 6 * 1100
+    assert result.preemptions > 0
+    assert result.mean_batch < 6
     assert run(FULL, work, L4).mean_batch > 11
 
 
@@ -197,11 +197,11 @@ def test_no_more_run_at_once_than_the_server_lets_in():
 
 def test_prefix_caching_finds_the_system_prompt_once_it_is_published():
     work = shared_chat(24, system_tokens=512)
-    found = run(FULL, work)
+    result = run(FULL, work)
     prompts = sum(request.prompt_tokens for request in work.requests)
-    assert found.prefix_hit_rate == pytest.approx(23 * 512 / prompts)
+    assert result.prefix_hit_rate == pytest.approx(23 * 512 / prompts)
     assert run(replace(FULL, prefix_caching=False), work).prefix_hit_rate == 0
-    saved = run(replace(FULL, prefix_caching=False), work).computed_tokens - found.computed_tokens
+    saved = run(replace(FULL, prefix_caching=False), work).computed_tokens - result.computed_tokens
     assert saved == 23 * 512
 
 
@@ -211,10 +211,10 @@ def test_speculation_takes_as_many_steps_as_drafts_are_accepted(acceptance, step
     yet; or one a step.
     """
     work = replace(EVEN, acceptance=acceptance)
-    found = run(replace(FULL, speculative_tokens=3), work)
-    assert found.steps == (steps + 1 if acceptance else steps)
+    result = run(replace(FULL, speculative_tokens=3), work)
+    assert result.steps == (steps + 1 if acceptance else steps)
     if not acceptance:
-        assert found.tokens_per_second < run(FULL, work).tokens_per_second, "rejected drafts only cost"
+        assert result.tokens_per_second < run(FULL, work).tokens_per_second, "rejected drafts only cost"
 
 
 @settings(max_examples=25, deadline=None)
@@ -223,34 +223,35 @@ def test_every_combination_serves_all_tokens_and_no_step_beats_the_data_sheet(ru
     levers = Levers()
     for rung in rungs:
         levers = rung.pull(levers)
-    found = run(levers, gpu=gpu)
-    assert found.tokens_per_second == pytest.approx(EVEN.output_tokens / found.seconds)
-    assert found.computed_tokens >= 8 * 59
-    assert 0 < found.mean_batch <= 8
+    result = run(levers, gpu=gpu)
+    assert result.tokens_per_second == pytest.approx(EVEN.output_tokens / result.seconds)
+    assert result.computed_tokens >= 8 * 59
+    assert 0 < result.mean_batch <= 8
     weights = lever_weight_bytes(levers, lever_model(levers, LLAMA))
-    assert found.seconds > found.steps * weights / gpu.bandwidth
+    assert result.seconds > result.steps * weights / gpu.bandwidth
 
 
 def test_the_ladder_has_every_lever_once_and_ends_with_all_of_them():
-    assert sorted(rung.field for rung in LADDER) == sorted(one.name for one in fields(Levers))
-    found = ladder(LLAMA, H100, EVEN)
-    assert [rung for rung, _, _ in found] == [None, *LADDER]
-    assert found[0][1] == Levers()
-    for (_, before, _), (rung, after, _) in pairwise(found):
+    assert sorted(rung.field for rung in LADDER) == sorted(field.name for field in fields(Levers))
+    result = ladder(LLAMA, H100, EVEN)
+    assert [rung for rung, _, _ in result] == [None, *LADDER]
+    assert result[0][1] == Levers()
+    for (_, before, _), (rung, after, _) in pairwise(result):
         assert rung is not None
         assert after == rung.pull(before) != before
-    assert found[-1][2].tokens_per_second > 3 * found[0][2].tokens_per_second
+    assert result[-1][2].tokens_per_second > 3 * result[0][2].tokens_per_second
 
 
 def test_workloads_are_as_they_say():
     chat, mixed = shared_chat(40, 100), long_and_short(40)
-    assert len({one.prompt_token_ids[:100] for one in chat.requests if one.prompt_token_ids}) == 1
-    assert len({one.prompt_token_ids[100] for one in chat.requests if one.prompt_token_ids}) == 40
-    assert max(one.prompt_tokens + one.output_tokens for one in (*chat.requests, *mixed.requests)) <= 4096
-    assert max(one.prompt_tokens for one in mixed.requests) > 10 * min(one.prompt_tokens for one in mixed.requests)
-    quarter = [one.output_tokens for one in shared_chat(40, 100, shorter=4).requests]
-    assert quarter == [max(1, one.output_tokens // 4) for one in chat.requests]
-    assert mixed.output_tokens == sum(one.output_tokens for one in mixed.requests)
+    assert len({request.prompt_token_ids[:100] for request in chat.requests if request.prompt_token_ids}) == 1
+    assert len({request.prompt_token_ids[100] for request in chat.requests if request.prompt_token_ids}) == 40
+    assert max(item.prompt_tokens + item.output_tokens for item in (*chat.requests, *mixed.requests)) <= 4096
+    prompts = [request.prompt_tokens for request in mixed.requests]
+    assert max(prompts) > 10 * min(prompts)
+    quarter = [request.output_tokens for request in shared_chat(40, 100, shorter=4).requests]
+    assert quarter == [max(1, request.output_tokens // 4) for request in chat.requests]
+    assert mixed.output_tokens == sum(request.output_tokens for request in mixed.requests)
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ def test_a_crossing_lies_between_two_loads_and_is_the_last_one():
 
 def test_a_looser_limit_never_lowers_a_crossing():
     values = [1, 3, 2, 8, 5, 40, 90]
-    found = [crossing(range(1, 8), values, limit) for limit in range(1, 100)]
-    assert found == sorted(found)
+    results = [crossing(range(1, 8), values, limit) for limit in range(1, 100)]
+    assert results == sorted(results)
 
 
 def test_shares_of_ordered_values():

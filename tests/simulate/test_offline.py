@@ -44,21 +44,21 @@ def workloads(draw):
 def test_the_steps_are_those_of_the_simulation(case, shape_of):
     work, config, blocks = case
     single = simulate(work, config, blocks, COST, acceptance=0.5, shape_of=shape_of)
-    found = run_offline(work, config, blocks, acceptance=0.5, shape_of=shape_of)
-    assert list(found.shapes()) == [step.shape for step in single.steps]
-    assert found.num_steps == len(single.steps)
-    assert found.preemptions == single.num_preemptions
-    assert found.prefix_hits == sum(one.num_cached_tokens for one in single.requests)
-    assert found.seconds(COST) == pytest.approx(single.seconds, rel=1e-4)
-    assert found.request_steps == sum(step.shape.num_reqs for step in single.steps)
-    assert found.computed_tokens == sum(step.shape.num_tokens for step in single.steps)
+    result = run_offline(work, config, blocks, acceptance=0.5, shape_of=shape_of)
+    assert list(result.shapes()) == [step.shape for step in single.steps]
+    assert result.num_steps == len(single.steps)
+    assert result.preemptions == single.num_preemptions
+    assert result.prefix_hits == sum(request.num_cached_tokens for request in single.requests)
+    assert result.seconds(COST) == pytest.approx(single.seconds, rel=1e-4)
+    assert result.request_steps == sum(step.shape.num_reqs for step in single.steps)
+    assert result.computed_tokens == sum(step.shape.num_tokens for step in single.steps)
 
 
 def test_a_long_run_takes_few_strokes():
     work = [SimulatedRequest(20, 400), SimulatedRequest(20, 300)]
-    found = run_offline(work, SchedulerConfig(max_model_len=512), CacheConfig(num_gpu_blocks=100))
-    assert found.num_steps == 400
-    assert len(found.stretches) == 3  # both prompts, both until one ends, one alone
+    result = run_offline(work, SchedulerConfig(max_model_len=512), CacheConfig(num_gpu_blocks=100))
+    assert result.num_steps == 400
+    assert len(result.stretches) == 3  # both prompts, both until one ends, one alone
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import MinivllmError
-from minivllm_lab.continuous_batching.slots import seat
+from minivllm_lab.continuous_batching.seats import assign_seats
 from minivllm_simulate.cost_model import FittedCost, StepShape
 from minivllm_simulate.simulated_engine import GENERATED
 from minivllm_simulate.virtual_clock import SimulatedRequest, percentile, simulate, simulate_in_parts
@@ -30,7 +30,7 @@ def workloads(draw):
     lengths = draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=10))
     arrivals = draw(st.lists(st.floats(0, 30), min_size=len(lengths), max_size=len(lengths)))
     priorities = draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
-    work = [SimulatedRequest(*one, at, p) for one, at, p in zip(lengths, arrivals, priorities, strict=True)]
+    work = [SimulatedRequest(*length, at, p) for length, at, p in zip(lengths, arrivals, priorities, strict=True)]
     config = SchedulerConfig(
         max_model_len=48,
         max_num_seqs=draw(st.integers(1, 6)),
@@ -52,11 +52,10 @@ def replayed(work, config, blocks, simulation):
     for step in simulation.steps:
         for index in sorted(range(len(work)), key=lambda i: work[i].arrival):
             if index not in added and work[index].arrival <= step.start:
-                one, name = work[index], str(index)
-                prompt = [10_000 * (index + 1) + position for position in range(one.prompt_tokens)]
-                scheduler.add_request(
-                    Request(name, prompt, max_tokens=one.output_tokens, arrival_time=one.arrival, priority=one.priority)
-                )
+                spec, name = work[index], str(index)
+                prompt = [10_000 * (index + 1) + position for position in range(spec.prompt_tokens)]
+                times = {"arrival_time": spec.arrival, "priority": spec.priority}
+                scheduler.add_request(Request(name, prompt, max_tokens=spec.output_tokens, **times))
                 added.add(index)
         output = scheduler.schedule()
         new, live = output.num_scheduled_tokens, scheduler.requests
@@ -83,7 +82,7 @@ def test_the_simulated_scheduler_decides_the_same_as_the_real_one(case):
 def test_every_token_comes_once_within_the_limits_and_time_only_goes_forward(case):
     work, config, blocks = case
     simulation = simulate(work, config, blocks, COST)
-    assert [len(one.token_times) for one in simulation.requests] == [one.output_tokens for one in work]
+    assert [len(request.token_times) for request in simulation.requests] == [request.output_tokens for request in work]
     for request, spec in zip(simulation.requests, work, strict=True):
         assert request.token_times == sorted(set(request.token_times)), "one token a step"
         assert request.ttft > 0
@@ -92,8 +91,8 @@ def test_every_token_comes_once_within_the_limits_and_time_only_goes_forward(cas
         assert request.tpot * max(spec.output_tokens - 1, 0) == pytest.approx(sum(request.itls))
     ends = [step.start + step.seconds for step in simulation.steps]
     assert all(start >= end for start, end in zip([s.start for s in simulation.steps[1:]], ends, strict=False))
-    assert {time for one in simulation.requests for time in one.token_times} <= set(ends)
-    assert simulation.output_tokens == sum(one.output_tokens for one in work)
+    assert {time for request in simulation.requests for time in request.token_times} <= set(ends)
+    assert simulation.output_tokens == sum(request.output_tokens for request in work)
     assert simulation.num_preemptions == sum(len(step.preempted) for step in simulation.steps)
     for step in simulation.steps:
         assert step.seconds == pytest.approx(COST.seconds(step.shape))
@@ -102,7 +101,7 @@ def test_every_token_comes_once_within_the_limits_and_time_only_goes_forward(cas
         assert 0 <= step.kv_cache_usage <= 1
     if not simulation.num_preemptions and not blocks.enable_prefix_caching:
         computed = sum(step.shape.num_tokens for step in simulation.steps)
-        assert computed == sum(one.prompt_tokens + one.output_tokens - 1 for one in work)
+        assert computed == sum(request.prompt_tokens + request.output_tokens - 1 for request in work)
 
 
 def test_the_clock_jumps_over_idle_time_and_throughput_counts_from_the_first_arrival():
@@ -119,8 +118,8 @@ def test_equal_prompts_hit_the_prefix_cache_and_made_up_ones_do_not():
     config, blocks = SchedulerConfig(max_model_len=64), CacheConfig(num_gpu_blocks=40, block_size=4)
     shared = [SimulatedRequest(17, 2, arrival, prompt_token_ids=list(range(17))) for arrival in (0.0, 50.0)]
     own = [SimulatedRequest(17, 2, arrival) for arrival in (0.0, 50.0)]
-    assert [one.num_cached_tokens for one in simulate(shared, config, blocks, COST).requests] == [0, 16]
-    assert [one.num_cached_tokens for one in simulate(own, config, blocks, COST).requests] == [0, 0]
+    assert [request.num_cached_tokens for request in simulate(shared, config, blocks, COST).requests] == [0, 16]
+    assert [request.num_cached_tokens for request in simulate(own, config, blocks, COST).requests] == [0, 0]
 
 
 def test_a_run_that_is_cut_short_keeps_what_it_has_seen():
@@ -135,10 +134,10 @@ def test_a_run_that_is_cut_short_keeps_what_it_has_seen():
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.floats(0, 1))
 def test_a_percentile_is_a_value_that_enough_do_not_exceed(values, share):
-    found = percentile(values, share)
-    assert found in values
-    assert sum(value <= found for value in values) >= share * len(values)
-    assert all(sum(v <= value for v in values) < share * len(values) for value in values if value < found)
+    result = percentile(values, share)
+    assert result in values
+    assert sum(value <= result for value in values) >= share * len(values)
+    assert all(sum(v <= value for v in values) < share * len(values) for value in values if value < result)
 
 
 SMALL = SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=9)
@@ -149,7 +148,7 @@ SMALL = SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=9)
     [
         ([], "at least one request"),
         ([SimulatedRequest(8, 1)], "max_model_len"),
-        ([SimulatedRequest(3, 1, prompt_token_ids=[1])], "says 3"),
+        ([SimulatedRequest(3, 1, prompt_token_ids=[1])], "prompt_tokens is 3"),
         *(
             ([SimulatedRequest(2, 2, after=after), SimulatedRequest(2, 2, after=0)], "after")
             for after in (0, 1, 7)  # itself, one that waits for it, none
@@ -176,7 +175,7 @@ def test_a_percentile_of_nothing_or_beyond_all_is_refused():
 def test_everybody_keeps_a_seat_until_he_leaves(case):
     work, config, blocks = case
     steps = [list(step.scheduled) for step in simulate(work, config, blocks, COST).steps]
-    rows = seat(steps, config.max_num_seqs)
+    rows = assign_seats(steps, config.max_num_seqs)
     assert len(rows) == config.max_num_seqs
     for index, step in enumerate(steps):
         assert sorted(filter(None, (row[index] for row in rows))) == sorted(step)
@@ -197,14 +196,14 @@ def test_a_follower_comes_after_its_predecessor_and_finds_its_blocks():
         SimulatedRequest(len(first), 8, 1.0, prompt_token_ids=first),
     ]
     blocks = CacheConfig(num_gpu_blocks=20, block_size=4)
-    found = simulate(work, SchedulerConfig(max_model_len=64), blocks, COST)
-    later, earlier = found.requests
+    run = simulate(work, SchedulerConfig(max_model_len=64), blocks, COST)
+    later, earlier = run.requests
     assert later.arrival == pytest.approx(earlier.token_times[-1] + 2.5)
     assert min(later.token_times) > later.arrival
     # The first request's last token was never computed, so its block was not full.
     assert later.num_cached_tokens == 16
-    assert sum(step.prefix_hits for step in found.steps) == 16
-    assert sum(step.prefix_queries for step in found.steps) == len(first) + len(second)
+    assert sum(step.prefix_hits for step in run.steps) == 16
+    assert sum(step.prefix_queries for step in run.steps) == len(first) + len(second)
 
 
 @given(workloads(), st.integers(1, 4), st.sampled_from([0.0, 0.5, 1.0]))
@@ -213,10 +212,10 @@ def test_drafts_change_the_steps_and_not_the_tokens(case, num_drafts, acceptance
     work, config, blocks = case
     config = replace(config, drafting=DraftingConfig(num_speculative_tokens=num_drafts))
     blocks = replace(blocks, num_gpu_blocks=blocks.num_gpu_blocks + 1)  # for the drafts of the longest request
-    found = simulate(work, config, blocks, COST, acceptance=acceptance)
-    assert [len(one.token_times) for one in found.requests] == [one.output_tokens for one in work]
-    assert max(step.shape.num_tokens for step in found.steps) <= config.max_num_batched_tokens
-    for request in found.requests:
+    run = simulate(work, config, blocks, COST, acceptance=acceptance)
+    assert [len(request.token_times) for request in run.requests] == [request.output_tokens for request in work]
+    assert max(step.shape.num_tokens for step in run.steps) <= config.max_num_batched_tokens
+    for request in run.requests:
         assert request.token_times == sorted(request.token_times)
         most = max(request.token_times.count(time) for time in request.token_times)
         assert most <= 1 + num_drafts * (acceptance > 0)
@@ -228,18 +227,18 @@ def test_accepted_drafts_are_as_many_as_the_acceptance_says():
     """
     work = [SimulatedRequest(4, 4001)]
     config = SchedulerConfig(max_model_len=8192, drafting=DraftingConfig(num_speculative_tokens=3))
-    found = simulate(work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=0.6)
-    assert 4000 / (len(found.steps) - 1) == pytest.approx((1 - 0.6**4) / (1 - 0.6), rel=0.03)
+    run = simulate(work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=0.6)
+    assert 4000 / (len(run.steps) - 1) == pytest.approx((1 - 0.6**4) / (1 - 0.6), rel=0.03)
     with pytest.raises(MinivllmError, match="acceptance"):
         simulate(work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=1.2)
 
 
 def test_without_a_cache_a_step_computes_all_that_was_computed_before():
     work, blocks = [SimulatedRequest(5, 4)], CacheConfig(num_gpu_blocks=9, enable_prefix_caching=False)
-    found = simulate(work, SchedulerConfig(max_model_len=16), blocks, COST, shape_of=StepShape.without_cache)
-    assert [step.shape.num_tokens for step in found.steps] == [5, 6, 7, 8]
-    assert [step.shape.num_pairs for step in found.steps] == [15, 21, 28, 36]
-    assert [step.scheduled["0"] for step in found.steps] == [5, 1, 1, 1]
+    run = simulate(work, SchedulerConfig(max_model_len=16), blocks, COST, shape_of=StepShape.without_cache)
+    assert [step.shape.num_tokens for step in run.steps] == [5, 6, 7, 8]
+    assert [step.shape.num_pairs for step in run.steps] == [15, 21, 28, 36]
+    assert [step.scheduled["0"] for step in run.steps] == [5, 1, 1, 1]
 
 
 class NoCost:
@@ -252,7 +251,7 @@ def test_no_arrival_and_no_step_is_before_time_zero(seconds):
     for arrival in (seconds, "now", None):
         words = r"arrival is .*; it must be 0 seconds or more"
         assert_refused(words, SimulatedRequest, 1, 1, arrival=arrival)
-    assert_refused("the cost model says", simulate, [SimulatedRequest(1, 2)], *SMALL, NoCost(seconds))
+    assert_refused("the cost model returns", simulate, [SimulatedRequest(1, 2)], *SMALL, NoCost(seconds))
 
 
 @given(workloads(), st.integers(1, 9))

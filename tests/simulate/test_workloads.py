@@ -32,17 +32,17 @@ def test_quantiles_rise_and_are_whole_tokens(which, shares):
 
 
 def test_a_seed_draws_the_same_requests_and_another_seed_others():
-    one = workload("sharegpt")
-    assert one.sample(50, seed=3) == one.sample(50, seed=3)
-    assert one.sample(50, seed=3) != one.sample(50, seed=4)
-    assert one.sample(20, seed=3) == one.sample(50, seed=3)[:20]
+    chats = workload("sharegpt")
+    assert chats.sample(50, seed=3) == chats.sample(50, seed=3)
+    assert chats.sample(50, seed=3) != chats.sample(50, seed=4)
+    assert chats.sample(20, seed=3) == chats.sample(50, seed=3)[:20]
 
 
 def test_sampled_means_are_the_sources():
-    for one in WORKLOADS.values():
-        drawn = one.sample(20_000)
-        assert statistics.mean(request.prompt_tokens for request in drawn) == pytest.approx(one.prompt.mean, rel=0.03)
-        assert statistics.mean(request.output_tokens for request in drawn) == pytest.approx(one.output.mean, rel=0.03)
+    for kind in WORKLOADS.values():
+        drawn = kind.sample(20_000)
+        assert statistics.mean(request.prompt_tokens for request in drawn) == pytest.approx(kind.prompt.mean, rel=0.03)
+        assert statistics.mean(request.output_tokens for request in drawn) == pytest.approx(kind.output.mean, rel=0.03)
 
 
 def test_a_distribution_without_quantiles_is_exponential():

@@ -157,8 +157,8 @@ def test_nothing_sticks_out_of_a_page_on_a_telephone_and_none_complains(opened, 
     with opened("index.html", width=400) as tab:
         for name in pages:
             tab.page.goto(f"{site.as_uri()}/{name}")
-            found = tab.page.evaluate(STICKS_OUT)
-            if found or tab.page.evaluate("document.documentElement.scrollWidth > innerWidth"):
-                wide[name] = found
+            result = tab.page.evaluate(STICKS_OUT)
+            if result or tab.page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+                wide[name] = result
         assert wide == {}
         assert tab.complaints() == []

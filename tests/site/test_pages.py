@@ -50,9 +50,9 @@ def pages(site: Path) -> dict[Path, Parsed]:
 
 def article(site: Path, name: str) -> str:
     """Return the HTML of a page's own text."""
-    found = re.search(r"<article.*?</article>", (site / f"{name}.html").read_text(), re.DOTALL)
-    assert found
-    return found[0]
+    result = re.search(r"<article.*?</article>", (site / f"{name}.html").read_text(), re.DOTALL)
+    assert result
+    return result[0]
 
 
 def problems(site: Path, pages: dict[Path, Parsed]) -> Iterator[str]:
@@ -81,7 +81,7 @@ def test_a_broken_link_and_a_broken_anchor_would_be_noticed(tmp_path: Path):
 
 def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Parsed]):
     loaded = [(path.name, link) for path, page in pages.items() for tag, link in page.links if tag != "a"]
-    assert [one for one in loaded if re.match(r"[a-z]+:|//", one[1]) and not one[1].startswith("data:")] == []
+    assert [link for link in loaded if re.match(r"[a-z]+:|//", link[1]) and not link[1].startswith("data:")] == []
     for path in site.rglob("*.css"):
         addresses = re.findall(r"url\(\s*[\"']?(?!data:|#)([^)\"']+)|@import", path.read_text())
         assert not [address for address in addresses if "//" in address], path.name
@@ -208,6 +208,6 @@ def test_a_hint_is_the_entry_without_links_and_forms():
 
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(MinivllmError, match="holds something that is no site"):
+    with pytest.raises(MinivllmError, match="holds something that is not a site"):
         load(ROOT / "tools" / "build_site.py").build(ROOT, tmp_path, {})
     assert (tmp_path / "mine.txt").read_text() == "mine"

@@ -31,7 +31,8 @@ def test_a_table_has_the_start_the_presets_and_what_its_knobs_reach(most: int):
     assert len(set(keys)) == len(keys)
     assert {*table["turns"]} <= {*table["axes"]}
     assert all(not view["busy"] and not view["pinned"] for view in table["views"])
-    assert [one["elsewhere"] for one in table["described"]["challenges"]] == [False, False, True], "none has the note"
+    elsewhere = [challenge["elsewhere"] for challenge in table["described"]["challenges"]]
+    assert elsewhere == [False, False, True], "none has the note"
 
 
 def test_the_swept_knob_comes_first_and_others_as_far_as_there_is_room():

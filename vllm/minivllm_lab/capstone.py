@@ -99,15 +99,15 @@ def solved(number: str) -> ModuleType | str:
 
 def parts_of(server: Server, modules: Mapping[str, ModuleType]) -> Parts:
     """Return the parts of all modules that are in this server."""
-    found: dict[str, Callable[..., Any]] = {}
+    replaced: dict[str, Callable[..., Any]] = {}
     rules: dict[str, Callable[..., Any]] = {}
     for number in server.exercises:
         plug = plug_of(number) if number in modules else None
         if plug is not None:
             parts = plug(modules[number]).parts
-            found |= parts.replaced
+            replaced |= parts.replaced
             rules |= parts.policy.replaced if parts.policy else {}
-    return Parts(policy=SchedulingPolicy(**rules), **found)
+    return Parts(policy=SchedulingPolicy(**rules), **replaced)
 
 
 def serve_all(modules: Mapping[str, ModuleType]) -> bool:
@@ -136,7 +136,7 @@ def serve_all(modules: Mapping[str, ModuleType]) -> bool:
 def _load_on(server: Server, parts: Parts) -> Load:
     """Return the clients on this server, each adapter asked for by some of them."""
     wanted = [None, *server.adapters]
-    clients = [replace(one, model=wanted[number % len(wanted)]) for number, one in enumerate(CLIENTS)]
+    clients = [replace(client, model=wanted[number % len(wanted)]) for number, client in enumerate(CLIENTS)]
     modules = [f"{name}={ADAPTERS_FOLDER / name}" for name in server.adapters]
     return serve_load(clients, parts, modules, **server.engine_args)
 
@@ -164,7 +164,7 @@ def difference_of(yours: Load, ours: Load) -> str | None:
 
 def difference_in_row(yours: Served, ours: Served) -> str | None:
     """Compare two engines in a row with a single one, as `difference_of` does."""
-    mine, other = (list(zip(one.token_ids, one.texts, strict=True)) for one in (yours, ours))
+    mine, other = (list(zip(outcome.token_ids, outcome.texts, strict=True)) for outcome in (yours, ours))
     wrong = [f"{name}: {value}" for name, value in yours.equal.items() if value != ours.equal[name]]
     return _difference_of_answers(mine, other) or next(iter(wrong), None)
 
@@ -184,9 +184,11 @@ def main(arguments: argparse.Namespace) -> None:
     """Check all exercises, serve with what is solved; exit with 1 if answers differ or nothing
     is solved.
     """
-    found = {number: solved(number) for number in NUMBERS}
-    modules = {number: one for number, one in found.items() if isinstance(one, ModuleType)}
-    rows = [(number, _parts(number), "yours" if number in modules else f"ours: {found[number]}") for number in NUMBERS]
+    solutions = {number: solved(number) for number in NUMBERS}
+    modules = {number: solution for number, solution in solutions.items() if isinstance(solution, ModuleType)}
+    rows = [
+        (number, _parts(number), "yours" if number in modules else f"ours: {solutions[number]}") for number in NUMBERS
+    ]
     table("Whose parts serve", ["exercise", "parts", "whose"], rows, words=True)
     if not modules:
         console.print("nothing of yours can serve yet; begin with: make check N=01")

@@ -24,11 +24,11 @@ def corpus_files() -> list[Path]:
     """Return the standard library's Python files, in a fixed order; tables of numbers and dumped
     documentation left out.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         folders[:] = [name for name in folders if name not in SKIPPED]  # the walk goes into what is left here
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(path for path in found if 200 < path.stat().st_size < 400_000)
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(path for path in files if 200 < path.stat().st_size < 400_000)
 
 
 def is_held_out(path: Path) -> bool:
@@ -65,11 +65,11 @@ def first_passages(texts: Sequence[Sequence[int]], count: int, length: int) -> l
     """
     starts = range(0, max(map(len, texts), default=0), length)
     passages = (list(text[at : at + length]) for at in starts for text in texts if len(text) >= at + length)
-    found = list(islice(passages, count))
+    selected = list(islice(passages, count))
     require(
-        len(found) == count,
-        f"there are {len(found)} held-out passages of {length} tokens, not {count}: they are cut from the files of "
+        len(selected) == count,
+        f"there are {len(selected)} held-out passages of {length} tokens, not {count}: they are cut from the files of "
         f"{sysconfig.get_paths()['stdlib']}. Ask for fewer or shorter ones, or take a Python that has all of its "
         "standard library, such as uv's",
     )
-    return found
+    return selected

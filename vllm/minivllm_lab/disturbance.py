@@ -55,14 +55,14 @@ class Disturbance:
 
     def __str__(self) -> str:
         """Return the signs over their limits, in words; empty if there are none."""
-        found = []
+        words = []
         if self.waited > WAITED_LIMIT:
-            found.append(f"its threads waited {self.waited:.0%} of the time for a core")
+            words.append(f"its threads waited {self.waited:.0%} of the time for a core")
         if self.stolen > STOLEN_LIMIT:
-            found.append(f"its host gave {self.stolen:.0%} of the time to other machines")
+            words.append(f"its host gave {self.stolen:.0%} of the time to other machines")
         if self.slowdown > SLOWDOWN_LIMIT:
-            found.append(f"the same work took {self.slowdown:.1f} times as long from one part to the next")
-        return ", ".join(found)
+            words.append(f"the same work took {self.slowdown:.1f} times as long from one part to the next")
+        return ", ".join(words)
 
 
 class Control:

@@ -52,27 +52,27 @@ def random_prompt(length: int, seed: int) -> list[int]:
 def disturb(core: EngineCore, prompt_tokens: int, prompts: int, chats: int = 4, chat_prompt: int = 32) -> Disturbed:
     """Serve the chats, and `prompts` long prompts one after another, each answered by one token."""
     _warm_up(core, (prompt_tokens, chat_prompt))
-    found = Disturbed([[] for _ in range(chats)], [], [])
-    times = dict(zip((f"chat {index}" for index in range(chats)), found.chats, strict=True))
+    disturbed = Disturbed([[] for _ in range(chats)], [], [])
+    times = dict(zip((f"chat {index}" for index in range(chats)), disturbed.chats, strict=True))
     for index, name in enumerate(times):
         _ask(core, name, random_prompt(chat_prompt, index), core.scheduler.config.max_model_len - chat_prompt)
     sent, quiet = 0.0, 0
-    while len(found.firsts) < prompts or quiet < AFTER:
+    while len(disturbed.firsts) < prompts or quiet < AFTER:
         quiet += 1
-        if quiet == QUIET and len(found.firsts) < prompts:
+        if quiet == QUIET and len(disturbed.firsts) < prompts:
             sent = time.perf_counter()
-            _ask(core, LONG, random_prompt(prompt_tokens, 100 + len(found.firsts)), 1)
+            _ask(core, LONG, random_prompt(prompt_tokens, 100 + len(disturbed.firsts)), 1)
         step = core.scheduler.schedule()
         outputs = core.scheduler.update_from_output(step, core.executor.execute_model(step))
-        found.scheduled.append(dict(step.num_scheduled_tokens))
+        disturbed.scheduled.append(dict(step.num_scheduled_tokens))
         for output in outputs:
             if output.request_id == LONG:
-                found.firsts.append(time.perf_counter() - sent)
+                disturbed.firsts.append(time.perf_counter() - sent)
                 quiet = 0
             elif core.scheduler.requests[output.request_id].num_output_tokens > UNCOUNTED:
                 times[output.request_id].append(time.perf_counter())
     core.abort_requests(list(times))
-    return found
+    return disturbed
 
 
 def _warm_up(core: EngineCore, lengths: tuple[int, ...]) -> None:

@@ -179,8 +179,8 @@ def show_only(number: str | int, module: ModuleType, title: str, only: str) -> b
     """
     checks = [check for check in checks_of(number) if only in _parts_called(check.__name__, number)]
     if not checks:
-        there = ", ".join(_to_write(number))
-        raise MinivllmError(f"no check of exercise {number} calls {only!r} (its functions: {there})")
+        names = ", ".join(_to_write(number))
+        raise MinivllmError(f"no check of exercise {number} calls {only!r} (its functions: {names})")
     results = run_checks(module, checks)
     show(results, f"{title}, {only} only")
     return all(result.passed for result in results)
@@ -257,11 +257,11 @@ def _row(result: CheckResult) -> tuple[str, str]:
 def _numbered(folder: Path, number: str | int) -> Path:
     stem = str(number).strip()
     stem = stem.zfill(2) if stem.isdigit() else ""
-    found = sorted(folder.glob(f"{stem}_*.py")) if stem else []
-    if not found:
-        there = ", ".join(sorted(path.stem[:2] for path in folder.glob("[0-9][0-9]_*.py"))) or "none"
-        raise MinivllmError(f"there is no exercise {str(number)!r} (there are: {there})")
-    return found[0]
+    paths = sorted(folder.glob(f"{stem}_*.py")) if stem else []
+    if not paths:
+        numbers = ", ".join(sorted(path.stem[:2] for path in folder.glob("[0-9][0-9]_*.py"))) or "none"
+        raise MinivllmError(f"there is no exercise {str(number)!r} (there are: {numbers})")
+    return paths[0]
 
 
 def _run_check(module: ModuleType, check: Check) -> CheckResult:

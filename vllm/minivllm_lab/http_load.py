@@ -88,7 +88,12 @@ def load_beside(
     when the last one has been answered and each has had `quiet` events more, so their answers must
     be longer. Returns the answers of both. Raises as `answers_of`.
     """
-    work = {"port": port, "path": path, "chats": [asdict(one) for one in chats], "asks": [asdict(ask) for ask in asks]}
+    work = {
+        "port": port,
+        "path": path,
+        "chats": [asdict(chat) for chat in chats],
+        "asks": [asdict(ask) for ask in asks],
+    }
     answers = answers_of(_start({**work, "quiet": quiet, "burst": burst}))
     return answers[: len(chats)], answers[len(chats) :]
 
@@ -109,7 +114,7 @@ def answers_of(process: subprocess.Popen[str]) -> list[Answer]:
         MinivllmError: a request was refused or cut off.
     """
     out, _ = process.communicate()
-    answers = [Answer(**one) for one in json.loads(out)]
+    answers = [Answer(**fields) for fields in json.loads(out)]
     if failed := [answer.failed for answer in answers if answer.failed]:
         raise MinivllmError(f"{len(failed)} of {len(answers)} requests failed: {failed[0]}")
     return answers
@@ -174,8 +179,8 @@ async def closed(work: dict[str, Any]) -> list[Answer]:
     asks, answers = iter(work["asks"]), []
 
     async def client() -> None:
-        for one in asks:
-            answers.append(await ask(work["port"], work["path"], one["body"], time.monotonic()))
+        for request in asks:
+            answers.append(await ask(work["port"], work["path"], request["body"], time.monotonic()))
 
     await asyncio.gather(*(client() for _ in range(work["clients"])))
     return answers
@@ -205,7 +210,7 @@ async def beside(work: dict[str, Any]) -> list[Answer]:
     for start in range(0, len(work["asks"]), work["burst"]):
         await gone_on(chats, running, work["quiet"])
         now, some = time.monotonic(), work["asks"][start : start + work["burst"]]
-        answers += await asyncio.gather(*(ask(port, path, one["body"], now) for one in some))
+        answers += await asyncio.gather(*(ask(port, path, request["body"], now) for request in some))
     await gone_on(chats, running, work["quiet"])
     for task in running:
         task.cancel()

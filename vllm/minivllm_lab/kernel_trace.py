@@ -95,9 +95,9 @@ def trace_kernel(
     """
     launch = (grid,) if isinstance(grid, int) else tuple(grid)
     names = _parameters(kernel)
-    given = {**dict(zip(names, args, strict=False)), **constants}
-    with _moved(given) as (moved, tensors):
-        recorder = _Recorder(tensors + [_Tensor(name, one) for name, one in (reached or {}).items()], launch)
+    arguments = {**dict(zip(names, args, strict=False)), **constants}
+    with _moved(arguments) as (moved, tensors):
+        recorder = _Recorder(tensors + [_Tensor(name, tensor) for name, tensor in (reached or {}).items()], launch)
         with recorder.listening():
             _run(kernel, launch, [moved[name] for name in names[: len(args)]], {n: moved[n] for n in constants})
         return recorder.trace()
@@ -171,17 +171,17 @@ class _Tensor:
 
 
 @contextmanager
-def _moved(given: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[_Tensor]]]:
+def _moved(arguments: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[_Tensor]]]:
     """Yield the arguments with each tensor in memory of its own; afterwards copy back what was
     written.
 
     Tensors whose memory overlaps stay together, as they lie.
     """
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     for name, tensor in tensors.items():
         if tensor.device.type != "cpu":
             raise MinivllmError(f"{name} is on {tensor.device}; the interpreter traces tensors on the CPU")
-    moved, copies = dict(given), []
+    moved, copies = dict(arguments), []
     for first, last, members in _overlapping(tensors):
         storage = torch.empty(2 * GUARD + 64 + last - first, dtype=torch.uint8)
         place = storage.data_ptr() + GUARD
@@ -298,9 +298,9 @@ class _Recorder:
 
     def _note_outside(self, kind: str, addresses: np.ndarray) -> None:
         nearest = min(self.tensors, key=lambda tensor: tensor.distance(int(addresses[0])))
-        what = {LOAD: "loads", STORE: "stores to", ATOMIC: "updates"}[kind]
+        verb = {LOAD: "loads", STORE: "stores to", ATOMIC: "updates"}[kind]
         more = f" (and {len(addresses) - 1:,} more)" if len(addresses) > 1 else ""
-        words = f"program {_name(self._program)} {what} {nearest.outside(int(addresses[0]))}{more}"
+        words = f"program {_name(self._program)} {verb} {nearest.outside(int(addresses[0]))}{more}"
         self.outside[kind, nearest.name].append(words)
 
     def _note_torn(self, ptrs: Any, value: Any, mask: Any) -> None:
@@ -316,9 +316,9 @@ class _Recorder:
         twice = (pointers[1:] == pointers[:-1]) & (bits[1:] != bits[:-1]).any(axis=1)
         for address in pointers[1:][twice][:1]:
             tensor, number = next(
-                (tensor, int(found))
+                (tensor, int(index))
                 for tensor in self.tensors
-                if (found := tensor.elements(np.array([address]))[0]) >= 0
+                if (index := tensor.elements(np.array([address]))[0]) >= 0
             )
             words = f"one store of program {_name(self._program)} writes several values to {tensor.element(number)}"
             self.torn.setdefault(tensor.name, words)
@@ -348,7 +348,7 @@ class _Recorder:
 
     def _races(self, tensor: _Tensor) -> Iterator[str]:
         """Yield the elements of one argument that two programs touch, at least one of them writing;
-        two atomics are no race.
+        two atomics are not a race.
         """
         plain, atomic, read = (self._touched(tensor, kind) for kind in (STORE, ATOMIC, LOAD))
         written = np.concatenate([plain, atomic])
@@ -364,24 +364,24 @@ class _Recorder:
         ]
         return np.unique(np.concatenate(pairs), axis=0) if pairs else np.zeros((0, 2), np.int64)
 
-    def _clashes(self, tensor: _Tensor, ones: np.ndarray, others: np.ndarray, what: str) -> Iterator[str]:
+    def _clashes(self, tensor: _Tensor, ones: np.ndarray, others: np.ndarray, verb: str) -> Iterator[str]:
         """Yield one sentence if an element of `ones` is touched in `others` by another program."""
         if not len(ones) or not len(others):
             return
         others = others[np.lexsort((others[:, 1], others[:, 0]))]
         first = np.searchsorted(others[:, 0], ones[:, 0], "left").clip(max=len(others) - 1)
         last = np.searchsorted(others[:, 0], ones[:, 0], "right") - 1
-        there = others[first, 0] == ones[:, 0]
+        same = others[first, 0] == ones[:, 0]
         lowest, highest = others[first, 1], others[last.clip(min=0), 1]
         other = np.where(lowest != ones[:, 1], lowest, highest)
-        clash = there & (other != ones[:, 1])
+        clash = same & (other != ones[:, 1])
         if not clash.any():
             return
         row = int(np.argmax(clash))
         more = len(np.unique(ones[clash, 0])) - 1
         also = f" (and {more:,} more element{'s' * (more > 1)})" if more else ""
         pair = [_name(self._place(int(number))) for number in (ones[row, 1], other[row])]
-        yield what.format(*pair, tensor.element(int(ones[row, 0]))) + also
+        yield verb.format(*pair, tensor.element(int(ones[row, 0]))) + also
 
     def _number(self, program: Program) -> int:
         return int(np.ravel_multi_index(program, self.grid))

@@ -29,7 +29,7 @@ def begin(title: str, arguments: argparse.Namespace) -> torch.device:
 
 
 def keep(
-    script: str, found: dict, arguments: argparse.Namespace, draw: Callable[[dict, str], None], **context: object
+    script: str, results: dict, arguments: argparse.Namespace, draw: Callable[[dict, str], None], **context: object
 ) -> None:
     """Write the results if requested: as a figure (`--plot`), and as numbers (`--json`).
 
@@ -39,9 +39,9 @@ def keep(
     if arguments.quick:
         console.print("\n--quick did less work: its figures, counted ones too, are not those that the lesson quotes")
     if arguments.plot:
-        draw(found, arguments.plot)
+        draw(results, arguments.plot)
     if arguments.json:
-        write_json(arguments.json, Path(script).stem, found, **context)
+        write_json(arguments.json, Path(script).stem, results, **context)
     for path in filter(None, (arguments.plot, arguments.json)):
         wrote(path)
 

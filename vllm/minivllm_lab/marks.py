@@ -26,11 +26,11 @@ def lesson_page(lessons: Path, number: str) -> Path:
     Raises:
         MinivllmError: there is no such lesson; the message lists those there are.
     """
-    found = sorted(lessons.glob(f"{number.zfill(2)}_*.md")) if number.isdigit() else []
-    if not found:
-        there = ", ".join(path.name[:2] for path in sorted(lessons.glob("[0-9][0-9]_*.md"))) or "none"
-        raise MinivllmError(f"there is no lesson {number!r} (there are: {there})")
-    return found[0]
+    pages = sorted(lessons.glob(f"{number.zfill(2)}_*.md")) if number.isdigit() else []
+    if not pages:
+        numbers = ", ".join(path.name[:2] for path in sorted(lessons.glob("[0-9][0-9]_*.md"))) or "none"
+        raise MinivllmError(f"there is no lesson {number!r} (there are: {numbers})")
+    return pages[0]
 
 
 def notes_page(lessons: Path, number: str) -> Path | None:

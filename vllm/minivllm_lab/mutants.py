@@ -98,10 +98,10 @@ def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
     pattern, _ = _parsed(old, new)
     function = _only(list(_functions(_tree(source), where)), f"function {where!r}", name)
     (node, field, at), holes = _only(list(_places(function, pattern)), f"{old!r}", f"{where} of {name}")
-    found = getattr(node, field)
-    found = found if at is None else found[at]
-    pieces = found if isinstance(found, list) else [found]
-    only_statements = isinstance(found, list) and len(pieces) == len(getattr(node, field))
+    child = getattr(node, field)
+    child = child if at is None else child[at]
+    pieces = child if isinstance(child, list) else [child]
+    only_statements = isinstance(child, list) and len(pieces) == len(getattr(node, field))
     text = _with_holes_filled(new.strip(), [_text_of(source, hole) for hole in holes])
     changed = _spliced(source, pieces, text or ("pass" if only_statements else ""))
     if ast.dump(ast.parse(changed)) != ast.dump(ast.parse(mutant_source(source, mutant, name))):
@@ -170,10 +170,10 @@ def _with_holes_filled(new: str, texts: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _only(found: list, what: str, where: str):
-    if len(found) != 1:
-        raise MinivllmError(f"a mutant changes one place; {what} occurs {len(found) or 'no'} times in {where}")
-    return found[0]
+def _only(places: list, label: str, where: str):
+    if len(places) != 1:
+        raise MinivllmError(f"a mutant changes one place; {label} occurs {len(places) or 'no'} times in {where}")
+    return places[0]
 
 
 def _functions(node: ast.AST, name: str) -> Iterator[ast.AST]:
@@ -199,9 +199,9 @@ def _places(function: ast.AST, piece: Piece) -> Iterator[tuple[Place, list]]:
     """Yield where in the function the piece stands, and what its `...` stand for there."""
     for node in ast.walk(function):
         for field, value in ast.iter_fields(node):
-            for at, found in _candidates(value, piece):
+            for at, candidate in _candidates(value, piece):
                 holes: list = []
-                if _same(piece, found, holes):
+                if _same(piece, candidate, holes):
                     yield (node, field, at), holes
 
 
@@ -214,24 +214,24 @@ def _candidates(value: object, piece: Piece) -> Iterator[tuple[slice | int | Non
             yield run, value[run]
 
 
-def _same(piece: object, found: object, holes: list) -> bool:
+def _same(piece: object, node: object, holes: list) -> bool:
     """Return whether the two are the same syntax; what each `...` of the piece stands for is added
     to `holes`.
     """
-    if _is_hole(piece) and isinstance(found, ast.expr):
-        holes.append(found)
+    if _is_hole(piece) and isinstance(node, ast.expr):
+        holes.append(node)
         return True
-    if isinstance(piece, list) and isinstance(found, list):
-        if len(piece) == 1 and isinstance(piece[0], ast.Expr) and _is_hole(piece[0].value) and found:
-            holes.append(found)
+    if isinstance(piece, list) and isinstance(node, list):
+        if len(piece) == 1 and isinstance(piece[0], ast.Expr) and _is_hole(piece[0].value) and node:
+            holes.append(node)
             return True
-        return len(piece) == len(found) and all(_same(*pair, holes) for pair in zip(piece, found, strict=True))
+        return len(piece) == len(node) and all(_same(*pair, holes) for pair in zip(piece, node, strict=True))
     if isinstance(piece, ast.AST):
         fields = [field for field in piece._fields if field != "ctx"]
-        return type(piece) is type(found) and all(
-            _same(getattr(piece, field), getattr(found, field), holes) for field in fields
+        return type(piece) is type(node) and all(
+            _same(getattr(piece, field), getattr(node, field), holes) for field in fields
         )
-    return type(piece) is type(found) and piece == found
+    return type(piece) is type(node) and piece == node
 
 
 def _is_hole(node: object) -> bool:

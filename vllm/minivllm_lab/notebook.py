@@ -73,7 +73,7 @@ def _exercise(line: str, cell: str) -> None:
     assert shell is not None
     before = sys.modules.get(name)
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise UsageError(f"%%{MAGIC} NAME: {name!r} is no name for a module")
+        raise UsageError(f"%%{MAGIC} NAME: {name!r} is not a name for a module")
     if before is not None and not isinstance(before, _Cell):
         raise UsageError(f"%%{MAGIC} NAME: {name!r} is a module that others import; take another name, as {MODULE}")
     above = 1 + cell[: len(cell) - len(cell.lstrip())].count("\n")  # the magic's line, and empty ones, which get lost
@@ -148,11 +148,11 @@ def _unwritten(part: Any) -> list[str]:
 
 def _stubs(node: Definition, name: str) -> list[str]:
     """Describe a function, or each method of a class, as `name: what the stub says`."""
-    found = []
+    stubs = []
     for statement in node.body:
         if isinstance(node, ast.ClassDef) and isinstance(statement, ast.FunctionDef):
-            found += _stubs(statement, f"{name}.{statement.name}")
+            stubs += _stubs(statement, f"{name}.{statement.name}")
         elif isinstance(statement, ast.Raise) and "NotImplementedError" in ast.dump(statement):
             says = [leaf.value for leaf in ast.walk(statement) if isinstance(leaf, ast.Constant)]
-            found.append(f"{name}: {says[0]}" if says else name)
-    return found
+            stubs.append(f"{name}: {says[0]}" if says else name)
+    return stubs

@@ -19,9 +19,9 @@ def numbers_made(act: Callable[[], object]) -> int:
     Raises:
         AssertionError: it leaves torch for numpy, where nothing can be counted.
     """
-    with mock.patch.multiple(torch.Tensor, numpy=_refused, __array__=_refused), _Made() as made:
+    with mock.patch.multiple(torch.Tensor, numpy=_refused, __array__=_refused), _Made() as counter:
         act()
-    return made.numbers
+    return counter.numbers
 
 
 class _Made(TorchDispatchMode):
@@ -32,11 +32,11 @@ class _Made(TorchDispatchMode):
         self.numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         known = {x.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)}
-        new = (x for x in tree_flatten(made)[0] if isinstance(x, torch.Tensor))
+        new = (x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor))
         self.numbers += sum(x.numel() for x in new if x.untyped_storage().data_ptr() not in known)
-        return made
+        return result
 
 
 def _refused(*_args: object, **_kwargs: object) -> NoReturn:

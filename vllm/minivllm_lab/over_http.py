@@ -44,7 +44,7 @@ was not read.
 class Client:
     """A client: what it requests, and how it behaves.
 
-    - `leaves_after`: it closes its connection after this many events; an answer that is no stream
+    - `leaves_after`: it closes its connection after this many events; an answer that is not a stream
       is never waited for.
     - `reads_late`: it reads nothing before the engine has nothing left to do.
     - `model`: the adapter that it asks for; None: the model itself.
@@ -216,12 +216,12 @@ def _read(client: Client, received: bytes, answer: Answer) -> None:
     """Take an answer's bytes apart."""
     lines = received.decode().splitlines()
     status = lines[0].split()[1] if lines else "none"
-    found = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]
-    if status != "200" or not found:
-        raise MinivllmError(f"the server's answer has the status {status}: {' '.join(found)[:300]}")
-    if client.stream and found.pop() != "[DONE]":
+    events = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]
+    if status != "200" or not events:
+        raise MinivllmError(f"the server's answer has the status {status}: {' '.join(events)[:300]}")
+    if client.stream and events.pop() != "[DONE]":
         raise MinivllmError("a stream broke off: it does not end with [DONE]")
-    for event in map(json.loads, found):
+    for event in map(json.loads, events):
         if "error" in event:
             raise MinivllmError(f"the server answered with an error: {event['error']['message']}")
         (choice,) = event["choices"]

@@ -150,8 +150,8 @@ def _verdict(yours: Served, ours: Served, same: bool) -> str:
         return f"the same {sum(map(len, yours.token_ids))} tokens as ours; the first answer: {yours.texts[0]!r}"
     wrong = [name for name, value in ours.equal.items() if yours.equal[name] != value]
     if wrong:
-        found = f"{yours.equal[wrong[0]]}, and with ours {ours.equal[wrong[0]]}"
-        return f"{wrong[0]}: {found}. Its checks pass, and yet it is wrong."
+        difference = f"{yours.equal[wrong[0]]}, and with ours {ours.equal[wrong[0]]}"
+        return f"{wrong[0]}: {difference}. Its checks pass, and yet it is wrong."
     answers = zip(yours.token_ids, yours.texts, ours.token_ids, ours.texts, strict=True)
     index = next(i for i, (*mine, ids, text) in enumerate(answers) if mine != [ids, text])
     return (

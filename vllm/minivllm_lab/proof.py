@@ -24,15 +24,15 @@ def prove(proof: Callable[[torch.device], dict], device: torch.device) -> dict |
     return None
 
 
-def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
+def furthest(actual: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the largest difference between two tensors, on any devices; NaN counts as infinitely
     far.
     """
-    return (found.cpu() - exact.cpu()).abs().nan_to_num(math.inf).max().item()
+    return (actual.cpu() - exact.cpu()).abs().nan_to_num(math.inf).max().item()
 
 
 def show_errors(
-    what: str, errors: Mapping[str, float], bound: float, column: str = "float16", caption: str | None = None
+    label: str, errors: Mapping[str, float], bound: float, column: str = "float16", caption: str | None = None
 ) -> float:
     """Print each result's error against float64, and return the largest.
 
@@ -40,10 +40,10 @@ def show_errors(
         AssertionError: one is not below `bound`.
     """
     for name, error in errors.items():
-        assert error < bound, f"{what}: wrong by {error} ({name})"
+        assert error < bound, f"{label}: wrong by {error} ({name})"
     how = "line by line in Triton's interpreter" if INTERPRETED else "compiled"
     rows = [(name, f"{error:.0e}") for name, error in errors.items()]
-    table(f"{what}, {how}", (column, "off float64 by"), rows, caption)
+    table(f"{label}, {how}", (column, "off float64 by"), rows, caption)
     return max(errors.values())
 
 

@@ -48,7 +48,7 @@ class Reading:
         if len(self.favourites) != len(other.favourites):
             raise MinivllmError(f"readings of {len(self.favourites)} and {len(other.favourites)} tokens do not compare")
         pairs = zip(self.favourites, other.favourites, strict=True)
-        return sum(one == another for one, another in pairs) / len(self.favourites)
+        return sum(favourite == another for favourite, another in pairs) / len(self.favourites)
 
 
 def held_out_tokens(llm: LLM, texts: int = 16, tokens: int = 256) -> list[list[int]]:

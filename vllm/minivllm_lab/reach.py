@@ -31,8 +31,8 @@ def reached(start: str, named: Mapping[str, Set[str]]) -> dict[str, int]:
     """Return what a function leads to, itself included, and how many functions lie nearer to it;
     `named` as of `names_in`.
     """
-    found, latest = {}, {start} & named.keys()
+    distance, latest = {}, {start} & named.keys()
     while latest:
-        found |= dict.fromkeys(latest, len(found))
-        latest = set().union(*(named[name] for name in latest)) & named.keys() - found.keys()
-    return found
+        distance |= dict.fromkeys(latest, len(distance))
+        latest = set().union(*(named[name] for name in latest)) & named.keys() - distance.keys()
+    return distance

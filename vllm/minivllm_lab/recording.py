@@ -52,7 +52,7 @@ class Recording:
     @property
     def decode_seconds(self) -> float:
         """Median seconds of the steps in which every request got one token."""
-        return statistics.median(one.seconds for one in self.steps if one.shape.num_tokens == one.shape.num_reqs)
+        return statistics.median(step.seconds for step in self.steps if step.shape.num_tokens == step.shape.num_reqs)
 
     @property
     def most_running(self) -> int:
@@ -114,7 +114,7 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
         engine_outputs = core.scheduler.update_from_output(output, core.executor.execute_model(output))
         steps.append(MeasuredStep(shape, clock() - start))
         scheduled.append(dict(new))
-        num_tokens += sum(len(one.new_token_ids) for one in engine_outputs)
+        num_tokens += sum(len(output.new_token_ids) for output in engine_outputs)
     scheduler, preempted = core.scheduler, core.scheduler.num_preemptions - preempted
     return Recording(steps, scheduled, num_tokens, preempted, scheduler.config, scheduler.cache_config)
 
@@ -127,7 +127,7 @@ def foretell(lengths: Sequence[tuple[int, int]], recording: Recording, cost: Cos
         MinivllmError: the simulated steps differ from the engine's: the lengths are another run's,
             or there is a bug.
     """
-    requests = [SimulatedRequest(*one) for one in lengths]
+    requests = [SimulatedRequest(*request) for request in lengths]
     result = simulate(requests, recording.scheduler_config, recording.cache_config, cost)
     if [step.scheduled for step in result.steps] != recording.scheduled:
         raise MinivllmError("the simulation takes other steps than the engine took: are the lengths this run's?")

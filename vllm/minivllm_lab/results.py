@@ -39,7 +39,7 @@ def machine() -> dict:
         "system": platform.system(),
         "python": platform.python_version(),
     }
-    facts["versions"] = {name: found for name in PACKAGES if (found := _version(name))}
+    facts["versions"] = {name: version for name in PACKAGES if (version := _version(name))}
     try:
         import torch
 
@@ -80,11 +80,11 @@ def write_json(path: str | Path, name: str, figures: dict, **context: object) ->
     write_record(path, record(name, figures, **context))
 
 
-def write_record(path: str | Path, found: dict) -> None:
+def write_record(path: str | Path, record: dict) -> None:
     """Write a record made by `record` or read by `read_record`."""
     path = Path(path)
     ensure_writable(path)
-    path.write_text(json.dumps(found, indent=2) + "\n")
+    path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def read_record(path: str | Path, name: str) -> dict:
@@ -92,11 +92,11 @@ def read_record(path: str | Path, name: str) -> dict:
     name.
     """
     try:
-        found = json.loads(Path(path).read_text())
+        record = json.loads(Path(path).read_text())
     except OSError as error:
         raise MinivllmError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise MinivllmError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("name") != name:
+    if not isinstance(record, dict) or record.get("name") != name:
         raise MinivllmError(f'{path} holds no figures of "{name}"; give a file that its --json wrote')
-    return found
+    return record

@@ -56,14 +56,14 @@ def read_recording(path: str | Path) -> list[dict[str, Any]]:
     """Return a recording's lines: the header, then the snapshots.
 
     Raises:
-        MinivllmError: the file cannot be read, or is no recording.
+        MinivllmError: the file cannot be read, or is not a recording.
     """
     try:
         header, *steps = map(json.loads, Path(path).read_text().splitlines())
     except OSError as error:
         raise MinivllmError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise MinivllmError(f"{path} is no recording: {error}") from None
+        raise MinivllmError(f"{path} is not a recording: {error}") from None
     if not isinstance(header, dict) or header.get("xray") != FORMAT or not steps:
-        raise MinivllmError(f"{path} is no recording: it needs a header of format {FORMAT}, and a step")
+        raise MinivllmError(f"{path} is not a recording: it needs a header of format {FORMAT}, and a step")
     return [header, *steps]

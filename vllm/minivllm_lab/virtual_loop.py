@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 CPU_SECONDS, SECONDS = 0.5, 20.0
 """Limits of a run: of CPU time, and of wall-clock time, which a blocking call takes."""
 MOST_TURNS = 20_000
-BLOCKS = "{} blocks the event loop, and nobody else is served meanwhile: wait with `await`"
+BLOCKS = "{} blocks the event loop, and no other client is served meanwhile: wait with `await`"
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -49,14 +49,14 @@ class _Clock(selectors.DefaultSelector):
         self._loop, self._whose = loop, whose
 
     def select(self, timeout: float | None = None) -> list:
-        found = super().select(0)
+        ready = super().select(0)
         self._loop.turns += 1
-        if not found and timeout is None:
-            raise AssertionError(f"{self._whose} waits, and nobody will ever wake it: is a wake-up lost?")
+        if not ready and timeout is None:
+            raise AssertionError(f"{self._whose} waits, and nothing will ever wake it: is a wake-up lost?")
         if self._loop.turns > MOST_TURNS:
             raise AssertionError(f"{self._whose} does not end: does it look again and again, and never wait?")
         self._loop.now += timeout or 0.0
-        return found
+        return ready
 
 
 def turns() -> int:
@@ -96,7 +96,7 @@ def run_virtual(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> 
 
 def _run(work: Callable[[], Coroutine[Any, Any, Result]], whose: str) -> Result:
     loop = VirtualLoop(whose)
-    loop.set_exception_handler(lambda *_: None)  # errors of abandoned tasks are no news
+    loop.set_exception_handler(lambda *_: None)  # errors of abandoned tasks are not news
     try:
         return loop.run_until_complete(work())
     finally:

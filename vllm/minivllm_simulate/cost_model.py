@@ -37,7 +37,7 @@ sheet's 989 TFLOP/s. The second has eight times the first's pairs of query and k
 operations run at the share of all others, and one factor is for both.
 """
 MATMUL_EFFICIENCY = 0.81
-"""The share that a bare product of bf16 matrices reaches there: 806 TFLOP/s. Another engine's
+"""The share that a bare matmul of bf16 matrices reaches there: 806 TFLOP/s. Another engine's
 prefill, with its operations fused and attention's kernel faster, lies between
 `ARITHMETIC_EFFICIENCY` and this: see `at_best`.
 """
@@ -255,8 +255,8 @@ class FittedCost:
             if min(solution) >= 0 or len(kept) == 1:
                 break
             kept.pop(solution.index(min(solution)))
-        found = dict(zip(kept, solution, strict=True))
-        return cls(*(max(0.0, found.get(index, 0.0)) for index in range(4)))
+        factors = dict(zip(kept, solution, strict=True))
+        return cls(*(max(0.0, factors.get(index, 0.0)) for index in range(4)))
 
     def seconds(self, shape: StepShape) -> float:
         """Return seconds of one step of this shape, by the line."""

@@ -89,7 +89,7 @@ class Served:
         """Return the share of the counted requests that met both objectives, in seconds. Some still
         run: they count so far.
         """
-        met = sum(self.run.ttft(one) <= ttft and (one.tpot or 0.0) <= tpot for one in self.run.stays)
+        met = sum(self.run.ttft(stay) <= ttft and (stay.tpot or 0.0) <= tpot for stay in self.run.stays)
         return met / len(self.run.stays)
 
     @property
@@ -110,12 +110,12 @@ def serve(deployment: Deployment, rate: float, counted: int, kind: str = "shareg
     """
     placed, share, half = deployment.placed, rate / deployment.groups, MAX_MODEL_LEN // 2
     drawn = workload(kind).sample(2 * counted, seed)
-    lengths = [RequestLengths(min(one.prompt_tokens, half), min(one.output_tokens, half)) for one in drawn]
-    prompt = statistics.mean(one.prompt_tokens for one in lengths)
-    output = statistics.mean(one.output_tokens for one in lengths)
+    lengths = [RequestLengths(min(request.prompt_tokens, half), min(request.output_tokens, half)) for request in drawn]
+    prompt = statistics.mean(request.prompt_tokens for request in lengths)
+    output = statistics.mean(request.output_tokens for request in lengths)
     at_start = round(placed.steady(prompt, output, placed.kv_tokens()).batch(share))
     arrivals = poisson_arrivals(share, 2 * counted, seed)
-    wanted = (2 * counted + at_start) * (max(one.total for one in lengths) + 2 * BLOCK_SIZE)
+    wanted = (2 * counted + at_start) * (max(request.total for request in lengths) + 2 * BLOCK_SIZE)
     load = OpenLoad(lengths, arrivals, counted, at_start, seed)
     return Served(finished(run_open(load, *placed.configs(wanted), placed.cost)), deployment.groups)
 

@@ -85,7 +85,7 @@ def _read(path: Path, modified: int, size: int) -> LengthTable:
             rows = _json_rows(lines.read()) if beginning.startswith("{") else _table_rows(lines)
             return _collected(path, rows)
     except UnicodeDecodeError:
-        raise MinivllmError(f"{path.name} is no text in UTF-8; a CSV or a JSON file is wanted") from None
+        raise MinivllmError(f"{path.name} is not a text file in UTF-8; give a CSV or a JSON file") from None
     except (OSError, csv.Error, RecursionError) as error:
         raise MinivllmError(f"{path.name} cannot be read: {error}") from None
     except MinivllmError as error:
@@ -107,13 +107,13 @@ def _collected(path: Path, rows: Iterable[tuple[str, Any, Any]]) -> LengthTable:
     return LengthTable(path, prompts, outputs, left_out)
 
 
-def _tokens(value: Any, where: str, what: str) -> int:
+def _tokens(value: Any, where: str, label: str) -> int:
     written = isinstance(value, str) and COUNT.fullmatch(value.strip())
     count: Any = int(value.strip().split(".")[0]) if written else value
     if not is_count(count, 0):
-        raise MinivllmError(f"{where}: the {what} must be a number of tokens, not {_shown(value)}")
+        raise MinivllmError(f"{where}: the {label} must be a number of tokens, not {_shown(value)}")
     if count > MOST_TOKENS:
-        raise MinivllmError(f"{where}: {count:,} {what} tokens are more than {MOST_TOKENS:,}")
+        raise MinivllmError(f"{where}: {count:,} {label} tokens are more than {MOST_TOKENS:,}")
     return count
 
 
@@ -149,10 +149,10 @@ def _column(names: Sequence[str], known: Sequence[str], line: int) -> int:
     underscores.
     """
     plain = [_plain(name) for name in names]
-    found = next((_plain(name) for name in known if _plain(name) in plain), None)
-    if found is None:
+    column = next((_plain(name) for name in known if _plain(name) in plain), None)
+    if column is None:
         raise MinivllmError(f"line {line}: {WANTED} is wanted, and it has {_shown(', '.join(names))}")
-    return plain.index(found)
+    return plain.index(column)
 
 
 def _plain(name: str) -> str:

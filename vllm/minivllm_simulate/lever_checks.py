@@ -147,7 +147,7 @@ def _first_tokens() -> list[PublishedCheck]:
     """Check times to the first token of prompts that are computed alone or beside decodes, and
     steps with a chunk.
     """
-    found = [
+    checks = [
         PublishedCheck(
             f"{model}{f' on {tp} GPUs' if tp > 1 else ''}: first token after {prompt:,}, seconds",
             source,
@@ -157,7 +157,7 @@ def _first_tokens() -> list[PublishedCheck]:
         )
         for source, model, tp, prompt, published in FIRST_TOKENS
     ]
-    found += [
+    checks += [
         PublishedCheck(
             f"{trace}: first token after {prompt:,} on {gpu}, seconds",
             SPLITWISE,
@@ -168,7 +168,7 @@ def _first_tokens() -> list[PublishedCheck]:
         for (trace, prompt), by_gpu in SPLITWISE_FIRST_TOKENS.items()
         for gpu, published in by_gpu.items()
     ]
-    found += [
+    checks += [
         PublishedCheck(
             f"Yi-34B on 2 GPUs: step of {SARATHI_STEP:,} after {context:,}, seconds",
             "Sarathi-Serve, table 4: 99 % of the times between tokens",
@@ -181,8 +181,8 @@ def _first_tokens() -> list[PublishedCheck]:
     cost, decodes = _cost("Llama-3.1-8B", "H100"), [(1, 21_000)] * 7
     chunks = ((8185, 0), (8185, 8185), (3630, 16_370))
     seconds = sum(cost.seconds(StepShape.of([chunk, *decodes])) for chunk in chunks)
-    what = "Llama-3.1-8B: first token after 20,000, beside 7 decodes, seconds"
-    return [*found, PublishedCheck(what, FP8_BLOG, 0.7636, seconds, kind="prefill")]
+    label = "Llama-3.1-8B: first token after 20,000, beside 7 decodes, seconds"
+    return [*checks, PublishedCheck(label, FP8_BLOG, 0.7636, seconds, kind="prefill")]
 
 
 def sarathi_step(context: int) -> float:

@@ -376,11 +376,11 @@ def ladder(
 ) -> list[tuple[Lever | None, Levers, LeverResult]]:
     """Return the throughput with all levers off, then with one more lever switched on at a time."""
     levers = Levers() if start is None else start
-    found: list[tuple[Lever | None, Levers, LeverResult]] = [(None, levers, throughput(levers, model, gpu, workload))]
+    results: list[tuple[Lever | None, Levers, LeverResult]] = [(None, levers, throughput(levers, model, gpu, workload))]
     for rung in rungs:
         levers = rung.pull(levers)
-        found.append((rung, levers, throughput(levers, model, gpu, workload)))
-    return found
+        results.append((rung, levers, throughput(levers, model, gpu, workload)))
+    return results
 
 
 def _token_budget(levers: Levers, workload: LeverWorkload) -> int:
@@ -414,7 +414,9 @@ def _cache_config(levers: Levers, ledger: MemoryLedger, slots: int, workload: Le
             block_size=workload.max_model_len,
             enable_prefix_caching=False,
         )
-    longest = (one.prompt_tokens + one.output_tokens + levers.speculative_tokens for one in workload.requests)
+    longest = (
+        request.prompt_tokens + request.output_tokens + levers.speculative_tokens for request in workload.requests
+    )
     wanted = sum(-(-length // BLOCK_SIZE) + 1 for length in longest)
     return CacheConfig(
         num_gpu_blocks=1 + min(ledger.usable_blocks, wanted),
@@ -440,9 +442,9 @@ def shared_chat(count: int, system_tokens: int = 512, shorter: int = 1, seed: in
     """
     system = tuple(range(1, system_tokens + 1))
     requests = []
-    for index, one in enumerate(WORKLOADS["sharegpt"].sample(count, seed)):
-        prompt = (*system, -1 - index, *[0] * (min(one.prompt_tokens, LONGEST_PROMPT) - 1))
-        requests.append(SimulatedRequest(len(prompt), _answer(one, shorter), prompt_token_ids=prompt))
+    for index, request in enumerate(WORKLOADS["sharegpt"].sample(count, seed)):
+        prompt = (*system, -1 - index, *[0] * (min(request.prompt_tokens, LONGEST_PROMPT) - 1))
+        requests.append(SimulatedRequest(len(prompt), _answer(request, shorter), prompt_token_ids=prompt))
     return LeverWorkload("shared-chat", f"{count} chats behind one system prompt", tuple(requests))
 
 
@@ -452,9 +454,9 @@ def long_and_short(count: int, shorter: int = 1, seed: int = 0) -> LeverWorkload
     """
     chats, codes = (iter(WORKLOADS[name].sample(count, seed)) for name in ("sharegpt", "azure-code"))
     drawn = [next(codes if index % 4 == 3 else chats) for index in range(count)]
-    requests = [SimulatedRequest(min(one.prompt_tokens, 3072), _answer(one, shorter)) for one in drawn]
+    requests = [SimulatedRequest(min(request.prompt_tokens, 3072), _answer(request, shorter)) for request in drawn]
     return LeverWorkload("long-and-short", f"{count} long and short requests", tuple(requests))
 
 
-def _answer(one: RequestLengths, shorter: int) -> int:
-    return max(1, min(one.output_tokens, LONGEST_ANSWER) // shorter)
+def _answer(request: RequestLengths, shorter: int) -> int:
+    return max(1, min(request.output_tokens, LONGEST_ANSWER) // shorter)

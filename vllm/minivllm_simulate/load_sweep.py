@@ -88,13 +88,13 @@ def spans(xs: Sequence[float], ratios: Sequence[float]) -> list[Span]:
     """
     if not xs:
         return []
-    found: list[Span] = []
+    above_one: list[Span] = []
     low, above = None, ratios[0] > 1
     for (x, before), (next_x, after) in pairwise(zip(xs, ratios, strict=True)):
         if (after > 1) == above:
             continue
         edge = x * (next_x / x) ** (math.log(max(before, 1e-9)) / math.log(max(before, 1e-9) / max(after, 1e-9)))
         if above:
-            found.append((low, edge))
+            above_one.append((low, edge))
         low, above = edge, not above
-    return [*found, (low, None)] if above else found
+    return [*above_one, (low, None)] if above else above_one

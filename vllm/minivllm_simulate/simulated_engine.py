@@ -57,8 +57,9 @@ class Stretch:
     @property
     def num_tokens(self) -> int:
         """New tokens of all steps together."""
-        one, two, three = (shape.num_tokens for shape in (self.first, self.second, self.third))
-        return self.steps * one + comb(self.steps, 2) * (two - one) + comb(self.steps, 3) * (three - 2 * two + one)
+        first, second, third = (shape.num_tokens for shape in (self.first, self.second, self.third))
+        bend = third - 2 * second + first
+        return self.steps * first + comb(self.steps, 2) * (second - first) + comb(self.steps, 3) * bend
 
     def shapes(self) -> Iterator[StepShape]:
         """Yield the shape of every step."""
@@ -66,16 +67,16 @@ class Stretch:
 
     def at(self, index: int) -> StepShape:
         """Return the shape of one step."""
-        one, two, three = self.first, self.second, self.third
+        first, second, third = self.first, self.second, self.third
         bends = index * (index - 1) // 2
-        tokens, more_tokens = one.num_tokens, two.num_tokens - one.num_tokens
-        keys, more_keys = one.num_keys, two.num_keys - one.num_keys
-        pairs, more_pairs = one.num_pairs, two.num_pairs - one.num_pairs
+        tokens, more_tokens = first.num_tokens, second.num_tokens - first.num_tokens
+        keys, more_keys = first.num_keys, second.num_keys - first.num_keys
+        pairs, more_pairs = first.num_pairs, second.num_pairs - first.num_pairs
         return StepShape(
-            one.num_reqs,
-            tokens + index * more_tokens + bends * (three.num_tokens - two.num_tokens - more_tokens),
-            keys + index * more_keys + bends * (three.num_keys - two.num_keys - more_keys),
-            pairs + index * more_pairs + bends * (three.num_pairs - two.num_pairs - more_pairs),
+            first.num_reqs,
+            tokens + index * more_tokens + bends * (third.num_tokens - second.num_tokens - more_tokens),
+            keys + index * more_keys + bends * (third.num_keys - second.num_keys - more_keys),
+            pairs + index * more_pairs + bends * (third.num_pairs - second.num_pairs - more_pairs),
         )
 
     def seconds(self, cost: Cost) -> float:

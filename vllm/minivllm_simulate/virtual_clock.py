@@ -198,8 +198,8 @@ def simulate(
     """
     _check(workload, scheduler_config, cache_config)
     require(max_steps is None or is_count(max_steps, 0), f"max_steps is {max_steps!r}; it must be a count, or None")
-    made = scheduler(scheduler_config, cache_config)
-    return _Simulator(workload, made, cost, acceptance, shape_of).run(max_steps)
+    built = scheduler(scheduler_config, cache_config)
+    return _Simulator(workload, built, cost, acceptance, shape_of).run(max_steps)
 
 
 def simulate_in_parts(
@@ -333,7 +333,7 @@ class _Simulator(SimulatedEngine):
         """Add a step to the records, and let its time pass."""
         seconds = self.cost.seconds(shape)
         if not 0 <= seconds < math.inf:
-            raise MinivllmError(f"the cost model says {seconds} seconds for {shape}; a step takes 0 or more")
+            raise MinivllmError(f"the cost model returns {seconds} seconds for {shape}; a step takes 0 or more")
         scheduler = self.scheduler
         queues = len(scheduler.running), len(scheduler.waiting), scheduler.kv_cache_manager.usage
         self.steps.append(StepRecord(self.loop.now, seconds, shape, scheduled, *queues, *decided))
@@ -361,7 +361,9 @@ def to_request(index: int, spec: SimulatedRequest, arrival: float) -> Request:
     # A unique first token is enough to share nothing, since block hashes are chained.
     token_ids = spec.prompt_token_ids or [-1 - index, *[0] * (spec.prompt_tokens - 1)]
     if len(token_ids) != spec.prompt_tokens:
-        raise MinivllmError(f"request {index} has {len(token_ids)} prompt token ids and says {spec.prompt_tokens}")
+        raise MinivllmError(
+            f"request {index} has {len(token_ids)} prompt token ids, but prompt_tokens is {spec.prompt_tokens}"
+        )
     return Request(
         str(index),
         token_ids,

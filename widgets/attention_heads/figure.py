@@ -264,11 +264,11 @@ def rank_words(state: State) -> str:
     if not place.divisible:
         return f"{state.query_heads} query heads cannot be split over {state.tp} GPUs."
     kept = max(map(len, state.ranks))
-    what = f"{kept} of {state.kv_heads} KV heads" if state.kv_heads > 1 else "the only KV head"
-    what = "the whole latent" if state.latent else what
+    held = f"{kept} of {state.kv_heads} KV heads" if state.kv_heads > 1 else "the only KV head"
+    held = "the whole latent" if state.latent else held
     alike = f" ({place.copies} keep the same)" if place.copies > 1 else ""
-    who = "Each GPU" if state.tp > 1 else "The GPU"
-    return f"{who} keeps {what}{alike}: {kib(place.kv_bytes)} KiB a token."
+    subject = "Each GPU" if state.tp > 1 else "The GPU"
+    return f"{subject} keeps {held}{alike}: {kib(place.kv_bytes)} KiB a token."
 
 
 # ---- real models

@@ -106,10 +106,10 @@ def command(state: State) -> str:
     whole = " --no-enable-chunked-prefill" * (serving.policy != "mixed")
     loads = (("chats", CHAT, 1 - serving.share), ("long prompts", serving.prompt, serving.share))
     bench = [
-        f"# {what}: vllm bench serve --model {name} --dataset-name random --random-input-len {length} "
+        f"# {label}: vllm bench serve --model {name} --dataset-name random --random-input-len {length} "
         f"--random-output-len {ANSWER} --ignore-eos --request-rate {part * serving.load:.3g} "
         f"--goodput ttft:{state.ttft * 1e3:g}"
-        for what, length, part in loads
+        for label, length, part in loads
     ]
     first = (
         ["# Prefill first was vLLM V0's policy; today there is no flag for it."] if serving.policy == "first" else []

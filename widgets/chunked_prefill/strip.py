@@ -126,5 +126,5 @@ def _caption(strip: Sequence[Step], start: float, now: float) -> str:
     long = sum(step.long for step in done)
     chat = sum(step.chat for step in done)
     longest = max((step.end - step.start for step in done if step.decodes), default=0.0)
-    made = f"{len(done)} steps, {long:,} tokens of long prompts, {chat:,} of chats'"
-    return f"{seconds(now - start)}: {made}; the longest step took {seconds(longest)}"
+    progress = f"{len(done)} steps, {long:,} tokens of long prompts, {chat:,} of chats'"
+    return f"{seconds(now - start)}: {progress}; the longest step took {seconds(longest)}"

@@ -25,8 +25,8 @@ def verdict(state: State) -> Verdict:
     """Say in one sentence or two whether each policy handles this load."""
     for curve in state.curves:
         most = max([curve.stretch.rows, *(point.most_running for point in curve.points.values())])
-        if most > state.slots:
-            words = f"Your schedule lets {most} requests run at once, but max_num_seqs is {state.slots}."
+        if most > state.seats:
+            words = f"Your schedule lets {most} requests run at once, but max_num_seqs is {state.seats}."
             return Verdict(words, "broken")
     if not state.known:
         return Verdict(f"Still serving {REQUESTS} requests at this load, under each policy.", "tight")
@@ -64,12 +64,12 @@ def command(state: State) -> str:
             "# vLLM always batches continuously; static batching has no flag.",
             f"# Load {state.load:g} is {state.rate:.3g} requests a second of these lengths (modelled). From outside:",
             f"# vllm bench serve --request-rate {state.rate:.3g} --burstiness {state.burstiness:g} {goal}",
-            f"vllm serve meta-llama/Llama-3.1-8B --max-num-seqs {state.slots}",
+            f"vllm serve meta-llama/Llama-3.1-8B --max-num-seqs {state.seats}",
         ]
     )
 
 
-def _static_handles(state: State, load: float, slots: int, spread: float) -> Progress:
+def _static_handles(state: State, load: float, seats: int, spread: float) -> Progress:
     """Check that static batching handles this load, in this many seats, with lengths this
     uneven.
     """
@@ -77,8 +77,8 @@ def _static_handles(state: State, load: float, slots: int, spread: float) -> Pro
         return Progress(False, "Wait: the requests are still being served.")
     static = state.curves[0]
     return progress(
-        f"Load {state.load:g}, {state.slots} seats: {_in_time(static, state)} in time under static batching.",
-        at_least("the seats", state.slots, slots),
+        f"Load {state.load:g}, {state.seats} seats: {_in_time(static, state)} in time under static batching.",
+        at_least("the seats", state.seats, seats),
         at_least("the length spread", state.spread, spread, "{:.3g}".format),
         at_least("the load", state.load, load),
         (static.queue_grows(state.load), _too_much(state)),
@@ -89,7 +89,7 @@ def _static_handles(state: State, load: float, slots: int, spread: float) -> Pro
 def _too_much(state: State) -> str:
     if state.load > 1:
         return "Lower the load: above 1, no policy can serve it."
-    used = f"{state.formula:.1%} of the seats' time, mean length / mean longest of {state.slots}"
+    used = f"{state.formula:.1%} of the seats' time, mean length / mean longest of {state.seats}"
     return f"Change the load, the spread or the seats: the queue grows, because full batches use only {used}."
 
 
@@ -133,7 +133,7 @@ BURSTS = [("in bursts", 0.25), ("at random", 1.0), ("evenly", 16.0)]
 KNOBS = {
     "The server": {
         "load": slider("Load", 0.1, 1.5, 0.1, START["load"], "arrivals, as a share of what full seats could serve"),
-        "slots": steps("Seats", [1, 2, 4, 8, 16], START["slots"], "max_num_seqs: requests that may run at once"),
+        "seats": steps("Seats", [1, 2, 4, 8, 16], START["seats"], "max_num_seqs: requests that may run at once"),
         "limit": steps("TTFT limit", LIMITS, START["limit"], "time to first token of 95 % of the requests"),
     },
     "The requests": {
@@ -150,7 +150,7 @@ SPEC = Spec(
     knobs=KNOBS,
     presets={
         "More than it can serve": {"load": 1.2},
-        "More seats": {"slots": 16, "load": 0.3},
+        "More seats": {"seats": 16, "load": 0.3},
         "In a hurry": {"limit": 0.1, "load": 0.3},
     },
     sweep=sweep,

@@ -15,8 +15,8 @@ from widgets.shell.spec import require_numbers
 LOADS = tuple(round(0.1 * tenths, 1) for tenths in range(1, 16))
 SERVICE = 0.95
 """The share of requests that must have their first token in time."""
-MOST = {"load": 100.0, "spread": 10.0, "slots": 256, "burstiness": 100.0, "limit": 1000.0}
-START = {"load": 0.7, "slots": 8, "limit": 0.5, "spread": 1.0, "burstiness": 1.0, "file": ""}
+MOST = {"load": 100.0, "spread": 10.0, "seats": 256, "burstiness": 100.0, "limit": 1000.0}
+START = {"load": 0.7, "seats": 8, "limit": 0.5, "spread": 1.0, "burstiness": 1.0, "file": ""}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class State:
     """Hold both policies' results for the same arrivals, as far as they have been run."""
 
     load: float
-    slots: int
+    seats: int
     limit: float
     """Seconds within which 95 % of the requests must have their first token."""
     burstiness: float
@@ -107,7 +107,7 @@ class State:
 
 def sweep(
     load: float = START["load"],
-    slots: int = START["slots"],
+    seats: int = START["seats"],
     limit: float = START["limit"],
     spread: float = START["spread"],
     burstiness: float = START["burstiness"],
@@ -119,7 +119,7 @@ def sweep(
 
     Args:
         load: Arrivals as a share of what always full seats could serve, where the reader stands.
-        slots: Requests that may run at once.
+        seats: Requests that may run at once.
         limit: Seconds within which 95 % of the requests must have their first token.
         spread: Standard deviation of output lengths over their mean; 0 is all equal, 1 exponential.
         burstiness: Of the arrivals; 1 is a Poisson process, less means bursts.
@@ -130,17 +130,17 @@ def sweep(
     Raises:
         MinivllmError: A value makes no sense.
     """
-    require_numbers(MOST, load=load, slots=slots, limit=limit, spread=spread, burstiness=burstiness)
-    sensible = load > 0 and spread >= 0 and slots >= 1 and limit > 0 and burstiness > 0
+    require_numbers(MOST, load=load, seats=seats, limit=limit, spread=spread, burstiness=burstiness)
+    sensible = load > 0 and spread >= 0 and seats >= 1 and limit > 0 and burstiness > 0
     require(
         sensible,
-        f"load, slots, limit and burstiness must be above 0, spread 0 or more; now load {load}, slots {slots}, limit "
+        f"load, seats, limit and burstiness must be above 0, spread 0 or more; now load {load}, seats {seats}, limit "
         f"{limit}, burstiness {burstiness}, spread {spread}",
     )
     require(isinstance(file, str), f"file must be a path or the name of a workload, not {file!r}")
     work = workload(file.strip()) if file.strip() else None
     by_policy = {  # the reader's schedule replaces continuous batching only
-        policy: experiment(slots, spread, burstiness, work, None if policy == "static" else schedule)
+        policy: experiment(seats, spread, burstiness, work, None if policy == "static" else schedule)
         for policy in POLICIES
     }
     return _states(by_policy, load, limit, burstiness, spread)
@@ -161,7 +161,7 @@ def _states(
         ]
         return State(
             load=load,
-            slots=runs.slots,
+            seats=runs.seats,
             limit=limit,
             burstiness=burstiness,
             curves=(curves[0], curves[1]),

@@ -30,8 +30,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw TTFT, goodput and queue against the load, and below them the seats under both
     policies.
     """
-    drawing = Drawing(width, 0, f"Load on {state.slots} seats", "Static and continuous batching on the same arrivals")
-    note = f"{REQUESTS} requests at each load, {state.slots} seats; all times are modelled"
+    drawing = Drawing(width, 0, f"Load on {state.seats} seats", "Static and continuous batching on the same arrivals")
+    note = f"{REQUESTS} requests at each load, {state.seats} seats; all times are modelled"
     y = drawing.heading((MARGIN, 23), "Load that each policy handles", note)
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
@@ -43,7 +43,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     _draw_goodput(Axes(drawing, goodput, LOAD, Scale(0, 1)), state)
     most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])
     _draw_queue(Axes(drawing, queue, LOAD, Scale(0, most * 1.1)), state)
-    drawing.height = _draw_slots(drawing, state, max(main.bottom, queue.bottom) + 57)
+    drawing.height = _draw_seats(drawing, state, max(main.bottom, queue.bottom) + 57)
     return drawing.render()
 
 
@@ -112,17 +112,17 @@ def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]], state: State) -> 
             axes.drawing.line((x, top), (x, area.bottom), colour=VERMILLION, width=2)
 
 
-def _draw_edge_words(axes: Axes, knee: Knee, who: str, state: State) -> None:
+def _draw_edge_words(axes: Axes, knee: Knee, policy: str, state: State) -> None:
     """Write what the second edge means, on its wider side."""
     x = axes.at(knee.load, state.limit)[0]
     before, beyond = x - axes.box.x, axes.box.right - x
     after = beyond >= before
-    words = _edge_words(knee, who, state)
+    words = _edge_words(knee, policy, state)
     axes.write(words, x + 7 if after else x - 7, min(max(before, beyond) - 14, 200), after=after)
 
 
-def _edge_words(knee: Knee, who: str, state: State) -> str:
-    return f"{who} {_where(knee)}: {_cause(knee, state)}"
+def _edge_words(knee: Knee, policy: str, state: State) -> str:
+    return f"{policy} {_where(knee)}: {_cause(knee, state)}"
 
 
 def _where(knee: Knee) -> str:
@@ -184,7 +184,7 @@ def _draw_tips(axes: Axes, state: State, words: Callable[[Curve, float], str]) -
 # ---- the seats
 
 
-def _draw_slots(drawing: Drawing, state: State, y: float) -> float:
+def _draw_seats(drawing: Drawing, state: State, y: float) -> float:
     """Draw both policies' seats over the same stretch of time, with the arrivals between them;
     return the y below.
     """
@@ -214,7 +214,7 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
     stretch = curve.stretch
     colour = COLOURS[curve.name]
     drawing.text((MARGIN, box.y + 12), curve.name, size=13, bold=True, colour=colour)
-    used = f"{stretch.used_while_waiting(state.slots):.0%} in use"
+    used = f"{stretch.used_while_waiting(state.seats):.0%} in use"
     waits = any(moment.waiting for moment in stretch.moments)
     for row, words in enumerate((used, "while", "some wait") if waits else ("none", "waiting")):
         drawing.text((MARGIN, box.y + 29 + 14 * row), words, size=SMALL, colour=QUIET)
@@ -225,7 +225,7 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
     growing: list[list[str]] = [[] for _ in ends]
     for stay in stretch.stays:
         left, right = box.x + stay.start * scale + 0.6, box.x + min(stay.end, state.window) * scale
-        top = box.y + stay.slot * high
+        top = box.y + stay.seat * high
         thick = high - (1.5 if high > 6 else 0.8)
         begins = bisect_left(ends, stay.start + 1e-12)
         done = min(bisect_left(ends, stay.end - 1e-12), LAST)
@@ -246,7 +246,7 @@ def _draw_missed(drawing: Drawing, box: Box, stretch: Stretch, state: State, end
     """Hatch the background, frame by frame, where a seat is empty while a request waits."""
     scale = box.width / state.window
     before = 0.0
-    spans = stretch.missed(state.slots)
+    spans = stretch.missed(state.seats)
     for frame, end in enumerate(ends):
         for start, stop in spans:
             left, right = max(start, before), min(stop, end)

@@ -23,7 +23,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm_lab.bounded import bounded
 from minivllm_lab.continuous_batching.learner_policy import Schedule, learner_policy
-from minivllm_lab.continuous_batching.slots import seat
+from minivllm_lab.continuous_batching.seats import assign_seats
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -73,7 +73,7 @@ class Stay:
     """
 
     request: int
-    slot: int
+    seat: int
     start: float
     end: float
     waited: float
@@ -106,19 +106,19 @@ class Stretch:
         latest = next((moment for moment in reversed(self.moments) if moment.start <= now), None)
         return latest if latest and now <= latest.end else Moment(now, now, 0, 0)
 
-    def missed(self, slots: int) -> list[tuple[float, float]]:
+    def missed(self, seats: int) -> list[tuple[float, float]]:
         """Return the times at which a seat is empty while a request waits."""
         spans: list[tuple[float, float]] = []
         for moment in self.moments:
-            if moment.waiting and moment.taken < slots:
+            if moment.waiting and moment.taken < seats:
                 joins = spans and moment.start - spans[-1][1] < 1e-9
                 spans.append((spans.pop()[0] if joins else moment.start, moment.end))
         return spans
 
-    def used_while_waiting(self, slots: int) -> float:
+    def used_while_waiting(self, seats: int) -> float:
         """Return the used share of the seats' time while a request waits; 1 where none does."""
         waited = [(moment.end - moment.start, moment.taken) for moment in self.moments if moment.waiting]
-        return sum(s * taken for s, taken in waited) / (slots * sum(s for s, _ in waited)) if waited else 1.0
+        return sum(s * taken for s, taken in waited) / (seats * sum(s for s, _ in waited)) if waited else 1.0
 
 
 class Experiment:
@@ -127,17 +127,17 @@ class Experiment:
     """
 
     def __init__(
-        self, slots: int, spread: float, burstiness: float, work: Workload | None, schedule: Schedule | None
+        self, seats: int, spread: float, burstiness: float, work: Workload | None, schedule: Schedule | None
     ) -> None:
-        self.slots = slots
+        self.seats = seats
         self.lengths, self.note = _lengths(spread, work)
         self.schedule = schedule
         self.outputs = [request.output_tokens for request in self.lengths]
         pattern = gamma_arrivals(1.0, REQUESTS, burstiness, seed=4)
         self.pattern = [time / pattern[-1] for time in pattern]
         """Arrival times as shares of the last one."""
-        self.full_step = _cost().seconds(_full_step(self.lengths, slots))
-        self.window = IN_WINDOW * statistics.mean(self.outputs) * self.full_step / slots
+        self.full_step = _cost().seconds(_full_step(self.lengths, seats))
+        self.window = IN_WINDOW * statistics.mean(self.outputs) * self.full_step / seats
         """Seconds that are drawn seat by seat."""
         self._at_loads = Runs(self._run_at)
         """Results by policy and load."""
@@ -150,8 +150,8 @@ class Experiment:
         """Return the share of its seats that static batching uses: mean length / mean longest of
         a batch.
         """
-        batches = [self.outputs[i : i + self.slots] for i in range(0, REQUESTS, self.slots)]
-        return sum(self.outputs) / (self.slots * sum(max(batch) for batch in batches))
+        batches = [self.outputs[i : i + self.seats] for i in range(0, REQUESTS, self.seats)]
+        return sum(self.outputs) / (self.seats * sum(max(batch) for batch in batches))
 
     @property
     def spread(self) -> float:
@@ -160,7 +160,7 @@ class Experiment:
 
     def rate(self, load: float) -> float:
         """Return the requests a second at this load."""
-        return load * self.slots / (statistics.mean(self.outputs) * self.full_step)
+        return load * self.seats / (statistics.mean(self.outputs) * self.full_step)
 
     def arrivals(self, load: float) -> list[float]:
         """Return the seconds at which the requests arrive."""
@@ -226,27 +226,27 @@ class Experiment:
         """
         full = [step for step in steps if step.num_waiting]
         rate = sum(step.shape.num_reqs for step in full) / sum(step.seconds for step in full)
-        return min(1.0, rate * self.full_step / self.slots)
+        return min(1.0, rate * self.full_step / self.seats)
 
     def _cut(self, steps: Sequence[StepRecord], load: float) -> Stretch:
         """Cut the first seconds out of a run."""
         first = [step for step in steps if step.start < self.window]
-        rows = max([self.slots, *(len(step.scheduled) for step in first)])
+        rows = max([self.seats, *(len(step.scheduled) for step in first)])
         arrivals = self.arrivals(load)
         stays: list[Stay] = []
-        for slot, row in enumerate(seat((step.scheduled for step in first), rows)):
+        for seat, row in enumerate(assign_seats((step.scheduled for step in first), rows)):
             for request, span in groupby(range(len(row)), row.__getitem__):
                 if request:
-                    stays.append(self._stay(int(request), slot, [first[index] for index in span], arrivals))
+                    stays.append(self._stay(int(request), seat, [first[index] for index in span], arrivals))
         moments = tuple(
             Moment(step.start, step.start + step.seconds, len(step.scheduled), step.num_waiting) for step in first
         )
         return Stretch(tuple(stays), moments, rows)
 
-    def _stay(self, request: int, slot: int, steps: Sequence[StepRecord], arrivals: Sequence[float]) -> Stay:
+    def _stay(self, request: int, seat: int, steps: Sequence[StepRecord], arrivals: Sequence[float]) -> Stay:
         start, end = steps[0].start, steps[-1].start + steps[-1].seconds
         lengths = self.lengths[request]
-        return Stay(request, slot, start, end, start - arrivals[request], lengths.prompt_tokens, lengths.output_tokens)
+        return Stay(request, seat, start, end, start - arrivals[request], lengths.prompt_tokens, lengths.output_tokens)
 
     def _work(self, load: float) -> list[SimulatedRequest]:
         arrivals = [0.0] * REQUESTS if load == SATURATED else self.arrivals(load)
@@ -258,7 +258,7 @@ class Experiment:
     def _config(self, policy: str) -> SchedulerConfig:
         return SchedulerConfig(
             max_model_len=LONGEST + LONGEST_PROMPT,
-            max_num_seqs=self.slots,
+            max_num_seqs=self.seats,
             max_num_batched_tokens=8192,  # so large that no prompt is cut
             static_batching=policy == "static",
         )
@@ -278,10 +278,10 @@ CACHE = CacheConfig(num_gpu_blocks=REQUESTS + 2, block_size=512, enable_prefix_c
 
 @lru_cache(maxsize=64)
 def experiment(
-    slots: int, spread: float, burstiness: float, work: Workload | None = None, schedule: Schedule | None = None
+    seats: int, spread: float, burstiness: float, work: Workload | None = None, schedule: Schedule | None = None
 ) -> Experiment:
     """Return the runs of this configuration, including earlier ones."""
-    return Experiment(slots, spread, burstiness, work, schedule)
+    return Experiment(seats, spread, burstiness, work, schedule)
 
 
 @cache
@@ -289,7 +289,7 @@ def _cost() -> RooflineCost:
     return RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100"))
 
 
-def _full_step(lengths: Sequence[RequestLengths], slots: int) -> StepShape:
+def _full_step(lengths: Sequence[RequestLengths], seats: int) -> StepShape:
     """Describe the mean step of full seats; a request takes as many steps as it generates
     tokens.
     """
@@ -298,7 +298,7 @@ def _full_step(lengths: Sequence[RequestLengths], slots: int) -> StepShape:
     later = sum(sum(range(request.prompt_tokens + 1, request.total)) for request in lengths)  # decodes' keys
     keys = later + sum(request.prompt_tokens for request in lengths)
     pairs = later + sum(request.prompt_tokens * (request.prompt_tokens + 1) // 2 for request in lengths)
-    return StepShape(slots, *(round(slots * count / steps) for count in (tokens, keys, pairs)))
+    return StepShape(seats, *(round(seats * count / steps) for count in (tokens, keys, pairs)))
 
 
 def _lengths(spread: float, work: Workload | None) -> tuple[list[RequestLengths], str]:

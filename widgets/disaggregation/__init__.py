@@ -70,14 +70,14 @@ def verdict(state: State) -> Verdict:
 def _compared(state: State, share: str) -> Verdict:
     mine, both = state.mine, state.both
     pools = f"{mine.name} handle {mine.goodput:.3g} a second"
-    one = f"{both.gpus} that do both, in chunks of {tokens(both.budget)}, handle {both.goodput:.3g}"
+    combined = f"{both.gpus} that do both, in chunks of {tokens(both.budget)}, handle {both.goodput:.3g}"
     if state.gain >= ALIKE:
         times = f" That is {state.gain:.2f} times as much." if state.gain < math.inf else ""
-        return Verdict(f"Two pools pay: {pools}, and {one}.{times} Here {share}.", "fine")
+        return Verdict(f"Two pools pay: {pools}, and {combined}.{times} Here {share}.", "fine")
     if state.gain <= 1 / ALIKE:
         why = cause_words(mine.cause, state)
-        return Verdict(f"Two pools lose: {pools} before {why}, and {one}. Here {share}.", "tight")
-    return Verdict(f"It makes no difference: {pools}, and {one}. Here {share}.", "tight")
+        return Verdict(f"Two pools lose: {pools} before {why}, and {combined}. Here {share}.", "tight")
+    return Verdict(f"It makes no difference: {pools}, and {combined}. Here {share}.", "tight")
 
 
 def command(state: State) -> str:

@@ -228,12 +228,12 @@ class Experiment:
     def side(self, objective: Objective) -> Side:
         """Return what is known so far."""
         last = self._sides.get(objective)
-        found = self.runs.found
+        searched = self.runs.found
         if last is None:
             bound, bound_by = (0.0, "") if self.refused else self._bound(objective)
             last = Side(self.prefill, self.system.gpus, {}, objective, bound, bound_by, self.budget, self.refused)
-        if len(last.points) < len(found):
-            last = replace(last, points=dict(found))
+        if len(last.points) < len(searched):
+            last = replace(last, points=dict(searched))
         self._sides[objective] = last
         return last
 

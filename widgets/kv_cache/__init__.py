@@ -74,8 +74,8 @@ def command(state: State) -> str:
         f"--gpu-memory-utilization {state.utilization:g} --tensor-parallel-size {state.tp} "
         f"--kv-cache-dtype {state.kv_dtype}"
     )
-    what = "vLLM allocates blocks as requests grow and reserves nothing (lesson 02)"
-    return f"{line}\n# on {state.tp} x {state.hardware.name}; {what if state.starts else 'it refuses to start'}"
+    note = "vLLM allocates blocks as requests grow and reserves nothing (lesson 02)"
+    return f"{line}\n# on {state.tp} x {state.hardware.name}; {note if state.starts else 'it refuses to start'}"
 
 
 def _stopped(state: State) -> str:

@@ -330,18 +330,18 @@ class _Strip:
         parts = [self._parts(request) for request in admission.requests]
         hits = sum(part[0] for part in parts)
         prompts = sum(sum(part[:3]) for part in parts)
-        who = f"User {user + 1}, turn {turn + 1}" if len(parts) == 1 else f"{len(parts)} requests at once"
+        subject = f"User {user + 1}, turn {turn + 1}" if len(parts) == 1 else f"{len(parts)} requests at once"
         lost = sum(blocks for _, blocks in admission.lost)
         users = [str(user + 1) for user, _ in admission.lost if user != SHARED]
         owners = ["all"] * (len(users) < len(admission.lost))
         owners += [f"user{'s' * (len(users) > 1)} {', '.join(users)}"] * bool(users)
         evicts = f"; {counted(lost, 'block')} of {' and '.join(owners)} evicted" if lost else ""
-        return f"{who}: {hits:,} of {prompts:,} tokens hit{evicts}."
+        return f"{subject}: {hits:,} of {prompts:,} tokens hit{evicts}."
 
     def _of_request(self, index: int) -> str:
         user, turn = divmod(index, self.state.load.turns)
-        found, again, new, wrong = self._parts(index)
-        words = f"User {user + 1}, turn {turn + 1}: {found:,} of {found + again + new:,} tokens hit"
+        hits, again, new, wrong = self._parts(index)
+        words = f"User {user + 1}, turn {turn + 1}: {hits:,} of {hits + again + new:,} tokens hit"
         words += f", {wrong:,} of them another text's" if wrong else ""
         return f"{words}; {f'{again:,} evicted and recomputed, ' if again else ''}{new:,} new."
 
@@ -349,9 +349,9 @@ class _Strip:
         """Return the prompt tokens that hit, that are recomputed, that are new, and that hit
         wrongly.
         """
-        found = self.state.here.found[index]
-        again = max(0, self.could[index] - found)
-        return found, again, self.state.here.prompts[index] - found - again, self.state.here.wrong[index]
+        hits = self.state.here.found[index]
+        again = max(0, self.could[index] - hits)
+        return hits, again, self.state.here.prompts[index] - hits - again, self.state.here.wrong[index]
 
     def _held(self) -> dict[int, list[float]]:
         """Return, by user, the share of their context in the pool after each admission."""
@@ -402,14 +402,14 @@ class _Strip:
     def _mark(self, index: int, middle: tuple[float, float], radius: float) -> None:
         """Draw a sign whose shape and colour tell what became of the prompt."""
         x, y = middle
-        found, again, _, wrong = self._parts(index)
+        hits, again, _, wrong = self._parts(index)
         if wrong:
             corners = [(x - radius, y + radius), (x + radius, y + radius), (x, y - radius)]
             self.drawing.polygon(corners, PURPLE)
         elif again:
             corners = [(x - radius - 1, y), (x, y - radius - 1), (x + radius + 1, y), (x, y + radius + 1)]
             self.drawing.polygon(corners, VERMILLION)
-        elif found:
+        elif hits:
             self.drawing.circle(middle, radius, GREEN, stroke=CARD if radius > 3.5 else "none")
         else:
             self.drawing.rect(Box(x - radius, y - radius, 2 * radius, 2 * radius), GREY)

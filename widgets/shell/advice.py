@@ -14,19 +14,19 @@ def _plain(value: float) -> str:
     return f"{value:,g}"
 
 
-def at_least(what: str, now: float, goal: float, phrase: Callable[[float], str] = _plain) -> Rule:
+def at_least(knob: str, now: float, goal: float, phrase: Callable[[float], str] = _plain) -> Rule:
     """Require `goal` or more: "Raise the pool to 32K (now 24K)."."""
-    return now < goal, f"Raise {what} to {phrase(goal)} (now {phrase(now)})."
+    return now < goal, f"Raise {knob} to {phrase(goal)} (now {phrase(now)})."
 
 
-def at_most(what: str, now: float, goal: float, phrase: Callable[[float], str] = _plain) -> Rule:
+def at_most(knob: str, now: float, goal: float, phrase: Callable[[float], str] = _plain) -> Rule:
     """Require `goal` or less: "Lower the rank to 64 (now 128)."."""
-    return now > goal, f"Lower {what} to {phrase(goal)} (now {phrase(now)})."
+    return now > goal, f"Lower {knob} to {phrase(goal)} (now {phrase(now)})."
 
 
-def use(what: str, used: bool) -> Rule:
+def use(knob: str, used: bool) -> Rule:
     """Require a model, a GPU or the like: "Use an H100."."""
-    return not used, f"Use {what}."
+    return not used, f"Use {knob}."
 
 
 def choose(option: str, label: str, chosen: bool) -> Rule:

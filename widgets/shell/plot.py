@@ -351,8 +351,8 @@ def _along(points: Sequence[Point], stride: int = STRIDE) -> Iterator[Point]:
             yield x + (to_x - x) * part / count, y + (to_y - y) * part / count
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return one.x < other.right and other.x < one.right and one.y < other.bottom and other.y < one.bottom
+def _overlap(box: Box, other: Box) -> bool:
+    return box.x < other.right and other.x < box.right and box.y < other.bottom and other.y < box.bottom
 
 
 Key = tuple[str, str, str, float]

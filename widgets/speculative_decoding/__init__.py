@@ -94,8 +94,8 @@ def _better(state: State) -> str:
     best = state.best_k
     if not best:
         return "No number of drafts pays here." if state.speedup < 1 else ""
-    there = state.one.speedup(state.batch, best)
-    return f"With k = {best} it would be {there:.2f}." if there > 1.03 * state.speedup else ""
+    best_speedup = state.one.speedup(state.batch, best)
+    return f"With k = {best} it would be {best_speedup:.2f}." if best_speedup > 1.03 * state.speedup else ""
 
 
 def command(state: State) -> str:

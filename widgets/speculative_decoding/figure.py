@@ -194,13 +194,13 @@ def _draw_times(drawing: Drawing, box: Box, state: State) -> float:
     plain, step = state.one.plain(state.batch), state.one.step(state.batch, state.k)
     longest = max(plain.seconds, step.seconds)
     y = box.y + 8
-    for parts, made in ((plain, "1 token"), (step, f"{state.tokens:.2f} tokens")):
+    for parts, yields in ((plain, "1 token"), (step, f"{state.tokens:.2f} tokens")):
         segments = [
             Segment("", getattr(parts, name), colour, f"{title}: {milliseconds(getattr(parts, name))}")
             for name, title, colour in PARTS
         ]
         stacked_bar(drawing, Box(box.x, y, box.width, 13), segments, longest)
-        words = f"{milliseconds(parts.seconds)}, {made}"
+        words = f"{milliseconds(parts.seconds)}, {yields}"
         drawing.text((box.x, y + 26), words, size=SMALL)
         y += 33
     keys = [Segment(title, 0, colour) for name, title, colour in PARTS if _is_there(name, plain, step)]

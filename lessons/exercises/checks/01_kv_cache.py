@@ -1,4 +1,4 @@
-"""What must be true of exercise 01, and of the script that solves it."""
+"""Check exercise 01 and the script that solves it."""
 
 import math
 import random
@@ -22,7 +22,7 @@ TIMES = ("", "", "two", "three", "four", "five", "six", "seven", "eight")
 
 
 def _shape(layers, heads, kv_heads, head_dim, hidden_size, latent=None):
-    """What a config says; `latent` is (kv_lora_rank, qk_rope_head_dim) of latent attention."""
+    """Make a config; `latent` is (kv_lora_rank, qk_rope_head_dim) of latent attention."""
     rank, rope = latent or (None, None)
     return SimpleNamespace(
         num_hidden_layers=layers,
@@ -62,7 +62,7 @@ USUAL_COUNTS = {
 
 
 def _counts(module, cases):
-    """Compare with the formula; where it differs, say by how much, and which usual mistake gives all these figures."""
+    """Compare with the formula; if it differs, say by how much, and which usual mistake gives all these figures."""
     found = [module.kv_bytes_per_token(shape, size) for shape, size in cases]
     for (shape, size), count in zip(cases, found):
         wanted = _bytes(shape, size)
@@ -81,7 +81,7 @@ def _said(count):
 
 
 def _too_much(count, wanted):
-    """By which whole factor a count is wrong, if there is one."""
+    """Return the whole factor by which a count is wrong, if there is one."""
     if not isinstance(count, (int, float)) or count <= 0:
         return ""
     factor, what = (count / wanted, "much") if count > wanted else (wanted / count, "little")
@@ -123,7 +123,7 @@ def check_bytes_of_a_latent_cache(module):
 
 
 def _case(heads, kv_heads, head_dim, length, slots, seed=0, scale=1.0):
-    """A cache whose free slots hold garbage, and a new token: the arguments of `decode_step`."""
+    """Make the arguments of `decode_step`: a cache whose free slots hold garbage, and a new token."""
     draw = torch.Generator().manual_seed(seed)
     q = scale * torch.randn(heads, head_dim, generator=draw)
     k, v = torch.randn(2, kv_heads, head_dim, generator=draw)
@@ -134,7 +134,7 @@ def _case(heads, kv_heads, head_dim, length, slots, seed=0, scale=1.0):
 
 
 def _attend(q, k, v, keys, values, length, *, scale=None, neighbours=True, over=0, itself=True):
-    """What the step must give, in float64; the options make it wrong in usual ways."""
+    """Compute the expected result of the step in float64; the options make the usual mistakes."""
     heads, kv_heads, head_dim = len(q), len(k), q.shape[1]
     seen_keys, seen_values = (
         torch.cat([old[:length], new[None]][: 1 + itself]).double() for old, new in ((keys, k), (values, v))
@@ -146,7 +146,7 @@ def _attend(q, k, v, keys, values, length, *, scale=None, neighbours=True, over=
 
 
 def _usual_steps(head_dim):
-    """Usual mistakes: what is said of each, and the options of `_attend` that make it."""
+    """List the usual mistakes: a sentence about each, and the options of `_attend` that make it."""
     return {
         "Divide the scores by sqrt(head_dim)": {"scale": 1.0},
         "Divide the scores by the square root of head_dim, not by head_dim": {"scale": 1 / head_dim},
@@ -157,7 +157,7 @@ def _usual_steps(head_dim):
 
 
 def _mistake_in(found, arguments):
-    """The usual mistake that gives this result, as a sentence; "" if none does."""
+    """Return the usual mistake that gives this result, as a sentence; "" if none does."""
     for sentence, options in _usual_steps(arguments[0].shape[1]).items():
         if torch.allclose(found, _attend(*arguments, **options), atol=1e-4):
             return sentence
@@ -169,7 +169,7 @@ def _copies(arguments):
 
 
 def _agrees(module, arguments):
-    """`decode_step` on a copy of the arguments gives what it must, or a sentence says what is wrong."""
+    """Run `decode_step` on a copy of the arguments and check the result; else say in a sentence what is wrong."""
     (heads, head_dim), kv_heads, length = arguments[0].shape, len(arguments[1]), arguments[-1]
     found, expected = module.decode_step(*_copies(arguments)), _attend(*arguments)
     assert found is not None, "it returns nothing: is there a `return`?"
@@ -212,7 +212,7 @@ def check_last_slot(module):
 
 
 def check_groups_of_heads(module):
-    """Of 6 query heads on 2 KV heads, the first 3 read one and the last 3 the other."""
+    """With 6 query heads on 2 KV heads, the first 3 read one and the last 3 the other."""
     _agrees(module, _case(6, 2, 80, 33, 64))
 
 
@@ -222,7 +222,7 @@ def check_a_long_cache(module):
 
 
 def check_large_scores(module):
-    """Scores of several hundred give the same as ever: the softmax does not overflow."""
+    """Scores of several hundred work as well as small ones: the softmax does not overflow."""
     arguments = _case(4, 2, 16, 6, 8, scale=300.0)
     found = torch.as_tensor(module.decode_step(*_copies(arguments)))
     assert found.isfinite().all(), (
@@ -233,7 +233,7 @@ def check_large_scores(module):
 
 
 def check_cache_is_written_in_place(module):
-    """Slot `length` of the caller's keys and values is filled, and nothing else of the caller's is changed."""
+    """Slot `length` of the caller's keys and values is filled, and no other element is changed."""
     arguments = _case(4, 2, 8, 3, 6)
     before = _copies(arguments)
     module.decode_step(*arguments)
@@ -252,7 +252,7 @@ def check_cache_is_written_in_place(module):
 
 
 def check_same_text_as_without_a_cache(module):
-    """In the embedded model it writes the same 16 tokens as the model without a cache."""
+    """The embedded model writes the same 16 tokens with it as without a cache."""
     model, config = load_model(EMBEDDED_MODEL, dtype="float32")
     prompt = list(range(300, 310))
     cached = _generate_with_cache(model, config, prompt, 16, module.decode_step)
@@ -265,7 +265,7 @@ def check_same_text_as_without_a_cache(module):
 
 
 def _generate_with_cache(model, config, prompt, new_tokens, decode_step):
-    """Greedy tokens, every token of the prompt too fed one at a time through `decode_step`."""
+    """Generate greedily, feeding every token, those of the prompt too, through `decode_step` one at a time."""
     shape = (2, config.num_hidden_layers, len(prompt) + new_tokens, config.num_key_value_heads, config.head_dim)
     keys, values = torch.full(shape, math.nan)
     text = list(prompt)
@@ -284,13 +284,13 @@ def _generate_with_cache(model, config, prompt, new_tokens, decode_step):
 
 
 def _runs_clean(trace, hint):
-    """No program touches what is another's or nobody's."""
+    """Check that no program touches elements of another one, or memory outside the arguments."""
     assert not trace.races, f"a race: {trace.races[0]}. {hint}"
     assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. {hint}"
 
 
 def _holds(name, cache, wanted):
-    """The cache is what it should be; else the elements that are not, and what they are."""
+    """Check the cache; list the elements that are wrong, and what they are."""
     wrong = (cache != wanted).flatten().nonzero().flatten().tolist()
     if not wrong:
         return
@@ -302,13 +302,13 @@ def _holds(name, cache, wanted):
 
 
 def _moves(trace, read, written):
-    """Exactly these bytes were moved."""
+    """Check that exactly these bytes were moved."""
     for what, found, wanted in (("read", trace.bytes_read, read), ("written", trace.bytes_written, written)):
         assert found == wanted, f"{found} bytes are {what}, and {wanted} must be: move each number once, and no other"
 
 
 def _each_writes_its_own(trace, name, own, what):
-    """Program p wrote the elements `own[p]` (a range) of an argument, and no others: no program does another's work."""
+    """Check that program p wrote the elements `own[p]` (a range) of an argument, and no others."""
     for program, wanted in enumerate(own):
         writes = [a for a in trace.accesses if a.kind != LOAD and (a.argument, a.program) == (name, (program,))]
         found = sorted({int(element) for access in writes for element in access.elements})
@@ -354,7 +354,7 @@ def check_append_heads(module):
 
 
 def _append_case(lengths, slots, width):
-    """The kernel's arguments, and what both caches must be afterwards; a request whose slots are full writes nothing."""
+    """Make the kernel's arguments and the expected caches; a request whose slots are full writes nothing."""
     keys, values = _numbered(2, len(lengths), slots, width)
     k, v = _numbered(2, len(lengths), width, start=1000)
     wanted = keys.clone(), values.clone()
@@ -404,7 +404,7 @@ MEMORY = 4 * 64 * 2048
 
 
 class _Contiguous:
-    """The engine's attention, by `decode_step`: token after token, each request on the one block that it has."""
+    """Serves as the engine's attention by `decode_step`: token by token, each request in its only block."""
 
     def __init__(self, decode_step, kv_caches, scale, sliding_window=None):
         self.decode_step, self.kv_caches = decode_step, kv_caches
@@ -425,7 +425,7 @@ class _Contiguous:
 
 
 def plug(module) -> Plugged:
-    """`decode_step` is the engine's attention, and `kv_bytes_per_token` says how many requests half a MiB holds."""
+    """Use `decode_step` as the engine's attention, and `kv_bytes_per_token` to count the requests in half a MiB."""
     config = ModelConfig.from_pretrained(EMBEDDED_MODEL)
     yours, ours = module.kv_bytes_per_token(config, 4), kv_bytes_per_token(config, "float32")
 

@@ -1,4 +1,4 @@
-"""What must be true of exercise 02, and of the script that solves it; and how its pool serves the engine."""
+"""Check exercise 02 and the script that solves it, and serve requests with its pool."""
 
 import random
 
@@ -51,23 +51,23 @@ def check_slot_mapping(module):
 
 
 def check_null_block(module):
-    """A pool of 5 blocks hands out 4, and block 0 never."""
+    """A pool of 5 blocks allocates 4, and never block 0."""
     taken = [block.block_id for block in module.BlockPool(5).get_new_blocks(4)]
     assert sorted(taken) == [1, 2, 3, 4], f"handed out {taken}"
 
 
 def check_all_or_none(module):
-    """Asked for more blocks than are free, the pool raises a ValueError and takes none."""
+    """If fewer blocks are free than are needed, the pool raises a ValueError and takes none."""
     pool = module.BlockPool(5)
     first = pool.get_new_blocks(2)
     assert [block.ref_cnt for block in first] == [1, 1], "each block has one holder once it is taken"
-    assert _refuses(lambda: pool.get_new_blocks(3)), "2 blocks are free, 3 were asked for"
+    assert _refuses(lambda: pool.get_new_blocks(3)), "2 blocks are free, but 3 are needed: raise a ValueError"
     assert pool.get_num_free_blocks() == 2, f"{pool.get_num_free_blocks()} blocks are free after the refusal, not 2"
     assert len(pool.get_new_blocks(2)) == 2
 
 
 def check_reference_counts(module):
-    """A block with two holders is free when both have let go of it, and not before."""
+    """A block with two holders is free when both have released it, and not before."""
     pool = module.BlockPool(4)
     blocks = pool.get_new_blocks(2)
     pool.touch(blocks)
@@ -89,7 +89,7 @@ def check_double_free(module):
 
 
 def check_order_of_reuse(module):
-    """Freed blocks are taken next, in the order in which they were given back."""
+    """Freed blocks are taken next, in the order in which they were freed."""
     pool = module.BlockPool(8)
     a, b, c = pool.get_new_blocks(3)
     pool.free_blocks([c, a, b])
@@ -115,7 +115,7 @@ def check_blocks_come_on_demand(module):
 
 
 def check_fork_takes_nothing(module):
-    """A fork takes no block; each block of the past has two holders, and neither table is the other's."""
+    """A fork takes no block; each block of the past has two holders, and the tables are two lists."""
     pool, table = _table(module, 10)
     free = pool.get_num_free_blocks()
     child = table.fork()
@@ -129,7 +129,7 @@ def check_fork_takes_nothing(module):
 
 
 def check_copy_on_write(module):
-    """Stretch: the first who writes into a shared, half full block gets its own copy; the last one writes in place."""
+    """Stretch: the first to write into a shared, half full block gets its own copy; the last one writes in place."""
     pool, table = _table(module, 10)
     child, before = table.fork(), _ids(table)
     slots, copies = child.append(1)
@@ -166,7 +166,7 @@ def check_full_blocks_are_not_copied(module):
 
 
 def check_dry_pool_changes_nothing(module):
-    """Where the pool has too few blocks, append raises, and table, pool and counts are as they were."""
+    """If the pool has too few blocks, append raises, and table, pool and counts are unchanged."""
     pool, table = _table(module, 10, blocks=4)
     child = table.fork()
     for one, tokens in ((table, 1), (child, 3), (child, 9)):
@@ -197,7 +197,7 @@ def check_everyone_reads_their_own(module):
 
 
 def _play(module, block_size: int, draw: random.Random) -> None:
-    """Sequences of random tokens, written through slots and copies into one array and read back after each step."""
+    """Write sequences of random tokens through slots and copies into one array; read them back after each step."""
     pool, cache = module.BlockPool(40), {}
     tables, texts = [], []
     for step in range(400):
@@ -250,7 +250,7 @@ def check_gather_token(module):
 
 
 def check_gather_block(module):
-    """Step 2: each block is looked up once, and of the last one only the rows are copied that hold a token."""
+    """Step 2: each block is looked up once; of the last one, only the rows that hold a token are copied."""
     for blocks, length in (([5, 2, 7], 10), ([3, 6], 8), ([4], 1)):
         cache, table, wanted = _cached(blocks, length)
         out, trace = _gather(module.gather_block_kernel, (len(blocks),), length, cache, table, length)
@@ -263,7 +263,7 @@ def check_gather_block(module):
 
 
 def check_gather_all_sequences(module):
-    """Stretch: step 3: one launch copies all sequences, each through its own row of the table and to its own rows of out."""
+    """Stretch: step 3: one launch copies all sequences, each by its own row of the table, to its own rows of out."""
     blocks, lengths = [[5, 2, 7], [3], [8, 1], [6]], [10, 3, 8, 0]
     cache, wanted = _rows(40), []
     table = torch.zeros(4, 3, dtype=torch.int32)
@@ -298,24 +298,24 @@ def check_gather_all_sequences(module):
 
 
 def _rows(slots: int) -> torch.Tensor:
-    """A cache in which every row is different."""
+    """Make a cache in which every row is different."""
     return torch.arange(slots * WIDTH, dtype=torch.float32).view(slots, WIDTH) + 1
 
 
 def _cached(blocks: list[int], length: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """A cache of 10 blocks, a table, and the slots of the sequence's tokens."""
+    """Make a cache of 10 blocks, a table, and the slots of the sequence's tokens."""
     slots = [blocks[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE for token in range(length)]
     return _rows(40), torch.tensor(blocks, dtype=torch.int32), slots
 
 
 def _gather(kernel, grid: tuple[int, ...], tokens: int, cache, table, *rest) -> tuple[torch.Tensor, KernelTrace]:
-    """Rows that the kernel wrote (NaN where it wrote none), and what it read."""
+    """Return the rows that the kernel wrote (NaN where it wrote none), and what it read."""
     out = torch.full((tokens, WIDTH), torch.nan)
     return out, trace_kernel(kernel, grid, out, cache, table, *rest, BLOCK_SIZE=BLOCK_SIZE, WIDTH=WIDTH)
 
 
 def _takes_other_sizes(kernel, grid: tuple[int, ...], slots: list[int], table, *rest, starts=None) -> None:
-    """With blocks of 2 and rows of 16 numbers, it copies the rows of `slots`."""
+    """Check that it copies the rows of `slots` with blocks of 2 and rows of 16 numbers."""
     cache = torch.arange(20 * 16, dtype=torch.float32).view(20, 16)
     out = torch.full((len(slots), 16), torch.nan)
     given = [out, cache] if starts is None else [out, starts, cache]
@@ -327,7 +327,7 @@ def _takes_other_sizes(kernel, grid: tuple[int, ...], slots: list[int], table, *
 
 
 def _rows_are(out: torch.Tensor, cache: torch.Tensor, wanted: list[int], table: torch.Tensor) -> None:
-    """Row i of out is row wanted[i] of the cache; where it is not, say which one it is and which mistake that looks like."""
+    """Check that row i of out is row wanted[i] of the cache; else say which it is, and which mistake that suggests."""
     wrong = [row for row, slot in enumerate(wanted) if not torch.equal(out[row], cache[slot])]
     if not wrong:
         return
@@ -339,7 +339,7 @@ def _rows_are(out: torch.Tensor, cache: torch.Tensor, wanted: list[int], table: 
     block = slot // BLOCK_SIZE
     entries = f"blocks of {BLOCK_SIZE}, table {table.tolist()}"
     if not same:
-        raise AssertionError(f"row {row} of out is no row of the cache ({entries}): is a row WIDTH elements long?")
+        raise AssertionError(f"row {row} of out is not a row of the cache ({entries}): is a row WIDTH elements long?")
     found = same[0]
     hints = {
         row: "that is the token's own number: the table is not used",
@@ -357,12 +357,12 @@ def _stays_inside(trace: KernelTrace) -> None:
 
 
 def _rows_of_block(place: int, length: int) -> list[int]:
-    """The tokens in a sequence's block number `place`."""
+    """Count the tokens in a sequence's block number `place`."""
     return list(range(length))[place * BLOCK_SIZE : (place + 1) * BLOCK_SIZE]
 
 
 def _each_writes_its_own(trace: KernelTrace, own: dict[tuple[int, ...], list[int]]) -> None:
-    """Each program wrote its own rows of out and no others: no program does another's work."""
+    """Check that each program wrote its own rows of out and no others."""
     for program, rows in own.items():
         writes = [a for a in trace.accesses if a.kind != LOAD and (a.argument, a.program) == ("out", program)]
         found = sorted({int(element) // WIDTH for access in writes for element in access.elements})
@@ -374,16 +374,16 @@ def _each_writes_its_own(trace: KernelTrace, own: dict[tuple[int, ...], list[int
 
 
 def _reads(trace: KernelTrace, name: str, most: int, what: str, hint: str = "") -> None:
-    """The kernel read no more than `most` bytes of an argument."""
+    """Check that the kernel read no more than `most` bytes of an argument."""
     read = trace.arguments[name].bytes_read
     assert read <= most, f"{read} bytes of {name} were read, {most} are enough: {what}. {hint}".strip()
 
 
 def plug(module) -> Plugged:
-    """Your pool serves the engine, with so few blocks that many requests wait for others to end."""
+    """Serve with your pool, which has so few blocks that many requests wait for others to end."""
 
     class Pool(module.BlockPool):
-        """The exercise's pool with what the engine asks of one besides. Nothing is cached, so nothing is forgotten."""
+        """Adds to the exercise's pool what the engine also needs. Nothing is cached, so nothing is evicted."""
 
         def __init__(self, num_gpu_blocks: int, enable_caching: bool) -> None:
             assert not enable_caching, "the exercise's pool knows no hashes"

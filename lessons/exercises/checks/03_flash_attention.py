@@ -1,4 +1,4 @@
-"""What must be true of exercise 03, and of the script that solves it; and how its attention serves in the engine."""
+"""Check exercise 03 and the script that solves it, and serve requests with its attention."""
 
 import math
 import tracemalloc
@@ -25,7 +25,7 @@ def _softmax(scores):
 
 
 def _steps(module, scores, values, cuts):
-    """The state after tiles that end at each of `cuts`."""
+    """Return the state after tiles that end at each of `cuts`."""
     state = module.nothing_seen(len(scores), values.shape[1])
     for first, end in zip((0, *cuts), cuts):
         state = module.softmax_step(state, scores[:, first:end], values[first:end])
@@ -33,7 +33,7 @@ def _steps(module, scores, values, cuts):
 
 
 def _agrees(found, expected, what, mistakes=()):
-    """`found` is `expected`; else says by how much it is off, and which of the usual `mistakes` gives just that.
+    """Compare `found` with `expected`; say by how much it is off, and which usual mistake gives exactly that.
 
     mistakes: (what comes of it, what to say).
     """
@@ -47,14 +47,14 @@ def _agrees(found, expected, what, mistakes=()):
 
 
 def _finite(found, what):
-    """Plain exp of the scores would have overflown here."""
+    """Check that the result is finite, where a plain exp of the scores overflows."""
     assert np.isfinite(np.asarray(found)).all(), (
         f"{what} is infinite or NaN with large scores: subtract the running maximum before the exponential"
     )
 
 
 def _attention(q, k, v, offset=None, scale=None):
-    """Output and lse in float64; `offset` and `scale` are the ones that mistakes take."""
+    """Compute output and lse in float64; `offset` and `scale` make the usual mistakes."""
     offset = len(k) - len(q) if offset is None else offset
     scores = q.astype(np.float64) @ k.T.astype(np.float64) * (q.shape[1] ** -0.5 if scale is None else scale)
     scores[np.arange(len(k)) > np.arange(len(q))[:, None] + offset] = -np.inf
@@ -90,7 +90,7 @@ def check_later_tiles_rescale_what_came_before(module):
 
 
 def check_maximum_that_came_early_stays(module):
-    """Where the first tile holds the largest score, later tiles are measured against it."""
+    """If the first tile holds the largest score, later tiles are measured against it."""
     scores, values = _rows(4, 9)
     scores -= 2.0 * np.arange(9)
     state = _steps(module, scores, values, (2, 5, 9))
@@ -99,7 +99,7 @@ def check_maximum_that_came_early_stays(module):
 
 
 def check_large_scores_do_not_overflow(module):
-    """Scores of some thousands, of either sign, give finite weights: the maximum is taken off before exp."""
+    """Scores of some thousands, of either sign, give finite weights: the maximum is subtracted before exp."""
     scores, values = _rows(4, 12, spread=3000.0)
     with np.errstate(over="raise"):
         output, _ = module.finish(_steps(module, scores, values, (4, 8, 12)))
@@ -107,7 +107,7 @@ def check_large_scores_do_not_overflow(module):
 
 
 def check_tile_that_a_row_may_not_see(module):
-    """A tile masked as a whole changes nothing, be it the first that a row meets or a later one."""
+    """A tile that is masked as a whole changes nothing, whether it is a row's first or a later one."""
     scores, values = _rows(2, 12)
     scores[0, :4] = -np.inf  # the first tile of row 0
     scores[1, 4:8] = -np.inf  # the second of row 1
@@ -130,7 +130,7 @@ def check_step_leaves_the_old_state_alone(module):
 
 
 def check_merge_is_attention_over_both(module):
-    """Results over 6 keys and over 2, made apart and merged in either order, are the result over all 8."""
+    """Results over 6 keys and over 2, made apart and merged in either order, equal the result over all 8."""
     scores, values = _rows(5, 8, spread=4.0)
     left = _steps(module, scores[:, :6], values[:6], (3, 6))
     right = _steps(module, scores[:, 6:], values[6:], (2,))
@@ -152,7 +152,7 @@ def check_merge_with_nothing(module):
 
 
 def check_finished_results_merge_too(module):
-    """An output and its lse are a Partial (m = the lse, l = 1): kernels of many heads hand over just that."""
+    """An output and its lse are a Partial (m = the lse, l = 1), which is what kernels of many heads return."""
     heads, parts = 2, []
     scores, values = np.random.default_rng(1).standard_normal((heads, 3, 8)) * 3, _rows(1, 8)[1]
     for cut in (slice(0, 5), slice(5, 8)):
@@ -164,7 +164,7 @@ def check_finished_results_merge_too(module):
 
 
 def check_tiles_give_attention(module):
-    """Lengths around a tile, head dims that are no power of two, tiles of unequal size: always causal attention."""
+    """Lengths around a tile, head dims that are not powers of two, tiles of unequal size: always causal attention."""
     for length, head_dim, block_q, block_k in (
         (1, 4, 16, 16),
         (16, 64, 16, 8),
@@ -191,7 +191,7 @@ def check_tiles_give_attention(module):
 
 
 def check_queries_are_the_last_positions(module):
-    """Fewer queries than keys, as in a decode step or a chunk of a prompt: they stand at the end."""
+    """Fewer queries than keys, as in a decode step or a chunk of a prompt, are at the last positions."""
     for queries, keys, block_q, block_k in ((1, 10, 16, 4), (3, 10, 16, 4), (20, 50, 8, 16), (5, 33, 2, 64)):
         q, k, v = _vectors(keys, 8, queries)
         output, lse = module.tiled_attention(q, k, v, block_q, block_k)
@@ -221,7 +221,7 @@ def check_no_more_bytes_than_needed(module):
 
 
 class _Sliced(SlowArray):
-    """An array that keeps the largest number of rows ever taken at once."""
+    """Records the largest number of rows ever taken at once."""
 
     largest = 0
 
@@ -244,12 +244,12 @@ def check_one_tile_of_keys_at_a_time(module):
         tracemalloc.stop()
     largest = max(k.largest, v.largest)
     assert largest <= block_k, (
-        f"it takes {largest:,} keys at once, with tiles of {block_k}: so many do not fit on a chip. "
+        f"it takes {largest:,} keys at once, with tiles of {block_k}: that many do not fit on a chip. "
         "Is block_k used, and is there a softmax_step for each tile?"
     )
     assert peak < 2**18, (
         f"it keeps {peak:,} bytes, and a tile of 16 × {block_k} scores has 4,096: a row of {keys:,} scores must never "
-        "be there as a whole. Take a softmax_step for each tile, and forget its scores"
+        "exist as a whole. Take a softmax_step for each tile, and forget its scores"
     )
 
 
@@ -270,7 +270,7 @@ def check_no_matrix_of_all_scores(module):
 
 
 def _clean(trace, read, written, at_once):
-    """No race, nothing outside the arrays, no more bytes than needed, and never more than `at_once` elements loaded."""
+    """Check for races, accesses outside the arrays, too many bytes, and loads of more than `at_once` elements."""
     assert not trace.out_of_bounds, trace.out_of_bounds[0]
     assert not trace.races, trace.races[0]
     largest = max(len(access.elements) for access in trace.accesses)
@@ -280,7 +280,7 @@ def _clean(trace, read, written, at_once):
 
 
 def _tensors(rows, keys, head_dim=16, large=False):
-    """Scores [rows, keys] whose maximum rises from tile to tile, values, and both as tensors.
+    """Make scores [rows, keys] whose maximum rises from tile to tile, values, and both as tensors.
 
     large: float32 holds the exp of no score, nor of what the last ones exceed the first tile's by.
     """
@@ -325,7 +325,7 @@ def check_kernel_2_adds_the_values(module):
 
 
 def check_kernel_3_masks(module):
-    """Stretch: causal_rows_kernel: rows at the last positions, a ragged last tile, and nothing loaded that a row does not see."""
+    """Stretch: causal_rows_kernel: rows at the last positions, a ragged last tile, and no unseen key is loaded."""
     small = [(*sizes, False) for sizes in ((10, 10, 4), (3, 10, 4), (1, 7, 8), (4, 33, 16), (2, 16, 8))]
     for rows, keys, block, large in (*small, (2, 33, 8, True)):
         scores, values, given, weights = _tensors(rows, keys, large=large)
@@ -352,10 +352,10 @@ TILE = 16
 
 
 def plug(module):
-    """The learner's `tiled_attention` as the engine's attention: for each request and head, over gathered blocks."""
+    """Serve with the learner's `tiled_attention`, for each request and head, over gathered blocks."""
 
     class TiledAttention:
-        """What the engine asks of an attention: called with its caches, and bound to each step's tables."""
+        """Serves as the engine's attention: it is called with the caches, and bound to each step's tables."""
 
         def __init__(self, kv_caches, scale, sliding_window):
             self.kv_caches = kv_caches
@@ -372,7 +372,7 @@ def plug(module):
 
 
 def _attend(module, q, keys, values, metadata):
-    """Every request's rows of q [tokens, heads, head_dim] over its keys and values, gathered through its block table."""
+    """Attend each request's rows of q [tokens, heads, head_dim] to its keys and values, gathered by block table."""
     starts, group = metadata.query_start_loc.tolist(), q.shape[1] // keys.shape[2]
     out = torch.zeros_like(q)
     for request, length in enumerate(metadata.seq_lens.tolist()):

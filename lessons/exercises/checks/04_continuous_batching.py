@@ -1,4 +1,4 @@
-"""What must be true of exercise 04, and of the script that solves it."""
+"""Check exercise 04 and the script that solves it, and serve requests with the learner's scheduler."""
 
 import math
 import random
@@ -26,7 +26,7 @@ AMPLE = 4096
 
 
 def engine_steps(arrivals, token_budget, max_num_seqs, blocks=AMPLE, block_size=16, threshold=0):
-    """Tokens by request in every step of the engine's scheduler, and who waits after it is put together.
+    """Return the tokens by request in each step of the engine's scheduler, and the requests that still wait then.
 
     `arrivals` lists, for each step, the (name, prompt, output) of the requests that come before it.
     """
@@ -51,7 +51,7 @@ def engine_steps(arrivals, token_budget, max_num_seqs, blocks=AMPLE, block_size=
 
 
 def module_steps(module, arrivals, token_budget, max_num_seqs, blocks=AMPLE, block_size=16, threshold=0):
-    """The same with the module's `schedule`."""
+    """Return the same with the module's `schedule`."""
     running, waiting, steps, coming = [], deque(), [], deque(arrivals)
     pool = CountedPool(blocks, block_size)
     while coming or running or waiting:
@@ -82,7 +82,7 @@ def _decoding(name, known=20, blocks=2):
 
 
 def _gives(module, running, waiting, expected, budget=64, limit=None, places=8, free=AMPLE, block_size=16):
-    """One step from this state. Checks what is given and counted; returns names in `running` and `waiting`, and free."""
+    """Schedule a step from this state and check it; return the names in `running` and `waiting`, and free blocks."""
     running, waiting, pool = list(running), deque(waiting), CountedPool(free, block_size)
     everybody = {request.request_id: request for request in (*running, *waiting)}
     before = {name: request.num_computed_tokens for name, request in everybody.items()}
@@ -150,7 +150,7 @@ def check_blocks_missing(module):
 
 
 def check_preemption_takes_the_memory_of_the_last(module):
-    """Whoever was admitted last returns its blocks, forgets what was computed, keeps its tokens, and is next."""
+    """The request admitted last returns its blocks, forgets what was computed, keeps its tokens, and is next."""
     running, waiting = [_decoding("A"), _decoding("B", 40, blocks=3)], deque([_request("C", 9)])
     pool, last = CountedPool(1, 16), running[1]
     module.preempt_last(running, waiting, pool)
@@ -179,7 +179,7 @@ def check_a_long_prompt_is_cut(module):
 
 
 def check_the_order_is_that_of_admission(module):
-    """A chunk that was admitted before a decode goes before it, and a full budget goes to the first of the list."""
+    """A chunk that was admitted before a decode goes before it, and a full budget goes to the first in the list."""
     first = _request("A", 40, computed=32, blocks=2)
     _gives(module, [first, _decoding("B")], [_request("C", 25)], {"A": 8, "B": 1, "C": 25})
     first = _request("A", 40, computed=16, blocks=1)
@@ -195,13 +195,13 @@ def check_no_request_gets_more_than_the_chunk_limit(module):
 
 
 def check_nobody_is_admitted_for_nothing(module):
-    """When the budget is gone, the rest keeps waiting; a small request behind a large one too."""
+    """When the budget is used up, the rest keeps waiting, and so does a small request behind a large one."""
     runs, waits, _ = _gives(module, [], [_request(name, 10) for name in "ABC"], {"A": 10, "B": 10}, budget=20)
     assert (runs, waits) == (["A", "B"], ["C"]), f"afterwards {runs} run and {waits} wait"
 
 
 def check_places_are_limited(module):
-    """No more than max_num_seqs run, those admitted in this step included."""
+    """No more than max_num_seqs run, including those admitted in this step."""
     waiting = [_request(name, 2) for name in "BCD"]
     runs, waits, _ = _gives(module, [_decoding("A")], waiting, {"A": 1, "B": 2, "C": 2}, places=3)
     assert (runs, waits) == (["A", "B", "C"], ["D"]), f"afterwards {runs} run and {waits} wait"
@@ -213,7 +213,7 @@ def check_budget_below_the_batch(module):
 
 
 def check_the_last_makes_room(module):
-    """Without a free block the last is preempted; the step then admits nobody, whatever came free."""
+    """Without a free block the last request is preempted; the step then admits none, whatever was freed."""
     running = [_decoding("A", 13, blocks=3), _decoding("B", 7, blocks=2), _decoding("C", 6, blocks=2)]
     runs, waits, free = _gives(module, running, [_request("D", 2)], {"A": 1, "B": 1}, free=0, block_size=4)
     assert runs == ["A", "B"], f"afterwards {runs} run, and A and B should"
@@ -222,7 +222,7 @@ def check_the_last_makes_room(module):
 
 
 def check_a_step_that_preempted_admits_nobody(module):
-    """Nobody is admitted after a preemption, even where the victim, which held a block too many, would fit again."""
+    """No request is admitted after a preemption, even if the victim, which held a block too many, would fit again."""
     running = [_decoding("A", 13, blocks=3), _decoding("B", 5, blocks=3)]  # B's drafts were rejected, as in lesson 07
     runs, waits, free = _gives(module, running, [], {"A": 1}, free=0, block_size=4)
     assert (runs, waits, free) == (["A"], ["B"], 2), f"{runs} run, {waits} wait, {free} blocks are free"
@@ -236,7 +236,7 @@ def check_as_many_make_room_as_are_needed(module):
 
 
 def check_the_last_preempts_itself(module):
-    """If the last finds no block itself, it goes, and those before it keep theirs."""
+    """If the last request itself finds no block, it is preempted, and those before it keep theirs."""
     running = [_decoding("A", 6, blocks=2), _decoding("B", 13, blocks=3)]
     runs, waits, free = _gives(module, running, [_request("C", 2)], {"A": 1}, free=0, block_size=4)
     assert (runs, waits, free) == (["A"], ["B", "C"], 3), f"{runs} run, {waits} wait, {free} blocks are free"
@@ -292,13 +292,13 @@ def _starts(lengths):
 
 
 def _clean(trace):
-    """No program may write what another one reads or writes, or touch memory beside its tensors."""
+    """Check that no program writes what another one reads or writes, or touches memory beside its tensors."""
     for found in (trace.races, trace.out_of_bounds):
         assert not found, f"{found[0]}. Do rows that are not the request's have a mask?"
 
 
 def check_rows_see_their_own_keys(module):
-    """Stretch: each row sees the keys up to itself: a decode all of them, a prompt 1, 2, 3 …, a chunk from its context on."""
+    """Stretch: each row sees the keys up to itself: a decode all, a prompt 1, 2, 3 …, a chunk its context and more."""
     for queries, lengths in (([1, 5, 6], [10, 5, 6]), ([4, 1, 3], [10, 1, 9]), ([2, 0, 8], [2, 7, 30])):
         visible = torch.full((sum(queries),), -1, dtype=torch.int32)
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
@@ -339,7 +339,7 @@ QUERIES, LENGTHS, GROUP, KV_HEADS, HEAD_DIM = [1, 5, 6, 0, 9], [40, 5, 22, 3, 9]
 
 
 def _attention_by_row(q, keys, values):
-    """Float64 attention, row by row."""
+    """Compute attention in float64, row by row."""
     out, starts, firsts = torch.empty_like(q), _starts(QUERIES).tolist(), _starts(LENGTHS).tolist()
     for index, (new, length) in enumerate(zip(QUERIES, LENGTHS)):
         for row in range(new):
@@ -366,7 +366,7 @@ def _traced(module):
 
 
 def check_one_launch_serves_all(module):
-    """Stretch: a decode, a prompt, a chunk, an empty request and a prompt of several tiles: one launch, all rows right."""
+    """Stretch: one launch serves a decode, a prompt, a chunk, an empty request and a prompt of several tiles."""
     trace, out, expected = _traced(module)
     _clean(trace)
     starts = _starts(QUERIES).tolist()
@@ -384,7 +384,7 @@ def check_one_launch_serves_all(module):
 
 
 def check_only_keys_that_are_seen_are_read(module):
-    """Stretch: K and V are read once for each tile and head, up to the last key that the tile sees; `out` is written once."""
+    """Stretch: each tile and head reads K and V once, up to the last key that it sees; `out` is written once."""
     trace, out, _ = _traced(module)
     ends = [
         length - new + min(tile + BLOCK_Q, new)
@@ -405,7 +405,7 @@ def check_only_keys_that_are_seen_are_read(module):
 
 
 def plug(module) -> Plugged:
-    """The learner's `schedule` decides every step of the engine, on a pool so small that it must preempt."""
+    """Let the learner's `schedule` decide every step of the engine, on a pool so small that it must preempt."""
     return Plugged(
         parts=Parts(policy=learner_policy(module.schedule)),
         engine_args={

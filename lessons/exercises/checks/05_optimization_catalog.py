@@ -1,4 +1,4 @@
-"""What must be true of exercise 05, and of the script that solves it; and the engine with the learner's parts."""
+"""Check exercise 05 and the script that solves it, and run the engine with the learner's parts."""
 
 import random
 import warnings
@@ -16,126 +16,125 @@ from minivllm.worker.paged_attention import PagedAttention
 ZEROS = bytes(32)
 
 
-def named(module, parent, tokens, extra_keys=b""):
-    """The name as bytes, or a message on what it is instead."""
-    name = module.hash_block_tokens(parent, tokens, extra_keys)
-    assert isinstance(name, bytes), f"the name is {type(name).__name__}, not bytes"
-    return name
+def hash_of(module, parent, tokens, extra_keys=b""):
+    """Return the learner's hash, or say what was returned if it is not bytes."""
+    block_hash = module.hash_block_tokens(parent, tokens, extra_keys)
+    assert isinstance(block_hash, bytes), f"the hash is {type(block_hash).__name__}, not bytes"
+    return block_hash
 
 
-def check_a_name_is_a_hash(module):
-    """A name is 32 bytes, the same in every call, whatever it stands for."""
+def check_a_hash_has_32_bytes(module):
+    """A hash is 32 bytes, the same in every call, whatever it stands for."""
     for parent, tokens in ((ZEROS, [1, 2]), (b"\7" * 32, list(range(16)))):
-        name = named(module, parent, tokens)
-        raw = len(name) in (32 + 8 * len(tokens), 32 + 4 * len(tokens), 8 * len(tokens), 4 * len(tokens))
-        why = (
-            "is it the prefix itself? That grows without end" if raw else "SHA-256 gives 32: few bytes are soon shared"
-        )
-        assert len(name) == 32, f"a name of {len(name)} bytes for {len(tokens)} tokens: {why}"
-        assert named(module, parent, tokens) == name, "the same block has another name in the second call"
-    columns = set(zip(*(named(module, ZEROS, [n]) for n in range(64)), strict=True))
+        block_hash = hash_of(module, parent, tokens)
+        raw = len(block_hash) in (32 + 8 * len(tokens), 32 + 4 * len(tokens), 8 * len(tokens), 4 * len(tokens))
+        why = "is it the prefix itself? That grows without end" if raw else "SHA-256 gives 32: fewer soon collide"
+        assert len(block_hash) == 32, f"a hash of {len(block_hash)} bytes for {len(tokens)} tokens: {why}"
+        assert hash_of(module, parent, tokens) == block_hash, "the same block has another hash in the second call"
+    columns = set(zip(*(hash_of(module, ZEROS, [n]) for n in range(64)), strict=True))
     varied = sum(len(set(column)) > 8 for column in columns)
     assert varied == 32, (
-        f"only {varied} of a name's 32 bytes say anything of their own: the hash is shorter than it looks"
+        f"only {varied} of a hash's 32 bytes say anything of their own: the hash is shorter than it looks"
     )
 
 
 def check_whole_token_ids_count(module):
-    """Two blocks whose tokens differ, by however much, have different names."""
-    one = named(module, ZEROS, [5, 6, 7])
+    """Two blocks whose tokens differ, by however much, have different hashes."""
+    first = hash_of(module, ZEROS, [5, 6, 7])
     for step in (256, 2**15, 2**16, 2**24):
-        other = named(module, ZEROS, [5, 6 + step, 7])
+        other = hash_of(module, ZEROS, [5, 6 + step, 7])
         hint = "one user gets the keys of another. Are the ids cut to a byte or two?"
-        assert one != other, f"tokens 5, 6, 7 and 5, {6 + step:,}, 7 share a name: {hint}"
-    assert one != named(module, ZEROS, [7, 6, 5]), "tokens 5, 6, 7 and 7, 6, 5 share a name: the order counts"
-    assert one != named(module, ZEROS, [5, 5, 8]), "tokens 5, 6, 7 and 5, 5, 8 share a name: is it their sum?"
-    long, changed = (named(module, ZEROS, [*range(63), last]) for last in (7, 8))
-    assert long != changed, "two blocks of 64 tokens that differ in the last one share a name: all tokens count"
-    one, other = named(module, ZEROS, [1, 23]), named(module, ZEROS, [12, 3])
-    assert one != other, "tokens 1, 23 and 12, 3 share a name: are their digits run together?"
+        assert first != other, f"tokens 5, 6, 7 and 5, {6 + step:,}, 7 share a hash: {hint}"
+    assert first != hash_of(module, ZEROS, [7, 6, 5]), "tokens 5, 6, 7 and 7, 6, 5 share a hash: the order counts"
+    assert first != hash_of(module, ZEROS, [5, 5, 8]), "tokens 5, 6, 7 and 5, 5, 8 share a hash: is it their sum?"
+    long, changed = (hash_of(module, ZEROS, [*range(63), last]) for last in (7, 8))
+    assert long != changed, "two blocks of 64 tokens that differ in the last one share a hash: all tokens count"
+    first, other = hash_of(module, ZEROS, [1, 23]), hash_of(module, ZEROS, [12, 3])
+    assert first != other, "tokens 1, 23 and 12, 3 share a hash: are their digits run together?"
 
 
 def check_the_parent_counts(module):
     """All of the parent's bytes count, and so does the order of the blocks."""
-    there, back = (
-        named(module, named(module, ZEROS, first), then) for first, then in (([1, 2], [3, 4]), ([3, 4], [1, 2]))
-    )
-    assert there != back, "tokens 1, 2, 3, 4 and 3, 4, 1, 2 end in one name: the order of the blocks counts"
+    orders = ([1, 2], [3, 4]), ([3, 4], [1, 2])
+    forward, backward = (hash_of(module, hash_of(module, ZEROS, first), second) for first, second in orders)
+    assert forward != backward, "tokens 1, 2, 3, 4 and 3, 4, 1, 2 end in the same hash: the order of the blocks counts"
     for place in range(32):
         parents = ZEROS, bytes(place) + b"\1" + bytes(31 - place)
-        one, other = (named(module, parent, [1, 2]) for parent in parents)
-        assert one != other, f"parents that differ in byte {place} give one name: all 32 bytes of the parent count"
+        first, other = (hash_of(module, parent, [1, 2]) for parent in parents)
+        assert first != other, (
+            f"parents that differ in byte {place} give the same hash: all 32 bytes of the parent count"
+        )
 
 
-def check_full_blocks_have_names(module):
-    """Nine tokens in blocks of 4 have two names, and eight of them the same two."""
-    names = module.block_hashes(list(range(9)), 4)
-    assert len(names) == 2, f"{len(names)} names for 9 tokens in blocks of 4"
-    assert list(module.block_hashes(list(range(8)), 4)) == list(names), "the ninth token is in no full block yet"
+def check_full_blocks_have_hashes(module):
+    """Nine tokens in blocks of 4 have two hashes, and eight of them the same two."""
+    hashes = module.block_hashes(list(range(9)), 4)
+    assert len(hashes) == 2, f"{len(hashes)} hashes for 9 tokens in blocks of 4"
+    assert list(module.block_hashes(list(range(8)), 4)) == list(hashes), "the ninth token is in no full block yet"
     assert list(module.block_hashes([1, 2, 3], 4)) == [], "three tokens fill no block of 4"
 
 
-def check_a_name_stands_for_the_whole_prefix(module):
-    """A block whose tokens are equal has another name where anything before it differs, however far back."""
-    one, other = module.block_hashes([1, 2, 3, 4, 5, 6], 2), module.block_hashes([1, 9, 3, 4, 5, 6], 2)
-    shared = "tokens 3, 4 follow 1, 2 here and 1, 9 there, and have the same name. Is the name before them in it?"
-    assert not set(one) & set(other), shared
+def check_a_hash_stands_for_the_whole_prefix(module):
+    """A block whose tokens are equal has another hash where anything before it differs, however far back."""
+    first, other = module.block_hashes([1, 2, 3, 4, 5, 6], 2), module.block_hashes([1, 9, 3, 4, 5, 6], 2)
+    shared = "tokens 3, 4 follow 1, 2 here and 1, 9 there, and have the same hash. Is the hash before them in it?"
+    assert not set(first) & set(other), shared
     again = module.block_hashes([3, 3, 3, 3, 3, 3], 2)
-    assert len(set(again)) == 3, "three equal blocks in one text have different prefixes, so different names"
+    assert len(set(again)) == 3, "three equal blocks in one text have different prefixes, so different hashes"
     near, far = (module.block_hashes([first, *range(199)], 4) for first in (1, 2))
-    assert near[-1] != far[-1], "two texts of 200 tokens that differ in the first have the same last name"
+    assert near[-1] != far[-1], "two texts of 200 tokens that differ in the first have the same last hash"
 
 
 def check_extra_keys_separate_users(module):
-    """With another salt no name is the same; with the same salt all are."""
+    """No hash is the same with another salt; all are with the same salt."""
     tokens = list(range(12))
     plain, ann, bob = (module.block_hashes(tokens, 4, extra) for extra in (b"", b"ann", b"bob"))
     assert not set(plain) & set(ann) and not set(ann) & set(bob), "users with different salts share a block"
-    assert list(module.block_hashes(tokens, 4, b"ann")) == list(ann), "the same salt must give the same names"
-    for one, other in ((b"ann", b"anna"), (b"customer 1", b"customer 2"), (b"1 customer", b"2 customer")):
-        shared = f"salts {one.decode()} and {other.decode()} share a name"
-        assert named(module, ZEROS, [1], one) != named(module, ZEROS, [1], other), shared
+    assert list(module.block_hashes(tokens, 4, b"ann")) == list(ann), "the same salt must give the same hashes"
+    for salt, other in ((b"ann", b"anna"), (b"customer 1", b"customer 2"), (b"1 customer", b"2 customer")):
+        shared = f"salts {salt.decode()} and {other.decode()} share a hash"
+        assert hash_of(module, ZEROS, [1], salt) != hash_of(module, ZEROS, [1], other), shared
 
 
-def check_names_are_equal_where_the_engines_are(module):
-    """On random prompts, two blocks have the same name exactly where the engine's have."""
+def check_hashes_are_equal_where_the_engines_are(module):
+    """Two blocks of random prompts have the same hash exactly where the engine's have."""
     draw = random.Random(0)
     ours, engines = [], []
     for _ in range(60):
         tokens, salt = [draw.choice((0, 1, 257)) for _ in range(draw.randint(0, 14))], draw.choice([b"", b"a", b"b"])
         ours += module.block_hashes(tokens, 3, salt)
-        names: list = []
-        hash_new_full_blocks(names, tokens, 3, first_block_keys=salt)
-        engines += names
-    assert len(ours) == len(engines), f"{len(ours)} names, and the engine has {len(engines)}"
-    for i, (mine, theirs) in enumerate(zip(ours, engines, strict=True)):
-        same = [a == mine for a in ours], [b == theirs for b in engines]
-        assert same[0] == same[1], f"name {i} is shared by {sum(same[0])} blocks, the engine's by {sum(same[1])}"
+        hashes: list = []
+        hash_new_full_blocks(hashes, tokens, 3, first_block_keys=salt)
+        engines += hashes
+    assert len(ours) == len(engines), f"{len(ours)} hashes, and the engine has {len(engines)}"
+    for i, (learners, engines_hash) in enumerate(zip(ours, engines, strict=True)):
+        sharing, expected = [x == learners for x in ours], [x == engines_hash for x in engines]
+        assert sharing == expected, f"hash {i} is shared by {sum(sharing)} blocks, the engine's by {sum(expected)}"
 
 
 def check_the_longest_hit(module):
-    """Known blocks count from the first one on, whole, and the last token never."""
-    names = [bytes([n]) * 32 for n in range(1, 5)]
+    """Cached blocks count from the start, whole, and the last token never."""
+    hashes = [bytes([n]) * 32 for n in range(1, 5)]
     cases = (
-        (17, names, 16, ""),
-        (16, names, 12, "the last token must be computed: its output is the next token"),
-        (13, names, 12, ""),
-        (12, names, 8, "the last token must be computed: its output is the next token"),
-        (4, names, 0, "the last token must be computed: its output is the next token"),
-        (3, names, 0, ""),
-        (17, [names[0], *names[2:]], 4, "behind the first unknown block nothing counts"),
-        (17, names[1:], 0, "behind the first unknown block nothing counts"),
+        (17, hashes, 16, ""),
+        (16, hashes, 12, "the last token must be computed: its output is the next token"),
+        (13, hashes, 12, ""),
+        (12, hashes, 8, "the last token must be computed: its output is the next token"),
+        (4, hashes, 0, "the last token must be computed: its output is the next token"),
+        (3, hashes, 0, ""),
+        (17, [hashes[0], *hashes[2:]], 4, "after the first block that is not cached nothing counts"),
+        (17, hashes[1:], 0, "after the first block that is not cached nothing counts"),
         (17, [], 0, ""),
     )
-    for tokens, known, expected, why in cases:
-        found = module.find_longest_cache_hit(names[: tokens // 4], tokens, 4, set(known))
-        blocks = " Blocks in place of tokens?" if expected and found == expected // 4 else ""
-        said = f"{tokens} tokens in blocks of 4, blocks {[name[0] - 1 for name in known]} known: {found} found"
-        assert found == expected, f"{said}, not {expected}. {why}{blocks}"
+    for tokens, cached, expected, why in cases:
+        hit = module.find_longest_cache_hit(hashes[: tokens // 4], tokens, 4, set(cached))
+        blocks = " Blocks in place of tokens?" if expected and hit == expected // 4 else ""
+        case = f"{tokens} tokens in blocks of 4, blocks {[block_hash[0] - 1 for block_hash in cached]} cached"
+        assert hit == expected, f"{case}: a hit of {hit}, not {expected}. {why}{blocks}"
 
 
 def check_scales_and_types(module):
-    """Integers are int8 and of the rows' shape; each row has one float32 scale, its largest magnitude / 127."""
+    """Integers are int8 in the rows' shape; each row has one float32 scale, its largest magnitude / 127."""
     rows = torch.tensor([[0.5, -2.54, 1.0], [127.0, 3.0, 0.0]])
     integers, scales = module.quantize(rows)
     assert integers.dtype == torch.int8, f"the integers are {integers.dtype}"
@@ -158,7 +157,7 @@ def check_scales_keep_their_digits(module):
 
 
 def check_integers_are_the_nearest(module):
-    """What comes back is off by half a scale at most, and −128 is never used."""
+    """A number read back is off by half a scale at most, and −128 is never used."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         rows = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
         integers, scales = module.quantize(rows)
@@ -184,33 +183,33 @@ def check_zeros_and_outliers(module):
 
 
 def rows_of(count, head_dim, seed=0):
-    """Rows in 16 bits, one of them zeros, one whose largest is negative, one whose neighbour is huge."""
+    """Make rows in 16 bits: one of zeros, one whose largest is negative, one with a huge neighbour."""
     rows = torch.randn(count, head_dim, generator=torch.Generator().manual_seed(seed)).half()
     rows[1], rows[2, 3], rows[3, 0] = 0, -9, 500
     return rows
 
 
 def traced(kernel, grid, *arguments, head_dim):
-    """The kernel's trace; it must stay inside its arguments and race with nobody."""
+    """Trace the kernel; it must stay inside its arguments and have no races."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trace = trace_kernel(kernel, grid, *arguments, HEAD_DIM=head_dim, BLOCK_D=1 << (head_dim - 1).bit_length())
     nan = any("cast" in str(warning.message) for warning in warned)
-    assert not nan, "something that is no number becomes an integer. Is a row of zeros divided by its scale?"
+    assert not nan, "a NaN becomes an integer. Is a row of zeros divided by its scale?"
     assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. Is something not masked, or not skipped?"
     assert not trace.races, trace.races[0]
     return trace
 
 
-def assert_bytes(what, found, expected):
-    """As many bytes as there must be; a usual mistake is recognised by the ratio."""
-    ratio = found / expected if expected else 0.0
+def assert_bytes(label, moved, expected):
+    """Compare the bytes moved with those expected; recognise the usual mistake by the ratio."""
+    ratio = moved / expected if expected else 0.0
     hint = " Is the row loaded twice?" if ratio == 2 else ""
-    assert found == expected, f"{what}: {found:,} bytes, {expected:,} are enough.{hint}"
+    assert moved == expected, f"{label}: {moved:,} bytes, {expected:,} are enough.{hint}"
 
 
 def check_kernel_step_1_largest(module):
-    """Stretch: step 1: the largest magnitude of each row; each element is read once."""
+    """Stretch: step 1: each row's largest magnitude is stored; each element is read once."""
     rows, largest = rows_of(5, 20), torch.full((5,), torch.nan)
     trace = traced(module.largest_kernel, (5,), rows, largest, head_dim=20)
     expected = rows.float().abs().amax(-1)
@@ -220,7 +219,7 @@ def check_kernel_step_1_largest(module):
 
 
 def check_kernel_step_2_quantize(module):
-    """Stretch: step 2: integers and scales of each row; a row of zeros is zeros; a row is read once."""
+    """Stretch: step 2: each row's integers and scale are stored; a row of zeros gives zeros; a row is read once."""
     rows, integers, scales = rows_of(5, 20), torch.full((5, 20), 111, dtype=torch.int8), torch.full((5,), torch.nan)
     trace = traced(module.quantize_kernel, (5,), rows, integers, scales, head_dim=20)
     assert_quantized(rows, integers, scales)
@@ -229,7 +228,7 @@ def check_kernel_step_2_quantize(module):
 
 
 def assert_quantized(rows, integers, scales):
-    """The scales are right, and the integers the nearest."""
+    """Check that the scales are right and the integers the nearest."""
     expected = rows.float().abs().amax(-1) / 127
     assert torch.isfinite(scales).all(), f"scales {scales.tolist()}: was every row's written?"
     assert torch.allclose(scales, expected, rtol=1e-5, atol=0), f"scales {scales.tolist()}, not {expected.tolist()}"
@@ -242,7 +241,7 @@ def assert_quantized(rows, integers, scales):
 
 
 def check_kernel_step_3_cache(module):
-    """Stretch: step 3: each token's heads go to its slot, in integers; padding is not written, nor are other slots."""
+    """Stretch: step 3: each token's heads go to its slot as integers; padding is not written, nor are other slots."""
     tokens, heads, head_dim, slots = 6, 2, 20, 10
     rows = rows_of(tokens * heads, head_dim).view(tokens, heads, head_dim)
     where = torch.tensor([7, -1, 3, 9, -1, 0])
@@ -251,7 +250,7 @@ def check_kernel_step_3_cache(module):
     used = where[where >= 0]
     others = torch.ones(slots, dtype=torch.bool).index_fill(0, used, False)
     written = others.nonzero().flatten()[(cache[others] != 111).flatten(1).any(1) | (scales[others] != -1).any(1)]
-    assert not len(written), f"slot {written[0]} was written, and no token has it. Slot −1 is to be skipped"
+    assert not len(written), f"slot {written[0]} was written, and no token has it. Skip slot −1"
     assert_quantized(rows[where >= 0], cache[used], scales[used])
     assert_bytes("rows read", trace.arguments["rows"].bytes_read, len(used) * heads * head_dim * 2)
     assert_bytes("integers and scales written", trace.bytes_written, len(used) * heads * (head_dim + 4))
@@ -263,7 +262,7 @@ INSTRUCTION = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return 
 
 
 def plug(module) -> Plugged:
-    """The learner's names find the prefixes, and the learner's integers are what attention reads."""
+    """Find prefixes by the learner's hashes, and let attention read the learner's integers."""
     prompts = [f"{INSTRUCTION}def {name}(a, b):\n    return" for name in ("mul", "div", "mod", "power")]
     return Plugged(
         parts=Parts(
@@ -277,13 +276,12 @@ def plug(module) -> Plugged:
 
 
 def attention_over(quantize):
-    """The engine's attention, whose caches are written by the learner's `quantize`."""
+    """Return the engine's attention with caches that the learner's `quantize` writes."""
 
     class Attention(PagedAttention):
-        """Quantizes keys and values into their slots, then reads them with the engine's kernel."""
+        """Quantize keys and values into their slots, then reads them with the engine's kernel."""
 
         def attend(self, metadata, layer_index, q, k, v):
-            """As `PagedAttention.attend`."""
             keys, values, key_scales, value_scales = self.kv_caches[layer_index]
             slots = metadata.slot_mapping[metadata.slot_mapping >= 0]
             block, offset = slots // keys.shape[1], slots % keys.shape[1]
@@ -299,5 +297,5 @@ def attention_over(quantize):
 
 
 def prefill_saved(llm):
-    """Prompt tokens that were found in the prefix cache."""
+    """Return the prompt tokens that were found in the prefix cache."""
     return {"prompt tokens not computed": llm.llm_engine.stats.prefix_cache_stats.hits}

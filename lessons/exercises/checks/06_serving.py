@@ -1,4 +1,4 @@
-"""What must be true of exercise 06, and of the script that solves it; and the server with the learner's parts."""
+"""Check exercise 06 and the script that solves it, and run the server with the learner's parts."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ from minivllm_lab.virtual_loop import run_virtual, turns
 
 @dataclass
 class Completion:
-    """What is new of one completion, as the engine says it."""
+    """Holds the delta of one completion, as the engine sends it."""
 
     index: int
     text: str
@@ -30,7 +30,7 @@ class Completion:
 
 @dataclass
 class Output:
-    """What is new of a request, as the engine says it; nothing here joins two of them."""
+    """Holds the delta of a request, as the engine sends it; nothing here joins two of them."""
 
     outputs: list
     finished: bool = False
@@ -39,11 +39,11 @@ class Output:
 
 
 class EngineDead(Exception):
-    """An exception whose class no collector knows by name."""
+    """Stands for an exception whose class no collector knows by name."""
 
 
 def delta(*tokens, index=0, logprobs=False, finish_reason=None, finished=None):
-    """An output with one completion, whose text is a letter for each token: a for 0, b for 1."""
+    """Make an output with one completion, whose text is a letter for each token: a for 0, b for 1."""
     text = "".join(chr(ord("a") + token % 26) for token in tokens)
     entries = [{token: -float(token)} for token in tokens] if logprobs else None
     stop_reason = "the stop string" if finish_reason == "stop" else None
@@ -52,7 +52,7 @@ def delta(*tokens, index=0, logprobs=False, finish_reason=None, finished=None):
 
 
 def with_collector(module, work):
-    """The result of `work(collector)` in an event loop without a clock."""
+    """Return the result of `work(collector)` in an event loop without a clock."""
 
     async def run():
         return await work(module.RequestOutputCollector())
@@ -61,7 +61,7 @@ def with_collector(module, work):
 
 
 def text_of(output):
-    """The text of the first completion; an output that is none is told."""
+    """Return the text of the first completion; report an output that is not one."""
     assert output is not None, "get returns None: does it return before something is there?"
     assert not isinstance(output, Exception), f"get returns the exception {output!r} in place of raising it"
     assert not isinstance(output, list | tuple), f"get returns a {type(output).__name__}, not one output"
@@ -69,11 +69,11 @@ def text_of(output):
 
 
 def check_what_is_put_can_be_read(module):
-    """An output that was put before the reader asks is there at once."""
+    """An output that was put before the reader asks is returned at once."""
 
     async def work(collector):
         said = collector.put(delta(0))
-        assert not asyncio.iscoroutine(said), "put must be no coroutine: the task that calls it waits for nobody"
+        assert not asyncio.iscoroutine(said), "put must not be a coroutine: the task that calls it does not wait"
         return text_of(await collector.get())
 
     found = with_collector(module, work)
@@ -81,7 +81,7 @@ def check_what_is_put_can_be_read(module):
 
 
 def check_a_reader_waits_and_is_woken(module):
-    """A reader that comes first waits, without asking again and again, and the next output wakes it."""
+    """A reader that comes first waits without polling, and the next output wakes it."""
 
     async def work(collector):
         for token in range(3):
@@ -102,7 +102,7 @@ def check_a_reader_waits_and_is_woken(module):
 
 
 def check_unread_deltas_are_joined(module):
-    """Three outputs that nobody has read are one: text, tokens, logprobs, and how it ended."""
+    """Three unread outputs become one: text, tokens, logprobs, and how it ended."""
 
     async def work(collector):
         for output in (
@@ -128,7 +128,7 @@ def check_unread_deltas_are_joined(module):
 
 
 def check_no_more_is_kept_than_one_output(module):
-    """However many outputs nobody reads, they are one output, each time that one comes."""
+    """However many outputs are unread, they are one output, after each one that comes."""
 
     async def work(collector):
         kept = []
@@ -154,7 +154,7 @@ def check_no_more_is_kept_than_one_output(module):
 
 
 def check_completions_are_joined_by_their_index(module):
-    """Of a request with n = 2, each completion grows by its own deltas, wherever they stand in an output."""
+    """With n = 2, each completion of a request grows by its own deltas, wherever they are in an output."""
 
     async def work(collector):
         both = Output([delta(1, index=1).outputs[0], delta(0, index=0).outputs[0]])
@@ -174,13 +174,13 @@ def check_completions_are_joined_by_their_index(module):
     assert texts == expected, f"the texts by completion are {texts}, and {expected} is right.{hint}"
     reasons = {one.index: one.finish_reason for one in found.outputs}
     lost = "its end is lost when the other one goes on"
-    assert reasons[0] == "length", f"completion 0 ended by its length, and says {reasons[0]!r}: {lost}"
-    assert reasons[1] is None, f"completion 1 has not ended, and says {reasons[1]!r}"
+    assert reasons[0] == "length", f"completion 0 ended by its length, and has {reasons[0]!r}: {lost}"
+    assert reasons[1] is None, f"completion 1 has not ended, and has {reasons[1]!r}"
     assert not found.finished, "one completion of two has ended, so the request is not finished"
 
 
 def check_nothing_is_read_twice(module):
-    """What was read is gone, does not grow any more, and log probabilities that nobody asked for stay None."""
+    """An output that was read is gone and no longer grows, and log probabilities that were not requested stay None."""
 
     async def work(collector):
         collector.put(delta(0))
@@ -231,7 +231,7 @@ def check_no_wake_up_is_lost(module):
 
 
 def check_a_reader_that_gives_up_loses_nothing(module):
-    """A `get` that is cancelled while it waits, or just when something comes, takes nothing with it."""
+    """A `get` that is cancelled while it waits, or just when something comes, loses no output."""
 
     async def work(collector):
         try:
@@ -256,7 +256,7 @@ def check_a_reader_that_gives_up_loses_nothing(module):
 
 
 def check_an_error_comes_last(module):
-    """What came before an exception is read first; then every get raises it, and nothing comes after it."""
+    """Outputs before an exception are read first; then every get raises it, and nothing comes after it."""
 
     async def caught(collector):
         try:
@@ -295,7 +295,7 @@ def check_an_error_comes_last(module):
 
 
 def played(module, stop, pieces):
-    """What was sent after each piece, the stop string found, and what flush gave."""
+    """Return what was sent after each piece, the stop string found, and what flush returned."""
     stops, sent, stopped = module.StopStrings(list(stop)), [], None
     for piece in pieces:
         answer = stops.push(piece)
@@ -313,7 +313,7 @@ def played(module, stop, pieces):
 
 
 def by_character(stop, text):
-    """What may be sent of a text, and the stop string that ends it: character by character, the slow way."""
+    """Return what may be sent of a text, and the stop string that ends it: character by character, the slow way."""
     for end in range(1, len(text) + 1):
         for one in stop:
             if text[:end].endswith(one):
@@ -322,7 +322,7 @@ def by_character(stop, text):
 
 
 def assert_played(module, stop, pieces, expected, hint=""):
-    """The pieces give this text in all, flush included, and this stop string."""
+    """Check that the pieces give this text in all, flush included, and this stop string."""
     sent, stopped, rest = played(module, stop, pieces)
     where = f"stop {stop}, pieces {pieces}"
     assert stopped == expected[1], f"{where}: stopped by {stopped!r}, and {expected[1]!r} is right. {hint}"
@@ -338,7 +338,7 @@ def assert_played(module, stop, pieces, expected, hint=""):
 
 
 def check_text_without_a_stop_string_is_sent_at_once(module):
-    """Where nothing may begin a stop string, each piece is sent as it comes."""
+    """A piece that cannot begin a stop string is sent as it comes."""
     for stop in ([], ["END"]):
         sent, stopped, rest = played(module, stop, ["one ", "", "two", " three"])
         assert stopped is None, f"stop {stop}: stopped by {stopped!r}"
@@ -347,7 +347,7 @@ def check_text_without_a_stop_string_is_sent_at_once(module):
 
 
 def check_a_stop_string_ends_the_text(module):
-    """The text before it is sent, it is not, nor what comes behind it in the same piece."""
+    """The text before a stop string is sent; the stop string is not, nor what follows it in the same piece."""
     assert_played(module, ["END"], ["an END of it"], ("an ", "END"))
     assert_played(module, ["END"], ["END"], ("", "END"))
     assert_played(module, ["END", "\n"], ["a\nb END"], ("a", "\n"), "The one that comes first in the text wins.")
@@ -363,7 +363,7 @@ def check_a_stop_string_ends_the_text(module):
 
 
 def _first_of(stop):
-    """What comes of the text above if `stop` is the only stop string."""
+    """Return what becomes of the text above if `stop` is the only stop string."""
     return by_character([stop], f"an end, ENDO; a\n\nb{stop}c")
 
 
@@ -380,7 +380,7 @@ def check_a_stop_string_may_come_in_pieces(module):
 
 
 def check_no_more_is_held_back_than_may_begin_one(module):
-    """What is not sent at once is the longest end of the text that begins a stop string, and not more."""
+    """The part that is held back is the longest end of the text that begins a stop string, and no more."""
     cases = (
         (["END"], ["an E"], ["an "]), (["END"], ["an EN", "T"], ["an ", "ENT"]), (["aab"], ["aaa"], ["a"]),
         (["aab"], ["a", "a", "a", "a"], ["", "", "a", "a"]), (["\n\n", "END"], ["x\n", "y"], ["x", "\ny"]),
@@ -411,7 +411,7 @@ def check_what_was_held_back_comes_at_the_end(module):
 
 
 def check_of_several_the_first_to_end_wins(module):
-    """Overlapping stop strings: the one whose last character comes first; of two that end at once, the first listed."""
+    """Of overlapping stop strings, the one whose last character comes first wins; at a tie, the first listed."""
     earliest = (
         "The one whose last character comes first wins, not the one that begins first, nor the first of the list."
     )
@@ -423,7 +423,7 @@ def check_of_several_the_first_to_end_wins(module):
 
 
 def check_any_text_in_any_pieces(module):
-    """On 400 random texts, stop strings and cuts, what is sent is what a text character by character gives."""
+    """On 400 random texts, stop strings and cuts, the text sent is that of a text character by character."""
     draw = random.Random(0)
     for _ in range(400):
         stop = ["".join(draw.choices("ab", k=draw.randint(1, 4))) for _ in range(draw.randint(1, 3))]
@@ -434,7 +434,7 @@ def check_any_text_in_any_pieces(module):
 
 
 def check_two_requests_share_nothing(module):
-    """What one request has unread or held back is not another's."""
+    """Unread outputs and held-back text of one request do not appear in another."""
     one, other = module.StopStrings(["END"]), module.StopStrings(["D"])
     sent = one.push("an EN")[0], other.push("x")[0], one.push("ough")[0]
     right = "an ", "x", "ENough"
@@ -459,7 +459,7 @@ LONG = 20.0
 
 @dataclass
 class Request:
-    """A request's work: it takes `seconds`, then `cleaning` more for its abort, which must run once and to its end.
+    """Takes `seconds` for its work, then `cleaning` more for its abort, which must run once and finish.
 
     `watchers_cleaning`: what the watcher takes to end when it is cancelled.
     """
@@ -489,7 +489,7 @@ class Request:
             self.ended.append(True)
 
     async def client_leaves(self, after):
-        """Ends when the client has left."""
+        """Return when the client has left."""
         self.watching = True
         try:
             await asyncio.sleep(after)
@@ -502,7 +502,7 @@ class Request:
             self.watching = False
 
     def assert_over(self, when):
-        """The abort has run once, to its end, and nobody watches the client any more."""
+        """Check that the abort has run once and finished, and that no task watches the client any more."""
         assert self.begun, f"{when}, and the request was never aborted: its blocks stay taken. Was `work` cancelled?"
         late = "it is still under way when until_disconnected returns, or a second cancel() has cut it off"
         assert self.ended, f"{when}: the abort was begun, and had not ended: {late}"
@@ -512,7 +512,7 @@ class Request:
 
 
 def with_client(module, request, leaves_after, cancelled_after=None):
-    """What until_disconnected returns, or the exception that it ends with; the request is over when it does."""
+    """Return what until_disconnected returns, or the exception that ends it; the request must be over by then."""
 
     async def run():
         work, leaving = request.work(), request.client_leaves(leaves_after)
@@ -554,7 +554,7 @@ def check_the_works_result_is_returned(module):
 
 
 def check_a_client_that_leaves_ends_the_work(module):
-    """When the client leaves, the work is cancelled; its abort has run, once and to its end; None is returned."""
+    """When the client leaves, the work is cancelled; its abort has run once and finished; None is returned."""
     for leaves_after, cleaning in ((0, 0.5), (1.03, 0.5), (1.03, 15)):
         request = Request(seconds=LONG, cleaning=cleaning)
         found = with_client(module, request, leaves_after)
@@ -575,10 +575,10 @@ def check_a_socket_that_breaks_is_a_client_that_leaves(module):
 
 
 def check_who_cancels_is_told(module):
-    """If until_disconnected is cancelled, the work ends with its abort, and CancelledError comes out."""
+    """If until_disconnected is cancelled, the work ends with its abort, and CancelledError is raised."""
     request = Request(seconds=LONG)
     found = with_client(module, request, leaves_after=50, cancelled_after=1)
-    swallowed = "whoever cancelled it believes that it goes on. Is CancelledError caught?"
+    swallowed = "its caller believes that it goes on. Is CancelledError caught?"
     assert isinstance(found, asyncio.CancelledError), f"it was cancelled, and gives {found!r}: {swallowed}"
     request.assert_over("it was cancelled")
     request = Request(seconds=LONG, cleaning=15)
@@ -591,7 +591,7 @@ def check_who_cancels_is_told(module):
 
 
 def masks(rows, vocab_size, seed=0):
-    """Random logits; which tokens are allowed; the same as words, whose bits beyond the vocabulary are random."""
+    """Make random logits, the allowed tokens, and those as words whose bits beyond the vocabulary are random."""
     draw = torch.Generator().manual_seed(seed)
     words = -(-vocab_size // 32)
     bits = torch.rand(rows, words * 32, generator=draw) < 0.4
@@ -602,7 +602,7 @@ def masks(rows, vocab_size, seed=0):
 
 
 def traced(kernel, grid, *arguments, **constants):
-    """The kernel's trace; it must stay inside its arguments and race with nobody."""
+    """Trace the kernel; it must stay inside its arguments and have no races."""
     trace = trace_kernel(kernel, grid, *arguments, **constants)
     assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. Is a token or a word not masked that is not there?"
     assert not trace.races, f"{trace.races[0]}. Does a row end before its last word does?"
@@ -610,7 +610,7 @@ def traced(kernel, grid, *arguments, **constants):
 
 
 def assert_masked(logits, before, allowed):
-    """Tokens that are not allowed have -inf, all others what they had."""
+    """Check that forbidden tokens have -inf, and all others what they had."""
     expected = before.masked_fill(~allowed, -torch.inf)
     if torch.equal(logits, expected):
         return
@@ -629,7 +629,7 @@ def assert_masked(logits, before, allowed):
 
 
 def assert_traffic(trace, words, forbidden):
-    """Each word once, no logit read, and only those of forbidden tokens written."""
+    """Check that each word is read once, no logit is read, and only those of forbidden tokens are written."""
     read, logits = trace.arguments["bitmask"].bytes_read, trace.arguments["logits"]
     assert read == 4 * words, f"{read:,} bytes of the bitmask read, and {4 * words:,} are enough: each word once"
     assert not logits.bytes_read, f"{logits.bytes_read:,} bytes of logits read: none are needed to write -inf"
@@ -638,7 +638,7 @@ def assert_traffic(trace, words, forbidden):
 
 
 def check_kernel_step_1_words(module):
-    """Stretch: a word a program makes the logits -inf where its bits are 0."""
+    """Stretch: a program takes one word and sets the logits to -inf where its bits are 0."""
     before, allowed, bitmask = masks(1, 160)
     logits = before[0].clone()
     trace = traced(module.mask_words_kernel, (5,), logits, bitmask[0].contiguous())
@@ -647,7 +647,7 @@ def check_kernel_step_1_words(module):
 
 
 def check_kernel_step_2_rows(module):
-    """Stretch: many rows, whose last word is not full."""
+    """Stretch: it masks many rows, whose last word is not full."""
     for vocab_size in (70, 64, 5):
         before, allowed, bitmask = masks(3, vocab_size, seed=vocab_size)
         logits = before.clone()
@@ -693,7 +693,7 @@ CLIENTS = (
 
 
 def plug(module) -> Plugged:
-    """The learner's three parts are those of a server, on real sockets."""
+    """Run a server with the learner's three parts, on real sockets."""
     parts = Parts(
         output_collector=module.RequestOutputCollector,
         stop_strings=module.StopStrings,
@@ -703,7 +703,7 @@ def plug(module) -> Plugged:
 
 
 def serve_clients(_plugged, parts) -> Served:
-    """All clients at once; what those who stayed got, and what the engine did for those who left."""
+    """Serve all clients at once; return what those who stayed got, and what the engine did for those who left."""
     load = serve_load(CLIENTS, parts)
     stayed = [
         (client, answer) for client, answer in zip(CLIENTS, load.answers, strict=True) if client.leaves_after is None

@@ -1,4 +1,4 @@
-"""What must be true of exercise 07, and of the script that solves it; and the engine with the learner's drafts."""
+"""Check exercise 07 and the script that solves it, and run the engine with the learner's drafts."""
 
 import random
 from itertools import accumulate
@@ -15,7 +15,7 @@ from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 
 
 def named(answer, mistakes, cases):
-    """The first of the `mistakes`, each a function and words, that gives all of the learner's answers to the cases."""
+    """Return the first of the `mistakes`, each a function and words, that gives all of the learner's answers."""
     try:
         found = [answer(*case) for case in cases]
     except Exception:
@@ -28,7 +28,7 @@ def named(answer, mistakes, cases):
 
 
 def looked_up(tokens, lengths, k, *, last=False, shift=0, itself=False):
-    """Drafts by the book, or with one mistake: suffixes of these `lengths` in turn."""
+    """Return drafts by the book, or with one mistake: suffixes of these `lengths` in turn."""
     for n in lengths:
         suffix = tokens[-n:]
         places = [at for at in range(len(tokens) - n + itself) if tokens[at : at + n] == suffix]
@@ -39,7 +39,7 @@ def looked_up(tokens, lengths, k, *, last=False, shift=0, itself=False):
 
 
 def right_drafts(tokens, min_n, max_n, k):
-    """Longest suffix first, first occurrence, and the suffix is not its own occurrence."""
+    """Look up the longest suffix first, at its first occurrence; the suffix is not its own occurrence."""
     return looked_up(tokens, range(min(max_n, len(tokens) - 1), min_n - 1, -1), k)
 
 
@@ -48,7 +48,7 @@ TOKENS = (1, 11, 111, 65_537)
 
 
 def texts(count):
-    """Random texts over four tokens, with lengths of suffixes and numbers of drafts; in some, all of these are long."""
+    """Make random texts over four tokens, with lengths of suffixes and numbers of drafts; in some all are long."""
     draw = random.Random(0)
     for index in range(count):
         size, longest, most = (400, 9, 16) if index % 8 == 7 else (24, 4, 5)
@@ -57,7 +57,7 @@ def texts(count):
 
 
 def with_mistake(lengths=lambda longest, text, least: longest, more=0, **changes):
-    """`looked_up` with one mistake: other `lengths`, `more` drafts, or its own `changes`."""
+    """Return `looked_up` with one mistake: other `lengths`, `more` drafts, or its own `changes`."""
 
     def drafts(tokens, min_n, max_n, k):
         longest = range(min(max_n, len(tokens) - 1), min_n - 1, -1)
@@ -81,14 +81,14 @@ WRONG_DRAFTS = (
     (with_mistake(lambda longest, *_: range(longest.start, 0, -1)), "suffixes of less than min_n are looked up"),
     (with_mistake(shift=-1), "they begin one token early, with the end of the suffix"),
     (with_mistake(shift=1), "they begin one token late"),
-    (with_mistake(more=999), "those are all that follow; at most k were asked for"),
-    (with_mistake(more=1), "one more than the k that were asked for"),
-    (with_mistake(more=-1), "one less than the k that were asked for"),
+    (with_mistake(more=999), "those are all that follow; return at most k"),
+    (with_mistake(more=1), "one more than k"),
+    (with_mistake(more=-1), "one fewer than k"),
 )
 
 
 def assert_drafts(module, tokens, min_n, max_n, k):
-    """The drafts after these tokens are right; the tokens stay as they are."""
+    """Check the drafts after these tokens, and that the tokens are unchanged."""
     given, expected = list(tokens), right_drafts(tokens, min_n, max_n, k)
     found = module.propose_ngram(given, min_n, max_n, k)
     shown = f"{tokens[:4]} … {tokens[-8:]}, {len(tokens)} tokens" if len(tokens) > 40 else f"{tokens}"
@@ -108,7 +108,7 @@ def check_what_followed_is_proposed(module):
 
 
 def check_the_longest_suffix_goes_first(module):
-    """A suffix of two tokens says more than its last one alone; a shorter one is tried if no longer one occurs."""
+    """The longest suffix that occurs earlier is used; a shorter one only if no longer one occurs."""
     assert_drafts(module, [2, 7, 1, 2, 3, 9, 1, 2], 1, 2, 2)
     assert_drafts(module, [2, 7, 1, 2, 3, 9, 1, 2], 1, 4, 2)
     assert_drafts(module, [5, 6, 7, 6], 1, 3, 4)
@@ -116,18 +116,18 @@ def check_the_longest_suffix_goes_first(module):
 
 
 def check_a_long_text_is_searched_to_its_beginning(module):
-    """The occurrence may lie thousands of tokens back."""
+    """The occurrence may be thousands of tokens back."""
     assert_drafts(module, [7, 8, 9, 4, *([1, 2] * 1_500), 7, 8], 2, 3, 2)
 
 
 def check_the_first_occurrence_counts(module):
-    """Of several occurrences it is the first, as in the engine."""
+    """Of several occurrences the first counts, as in the engine."""
     assert_drafts(module, [1, 2, 3, 1, 2, 4, 1, 2], 1, 2, 2)
     assert_drafts(module, [6, 1, 6, 2, 6, 3, 6], 1, 1, 1)
 
 
 def check_there_may_be_nothing_to_propose(module):
-    """No earlier occurrence, suffixes that are too short, a text of one token: no drafts."""
+    """No earlier occurrence, too short suffixes or a text of one token give no drafts."""
     for tokens, min_n, max_n in (([1, 2, 3], 1, 3), ([5, 6, 7, 6], 2, 3), ([4], 1, 4), ([4, 4], 2, 3), ([1, 2], 1, 5)):
         assert_drafts(module, tokens, min_n, max_n, 3)
 
@@ -145,21 +145,21 @@ def check_the_engine_proposes_the_same(module):
 
 
 def distributions(draw, rows, vocab):
-    """Random rows of probabilities [rows, vocab], some tokens of them impossible."""
+    """Make random rows of probabilities [rows, vocab], with some impossible tokens."""
     weights = draw.exponential(size=(rows, vocab)) * (draw.random((rows, vocab)) < 0.8)
     weights[:, 0] += 0.01
     return weights / weights.sum(-1, keepdims=True)
 
 
 def a_step(draw, k, vocab=6):
-    """Random p, q, drafts drawn from q, uniforms and noise."""
+    """Make random p, q, drafts drawn from q, uniforms and noise."""
     p, q = distributions(draw, k + 1, vocab), distributions(draw, k, vocab)
     drafts = [int(draw.choice(vocab, p=row)) for row in q]
     return p, q, drafts, draw.random(k), draw.exponential(size=(k + 1, vocab))
 
 
 def with_near_misses(draw, step):
-    """The step with random numbers just below and just above p / q: a rule that is a little too kind, or too strict."""
+    """Set random numbers just below and above p / q, to catch a rule that is a little too kind or too strict."""
     p, q, drafts, _, noise = step
     places = range(len(drafts))
     near = p[places, drafts] / q[places, drafts] + draw.choice([-2e-6, 2e-6], len(drafts), p=[0.8, 0.2])
@@ -167,37 +167,37 @@ def with_near_misses(draw, step):
 
 
 def passing(p, q, drafts, uniforms, rule):
-    """Which drafts `rule(p(x), q(x), u)` accepts, each for itself."""
+    """Return which drafts `rule(p(x), q(x), u)` accepts, each by itself."""
     return [draft >= 0 and rule(p[i, draft], q[i, draft], uniforms[i]) for i, draft in enumerate(drafts)]
 
 
 def leading(passed):
-    """How many pass before the first that does not."""
+    """Count the drafts that pass before the first that does not."""
     return next((i for i, one in enumerate(passed) if not one), len(passed))
 
 
 def count_by(rule):
-    """How many drafts are accepted if each must pass `rule(p(x), q(x), u)`."""
+    """Count the accepted drafts if each must pass `rule(p(x), q(x), u)`."""
     return lambda p, q, drafts, uniforms: leading(passing(p, q, drafts, uniforms, rule))
 
 
 def right_count(p, q, drafts, uniforms):
-    """How many drafts are accepted, by the book."""
+    """Count the accepted drafts by the book."""
     return count_by(below)(p, q, drafts, uniforms)
 
 
 def below(p, q, u):
-    """The rule."""
+    """Return the rule of acceptance."""
     return u * q < p
 
 
 def on_another_row(p, q, drafts, uniforms):
-    """Row i + 1 of p where it should be row i."""
+    """Take row i + 1 of p where it should be row i."""
     return right_count(p[1:], q, drafts, uniforms)
 
 
 def with_the_last_token(p, q, drafts, uniforms):
-    """-1 as an index."""
+    """Take -1 as an index."""
     return leading([below(p[i, x], q[i, x], uniforms[i]) for i, x in enumerate(drafts)])
 
 
@@ -222,7 +222,7 @@ WRONG_COUNTS = (
 
 
 def some_steps():
-    """Random steps, some with a draft of -1, or with an impossible one and a random number of 0."""
+    """Make random steps, some with a draft of -1, or with an impossible one and a random number of 0."""
     draw = np.random.default_rng(4)
     for k in (1, 2, 3, 4) * 20:
         p, q, drafts, uniforms, _ = a_step(draw, k)
@@ -237,13 +237,13 @@ SOME_STEPS = list(some_steps())
 
 
 def assert_untouched(before, after):
-    """p and q are what they were; another place, or the sampler, may still read them."""
+    """Check that p and q are unchanged; another position, or the sampler, may still read them."""
     for name, was, now in zip("pq", before, after, strict=True):
         assert np.array_equal(was, now), f"{name} has been changed: its rows are still read by others"
 
 
 def assert_accepted(module, p, q, drafts, uniforms):
-    """The count of accepted drafts is right."""
+    """Check the count of accepted drafts."""
     p, q, uniforms = np.asarray(p, float), np.asarray(q, float), np.asarray(uniforms, float)
     expected, given = right_count(p, q, drafts, uniforms), (p.copy(), q.copy())
     found = module.accept(p, q, list(drafts), uniforms)
@@ -267,7 +267,7 @@ def check_a_draft_is_accepted_with_p_over_q(module):
 
 
 def check_a_certain_proposer(module):
-    """Where q is 1 at the draft, as for n-grams, it is accepted with probability p(x)."""
+    """If q is 1 at the draft, as for n-grams, it is accepted with probability p(x)."""
     p = [[0.5, 0.2, 0.3], [0.1, 0.6, 0.3], [0.9, 0.1, 0.0]]
     q = [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
     for uniforms in ([0.4, 0.2], [0.4, 0.4], [0.6, 0.2]):
@@ -276,7 +276,7 @@ def check_a_certain_proposer(module):
 
 
 def check_the_first_rejection_ends_it(module):
-    """What follows a rejected draft is not looked at; a draft that the model never says is never accepted."""
+    """Drafts after a rejected one are not looked at; a draft that the model never generates is never accepted."""
     sure, never = [0.0, 1.0], [1.0, 0.0]
     assert_accepted(module, [never, sure, sure, sure], [sure] * 3, [1, 1, 1], [0.5, 0.5, 0.5])
     assert_accepted(module, [sure, never, sure, sure], [sure] * 3, [1, 1, 1], [0.5, 0.5, 0.5])
@@ -286,7 +286,7 @@ def check_the_first_rejection_ends_it(module):
 
 
 def check_no_draft_is_no_token(module):
-    """A draft of -1 is accepted by nobody, whatever the last token's probability, and ends it."""
+    """A draft of -1 is never accepted, whatever the last token's probability, and ends it."""
     likely = [0.1, 0.2, 0.7]
     assert_accepted(module, [likely] * 3, [[0.0, 0.5, 0.5], [0.0] * 3], [2, -1], [0.1, 0.1])
     assert_accepted(module, [likely] * 3, [[0.0] * 3] * 2, [-1, -1], [0.0, 0.0])
@@ -306,7 +306,7 @@ def check_any_drafts_in_any_order(module):
 
 
 def drawn_by(scores):
-    """A token drawn by other scores than max(p - q, 0) / noise."""
+    """Draw a token by other scores than max(p - q, 0) / noise."""
     return lambda p, q, noise: int(np.argmax(scores(p, q, noise)))
 
 
@@ -323,13 +323,13 @@ WRONG_TOKENS = (
 
 
 def some_rows():
-    """Random p, q and noise of one place."""
+    """Make random p, q and noise of one position."""
     draw = np.random.default_rng(5)
     return [(*distributions(draw, 2, 5), draw.exponential(size=5)) for _ in range(80)]
 
 
 def assert_recovered(module, p, q, noise):
-    """The token with the largest max(p - q, 0) / noise."""
+    """Check that it is the token with the largest max(p - q, 0) / noise."""
     p, q, noise = (np.asarray(x, float) for x in (p, q, noise))
     said = f"p {p.round(2).tolist()}, q {q.round(2).tolist()}, noise {noise.round(2).tolist()}"
     said = said if len(p) <= 8 else f"{len(p)} tokens"
@@ -342,7 +342,7 @@ def assert_recovered(module, p, q, noise):
 
 
 def check_what_was_not_proposed_is_recovered(module):
-    """A token takes the place of a rejected draft with the probability that p has more than q."""
+    """The recovered token is drawn with the probability by which p exceeds q."""
     assert_recovered(module, [0.5, 0.5], [0.8, 0.2], [1e-12, 3.0])
     assert_recovered(module, [0.6, 0.3, 0.1], [1.0, 0.0, 0.0], [0.1, 2.0, 0.5])
     assert_recovered(module, [0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.2, 2.0, 0.01])
@@ -354,7 +354,7 @@ def check_what_was_not_proposed_is_recovered(module):
 
 
 def tokens_of(p, q, drafts, uniforms, noise, row=lambda n, k: n, take_away=True, upto=0, ends=(1, 1)):
-    """The tokens of a step by the book, or with one mistake: drawn from another `row`, or other drafts kept."""
+    """Return the tokens of a step by the book, or with one mistake: drawn from another `row`, or other drafts kept."""
     n, k = right_count(p, q, drafts, uniforms), len(drafts)
     rejected = q[n] if n < k and take_away else 0
     last = [right_token(p[row(n, k)], rejected, noise[n])] if ends[n == k] else []
@@ -362,7 +362,7 @@ def tokens_of(p, q, drafts, uniforms, noise, row=lambda n, k: n, take_away=True,
 
 
 def steps_with(**mistake):
-    """`tokens_of` with a mistake."""
+    """Return `tokens_of` with a mistake."""
     return lambda *step: tokens_of(*step, **mistake)
 
 
@@ -382,19 +382,19 @@ WRONG_STEPS = (
 
 
 def some_whole_steps():
-    """Random steps with at least one draft, and their noise."""
+    """Make random steps with at least one draft, and their noise."""
     draw = np.random.default_rng(6)
     return [a_step(draw, k) for k in (1, 2, 3, 4) * 20]
 
 
 def assert_verified(module, p, q, drafts, uniforms, noise):
-    """The tokens of this step are right."""
+    """Check the tokens of this step."""
     expected, given = tokens_of(p, q, drafts, uniforms, noise), (p.copy(), q.copy())
     found = module.verify(p, q, list(drafts), uniforms, noise)
     assert_untouched(given, (p, q))
     assert isinstance(found, list), f"it returns {type(found).__name__}, not a list"
     no_id = [token for token in found if not isinstance(token, int | np.integer)]
-    assert not no_id, f"{no_id[0]!r} is among the tokens that it returns, and is no int"
+    assert not no_id, f"{no_id[0]!r} is among the tokens that it returns, and is not an int"
     found = [int(token) for token in found]
     hint = named(module.verify, WRONG_STEPS, some_whole_steps()) if found != expected else ""
     accepted = f"{len(expected) - 1} of {len(drafts)} drafts are accepted"
@@ -402,7 +402,7 @@ def assert_verified(module, p, q, drafts, uniforms, noise):
 
 
 def check_a_step_gives_the_drafts_and_one_token(module):
-    """Accepted drafts, then the recovered token of the first that was not; or a bonus, if all were accepted."""
+    """A step gives the accepted drafts and one more: the recovered token, or a bonus token if all were accepted."""
     draw = np.random.default_rng(2)
     for k in (1, 3, 0, 2, 17):
         for _ in range(40):
@@ -416,7 +416,7 @@ def check_a_step_gives_the_drafts_and_one_token(module):
 
 
 def check_the_tokens_are_the_models_own(module):
-    """Of 6,000 steps, tokens come as often as the model alone says them, and drafts as often as p and q allow."""
+    """In 6,000 steps, tokens come as often as from the model alone, and drafts as often as p and q allow."""
     p = np.array([[0.25, 0.45, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
     q = np.array([[0.85, 0.05, 0.05, 0.05]])
     draw, steps, counts, both = np.random.default_rng(3), 6_000, np.zeros(4), np.zeros((4, 4))
@@ -451,17 +451,17 @@ RAGGED = (
 
 
 def block_for(width):
-    """A power of two that holds a row, 8 or more."""
+    """Return a power of two that holds a row, 8 or more."""
     return max(8, 1 << (width - 1).bit_length())
 
 
 def ints(values):
-    """An int32 tensor; of nothing, one of no elements."""
+    """Make an int32 tensor, which may be empty."""
     return torch.tensor(list(values), dtype=torch.int32)
 
 
 def traced(kernel, grid, *arguments, **constants):
-    """The kernel's trace; it must stay inside its arguments and race with nobody."""
+    """Trace the kernel; it must stay inside its arguments and have no races."""
     trace = trace_kernel(kernel, grid, *arguments, **constants)
     hint = "Has a place behind the last draft or behind a row, or one with -1, no mask?"
     assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. {hint}"
@@ -470,30 +470,30 @@ def traced(kernel, grid, *arguments, **constants):
 
 
 def greedy_row(drafts, target, width):
-    """A row of output by the book: -1 behind the last token."""
+    """Return a row of output by the book: -1 after the last token."""
     n = leading([x == y and x >= 0 for x, y in zip(drafts, target, strict=False)])
     return [*target[: n + 1], *[-1] * (width - n - 1)]
 
 
 def assert_row(found, expected, drafts, matches, where):
-    """A request's row of output; `matches`: which drafts pass, each for itself."""
+    """Check a request's row of output; `matches` says which drafts pass, each by itself."""
     if found == expected:
         return
     n = leading(matches)
     hint = ""
     if found[: n + 1] == expected[: n + 1] and any(token != -1 for token in found[n + 1 :]):
-        hint = ": -1 must stand behind the last token; what is right behind a rejection comes too late"
+        hint = ": -1 must follow the last token; a right draft after a rejection comes too late"
     elif found[:n] == expected[:n] and all(token == -1 for token in found[n:]):
         hint = f": {'the bonus' if n == len(drafts) else 'the token in place of the rejected draft'} is forgotten"
     elif n < len(drafts) and found[:n] == expected[:n] and found[n] == drafts[n]:
-        hint = ": the rejected draft itself stands there" if drafts[n] >= 0 else ": -1 is no draft that can be accepted"
+        hint = ": that is the rejected draft itself" if drafts[n] >= 0 else ": -1 is not a draft, so it cannot be accepted"
     elif len(found) > n + 1 and found[: n + 1] == expected[: n + 1]:
         hint = ": the row is not written to its end"
     raise AssertionError(f"{where}, drafts {drafts}: {found}, and {expected} is right{hint}")
 
 
 def assert_traffic(trace, **most):
-    """No argument is read more often than it must be, and the output is written once."""
+    """Check that no argument is read more often than needed, and that the output is written once."""
     for name, numbers in most.items():
         read = trace.arguments[name].bytes_read
         assert read <= 4 * numbers, f"{read:,} bytes of {name} read, and {4 * numbers:,} are enough"
@@ -513,7 +513,7 @@ def check_kernel_step_1_greedy(module):
 
 
 def starts_of(requests):
-    """Where each request's drafts begin, and where the last one's end."""
+    """Return where each request's drafts begin, and where the last one's end."""
     return list(accumulate((len(drafts) for drafts, *_ in requests), initial=0))
 
 
@@ -534,7 +534,7 @@ def check_kernel_step_2_ragged(module):
 
 
 def kernel_requests(seed, vocab):
-    """Random requests: drafts, p, q, uniforms, and the token for each place. A draft of -1 has a q of zeros."""
+    """Make random requests: drafts, p, q, uniforms, and the token for each position. A draft of -1 has a q of zeros."""
     draw, requests = np.random.default_rng(seed), []
     for index, k in enumerate((3, 0, 9, 1, 2, 4, 3, 1, 1)):
         p, q, drafts, uniforms, noise = a_step(draw, k, vocab)
@@ -549,7 +549,7 @@ def kernel_requests(seed, vocab):
 
 
 def row_by(rule, request, width):
-    """A row of output if each draft must pass `rule`."""
+    """Return a row of output if each draft must pass `rule`."""
     drafts, p, q, uniforms, instead = request
     n = count_by(rule)(p, q, drafts, uniforms)
     return [*drafts[:n], instead[n], *[-1] * (width - n - 1)]
@@ -589,7 +589,7 @@ PROMPTS = (
 
 
 def plug(module) -> Plugged:
-    """The learner's drafts, and the learner's verdict about them."""
+    """Run the engine with the learner's drafts and the learner's verification."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     return Plugged(
         parts=Parts(
@@ -604,7 +604,7 @@ def plug(module) -> Plugged:
 
 
 def acceptance(llm):
-    """What became of the drafts."""
+    """Count the drafts and those accepted."""
     stats = core_of(llm).scheduler.spec_decoding_stats
     length = 1 + stats.num_accepted_tokens / max(stats.num_drafts, 1)
     accepted = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens}"

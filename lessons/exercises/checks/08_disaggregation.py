@@ -1,4 +1,4 @@
-"""What must be true of exercise 08, and of the script that solves it; and two engines with the learner's connector."""
+"""Check exercise 08 and the script that solves it, and run two engines with the learner's connector."""
 
 import random
 
@@ -18,7 +18,7 @@ ADDRESS = {"remote_host": "10.0.0.1", "remote_port": 5601}
 
 
 class Clock:
-    """Shows what it is set to. It begins between two seconds, as clocks do."""
+    """Shows the time that it is set to, and starts between two seconds, as clocks do."""
 
     def __init__(self):
         self.now = self.start = 100.625
@@ -28,31 +28,31 @@ class Clock:
 
 
 def connector_of(module, clock=None):
-    """The learner's, with blocks of four tokens."""
+    """Return the learner's connector, with blocks of four tokens."""
     return module.ConnectorScheduler(BLOCK_SIZE, dict(ADDRESS), LEASE, clock or Clock())
 
 
 def request_of(name, num_tokens, params=None, first=0, block_size=BLOCK_SIZE):
-    """A request with `num_tokens` tokens from `first` on: those of equal `first` have equal beginnings."""
+    """Make a request with `num_tokens` tokens, counted up from `first`: equal `first` means equal beginnings."""
     request = Request(name, list(range(first, first + num_tokens)), max_tokens=8, kv_transfer_params=params)
     request.enable_block_hashes(block_size)
     return request
 
 
 def from_elsewhere(num_tokens, name="p", first_block=50):
-    """What a prefiller has said about a prompt of this length."""
+    """Return the params that a prefiller gives for a prompt of this length."""
     blocks = list(range(first_block, first_block + -(-num_tokens // BLOCK_SIZE)))
     told = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": blocks}
     return {**told, "remote_request_id": name, "remote_num_tokens": num_tokens, **ADDRESS}
 
 
 def remote(name, num_tokens, first=0, first_block=50):
-    """A request whose prompt was computed elsewhere."""
+    """Make a request whose prompt was computed by another engine."""
     return request_of(name, num_tokens, from_elsewhere(num_tokens, f"p-{name}", first_block), first)
 
 
 def admitted(connector, request, num_local=0, block_ids=None):
-    """As the scheduler does it: ask, allocate, tell. Returns what was answered."""
+    """Admit a request as the scheduler does: ask, allocate, tell. Return the answer."""
     answer = connector.get_num_new_matched_tokens(request, num_local)
     if answer[0] is not None:
         table = block_ids or list(range(10, 10 + -(-request.num_tokens // BLOCK_SIZE) + 1))
@@ -62,7 +62,7 @@ def admitted(connector, request, num_local=0, block_ids=None):
 
 
 def allocated(connector, request, table, num_external_tokens):
-    """The request has this block table; both stay as they are."""
+    """Give the request this block table; neither may be changed."""
     given, its = list(table), list((request.kv_transfer_params or {}).get("remote_block_ids", ()))
     connector.update_state_after_alloc(request, given, num_external_tokens)
     after = list((request.kv_transfer_params or {}).get("remote_block_ids", its))
@@ -71,7 +71,7 @@ def allocated(connector, request, table, num_external_tokens):
 
 
 def ended(connector, request, block_ids=(), status=RequestStatus.FINISHED_LENGTH_CAPPED, computed=None):
-    """The request ends; what the connector says."""
+    """End the request; return what the connector answers."""
     request.status = status
     request.num_computed_tokens = request.num_tokens if computed is None else computed
     given = list(block_ids)
@@ -82,14 +82,14 @@ def ended(connector, request, block_ids=(), status=RequestStatus.FINISHED_LENGTH
 
 
 def assert_answer(found, expected, where, hint=""):
-    """What `get_num_new_matched_tokens` says."""
+    """Check the answer of `get_num_new_matched_tokens`."""
     assert isinstance(found, tuple) and len(found) == 2, f"{where}: it returns {found!r}, not a pair"
     assert found == expected, f"{where}: {found}, and {expected} is right{hint}"
     assert isinstance(found[1], bool), f"{where}: the second is {found[1]!r}, not a bool"
 
 
 def reads_of(connector):
-    """The reads as plain data: (request, our blocks, the peer's, the peer's name of the request)."""
+    """Return the reads as plain data: (request, our blocks, the peer's, the peer's id of the request)."""
     reads = connector.build_connector_meta()
     assert isinstance(reads, list), f"build_connector_meta returns {type(reads).__name__}, not a list"
     return [
@@ -102,7 +102,7 @@ def reads_of(connector):
 
 
 def check_nothing_to_be_had(module):
-    """A request whose prompt nobody has computed elsewhere gets (0, False)."""
+    """A request whose prompt no other engine has computed gets (0, False)."""
     for params in (None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True, "do_remote_prefill": False}):
         connector, request = connector_of(module), request_of("r", 10, params)
         found = connector.get_num_new_matched_tokens(request, 0)
@@ -116,7 +116,7 @@ def check_nothing_to_be_had(module):
 
 
 def check_how_many_tokens_come(module):
-    """What is computed here need not come; nothing missing is (0, False), and asking changes nothing."""
+    """Tokens computed here need not come; if nothing is missing, the answer is (0, False); asking changes nothing."""
     for num_tokens, num_local in ((10, 0), (10, 4), (10, 8), (8, 0), (8, 4), (1, 0), (3, 0), (13, 12)):
         connector, request = connector_of(module), remote("r", num_tokens)
         for again in ("", ", asked again"):
@@ -140,7 +140,7 @@ def check_how_many_tokens_come(module):
 
 
 def check_on_its_way_for_another(module):
-    """While the block that is missing next is being read for another request: (None, False); then a number again."""
+    """While the next missing block is being read for another request: (None, False); then a number again."""
     connector = connector_of(module)
     admitted(connector, remote("first", 14))
     cases = (("the same prompt", 14, 0), ("the same beginning", 30, 0), ("8 are here, and block 2 is missing", 14, 8))
@@ -187,7 +187,7 @@ def check_only_what_is_read_is_in_flight(module):
 
 
 def check_blocks_to_be_filled(module):
-    """A read names the blocks that are missing, ours beside the peer's, and none of the room for the answer."""
+    """A read lists the missing blocks, ours beside the peer's, and none of the room for the answer."""
     cases = (
         (10, 10, 0, [5, 2, 8, 6], [5, 2, 8], [50, 51, 52]),
         (10, 10, 4, [5, 2, 8, 6], [2, 8], [51, 52]),
@@ -272,7 +272,7 @@ def check_the_peer_is_told_in_any_case(module):
 
 
 def check_blocks_are_held_for_the_reader(module):
-    """A request for somebody else keeps its blocks, and its client is told all that the other engine must know."""
+    """A request for another engine keeps its blocks, and its client gets all that the other engine needs."""
     long = list(range(400, 0, -1))
     for num_tokens, table, right in (
         (10, [7, 3, 9], [7, 3, 9]),
@@ -299,7 +299,7 @@ def check_blocks_are_held_for_the_reader(module):
 
 
 def check_each_reader_is_told_its_own(module):
-    """The last token that was sampled is not computed, and what one client is told does not change afterwards."""
+    """The last sampled token is not computed, and the params of one client do not change afterwards."""
     connector = connector_of(module)
     one, other = (request_of(name, 8, {"do_remote_decode": True}) for name in ("one", "other"))
     one.append_output_token_id(5)
@@ -358,7 +358,7 @@ def check_others_are_not_held(module):
 
 
 def check_a_lease_ends(module):
-    """Blocks that nobody has read in time are given back: named once, at the lease's end and not before."""
+    """Blocks that were not read in time are freed: listed once, at the lease's end and not before."""
     clock = Clock()
     connector = connector_of(module, clock)
     for name in ("early", "sent", "as early"):
@@ -390,7 +390,7 @@ def check_a_lease_ends(module):
 
 
 class ByTheBook:
-    """The same decisions, to compare a learner's with."""
+    """Makes the right decisions, to compare a learner's with."""
 
     def __init__(self):
         self.reads, self.in_flight, self.pinned = [], {}, {}
@@ -470,7 +470,7 @@ def _one_arrives(connector, book, draw, name, kind, done, index):
 
 
 def traced(kernel, grid, *arguments, **constants):
-    """The kernel's trace; it must stay inside its arguments and race with nobody."""
+    """Trace the kernel; it must stay inside its arguments and have no races."""
     trace = trace_kernel(kernel, grid, *arguments, **constants)
     hint = "Has a place behind the block's end, or a block -1, no mask?"
     assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. {hint}"
@@ -479,19 +479,19 @@ def traced(kernel, grid, *arguments, **constants):
 
 
 def ints(values):
-    """An int32 tensor."""
+    """Make an int32 tensor."""
     return torch.tensor(list(values), dtype=torch.int32)
 
 
 def assert_moved(trace, source, target, numbers):
-    """Each number is read once and written once."""
+    """Check that each number is read once and written once."""
     read, written = trace.arguments[source].bytes_read, trace.arguments[target].bytes_written
     assert read == 4 * numbers, f"{read:,} bytes of {source} are read, and {4 * numbers:,} are enough"
     assert written == 4 * numbers, f"{written:,} bytes of {target} are written, and {4 * numbers:,} are right"
 
 
 def assert_own_part(rest):
-    """What belongs to programs that were not launched is as it was."""
+    """Check that the part of programs that were not launched is unchanged."""
     assert bool((rest == -7.0).all()), "one program copies what another one should: each has BLOCK numbers of its own"
 
 
@@ -515,7 +515,7 @@ CASES = ((8, 5, [3, 1]), (11, 6, [5, 0, 2]), (3, 5_000, [4_097]), (16, 7, [6, 1,
 
 
 def check_kernel_step_2_gather(module):
-    """Stretch: blocks that lie anywhere come into one piece, block after block, each tensor after tensor."""
+    """Stretch: blocks anywhere in the cache come into one piece, block after block, each tensor after tensor."""
     for numbers, num_blocks, block_ids in CASES:
         for tensors in (1, 4):
             cache, staging = (
@@ -570,7 +570,7 @@ PROMPTS = (
 
 
 def plug(module) -> Plugged:
-    """Two engines, each with the learner's connector beside its scheduler: one computes prompts, one answers."""
+    """Run two engines, each with the learner's connector beside its scheduler: one computes prompts, one answers."""
     parts = Parts(kv_connector=learner_connector(module.ConnectorScheduler))
     what = "One engine with no connector (ours), and two"
     return Plugged(parts=parts, prompts=PROMPTS, serve=serve_through_both, what=what)

@@ -1,4 +1,4 @@
-"""What must be true of exercise 09, and of the script that solves it; and how its attention serves in the engine."""
+"""Check exercise 09 and the script that solves it, and serve requests with its attention."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 def attention(q, keys, values, *, head=None, offset=None, scale=None):
-    """Grouped attention in float64; `head`, `offset` and `scale` are those that mistakes take."""
+    """Compute grouped attention in float64; `head`, `offset` and `scale` make the usual mistakes."""
     (queries, heads, head_dim), (positions, kv_heads, _) = q.shape, keys.shape
     head = head or (lambda h: h // (heads // kv_heads))
     offset = positions - queries if offset is None else offset
@@ -32,7 +32,7 @@ def attention(q, keys, values, *, head=None, offset=None, scale=None):
 
 
 def latent(q_nope, q_rope, latents, k_rope, w_uk, w_uv, *, width=None, rotary=True, into_values=True):
-    """Latent attention in float64, keys and values made; `width` and the rest are those that mistakes take."""
+    """Compute latent attention in float64 with keys and values made; `width` and the rest make the usual mistakes."""
     q_nope, q_rope, latents, k_rope, w_uk, w_uv = (x.double() for x in (q_nope, q_rope, latents, k_rope, w_uk, w_uv))
     scores = torch.einsum("hn,phn->hp", q_nope, torch.einsum("pr,hnr->phn", latents, w_uk))
     scores = scores + q_rope @ k_rope.T if rotary else scores
@@ -41,7 +41,7 @@ def latent(q_nope, q_rope, latents, k_rope, w_uk, w_uv, *, width=None, rotary=Tr
 
 
 def agrees(found, expected, what, mistakes=()):
-    """`found` is `expected`; else says by how much it is off, and which of the usual `mistakes` gives just that.
+    """Compare `found` with `expected`; say by how much it is off, and which usual mistake gives exactly that.
 
     mistakes: (what comes of it, what to say).
     """
@@ -56,7 +56,7 @@ def agrees(found, expected, what, mistakes=()):
 
 
 def leaves(act: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], names: str) -> torch.Tensor:
-    """What `act(*given)` returns. `given` must be as it was before; `names` are its names, in order."""
+    """Return what `act(*given)` returns, and check that `given` is unchanged; `names` are its names, in order."""
     before = [x.clone() for x in given]
     found = act(*given)
     changed = [name for name, x, old in zip(names.split(), given, before) if not torch.equal(x, old)]
@@ -65,7 +65,7 @@ def leaves(act: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], name
 
 
 def vectors(queries, positions, heads, kv_heads, head_dim, seed=0):
-    """Random q, keys, values, float32."""
+    """Make random q, keys and values in float32."""
     draw = torch.Generator().manual_seed(seed)
     shapes = (queries, heads, head_dim), (positions, kv_heads, head_dim), (positions, kv_heads, head_dim)
     return [torch.randn(shape, generator=draw) for shape in shapes]
@@ -75,7 +75,7 @@ def vectors(queries, positions, heads, kv_heads, head_dim, seed=0):
 
 
 def check_heads_of_a_group_ask_the_same_keys(module):
-    """One query over many positions, with a KV head for each query head, for several, or for all of them."""
+    """One query over many positions works with a KV head for each query head, for several, or for all of them."""
     for heads, kv_heads, head_dim in ((4, 4, 8), (6, 2, 5), (6, 3, 16), (8, 1, 4), (1, 1, 8)):
         q, keys, values = vectors(1, 9, heads, kv_heads, head_dim, seed=heads + kv_heads)
         expected = attention(q, keys, values)
@@ -88,7 +88,7 @@ def check_heads_of_a_group_ask_the_same_keys(module):
 
 
 def check_queries_stand_at_the_last_positions(module):
-    """Several queries: a prompt, a chunk of one, drafts. None sees what lies ahead of it."""
+    """No query of a prompt, a chunk or drafts sees a later position."""
     for queries, positions in ((7, 7), (3, 10), (2, 300), (1, 1100)):
         q, keys, values = vectors(queries, positions, 6, 2, 8, seed=queries)
         all_seen, first = (attention(q, keys, values, offset=offset) for offset in (positions, 0))
@@ -121,7 +121,7 @@ def check_large_scores_do_not_overflow(module):
 
 
 def check_keys_are_not_copied_for_each_head(module):
-    """Eight heads on one KV head: what is made on the way is far less than keys and values for each head."""
+    """With eight heads on one KV head, far less is allocated than keys and values for each head."""
     q, keys, values = vectors(1, 512, 16, 1, 64)
     made = numbers_made(lambda: module.grouped_attention(q, keys, values))
     each = keys.numel() * 16
@@ -135,14 +135,14 @@ def check_keys_are_not_copied_for_each_head(module):
 
 
 def latents(heads, nope, rope, rank, v, positions, seed=0):
-    """Random arguments of `absorbed_attention`."""
+    """Make random arguments of `absorbed_attention`."""
     draw = torch.Generator().manual_seed(seed)
     shapes = (heads, nope), (heads, rope), (positions, rank), (positions, rope), (heads, nope, rank), (heads, v, rank)
     return [torch.randn(shape, generator=draw) / (rank**0.5 if len(shape) == 3 else 1) for shape in shapes]
 
 
 def check_absorbed_is_latent_attention(module):
-    """Scores and sums over latents give what keys and values that are made of them give."""
+    """Scores and sums over latents give what keys and values made from them give."""
     for heads, nope, rope, rank, v, positions in ((1, 2, 4, 3, 2, 1), (3, 8, 4, 16, 6, 9), (4, 16, 8, 12, 20, 300)):
         given = latents(heads, nope, rope, rank, v, positions, seed=heads)
         by_rank, by_nope, unscaled = (latent(*given, width=width) for width in (rank + rope, nope, 1))
@@ -182,7 +182,7 @@ SIZES += [(8, 128), (32, 32), (64, 8)]
 
 
 def held_by(rank, tp, num_kv_heads):
-    """The KV heads that the rank's query heads ask, where there are lcm-many of them: what the rule must say."""
+    """Return the KV heads that the rank's query heads read, by counting lcm-many query heads."""
     heads = num_kv_heads * tp
     asked = range(rank * heads // tp, (rank + 1) * heads // tp)
     return sorted({head // tp for head in asked})
@@ -197,7 +197,7 @@ def check_each_rank_keeps_its_share(module):
 
 
 def check_heads_are_replicated(module):
-    """With more ranks than KV heads, each rank keeps one, that which its query heads ask."""
+    """With more ranks than KV heads, each rank keeps one, which its query heads read."""
     for tp, heads in SIZES:
         if tp > heads:
             for rank in range(tp):
@@ -205,7 +205,7 @@ def check_heads_are_replicated(module):
 
 
 def compare_ranks(module, rank, tp, heads):
-    """The rank keeps what its query heads ask."""
+    """Check that the rank keeps what its query heads read."""
     found, expected = module.kv_heads_of_rank(rank, tp, heads), held_by(rank, tp, heads)
     assert isinstance(found, list), f"it returns {type(found).__name__}, not a list"
     assert all(type(head) is int for head in found), f"it returns {found}; the numbers of heads are whole numbers"
@@ -232,7 +232,7 @@ def check_uneven_divisions_are_refused(module):
 
 
 def check_ranks_together_are_the_whole(module):
-    """Each rank's query heads over the KV heads that it keeps: side by side, that is the attention of one rank."""
+    """Each rank's query heads over the KV heads that it keeps give, side by side, the attention of one rank."""
     for tp, heads, kv_heads in ((2, 8, 2), (4, 8, 2), (4, 8, 8), (8, 8, 1)):
         q, keys, values = vectors(3, 9, heads, kv_heads, 8, seed=tp)
         share, parts = heads // tp, []
@@ -248,12 +248,12 @@ def check_ranks_together_are_the_whole(module):
 
 
 def rows_of(heads):
-    """A power of two that holds so many rows, 16 or more."""
+    """Return the power of two, 16 or more, that holds this many rows."""
     return max(16, triton.next_power_of_2(heads))
 
 
 def clean(trace, **most):
-    """No race, nothing outside the arguments, and no argument read or written more often than it must be."""
+    """Check for races, accesses outside the arguments, and arguments read or written more often than needed."""
     hint = "Have rows beyond the group, or tokens beyond the last one, no mask?"
     assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. {hint}"
     assert not trace.races, f"{trace.races[0]}. {hint}"
@@ -265,7 +265,7 @@ def clean(trace, **most):
 
 
 def stretched(q, keys, large):
-    """Queries and keys [..., tokens, kv_heads, head_dim] whose scores are `large` times as far apart.
+    """Make queries and keys [..., tokens, kv_heads, head_dim] whose scores are `large` times as far apart.
 
     The largest score rises from tile to tile. With a `large` below 0 it falls, and all scores are far below 0.
     """
@@ -275,7 +275,7 @@ def stretched(q, keys, large):
 
 
 def check_kernel_1_scores(module):
-    """Stretch: scores_kernel: a group's rows in one product, every key read once."""
+    """Stretch: scores_kernel: a group's rows in one matmul, every key read once."""
     for heads, kv_heads, head_dim, tokens, tile in ((4, 2, 16, 7, 16), (6, 1, 32, 33, 32), (3, 3, 16, 16, 16)):
         q, keys, _ = vectors(1, tokens, heads, kv_heads, head_dim, seed=heads)
         scores, group = torch.full((heads, tokens), math.nan), heads // kv_heads
@@ -339,10 +339,10 @@ def check_kernel_3_many_requests(module):
 
 
 def plug(module) -> Plugged:
-    """The learner's `grouped_attention` as the engine's: for each request, over its gathered blocks."""
+    """Serve with the learner's `grouped_attention`, for each request, over its gathered blocks."""
 
     class GroupedAttention:
-        """What the engine asks of an attention: called with its caches, and bound to each step's tables."""
+        """Serves as the engine's attention: it is called with the caches, and bound to each step's tables."""
 
         def __init__(self, kv_caches, scale, sliding_window):
             self.kv_caches = kv_caches

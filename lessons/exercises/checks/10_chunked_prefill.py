@@ -1,4 +1,4 @@
-"""What must be true of exercise 10, and of the script that solves it."""
+"""Check exercise 10 and the script that solves it, and serve requests with the learner's caps."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ def _capped(module):
 
 
 def _number(found, what):
-    assert isinstance(found, int), f"{what} is {found!r}, and a whole number is asked for"
+    assert isinstance(found, int), f"{what} is {found!r}, not a whole number"
     return found
 
 
@@ -64,19 +64,19 @@ def _limits(module, expected, hints=()):
 
 
 def check_the_threshold_limits(module):
-    """With others there, one request gets the threshold at most; without a threshold, the whole budget."""
+    """With other requests, one gets the threshold at most; without a threshold, the whole budget."""
     cases = (((8192, 512, 3), 512), ((64, 5, 2), 5), ((65_536, 0, 7), 65_536), ((1, 0, 1), 1), ((16, 1, 200), 1))
     _limits(module, cases, [(lambda a: 0, ": 0 means no threshold"), (lambda a: a[0] // a[2], ": it is not adaptive")])
 
 
 def check_a_lone_request_has_the_whole_budget(module):
-    """With nobody else there the threshold is off; one other, running or waiting, is enough for it."""
+    """Without other requests the threshold is off; one more, running or waiting, turns it on."""
     cases = (((8192, 512, 1), 8192), ((12, 5, 1), 12), ((12, 5, 2), 5), ((12, 0, 1), 12), ((12, 3, 1, True), 12))
     _limits(module, cases, [(lambda a: a[1], ": it starves nobody, so nothing is gained")])
 
 
 def check_an_adaptive_limit_is_a_fair_share_at_least(module):
-    """Adaptive, the limit is an equal share of the budget where that is more than the threshold."""
+    """An adaptive limit is an equal share of the budget if that is more than the threshold."""
     cases = (
         ((8192, 512, 4, True), 2048),
         ((8192, 512, 100, True), 512),
@@ -94,7 +94,7 @@ def check_an_adaptive_limit_is_a_fair_share_at_least(module):
 
 
 def check_running_requests_get_what_is_left(module):
-    """A running request gets what it lacks, up to the limit and what is left of the budget."""
+    """A running request gets what it lacks, up to the limit and the rest of the budget."""
     for arguments, right in (
         ((1000, 512, 8192), 512), ((1000, 512, 300), 300), ((200, 512, 300), 200), ((1, 512, 8), 1), ((7, 5, 0), 0),
         ((9, 9, 9), 9), ((1, 5, 0), 0), ((100_000, 20_000, 30_000), 20_000),
@@ -104,7 +104,7 @@ def check_running_requests_get_what_is_left(module):
 
 
 def check_a_waiting_prompt_is_cut(module):
-    """The head of the queue gets what it lacks, up to the limit and what is left."""
+    """The head of the queue gets what it lacks, up to the limit and the rest of the budget."""
     for arguments, right in (
         ((1000, 512, 300), 300), ((1000, 512, 512), 512), ((1000, 5000, 300), 300), ((20, 512, 300), 20),
         ((5, 1, 9), 1),
@@ -114,7 +114,7 @@ def check_a_waiting_prompt_is_cut(module):
 
 
 def check_without_chunked_prefill_the_budget_cuts_nobody(module):
-    """If it may not be cut, it waits for a step with room for what it wants; the limit still says what it wants."""
+    """A prompt that may not be cut waits for a step with room for what it wants, which the limit still caps."""
     for arguments, right, hint in (
         ((1000, 2048, 300, False), 0, ": 300 are left, so it would be cut"),
         ((1000, 2048, 1000, False), 1000, ": it fits exactly"),
@@ -140,7 +140,7 @@ def check_steps_of_a_prompt(module):
     ):  # fmt: skip
         found = module.steps_of_a_prompt(*arguments)
         whole = found == math.inf or isinstance(found, int)
-        assert whole, f"steps_of_a_prompt{arguments} is {found!r}, and a whole number is asked for"
+        assert whole, f"steps_of_a_prompt{arguments} is {found!r}, not a whole number"
         assert found == right, f"steps_of_a_prompt{arguments} is {found}, and {right} is right"
 
 
@@ -220,7 +220,7 @@ def _clean(trace):
 
 
 def _tiles(queries, decodes, tile):
-    """(request, first token) of every tile, by the rule."""
+    """List (request, first token) of every tile, by the rule."""
     starts = _starts(queries).tolist()
     first = [i if i < decodes else (starts[i] - decodes) // tile + i for i in range(len(queries))]
     found = []
@@ -287,7 +287,7 @@ def check_a_tile_attends_for_a_whole_group(module):
 
 
 def _attends(module, shape, request, first, rows):
-    """One tile: its rows are right, and no other row is written."""
+    """Run one tile; its rows are right, and no other row is written."""
     q, caches, table, expected = _case(shape)
     starts, (group, kv_heads, head_dim) = _starts(QUERIES).tolist(), shape
     out = torch.full_like(q, float("nan"))
@@ -324,7 +324,7 @@ def _traced(module, decode_rows=DECODE_M, shape=SHAPE):
 
 
 def check_one_launch_serves_the_step(module):
-    """Stretch: decodes and chunks of a step, in one launch: all rows right, none written twice."""
+    """Stretch: one launch computes a step's decodes and chunks: all rows right, none written twice."""
     for shape in (SHAPE, OTHER_SHAPE):
         trace, out, expected = _traced(module, shape=shape)
         _clean(trace)
@@ -361,7 +361,7 @@ def check_each_kind_has_tiles_of_its_size(module):
 
 @lru_cache(maxsize=1)
 def _recorded():
-    """(name, workload, trace) of every workload that vLLM's scheduler was recorded on; those with a threshold first."""
+    """Return (name, workload, trace) of every workload recorded from vLLM's scheduler, those with a threshold first."""
     traces = json.loads(gzip.decompress((CONFORMANCE / "data" / "traces.json.gz").read_bytes()))
     found = [(name, json.loads((CONFORMANCE / "data" / f"{name}.json").read_text()), traces[name]) for name in traces]
     return sorted(found, key=lambda one: not one[1]["config"]["long_prefill_token_threshold"])
@@ -389,7 +389,7 @@ def check_vllm_decided_the_same(module):
 
 
 def plug(module) -> Plugged:
-    """The learner's caps in both loops of the engine, with a threshold, a small budget, and a pool that is tight."""
+    """Use the learner's caps in both loops of the engine, with a threshold, a small budget and a tight pool."""
     return Plugged(
         parts=Parts(policy=_capped(module)),
         engine_args={

@@ -1,4 +1,4 @@
-"""What must be true of exercise 11, and of the script that solves it."""
+"""Check exercise 11 and the script that solves it, and serve requests with the learner's loop."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ def _preempting(module):
 
 def _close(found, right, what, hint=""):
     number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    assert number, f"{what} is {found!r}, and a number is asked for"
+    assert number, f"{what} is {found!r}, not a number"
     assert math.isclose(found, right, rel_tol=1e-9), f"{what} is {found:.6g}, and {right:.6g} is right{hint}"
 
 
@@ -39,7 +39,7 @@ def _close(found, right, what, hint=""):
 
 
 def check_prediction(module):
-    """Who is preempted in which step, and what is computed twice, is what the engine's scheduler does."""
+    """The preemptions and the tokens computed twice are those of the engine's scheduler."""
     limits = SchedulerConfig(max_model_len=8, max_num_batched_tokens=8)
     scheduler = Scheduler(limits, CacheConfig(num_gpu_blocks=6, block_size=2, enable_prefix_caching=False))
     for name, prompt, output in (("A", 3, 5), ("B", 3, 4)):
@@ -67,7 +67,7 @@ def _someone(name, priority=0, arrival=0.0):
 
 
 def check_fcfs_takes_the_last_one_admitted(module):
-    """First come, first served: the last of the list, whenever it arrived and whatever its priority; nobody leaves it."""
+    """First come, first served: the victim is the last in the list, whatever its arrival or priority."""
     for order in permutations([_someone("a", 0, 3.0), _someone("b", 9, 1.0), _someone("c", 5, 2.0)]):
         running = list(order)
         found = module.victim(running, "fcfs")
@@ -94,7 +94,7 @@ def check_priority_takes_the_least_urgent(module):
 
 
 class _Books:
-    """What `preempt` may call."""
+    """Offers what `preempt` may call."""
 
     def __init__(self):
         self.freed = []
@@ -104,7 +104,7 @@ class _Books:
 
 
 def check_preempt_keeps_the_tokens_and_nothing_else(module):
-    """Its blocks are free, nothing of it is computed, its drafts are gone, its tokens stay, it is counted, and it waits."""
+    """Blocks, computed tokens and drafts are gone, its tokens stay, the preemption is counted, and it waits."""
     for policy, order in (("fcfs", ["b", "a", "c"]), ("priority", ["a", "b", "c"])):
         waiting, books = create_request_queue(policy), _Books()
         for name, priority in (("a", 0), ("c", 2)):
@@ -129,14 +129,14 @@ def check_preempt_keeps_the_tokens_and_nothing_else(module):
 
 
 class _Counted:
-    """Memory that only counts, and ends a loop that never does."""
+    """Counts memory, and ends a loop that would never end."""
 
     def __init__(self, free, size=4):
         self.free_blocks, self.size, self.held, self.wants, self.asks = free, size, {}, {}, 0
 
     def wanted(self, request):
         self.asks += 1
-        assert self.asks < 100, "it never ends: the same requests are asked for again and again"
+        assert self.asks < 100, "it never ends: it asks for the same requests again and again"
         return self.wants[request.request_id]
 
     def allocate(self, request, num_tokens):
@@ -183,7 +183,7 @@ def _loop(module, cases):
 
 
 def check_those_that_run_get_tokens(module):
-    """In the order of the list, what each wants and the budget has left; who wants nothing is skipped."""
+    """In the order of the list, each gets what it wants and the budget has left; one that wants nothing is skipped."""
     _loop(module, (
         ("enough for all", [("a", 5, 1, 0), ("b", 8, 6, 0)], 9, 20, "fcfs", ({"a": 1, "b": 6}, []), ""),
         ("a small budget", [("a", 5, 1, 0), ("b", 8, 6, 0), ("c", 5, 1, 0)], 9, 4, "fcfs", ({"a": 1, "b": 3}, []),
@@ -209,7 +209,7 @@ def check_no_block_is_free(module):
 
 
 def check_a_victim_may_stand_before_the_request(module):
-    """By priority: a victim's tokens go back to the budget; requests behind it move up; none is left out."""
+    """By priority, a victim's tokens go back to the budget; requests behind it move up; none is left out."""
     _loop(module, (
         ("a has its token already", [("a", 4, 1, 9), ("b", 8, 1, 0), ("c", 5, 1, 1)], 1, 2, "priority",
          ({"b": 1, "c": 1}, ["a"]), ": a's token goes back, and c is the next"),
@@ -227,7 +227,7 @@ def check_a_victim_may_stand_before_the_request(module):
 
 
 def check_resume(module):
-    """Whole blocks that were found are not computed again; the last token is, in any case."""
+    """Whole blocks that hit are not computed again; the last token always is."""
     for arguments, right, hint in (
         ((10, 2, 4), 8, ""), ((9, 0, 4), 0, ""), ((8, 2, 4), 4, ": its last token must be computed"),
         ((9, 2, 4), 8, ": only the last token is left"), ((4, 1, 4), 0, ": its last token must be computed"),
@@ -235,14 +235,14 @@ def check_resume(module):
     ):  # fmt: skip
         found = module.resume_at(*arguments)
         assert found == right, f"resume_at{arguments} is {found!r}, and {right} is right{hint}"
-        assert isinstance(found, int), f"resume_at{arguments} is {found!r}, and a whole number is asked for"
+        assert isinstance(found, int), f"resume_at{arguments} is {found!r}, not a whole number"
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------------------
 
 
 def check_recompute_seconds(module):
-    """Two operations for each parameter and token."""
+    """Each token costs two operations for each parameter."""
     for arguments, right in (((10, 50, 1000), 1.0), ((1, 8.03e9, 494.7e12), 3.2464e-5), ((0, 50, 10), 0.0)):
         found = module.recompute_seconds(*arguments)
         hint = ". A token costs two operations a parameter" if right and found == right / 2 else ""
@@ -251,7 +251,7 @@ def check_recompute_seconds(module):
 
 
 def check_swap_seconds(module):
-    """Out and back is twice the bytes; where the host has them already, they only come back."""
+    """Out and back is twice the bytes; if the host has them already, they only come back."""
     for arguments, right in (
         ((10, 50, 1000), 1.0),
         ((10, 50, 1000, 1), 0.5),
@@ -313,7 +313,7 @@ def _clean(trace):
 
 
 def check_the_two_pointers(module):
-    """Stretch: a block begins at its tensor's address and `block * words`; its record lies slot by slot, then by tensor."""
+    """Stretch: a block begins at its tensor's address plus `block * words`; records go by slot, then tensor."""
     for shape in (OUT, BACK):
         count, words = shape
         tensors, staging = _tensors(shape), torch.zeros(BLOCKS, count, words, dtype=torch.int32)
@@ -342,7 +342,7 @@ def _swapped(module, to_staging):
 
 
 def check_out_to_the_staging_buffer(module):
-    """Stretch: each block, in all tensors, goes to its slot; slots of nobody keep what they had."""
+    """Stretch: each block, in all tensors, goes to its slot; unused slots keep what they had."""
     trace, _, staging, moves = _swapped(module, True)
     _clean(trace)
     expected = torch.zeros_like(staging)
@@ -354,7 +354,7 @@ def check_out_to_the_staging_buffer(module):
 
 
 def check_back_into_the_cache(module):
-    """Stretch: the way back: each slot goes to its block, in all tensors; other blocks keep what they had."""
+    """Stretch: back again, each slot goes to its block, in all tensors; other blocks keep what they had."""
     trace, tensors, staging, moves = _swapped(module, False)
     _clean(trace)
     slots = dict(moves)
@@ -381,7 +381,7 @@ def check_each_word_moves_once(module):
 
 @lru_cache(maxsize=1)
 def _recorded():
-    """(name, workload, trace) of every workload in which vLLM's scheduler preempted somebody, the shortest first."""
+    """Return (name, workload, trace) of every workload in which vLLM's scheduler preempted, the shortest first."""
     traces = json.loads(gzip.decompress((CONFORMANCE / "data" / "traces.json.gz").read_bytes()))
     found = [
         (name, json.loads((CONFORMANCE / "data" / f"{name}.json").read_text()), trace)
@@ -411,7 +411,7 @@ def check_vllm_decided_the_same(module):
 
 
 def plug(module) -> Plugged:
-    """The learner's loop in the engine, by priority, on a pool that is far too small."""
+    """Run the learner's loop in the engine, by priority, on a pool that is far too small."""
     return Plugged(
         parts=Parts(policy=_preempting(module)),
         engine_args={

@@ -1,4 +1,4 @@
-"""What must be true of exercise 12, and of the script that solves it."""
+"""Check exercise 12 and the script that solves it, and run the engine with the learner's slots and gate."""
 
 import random
 from functools import lru_cache
@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 
 
 def _steps(requests, max_loras, max_num_seqs, policy=DEFAULT_POLICY, steps=None):
-    """Who runs in each step of the engine's scheduler; requests: (name, adapter, steps, arrives)."""
+    """Return what runs in each step of the engine's scheduler; requests are (name, adapter, steps, arrival)."""
     limits = SchedulerConfig(
         max_model_len=64, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_loras=max_loras
     )
@@ -76,7 +76,7 @@ def _linear(tokens=5, inputs=40, outputs=48, rank=4):
 
 
 def check_applied_is_what_merged_gives(module):
-    """x times W + BA, whatever the shapes."""
+    """The result is x times W + BA, whatever the shapes."""
     for shape in ((5, 40, 48, 4), (1, 7, 7, 1), (3, 9, 2, 5)):
         x, weight, a, b = _linear(*shape)
         found, right = module.applied(x, weight, a, b), x.double() @ (weight + b @ a).double().T
@@ -88,7 +88,7 @@ def check_applied_is_what_merged_gives(module):
 
 
 def check_BA_is_never_made(module):
-    """All that is made is less than W, row by row too: two small products, one after the other."""
+    """Everything made on the way is smaller than W, row by row too: two small matmuls, one after the other."""
     x, weight, a, b = _linear()
     made = numbers_made(lambda: module.applied(x, weight, a, b))
     assert made < weight.numel(), f"{made:,} numbers are made on the way, and W has {weight.numel():,}"
@@ -123,7 +123,7 @@ def _grouped(module, slots):
 
 
 def check_tokens_are_grouped(module):
-    """Tokens by slot, without those that have none; the slots that occur; where each begins."""
+    """Tokens are ordered by slot, without those that have none; the slots in use and where each begins are right."""
     for slots in BATCHES:
         order, active, starts = _grouped(module, slots)
         right = _groups(slots)
@@ -135,7 +135,7 @@ def check_tokens_are_grouped(module):
 
 
 def check_the_order_is_stable(module):
-    """Tokens of one slot stay in the order in which they stand in the batch."""
+    """Tokens of one slot stay in their order in the batch."""
     slots = [token % 3 for token in range(200)]
     order = _grouped(module, slots)[0]
     assert order == _groups(slots)[0], "of 200 tokens of three slots, those of one slot are out of order"
@@ -167,7 +167,7 @@ def _acted(slots, action, adapter, after, told):
 
 
 def check_slots_as_in_vllm(module):
-    """Two slots, the sequence of vLLM's test: the first free slot, else the least recently used one that is not pinned."""
+    """The first free slot is used, else the least recently used one not pinned (the sequence of vLLM's test)."""
     slots, told = module.AdapterSlots(2), []
     assert list(slots.slots) == [None, None], f"two slots are {list(slots.slots)} at the beginning"
     for action, adapter, after in VLLM:
@@ -176,7 +176,7 @@ def check_slots_as_in_vllm(module):
 
 
 def check_using_counts_as_use(module):
-    """An adapter that has a slot keeps it, and goes last from then on."""
+    """An adapter that has a slot keeps it, and is evicted last from then on."""
     slots = module.AdapterSlots(3)
     for adapter in (4, 5, 6):
         slots.activate(adapter)
@@ -188,7 +188,7 @@ def check_using_counts_as_use(module):
 
 
 def check_all_pinned_is_an_error(module):
-    """With all slots pinned, activating another one raises MinivllmError; what has a slot may still be used."""
+    """With all slots pinned, activating another adapter raises MinivllmError; those in slots may still be used."""
     slots = module.AdapterSlots(2)
     slots.pin(1)
     slots.pin(2)
@@ -206,7 +206,7 @@ def check_all_pinned_is_an_error(module):
 
 
 def check_deactivating_unpins(module):
-    """Deactivating a pinned adapter empties its slot, and when it comes again it can be pushed out."""
+    """Deactivating a pinned adapter empties its slot, and when it comes again it can be evicted."""
     slots = module.AdapterSlots(1)
     slots.pin(1)
     slots.deactivate(1)
@@ -221,7 +221,7 @@ def check_deactivating_unpins(module):
 
 
 def check_slots_at_random(module):
-    """Thousands of actions: the slots are always those of a list kept by hand."""
+    """After each of thousands of actions, the slots are those of a list kept by hand."""
     for seed in range(30):
         draw, size = random.Random(seed), 1 + seed % 5
         slots, places, used, pinned = module.AdapterSlots(size), [None] * size, [], set()
@@ -259,7 +259,7 @@ def _gate(module, cases, hint=""):
 
 
 def check_the_gate_counts_who_runs(module):
-    """A new adapter needs a slot that nobody who runs has; one that is active needs none."""
+    """A new adapter needs a slot that no running request uses; an active one needs none."""
     _gate(module, (
         (([1], [2, 3], 1, 8), []), (([1, 1], [1, 2], 1, 8), [0]), (([1, 2], [3, 2, 1], 2, 8), [1, 2]),
         (([], [4], 1, 8), [0]), (([1, 2], [3], 3, 8), [0]), (([5, 5, 5], [6, 6], 2, 8), [0, 1]),
@@ -267,13 +267,13 @@ def check_the_gate_counts_who_runs(module):
 
 
 def check_the_gate_passes_over(module):
-    """One that needs a slot too many is passed over, and those behind it are asked."""
-    hint = ": who waits for a slot must not hold up the others"
+    """A request that needs a slot too many is passed over, and those behind it are tried."""
+    hint = ": a request that waits for a slot must not hold up the others"
     _gate(module, ((([1, 1], [2, 3, 1, 0], 2, 8), [0, 2, 3]), (([1], [2, 1, 1], 1, 8), [1, 2])), hint)
 
 
 def check_who_starts_takes_a_slot(module):
-    """Those that start in this call count as well."""
+    """Requests that start in this call count as well."""
     hint = ": the adapters of those that start are active, too"
     _gate(
         module,
@@ -291,7 +291,7 @@ def check_the_base_model_needs_no_slot(module):
 
 
 def check_places(module):
-    """No more start than there are places; who is passed over takes none."""
+    """No more start than there are seats; a request that is passed over takes none."""
     _gate(module, (
         (([], [1, 1, 1], 1, 2), [0, 1]), (([1], [2, 1, 1, 0], 1, 2), [1, 2]), (([1], [1], 1, 0), []), (([], [], 2, 3), []),
     ))  # fmt: skip
@@ -370,13 +370,13 @@ def check_shrink(module):
 
 
 def check_expand(module):
-    """Stretch: what B gives is added to the base model's product, in all columns, for tokens with an adapter alone."""
+    """Stretch: B's result is added to the base model's output, in all columns, and only for tokens with an adapter."""
     for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.float16, 2e-2)):
         _expands(module, dtype, tolerance)
 
 
 def _expands(module, dtype, tolerance):
-    """`b` and `out` have this type, `small` is float32."""
+    """Check with `b` and `out` of this type; `small` is float32."""
     _, _, b, before = (one.to(dtype) for one in _case())
     small = torch.randn(len(SLOTS), MAX_RANK, generator=torch.Generator().manual_seed(1))
     out = before.clone()
@@ -433,13 +433,13 @@ TRAINED = ("braces", "doctest", "stubs")
 
 
 def _copied(llm):
-    """How often an adapter was copied into a slot, and what lies in the slots at the end."""
+    """Count the copies of adapters into slots, and list the slots at the end."""
     manager = runner_of(llm).lora.manager
     return {"copies into slots": manager.num_activations, "slots at the end": str(list(manager.slots.slots))}
 
 
 def plug(module) -> Plugged:
-    """The learner's slots and gate in the engine: three adapters and the base model, two slots, three places."""
+    """Use the learner's slots and gate: three adapters and the base model, two slots, three seats."""
     adapters = [LoRARequest(name, number, str(ADAPTERS / name)) for number, name in enumerate(TRAINED, start=1)]
     wanted = [adapters[0], adapters[1], adapters[2], adapters[0], None, adapters[1], adapters[2], adapters[0]]
     return Plugged(

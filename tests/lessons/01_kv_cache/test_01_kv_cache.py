@@ -90,14 +90,14 @@ def test_attention_of_new_tokens_equals_the_end_of_the_whole():
 
 def keys_and_values(model, tokens):
     """Return the keys and values of every layer, when all tokens go through the model together."""
-    found = []
+    results = []
 
     def attend(layer, q, k, v):
-        found.append((k.clone(), v.clone()))
+        results.append((k.clone(), v.clone()))
         return lesson.attention(q, k, v)
 
     model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
-    return found
+    return results
 
 
 def test_an_appended_token_changes_no_key_or_value_before_it():
@@ -121,7 +121,7 @@ def test_the_step_by_hand():
     step = lesson.decode_step(q, k, v, keys, values, 2)
     without_itself = lesson.attention(q[None], keys[:2], values[:2], first=2)[0]
     unscaled = lesson.attention(2 * q[None], keys[:3], values[:3], first=2)[0]
-    for found, numbers in (
+    for result, numbers in (
         (step[0], "(0.212, 0.576, 0.212, 0)"),
         (step[1], "(0.245, 0.090, 0.665, 0)"),
         (without_itself[0], "(0.269, 0.731, 0, 0)"),
@@ -129,7 +129,7 @@ def test_the_step_by_hand():
     ):
         assert numbers in TEXT
         by_hand = [float(number) for number in numbers.strip("()").split(",")]
-        assert found.tolist() == pytest.approx(by_hand, abs=5e-4)
+        assert result.tolist() == pytest.approx(by_hand, abs=5e-4)
 
 
 # ---- bytes per token -----------------------------------------------------------------------------

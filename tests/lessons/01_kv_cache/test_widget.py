@@ -79,8 +79,8 @@ def test_the_lines_of_other_gpus_are_what_the_sweep_says_there():
     state = sweep()
     assert [pool.gpu for pool in state.pools] == list(HARDWARE)
     for pool in state.pools:
-        there = sweep(gpu=pool.gpu)
-        assert (pool.tokens, pool.longest) == (there.tokens, there.longest)
+        other = sweep(gpu=pool.gpu)
+        assert (pool.tokens, pool.longest) == (other.tokens, other.longest)
 
 
 @given(KNOBS, st.sampled_from([360, 400, 600, 640, 760]))

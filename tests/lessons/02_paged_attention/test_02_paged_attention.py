@@ -51,12 +51,12 @@ def running(prompt, output):
 def test_regions_never_overlap_and_leave_one_hole():
     memory = FirstFit(100, lambda request: request.total)
     kept = [running(10, 10), running(20, 10), running(5, 5), running(30, 10)]
-    assert all(memory.admit(one) for one in kept)
-    taken = [slot for one in kept for slot in range(one.home[0], sum(one.home))]
+    assert all(memory.admit(entry) for entry in kept)
+    taken = [slot for entry in kept for slot in range(entry.home[0], sum(entry.home))]
     assert sorted(taken) == list(range(100))
     assert not memory.admit(running(1, 0)), "the memory is full"
-    for one in (kept[1], kept[3], kept[2], kept[0]):
-        memory.release(one)
+    for item in (kept[1], kept[3], kept[2], kept[0]):
+        memory.release(item)
     assert memory.taken == []
     assert memory.admit(running(60, 40)), "the holes are one again"
 
@@ -65,7 +65,7 @@ def test_free_memory_in_two_holes_is_no_room():
     """External fragmentation: 40 slots are free, and a request of 30 must wait."""
     memory = FirstFit(60, lambda request: request.total)
     kept = [running(20, 0) for _ in range(3)]
-    assert all(memory.admit(one) for one in kept)
+    assert all(memory.admit(entry) for entry in kept)
     memory.release(kept[0])
     memory.release(kept[2])
     assert not memory.admit(running(30, 0))
@@ -76,8 +76,8 @@ def test_free_memory_in_two_holes_is_no_room():
 def test_buddies_are_powers_of_two_at_multiples_of_their_length():
     memory = Buddy(100, lambda request: request.total)
     kept = [running(10, 10), running(1, 0), running(30, 3)]
-    assert all(memory.admit(one) for one in kept)
-    assert [one.home for one in kept] == [(64, 32, 20), (96, 1, 1), (0, 64, 33)]
+    assert all(memory.admit(entry) for entry in kept)
+    assert [entry.home for entry in kept] == [(64, 32, 20), (96, 1, 1), (0, 64, 33)]
     assert memory.free == {(1, 97), (2, 98)}
     assert not memory.admit(running(3, 0)), "three slots are free, and no piece of four"
 
@@ -85,7 +85,7 @@ def test_buddies_are_powers_of_two_at_multiples_of_their_length():
 @pytest.fixture(scope="module")
 def replayed():
     """The paper's workload under every allocator, as in the lesson's table."""
-    requests = [one for one in workload("sharegpt").sample(15_696) if one.total <= 2048]
+    requests = [request for request in workload("sharegpt").sample(15_696) if request.total <= 2048]
     kinds = {**lesson.RESERVATIONS, "paged": lambda slots: lesson.paged(slots, 16)}
     return {kind: replay(make(15_696), requests, 2000) for kind, make in kinds.items()}
 
@@ -105,8 +105,8 @@ def test_the_allocators_stand_in_the_papers_order(replayed):
     assert shares == sorted(shares)
     assert replayed["oracle"].never == replayed["exact"].never == 0
     assert replayed["max"].evicted == 0
-    for one in replayed.values():
-        assert one.tokens + one.later + one.never + one.outside == pytest.approx(1)
+    for outcome in replayed.values():
+        assert outcome.tokens + outcome.later + outcome.never + outcome.outside == pytest.approx(1)
 
 
 # ---- the cache: sharing changes the blocks and not the text --------------------------------------
@@ -290,8 +290,8 @@ def test_the_gathers_find_every_row(block_size, device):
         cache[table[row].long()[positions // block_size], positions % block_size] = torch.randn(length, width)
     wanted = [gather_paged(cache[:, :, None], table, row, length)[:, 0] for row, length in enumerate(lengths)]
     cache, table = cache.to(device), table.to(device)
-    found = lesson.gather_cache(cache, table, torch.tensor(lengths, dtype=torch.int32, device=device))
-    assert torch.equal(found.cpu(), torch.cat(wanted))
+    actual = lesson.gather_cache(cache, table, torch.tensor(lengths, dtype=torch.int32, device=device))
+    assert torch.equal(actual.cpu(), torch.cat(wanted))
     sizes = {"BLOCK_SIZE": block_size, "WIDTH": width}
     by_token, by_block = torch.empty_like(wanted[2], device=device), torch.empty_like(wanted[2], device=device)
     lesson.gather_token_kernel[(lengths[2],)](by_token, cache, table[2], **sizes)
@@ -530,10 +530,10 @@ def test_bad_input_gets_one_line(arguments, about):
 
 def test_tables_on_demand_take_no_block_they_do_not_need():
     memory = lesson.paged(64, 16)
-    one = running(17, 10)
+    state = running(17, 10)
     assert isinstance(memory, TablesOnDemand)
-    assert memory.admit(one)
-    assert memory.held(one) == 32
+    assert memory.admit(state)
+    assert memory.held(state) == 32
     assert not memory.admit(running(40, 1)), "two blocks are left"
-    memory.release(one)
+    memory.release(state)
     assert memory.admit(running(64, 1))

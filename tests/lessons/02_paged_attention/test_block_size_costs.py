@@ -19,8 +19,8 @@ def test_held_by_hand():
     """10 tokens in blocks of 4: three blocks, two empty slots. Two samples of it share the two
     that are full.
     """
-    one = held([Moment(9, 10, 1)], 4)
-    assert (one.slots, one.tokens, one.empty) == (12, 10, pytest.approx(2 / 12))
+    cost = held([Moment(9, 10, 1)], 4)
+    assert (cost.slots, cost.tokens, cost.empty) == (12, 10, pytest.approx(2 / 12))
     two = held([Moment(9, 10, 1)], 4, samples=2)
     assert (two.slots, two.tokens, two.unshared) == (16, 12, 24)
     assert two.saved == pytest.approx(1 / 3)
@@ -40,15 +40,15 @@ def test_fetched_by_hand_and_whatever_the_samples():
 
 def test_moments_lie_between_the_first_output_token_and_the_last():
     lengths = [RequestLengths(5, 1 + number) for number in range(50)]
-    for one, length in zip(moments(lengths), lengths, strict=True):
-        assert 6 <= one.tokens <= length.total
-        assert one.weight == length.output_tokens
+    for moment, length in zip(moments(lengths), lengths, strict=True):
+        assert 6 <= moment.tokens <= length.total
+        assert moment.weight == length.output_tokens
 
 
 @pytest.mark.parametrize("name", ["alpaca", "sharegpt", "azure-conversation"])
 def test_the_empty_share_is_that_of_the_lessons_replay_on_a_real_pool(name: str):
     empty = json.loads(LEFT.read_text())["figures"]["blocks"]["empty"][name]
-    lengths = [one for one in WORKLOADS[name].sample(2000) if one.total <= 2048]
+    lengths = [request for request in WORKLOADS[name].sample(2000) if request.total <= 2048]
     for size, share in empty.items():
         assert held(moments(lengths), int(size)).empty == pytest.approx(share, rel=0.2, abs=0.001)
 

@@ -56,7 +56,7 @@ def test_the_two_pools_cannot_be_told_apart(operations, blocks, block_size, cach
         said = [act_on(mine, pool, block_size, *operation) for mine, pool in zip(tables, pools, strict=True)]
         assert said[0] == said[1]
         assert state_of(pools[0]) == state_of(pools[1])
-        assert [one.block_ids() for one in tables[0]] == [one.block_ids() for one in tables[1]]
+        assert [table.block_ids() for table in tables[0]] == [table.block_ids() for table in tables[1]]
 
 
 @settings(deadline=None, max_examples=80)
@@ -68,9 +68,9 @@ def test_no_block_of_a_step_is_source_and_target(steps, block_size):
     tables[0].append(7)
     for parents in steps:
         children = [tables[parent % len(tables)].fork() for parent in parents]
-        for one in tables:
-            one.free()
-        copies = [pair for one in children for pair in one.append(1)[1]]
+        for table in tables:
+            table.free()
+        copies = [pair for child in children for pair in child.append(1)[1]]
         targets = [target for _, target in copies]
         assert len(set(targets)) == len(targets)
         assert not {source for source, _ in copies} & set(targets)
@@ -87,7 +87,7 @@ def test_freeing_twice_is_refused_by_both(make_pool):
 
 
 def test_the_replay_is_the_same_on_the_engines_pool():
-    requests = [one for one in workload("sharegpt").sample(3000) if one.total <= 2048]
+    requests = [request for request in workload("sharegpt").sample(3000) if request.total <= 2048]
     pool = BlockPool(1 + 6000 // 16)
     engine = TablesOnDemand(6000, 16, lambda: lesson.BlockTable(pool, 16))
     assert replay(engine, requests, 500) == replay(lesson.paged(6000, 16), requests, 500)

@@ -28,11 +28,11 @@ class Tokens(Memory):
     def held(self, request: Running) -> int:
         return request.tokens
 
-    def _take(self, request: Running, count: int, what: str) -> bool:
+    def _take(self, request: Running, count: int, label: str) -> bool:
         if self.used + count > self.slots:
             return False
         self.used += count
-        self.log.append((what, request.lengths, request.tokens))
+        self.log.append((label, request.lengths, request.tokens))
         return True
 
 
@@ -40,19 +40,19 @@ def test_one_request_after_the_other():
     """Room for one request of 3 + 1 tokens: admitted with 3, it grows once and leaves; the next
     comes a step later.
     """
-    found = replay(Tokens(4), [RequestLengths(3, 1)] * 100, 120)
-    assert found.running == 1
-    assert found.evicted == 0
-    assert found.served_per_1000_steps == pytest.approx(500, rel=0.03)
-    assert found.tokens == pytest.approx(3.5 / 4, rel=0.01)
-    assert found.tokens + found.later + found.never + found.outside == pytest.approx(1)
+    result = replay(Tokens(4), [RequestLengths(3, 1)] * 100, 120)
+    assert result.running == 1
+    assert result.evicted == 0
+    assert result.served_per_1000_steps == pytest.approx(500, rel=0.03)
+    assert result.tokens == pytest.approx(3.5 / 4, rel=0.01)
+    assert result.tokens + result.later + result.never + result.outside == pytest.approx(1)
 
 
 def test_the_last_one_admitted_gives_way_and_loses_no_token():
     first, second = RequestLengths(3, 5), RequestLengths(3, 4)
     memory = Tokens(8)
-    found = replay(memory, [first, second] * 60, 80)
-    assert found.evicted > 0
+    result = replay(memory, [first, second] * 60, 80)
+    assert result.evicted > 0
     gone = [entry for entry in memory.log if entry[0] == "release" and entry[2] < entry[1].total]
     assert gone, "somebody gave way"
     for _, lengths, tokens in gone:

@@ -175,8 +175,8 @@ def test_merging_is_a_step_taken_together():
     stepped = reduce(lambda state, tile: lesson.softmax_step(state, *tile), tiles, lesson.nothing_seen(6, 3))
     a, b, c = alone
     for merged in (lesson.merge(lesson.merge(a, b), c), lesson.merge(a, lesson.merge(b, c))):
-        for one, other in zip(stepped, merged, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-12)
+        for part, other in zip(stepped, merged, strict=True):
+            np.testing.assert_allclose(part, other, rtol=1e-12)
 
 
 def test_the_lessons_kernel_is_the_engines(device):
@@ -395,7 +395,7 @@ MESSAGES = {
     "forgets that the queries are the last": "Did you forget the offset keys - queries?",
     "makes one tile of all keys": "Is block_k used",
     "takes the softmax of the whole row": "it takes 16,384 keys at once, with tiles of 64",
-    "gathers tiles of scores into a whole row": "a row of 16,384 scores must never be there as a whole",
+    "gathers tiles of scores into a whole row": "a row of 16,384 scores must never exist as a whole",
     "uses the keys without slicing them": "an array that is used whole",
     "tiles without a maximum": "the output is infinite or NaN with large scores: subtract the running maximum",
     "kernel 1: sums without a maximum": "l is infinite or NaN with large scores",

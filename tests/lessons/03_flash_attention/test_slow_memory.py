@@ -26,7 +26,7 @@ def test_a_slice_that_reaches_beyond_the_end_counts_what_is_there():
 
 def test_what_is_made_like_it_shares_its_count():
     (a,), trips = in_slow_memory(np.zeros((2, 2)))
-    made = np.empty_like(a, shape=(3, 3), dtype=np.float32)
-    assert isinstance(made, SlowArray)
-    made[:] = 1
+    built = np.empty_like(a, shape=(3, 3), dtype=np.float32)
+    assert isinstance(built, SlowArray)
+    built[:] = 1
     assert trips.written == 36

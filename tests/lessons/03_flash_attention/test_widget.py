@@ -65,9 +65,9 @@ def test_every_position_of_the_knobs_is_drawn(knobs, width):
 def test_the_edges_are_where_the_verdict_changes(knobs):
     state = sweep(**knobs)
     for queries, traffic in zip(state.queries, state.by_queries, strict=True):
-        there = sweep(**{**knobs, "block_q": queries})
-        assert there.launches == (queries <= state.launched)
-        assert there.spills == (queries > state.kept)
+        neighbour = sweep(**{**knobs, "block_q": queries})
+        assert neighbour.launches == (queries <= state.launched)
+        assert neighbour.spills == (queries > state.kept)
         if queries < state.few:
             assert traffic.moved > state.naive.moved
     assert state.few <= max(16, 1.25 * state.head_dim / 4)
@@ -91,8 +91,8 @@ def test_the_edges_are_where_the_verdict_changes(knobs):
     ],
 )
 def test_the_verdict_is_what_theory_says(knobs, tone, words):
-    found = verdict(sweep(**knobs))
-    assert (found.tone, words in found.words) == (tone, True), found
+    outcome = verdict(sweep(**knobs))
+    assert (outcome.tone, words in outcome.words) == (tone, True), outcome
 
 
 @pytest.mark.parametrize("keys_a_tile", [1, 4, 7, 24, 100])
@@ -150,10 +150,10 @@ def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
     state = sweep(softmax_step=never_corrected)
     assert [bool(step.wrong) for step in state.steps] == [False, False, True, True, True, True]
     assert state.steps[2].wrong == ("l",)
-    found = verdict(state)
-    assert found.tone == "broken"
-    assert "tile 3" in found.words
-    assert "multiplied the old l by 1.000, but exp(old m − new m) is 0.454" in found.words
+    outcome = verdict(state)
+    assert outcome.tone == "broken"
+    assert "tile 3" in outcome.words
+    assert "multiplied the old l by 1.000, but exp(old m − new m) is 0.454" in outcome.words
     assert "l wrong" in captions(state)[len(state.bands) + 2]
     assert "Tile 3, yours" in figure(state)
     assert "✕" in figure(state)
@@ -184,7 +184,7 @@ def test_each_challenge_is_open_at_first_and_can_be_met(index):
     assert session.settle(**SOLVED[index])["challenges"][index]["met"]
     start: dict[str, Any] = dict(SPEC.start())
     near = [{**start, name: value} for name, values in KNOBS.items() for value in values[:: max(1, len(values) - 1)]]
-    met = [one for one in near if SPEC.challenges[index].check(sweep(**one)).met]
+    met = [values for values in near if SPEC.challenges[index].check(sweep(**values)).met]
     assert not met, "one key press to an end of a slider is not enough"
 
 

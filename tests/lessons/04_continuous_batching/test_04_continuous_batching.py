@@ -29,7 +29,7 @@ checks = {check.__name__: check for check in checks_of("04")}
 FIXED = FittedCost(per_step=1.0, per_request=0.0, per_token=0.0, per_pair=0.0)
 
 
-# ---- the slots -----------------------------------------------------------------------------------
+# ---- the seats -----------------------------------------------------------------------------------
 
 
 def test_the_formula_at_its_ends():
@@ -41,24 +41,24 @@ def test_the_formula_at_its_ends():
 
 
 def test_counts_agree_with_the_formula():
-    found = lesson.measure_slots(requests=256, slots=8, seed=0)
-    for one in found.values():
-        assert one["static"] == pytest.approx(one["formula"], abs=0.05)
-        assert 0.85 < one["continuous"] < 1, "no slot is empty but at the end, when nobody waits"
+    results = lesson.measure_seats(requests=256, seats=8, seed=0)
+    for shares in results.values():
+        assert shares["static"] == pytest.approx(shares["formula"], abs=0.05)
+        assert 0.85 < shares["continuous"] < 1, "no seat is empty but at the end, when nobody waits"
     released = {"Azure conversation": 0.462, "Azure code": 0.266}  # counted on every request of the files
     for title, share in released.items():
-        assert found[title]["theory"]["8"] == pytest.approx(share, abs=0.03)
+        assert results[title]["theory"]["8"] == pytest.approx(share, abs=0.03)
 
 
 def test_the_timelines():
     outputs = (3, 14, 5, 8, 12, 4, 6, 2, 9, 5)
-    found = lesson.show_timelines(outputs, 4)
-    assert found["static"]["steps"] == 14 + 12 + 9
-    assert found["continuous"]["steps"] == 20
-    for one in found.values():
-        rows = one["slots"]
+    timelines = lesson.show_timelines(outputs, 4)
+    assert timelines["static"]["steps"] == 14 + 12 + 9
+    assert timelines["continuous"]["steps"] == 20
+    for timeline in timelines.values():
+        rows = timeline["slots"]
         assert [sum(row.count(chr(65 + i)) for row in rows) for i in range(10)] == list(outputs)
-        assert one["used"] == pytest.approx(sum(outputs) / (4 * one["steps"]))
+        assert timeline["used"] == pytest.approx(sum(outputs) / (4 * timeline["steps"]))
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -85,12 +85,12 @@ def test_one_launch_is_the_loop(case, shape, device):
     queries, lengths = RAGGED[case]
     dtype = torch.float16 if shape[2] == 80 else torch.float32
     q, k, v, query_start, key_start = ragged_case(queries, lengths, *shape, dtype)
-    found = lesson.ragged_launch(*(x.to(device) for x in (q, k, v, query_start, key_start))).cpu()
+    actual = lesson.ragged_launch(*(x.to(device) for x in (q, k, v, query_start, key_start))).cpu()
     looped = lesson.ragged_attention(q.float(), k.float(), v.float(), query_start, key_start)
     a = c = 0
     for n, length in zip(queries, lengths, strict=True):
         expected = reference_attention(q[a : a + n], k[c : c + length], v[c : c + length], shape[2] ** -0.5)
-        assert_close(found[a : a + n], expected)
+        assert_close(actual[a : a + n], expected)
         assert_close(looped[a : a + n], expected)
         a, c = a + n, c + length
 
@@ -152,8 +152,8 @@ def test_requests_in_one_forward_pass_do_not_see_one_another():
 
 @pytest.mark.parametrize(("schedule_ms", "forward_ms"), [(2, 5), (5, 2), (0, 3), (4, 4)])
 def test_two_deep_hides_the_shorter_half_if_there_are_placeholders(schedule_ms, forward_ms):
-    found = report.measure_pipelines(schedule_ms, forward_ms, tokens=200)
-    alone, blind, overlapped = found.values()
+    result = report.measure_pipelines(schedule_ms, forward_ms, tokens=200)
+    alone, blind, overlapped = result.values()
     assert alone["ms_per_token"] == pytest.approx(schedule_ms + forward_ms)
     assert overlapped["ms_per_token"] == pytest.approx(max(schedule_ms, forward_ms), rel=0.02)
     assert (alone["steps"], blind["steps"], overlapped["steps"]) == (200, 200, 200), "no step too many"
@@ -175,7 +175,7 @@ def test_the_engine_takes_the_steps_that_the_simulator_takes():
     limits = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 24}
     run = record_run(bare_engine(EMBEDDED_MODEL, torch.device("cpu"), blocks, **limits), lengths)
     config = SchedulerConfig(**limits)
-    simulated = simulate([SimulatedRequest(*one) for one in lengths], config, blocks, FIXED)
+    simulated = simulate([SimulatedRequest(*length) for length in lengths], config, blocks, FIXED)
     assert [step.scheduled for step in simulated.steps] == run.scheduled
     assert [step.shape for step in simulated.steps] == [step.shape for step in run.steps]
     assert simulated.num_preemptions == run.num_preemptions > 0
@@ -357,7 +357,7 @@ def test_random_workloads_alone_tell_decodes_first_from_the_order_of_admission(m
 
 def unfinished_prompts_before_a_decode(threshold: int) -> tuple[int, int]:
     """(steps in which the engine schedules one, all steps) of 40 random workloads."""
-    found = steps = 0
+    count = steps = 0
     for seed in range(40):
         draw, computed = random.Random(seed), {}
         arrivals = [
@@ -366,22 +366,22 @@ def unfinished_prompts_before_a_decode(threshold: int) -> tuple[int, int]:
         ]
         prompts = {name: prompt for step in arrivals for name, prompt, _ in step}
         engine_steps = checks["check_prediction"].__globals__["engine_steps"]
-        for given, _ in engine_steps(arrivals, draw.choice([8, 16, 40]), 6, threshold=threshold):
+        for scheduled, _ in engine_steps(arrivals, draw.choice([8, 16, 40]), 6, threshold=threshold):
             order = []
-            for name, tokens in given.items():
+            for name, tokens in scheduled.items():
                 before = computed.get(name, 0)
                 computed[name] = before + tokens
                 order.append("decode" if before >= prompts[name] else computed[name] < prompts[name])
             steps += 1
-            found += any(one is True and "decode" in order[at:] for at, one in enumerate(order))
-    return found, steps
+            count += any(unfinished is True and "decode" in order[at:] for at, unfinished in enumerate(order))
+    return count, steps
 
 
 def test_only_a_threshold_shows_that_decodes_do_not_go_first():
     """An unfinished prompt is the last of its step, unless a chunk may end while budget is left."""
-    found, steps = unfinished_prompts_before_a_decode(threshold=0)
+    result, steps = unfinished_prompts_before_a_decode(threshold=0)
     assert steps > 300
-    assert found == 0
+    assert result == 0
     assert unfinished_prompts_before_a_decode(threshold=5)[0] > 20
 
 
@@ -410,8 +410,8 @@ def test_the_examples_by_hand():
 
 
 def test_the_step_model_on_figures_kept_aside():
-    found = {what: round(100 * one["off"]) for what, one in report.kept_aside().items()}
-    assert list(found.values()) == [8, -15, 1]
+    results = {label: round(100 * figures["off"]) for label, figures in report.kept_aside().items()}
+    assert list(results.values()) == [8, -15, 1]
 
 
 def test_the_engine_with_the_solution_plugged_in():
@@ -428,7 +428,7 @@ def test_the_engine_with_the_solution_plugged_in():
     [
         (lambda running, waiting, *_: {waiting[0].request_id: 99} if waiting else {}, "12 are left of the budget"),
         (lambda running, waiting, *_: {(*running, *waiting)[-1].request_id: 1}, "at the head of the queue"),
-        (lambda *_: {}, "gives nobody a token"),
+        (lambda *_: {}, "gives no request a token"),
         (lambda *_: {"nobody": 1}, "request 'nobody' 1 tokens"),
     ],
 )
@@ -442,7 +442,10 @@ def test_a_schedule_that_forgets_blocks_is_told_so():
     def greedy(running, waiting, pool, token_budget, chunk_limit, max_num_seqs):
         if not running and waiting:
             running.append(waiting.popleft())
-        return {one.request_id: min(one.num_tokens - one.num_computed_tokens, token_budget) for one in deque(running)}
+        return {
+            request.request_id: min(request.num_tokens - request.num_computed_tokens, token_budget)
+            for request in deque(running)
+        }
 
     plugged = plug_of("04")(type("Learner", (), {"schedule": staticmethod(greedy)}))
     assert serve(plugged, plugged.parts).most_running == 1
@@ -451,7 +454,7 @@ def test_a_schedule_that_forgets_blocks_is_told_so():
 def test_a_wrong_prediction_is_caught():
     right = lesson.first_steps()
     for step, name in ((0, "B"), (1, "C"), (3, "D")):
-        wrong = [dict(one) for one in right]
+        wrong = [dict(step) for step in right]
         wrong[step][name] += 1
         with pytest.raises(AssertionError, match=f"step {step + 1}"):
             checks["check_prediction"](type("Learner", (), {"first_steps": staticmethod(lambda wrong=wrong: wrong)}))
@@ -468,15 +471,15 @@ def test_quick_run(tmp_path):
     assert static["most"] == batched["most"] == report.RESERVED < paged["most"]
     assert static["steps"] > batched["steps"] > paged["steps"]
     assert figures["engine"]["both"] == pytest.approx(figures["engine"]["batching"] * figures["engine"]["paging"])
-    gaps = [one["longest_gap"] for one in figures["long_prompt"].values()]
+    gaps = [figure["longest_gap"] for figure in figures["long_prompt"].values()]
     assert gaps == sorted(gaps, reverse=True), "a smaller budget, a shorter gap"
 
 
 @pytest.mark.parametrize(
     ("arguments", "about"),
     [
-        (["--slots", "0"], "--slots: must be from 1 to 64"),
-        (["--slots", "100000"], "--slots: must be from 1 to 64"),
+        (["--seats", "0"], "--seats: must be from 1 to 64"),
+        (["--seats", "100000"], "--seats: must be from 1 to 64"),
         (["--requests", "3"], "--requests: must be from 12 to 4096"),
         (["--model", "/no/such/model"], "no model directory"),
         (["--plot", "figure.txt"], "ends in .png or .svg"),

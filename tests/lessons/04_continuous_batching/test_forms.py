@@ -36,12 +36,12 @@ def test_the_lessons_scheduler_is_the_engines(arrivals, budget, places, all_at_o
     must be preempted.
     """
     if all_at_once:
-        arrivals = [[one for step in arrivals for one in step]]
-    coming = deque([(f"{s}.{i}", *one) for i, one in enumerate(step)] for s, step in enumerate(arrivals))
+        arrivals = [[arrival for step in arrivals for arrival in step]]
+    coming = deque([(f"{s}.{i}", *arrival) for i, arrival in enumerate(step)] for s, step in enumerate(arrivals))
     expected = engine_steps(list(coming), budget, places, *memory)
     scheduler, steps = lesson.Scheduler([], budget, places, pool=lesson.Pool(*memory)), []
     while coming or scheduler.running or scheduler.waiting:
-        scheduler.waiting.extend(lesson.Request(*one) for one in (coming.popleft() if coming else ()))
+        scheduler.waiting.extend(lesson.Request(*arrival) for arrival in (coming.popleft() if coming else ()))
         steps.append(list(scheduler.schedule().items()))
         scheduler.update(dict(steps[-1]))
     assert steps == [list(step.items()) for step, _ in expected]
@@ -54,8 +54,8 @@ def test_a_static_batch_is_the_engines_static_batch(lengths, budget, places):
         max_model_len=4096, max_num_batched_tokens=budget, max_num_seqs=places, static_batching=True
     )
     blocks = CacheConfig(num_gpu_blocks=4096, enable_prefix_caching=False)
-    run = simulate([SimulatedRequest(*one) for one in lengths], config, blocks, FIXED)
-    requests = [lesson.Request(str(i), *one) for i, one in enumerate(lengths)]
+    run = simulate([SimulatedRequest(*length) for length in lengths], config, blocks, FIXED)
+    requests = [lesson.Request(str(i), *length) for i, length in enumerate(lengths)]
     assert [step.scheduled for step in run.steps] == list(lesson.Scheduler(requests, budget, places, True).steps())
 
 
@@ -77,6 +77,6 @@ def test_the_formula_is_the_mean_over_all_batches(lengths, batch):
     """E[max] over every ordered batch that can be drawn from the sample, with repetition."""
     batches = [[]]
     for _ in range(batch):
-        batches = [[*one, length] for one in batches for length in lengths]
-    expected = statistics.mean(lengths) / statistics.mean(max(one) for one in batches)
+        batches = [[*batch, length] for batch in batches for length in lengths]
+    expected = statistics.mean(lengths) / statistics.mean(max(batch) for batch in batches)
     assert lesson.static_utilization(lengths, batch) == pytest.approx(expected)

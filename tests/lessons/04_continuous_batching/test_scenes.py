@@ -14,12 +14,12 @@ COST = FittedCost(per_step=0.01, per_request=0.0, per_token=1e-4, per_pair=0.0)
 
 
 def test_the_capacity_is_what_full_slots_serve():
-    """4 slots, 21 tokens each: 20 steps of 10.4 ms from the first token to the last, prompts of
+    """4 seats, 21 tokens each: 20 steps of 10.4 ms from the first token to the last, prompts of
     others aside.
     """
     config = SchedulerConfig(max_model_len=64, max_num_seqs=4)
-    found = capacity([RequestLengths(1, 21)] * 40, config, CACHE, COST)
-    assert found == pytest.approx(4 / (20 * 0.0104), rel=0.01)
+    result = capacity([RequestLengths(1, 21)] * 40, config, CACHE, COST)
+    assert result == pytest.approx(4 / (20 * 0.0104), rel=0.01)
 
 
 def test_above_capacity_twice_the_requests_make_twice_the_queue():
@@ -28,15 +28,15 @@ def test_above_capacity_twice_the_requests_make_twice_the_queue():
     rate = capacity(lengths, config, CACHE, COST)
     calm = [arrivals_at(0.7, lengths[:n], config, CACHE, COST, rate) for n in (200, 400)]
     over = [arrivals_at(1.4, lengths[:n], config, CACHE, COST, rate) for n in (200, 400)]
-    assert max(one.longest_queue for one in calm) < 15
+    assert max(load.longest_queue for load in calm) < 15
     assert over[1].longest_queue == pytest.approx(2 * over[0].longest_queue, rel=0.35)
     assert over[1].late_ttft > 1.5 * over[0].late_ttft > 10 * calm[1].late_ttft
 
 
 def test_a_smaller_budget_shortens_the_longest_gap_and_the_prompt_waits_longer():
-    found = [long_prompt(budget, CACHE, COST) for budget in (8192, 1024, 128)]
-    gaps, waits = [one.longest_gap for one in found], [one.ttft for one in found]
+    results = [long_prompt(budget, CACHE, COST) for budget in (8192, 1024, 128)]
+    gaps, waits = [result.longest_gap for result in results], [result.ttft for result in results]
     assert gaps == sorted(gaps, reverse=True)
     assert waits == sorted(waits)
     assert gaps[0] == pytest.approx(0.01 + 1e-4 * (4096 + 16))
-    assert all(one.usual_gap < 0.0125 for one in found)
+    assert all(result.usual_gap < 0.0125 for result in results)

@@ -23,10 +23,10 @@ from widgets.continuous_batching.curves import LOADS, SERVICE, Curve
 from widgets.shell.session import Session
 
 complete = widget.SPEC.complete
-SLOTS = [value for _, value in widget.SPEC.flat()["slots"].options]
+SEATS = [value for _, value in widget.SPEC.flat()["seats"].options]
 SPREADS = [value for _, value in widget.SPREADS]
 RUNS = {
-    "slots": st.sampled_from(SLOTS[::-1]),
+    "seats": st.sampled_from(SEATS[::-1]),
     "spread": st.sampled_from(SPREADS),
     "burstiness": st.sampled_from([value for _, value in widget.BURSTS]),
 }
@@ -48,40 +48,40 @@ def knee_of(curve: Curve) -> float:
 # ---- theory
 
 
-@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("seats", SEATS)
 @pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_a_load_above_1_is_broken_at_every_slot_count_and_under_both_policies(slots: int, spread: float):
-    state = here(load=1.1, slots=slots, spread=spread, limit=5.0)
+def test_a_load_above_1_is_broken_at_every_seat_count_and_under_both_policies(seats: int, spread: float):
+    state = here(load=1.1, seats=seats, spread=spread, limit=5.0)
     assert [curve.queue_grows(load) for curve in state.curves for load in (1.1, 1.5)] == [True] * 4
     assert widget.verdict(state).tone == "broken"
     assert "no policy helps" in widget.verdict(state).words
 
 
-@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("seats", SEATS)
 @pytest.mark.parametrize("spread", SPREADS)
-def test_each_queue_begins_to_grow_where_theory_says(slots: int, spread: float):
+def test_each_queue_begins_to_grow_where_theory_says(seats: int, spread: float):
     """Static at mean / mean longest of a batch, continuous at 1; the lengths decide, not the
     hardware.
     """
-    experiment = runs.experiment(slots, spread, 1.0)
+    experiment = runs.experiment(seats, spread, 1.0)
     for policy in runs.POLICIES:
         list(experiment.run(policy, runs.SATURATED))
     outputs = experiment.outputs
-    longest = [max(outputs[index : index + slots]) for index in range(0, len(outputs), slots)]
+    longest = [max(outputs[index : index + seats]) for index in range(0, len(outputs), seats)]
     formula = statistics.mean(outputs) / statistics.mean(longest)
     assert experiment.ceiling("static") == pytest.approx(formula, rel=0.03)
     assert experiment.ceiling("continuous") == pytest.approx(1.0, abs=0.01)
 
 
-SOME = pytest.mark.parametrize(("slots", "spread"), [(2, 1.5), (4, 0.5), (8, 1.0), (16, 1.5)])
+SOME = pytest.mark.parametrize(("seats", "spread"), [(2, 1.5), (4, 0.5), (8, 1.0), (16, 1.5)])
 
 
 @SOME
-def test_the_knees_lie_near_the_formula_and_near_1(slots: int, spread: float, monkeypatch: pytest.MonkeyPatch):
-    formula = runs.experiment(slots, spread, 1.0).formula
+def test_the_knees_lie_near_the_formula_and_near_1(seats: int, spread: float, monkeypatch: pytest.MonkeyPatch):
+    formula = runs.experiment(seats, spread, 1.0).formula
     near = tuple(load for load in LOADS if min(abs(load - formula), abs(load - 1)) < 0.25)
     monkeypatch.setattr(curves, "LOADS", near)
-    state = complete(slots=slots, spread=spread, limit=5.0)
+    state = complete(seats=seats, spread=spread, limit=5.0)
     static, continuous = map(knee_of, state.curves)
     assert static == pytest.approx(state.formula, abs=0.05)
     assert continuous == pytest.approx(1.0, abs=0.02)
@@ -105,7 +105,7 @@ def test_every_point_is_400_requests_and_both_policies_serve_the_same_arrivals()
     by_policy = [{stay.request: stay.start - stay.waited for stay in curve.stretch.stays} for curve in state.curves]
     shared = by_policy[0].keys() & by_policy[1].keys()
     assert len(shared) > 5
-    assert all(by_policy[0][one] == pytest.approx(by_policy[1][one]) for one in shared)
+    assert all(by_policy[0][load] == pytest.approx(by_policy[1][load]) for load in shared)
 
 
 def test_the_lengths_of_a_workload_replace_the_spread():
@@ -144,7 +144,7 @@ def test_the_right_guess_is_nearest_to_the_knee():
 
 @pytest.mark.parametrize(
     ("index", "solution"),
-    [(0, {"load": 0.3}), (1, {"load": 0.8, "spread": 0.0}), (2, {"load": 0.6, "spread": 0.5, "slots": 4})],
+    [(0, {"load": 0.3}), (1, {"load": 0.8, "spread": 0.0}), (2, {"load": 0.6, "spread": 0.5, "seats": 4})],
 )
 def test_each_challenge_can_be_met_and_not_by_one_key_but_the_first(index: int, solution: dict):
     session = Session(widget.SPEC)
@@ -162,13 +162,13 @@ def test_each_challenge_can_be_met_and_not_by_one_key_but_the_first(index: int, 
 
 def test_advice_names_the_knob_that_is_wrong():
     check = widget.CHALLENGES[2].check
-    assert "Raise the seats to 4 (now 2)" in check(here(slots=2)).advice
-    assert "Raise the length spread" in check(here(slots=4, spread=0.25, load=0.6)).advice
-    assert check(here(slots=4, spread=0.5, load=0.3)).advice.startswith("Raise the load")
-    assert "queue grows" in check(here(slots=8, spread=0.5, load=0.6)).advice
-    assert "0.05" not in check(here(slots=4, spread=0.5, load=0.6, limit=0.05)).advice
-    assert "batch to end" in check(here(slots=4, spread=0.5, load=0.6, limit=0.05)).advice
-    assert "above 1" in check(here(slots=4, spread=0.5, load=1.2)).advice
+    assert "Raise the seats to 4 (now 2)" in check(here(seats=2)).advice
+    assert "Raise the length spread" in check(here(seats=4, spread=0.25, load=0.6)).advice
+    assert check(here(seats=4, spread=0.5, load=0.3)).advice.startswith("Raise the load")
+    assert "queue grows" in check(here(seats=8, spread=0.5, load=0.6)).advice
+    assert "0.05" not in check(here(seats=4, spread=0.5, load=0.6, limit=0.05)).advice
+    assert "batch to end" in check(here(seats=4, spread=0.5, load=0.6, limit=0.05)).advice
+    assert "above 1" in check(here(seats=4, spread=0.5, load=1.2)).advice
 
 
 @pytest.mark.parametrize("in_time", [379, 380, 381])
@@ -210,12 +210,12 @@ def assert_is_drawn(state: widget.State, width: int) -> None:
 
 
 def test_a_slot_is_empty_while_somebody_waits_under_static_batching_only():
-    for slots in (2, 8):
-        static, continuous = (curve.stretch for curve in complete(slots=slots).curves)
-        assert static.missed(slots)
-        assert not continuous.missed(slots)
-        assert static.used_while_waiting(slots) < 0.8
-        assert continuous.used_while_waiting(slots) == 1.0
+    for seats in (2, 8):
+        static, continuous = (curve.stretch for curve in complete(seats=seats).curves)
+        assert static.missed(seats)
+        assert not continuous.missed(seats)
+        assert static.used_while_waiting(seats) < 0.8
+        assert continuous.used_while_waiting(seats) == 1.0
 
 
 # ---- how it runs
@@ -293,7 +293,7 @@ def nobody(*_):
     return {}
 
 
-@pytest.mark.parametrize(("schedule", "words"), [(never, "did not return"), (nobody, "gives nobody a token")])
+@pytest.mark.parametrize(("schedule", "words"), [(never, "did not return"), (nobody, "gives no request a token")])
 def test_a_schedule_that_leads_nowhere_is_stopped_and_told_why(schedule, words, monkeypatch):
     monkeypatch.setattr(runs, "PATIENCE", 0.2)
     session = Session(widget.SPEC, schedule=schedule)

@@ -36,23 +36,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
 # ---- the text and its figures --------------------------------------------------------------------
 
 
-def test_the_names_by_hand_are_those_of_the_figure():
+def test_the_hashes_by_hand_are_those_of_the_figure():
     """The table in the text is the followed request's tokens under the hash for paper."""
     tokens = [token.id for token in followed("alone").request.tokens]
-    names = [0]
+    hashes = [0]
     for start in (0, 4, 8):
-        names.append(opening.paper_name(names[-1], tokens[start : start + 4]))
-    assert names[1:] == [788, 134, 533]
+        hashes.append(opening.paper_hash(hashes[-1], tokens[start : start + 4]))
+    assert hashes[1:] == [788, 134, 533]
     text = (REPOSITORY / "lessons" / "05_optimization_catalog.md").read_text()
-    for start, name in ((0, 788), (4, 134)):
+    for start, block_hash in ((0, 788), (4, 134)):
         ids = ", ".join(map(str, tokens[start : start + 4]))
-        assert re.search(rf"\| {ids} \| .* \| {name} \|", text), f"no row with {ids} and {name}"
+        assert re.search(rf"\| {ids} \| .* \| {block_hash} \|", text), f"no row with {ids} and {block_hash}"
     assert ", ".join(map(str, tokens[8:12])) in text
-    assert opening.paper_name(0, [516, 846, 8, 65]) == 492
-    assert opening.paper_name(492, tokens[4:8]) == 62
-    assert opening.paper_name(0, tokens[4:8]) == 618
+    assert opening.paper_hash(0, [516, 846, 8, 65]) == 492
+    assert opening.paper_hash(492, tokens[4:8]) == 62
+    assert opening.paper_hash(0, tokens[4:8]) == 618
     different = [1 - math.prod(1 - place / 1000 for place in range(count)) for count in (37, 38)]
-    assert different[0] < 0.5 < different[1], "how many names are enough for an even chance"
+    assert different[0] < 0.5 < different[1], "how many hashes are enough for an even chance"
 
 
 def test_what_five_prompts_find_is_what_the_text_says():
@@ -67,8 +67,8 @@ def test_what_five_prompts_find_is_what_the_text_says():
     ]
     params = SamplingParams(temperature=0.0, max_tokens=6)
     asked = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
-    assert [len(one.prompt_token_ids) for one in asked] == [9, 9, 9, 8, 9]
-    assert [one.num_cached_tokens for one in asked] == [0, 8, 8, 4, 0]
+    assert [len(output.prompt_token_ids) for output in asked] == [9, 9, 9, 8, 9]
+    assert [output.num_cached_tokens for output in asked] == [0, 8, 8, 4, 0]
     assert [asked[place].outputs[0].text for place in (0, 4)] == [" a + b\n\ndef", " a, b\n\ndef"]
 
 
@@ -209,9 +209,9 @@ def test_one_outlier_breaks_a_scale_for_all():
 def test_the_product_with_int8(m, n, k, dtype, device):
     torch.manual_seed(0)
     x, (integers, scales) = torch.randn(m, k).to(dtype), lesson.quantize(torch.randn(n, k))
-    found = lesson.w8a16(x.to(device), integers.to(device), scales.to(device))
-    assert found.dtype == dtype
-    assert_close(found, x.double() @ (integers.double() * scales.double()[:, None]).T, scale=2)
+    result = lesson.w8a16(x.to(device), integers.to(device), scales.to(device))
+    assert result.dtype == dtype
+    assert_close(result, x.double() @ (integers.double() * scales.double()[:, None]).T, scale=2)
 
 
 def test_the_product_compiles_everywhere():
@@ -270,12 +270,12 @@ def test_the_next_captured_size():
 
 
 def test_wrong_replays():
-    found = report.replay_wrongly(lesson.Buffers, lesson.padded_size)
-    assert found["graphs"] == {"1": 1, "3": 4, "5": 8, "9": 16, "17": None}
-    assert found["padded"] == 99
-    assert found["not padded"] == 4, "the row of a request that has left is written again"
-    assert found["too small"][:4] == found["right"][:4]
-    assert found["too small"][4] == 50, "the fifth row is the step before's"
+    result = report.replay_wrongly(lesson.Buffers, lesson.padded_size)
+    assert result["graphs"] == {"1": 1, "3": 4, "5": 8, "9": 16, "17": None}
+    assert result["padded"] == 99
+    assert result["not padded"] == 4, "the row of a request that has left is written again"
+    assert result["too small"][:4] == result["right"][:4]
+    assert result["too small"][4] == 50, "the fifth row is the step before's"
 
 
 # ---- tensor parallelism --------------------------------------------------------------------------
@@ -286,8 +286,8 @@ def test_ranks_add_up(ranks):
     torch.manual_seed(0)
     x, up, gate = torch.randn(5, 8).double(), torch.randn(12, 8).double(), torch.randn(12, 8).double()
     down = torch.randn(7, 12).double()
-    found = lesson.column_then_row(x, [gate, up], down, lambda g, u: torch.relu(g) * u, ranks)
-    assert_close(found, (torch.relu(x @ gate.T) * (x @ up.T)) @ down.T)
+    result = lesson.column_then_row(x, [gate, up], down, lambda g, u: torch.relu(g) * u, ranks)
+    assert_close(result, (torch.relu(x @ gate.T) * (x @ up.T)) @ down.T)
 
 
 def test_a_layers_halves_on_two_ranks():
@@ -313,12 +313,12 @@ MUTANTS = {
         'struct.pack(f"<{len(token_ids)}q", *token_ids)',
         'struct.pack(f"<{len(token_ids)}H", *(token % 65536 for token in token_ids))',
     ),
-    "names of 2 bytes": ("hash_block_tokens", "....digest()", "....digest()[:2]"),
-    "names of 2 bytes, filled up": ("hash_block_tokens", "....digest()", "....digest()[:2] + bytes(30)"),
-    "names of 2 bytes, repeated": ("hash_block_tokens", "....digest()", "....digest()[:2] * 16"),
+    "hashes of 2 bytes": ("hash_block_tokens", "....digest()", "....digest()[:2]"),
+    "hashes of 2 bytes, filled up": ("hash_block_tokens", "....digest()", "....digest()[:2] + bytes(30)"),
+    "hashes of 2 bytes, repeated": ("hash_block_tokens", "....digest()", "....digest()[:2] * 16"),
     "the raw prefix in place of a hash": ("hash_block_tokens", "hashlib.sha256(...).digest()", "..."),
     "the end of the raw prefix": ("hash_block_tokens", "hashlib.sha256(...).digest()", "(...)[-32:]"),
-    "a name by the tokens alone": (
+    "a hash of the tokens alone": (
         "hash_block_tokens",
         "parent + struct.pack(..., *token_ids)",
         "struct.pack(..., *token_ids)",
@@ -334,7 +334,7 @@ MUTANTS = {
         'struct.pack(f"<{len(token_ids)}q", *token_ids)',
         '"".join(map(str, token_ids)).encode()',
     ),
-    "names added up": (
+    "hashes added up": (
         "hash_block_tokens",
         'return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids) + extra_keys).digest()',
         'own = hashlib.sha256(struct.pack(f"<{len(token_ids)}q", *token_ids) + extra_keys).digest()\n'
@@ -352,13 +352,13 @@ MUTANTS = {
         'return struct.pack("<q", hash((parent, *token_ids, extra_keys)))',
     ),
     # block_hashes
-    "names the block that is not full": ("block_hashes", "len(token_ids) - block_size + 1", "len(token_ids)"),
+    "hashes the block that is not full": ("block_hashes", "len(token_ids) - block_size + 1", "len(token_ids)"),
     "leaves out the last full block": ("block_hashes", "... - block_size + 1", "... - block_size"),
     "forgets the salt": ("block_hashes", "b'' if start else extra_keys", "b''"),
     "a chain that does not go on": (
         "block_hashes",
-        "parent = ...\nnames.append(parent)",
-        "names.append(...)",
+        "parent = ...\nhashes.append(parent)",
+        "hashes.append(...)",
     ),
     "knows only the block before": (
         "block_hashes",
@@ -375,7 +375,7 @@ MUTANTS = {
     "goes on behind a gap": (
         "find_longest_cache_hit",
         "while ...: ...",
-        "hit = sum(name in cached for name in names[: (num_tokens - 1) // block_size])",
+        "hit = sum(x in cached for x in hashes[: (num_tokens - 1) // block_size])",
     ),
     "counts blocks": ("find_longest_cache_hit", "hit * block_size", "hit"),
     "parts of a block": ("find_longest_cache_hit", "hit * block_size", "min(hit * block_size + 1, num_tokens - 1)"),
@@ -430,16 +430,16 @@ MUTANTS = {
 }
 
 MESSAGES = {
-    "tokens mod 256: another user's keys": "5, 6, 7 and 5, 262, 7 share a name: one user gets the keys of another",
-    "names of 2 bytes": "a name of 2 bytes for 2 tokens: SHA-256 gives 32",
-    "names of 2 bytes, filled up": "shorter than it looks",
+    "tokens mod 256: another user's keys": "5, 6, 7 and 5, 262, 7 share a hash: one user gets the keys of another",
+    "hashes of 2 bytes": "a hash of 2 bytes for 2 tokens: SHA-256 gives 32",
+    "hashes of 2 bytes, filled up": "shorter than it looks",
     "the raw prefix in place of a hash": "is it the prefix itself? That grows without end",
-    "a name by the tokens alone": "Is the name before them in it?",
-    "names added up": "the order of the blocks counts",
+    "a hash of the tokens alone": "Is the hash before them in it?",
+    "hashes added up": "the order of the blocks counts",
     "eight bytes of the parent": "all 32 bytes of the parent count",
     "finds the last token too": "the last token must be computed",
     "counts blocks": "Blocks in place of tokens?",
-    "goes on behind a gap": "behind the first unknown block nothing counts",
+    "goes on behind a gap": "after the first block that is not cached nothing counts",
     "scales of the rows' own type": "were they divided in 16 bits?",
     "cuts off": "Does .to(torch.int8) cut off?",
     "the neighbour's columns too": "Is something not masked",
@@ -463,9 +463,7 @@ def as_it_is(plugged):
 
 
 def test_the_engine_runs_with_the_learners_parts(plugged, as_it_is):
-    """The names of the lesson find what the engine's find, and its integers give the same
-    tokens.
-    """
+    """The lesson's hashes find what the engine's find, and its integers give the same tokens."""
     yours = serve(plugged, plugged.parts)
     assert yours.rows["prompt tokens not computed"] == as_it_is.rows["prompt tokens not computed"] == 120
     assert yours.token_ids == as_it_is.token_ids
@@ -482,7 +480,7 @@ def test_other_integers_that_pass_give_the_same_tokens(as_it_is):
     assert serve(other, other.parts).token_ids == as_it_is.token_ids
 
 
-def test_names_without_a_parent_give_wrong_answers():
+def test_hashes_without_a_parent_give_wrong_answers():
     """The second `add`, after `sub`, finds its own first block and then one of `sub`, as the lesson
     says.
     """
@@ -504,7 +502,7 @@ def test_quick_run(tmp_path):
     prefix = figures["prefix"]
     assert prefix["strangers"]["skipped"] == 0
     assert prefix["an agent"]["hit"] > prefix["one system prompt"]["hit"] > 0.5
-    assert all(one["same"] == 1 for one in prefix.values()), "a cached prefix changes no answer"
+    assert all(figures["same"] == 1 for figures in prefix.values()), "a cached prefix changes no answer"
     # 4 users behind 384 tokens: three of them find 24 blocks
     assert prefix["one system prompt"]["skipped"] == 3 * 384
     assert figures["kv"]["capacity"]["fp8"] == 2

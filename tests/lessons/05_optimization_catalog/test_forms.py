@@ -1,4 +1,4 @@
-"""Lesson 05's names of blocks find what the engine's find: hits of random prompts, token for
+"""Lesson 05's block hashes find what the engine's find: hits of random prompts, token for
 token.
 """
 
@@ -26,9 +26,9 @@ def test_the_same_tokens_are_found(prompts, block_size):
     for number, (tokens, salt) in enumerate(prompts):
         request = Request(str(number), tokens, max_tokens=1, cache_salt=salt)
         request.enable_block_hashes(block_size)
-        blocks, found = manager.get_computed_blocks(request)
-        names = lesson.block_hashes(tokens, block_size, (salt or "").encode())
-        assert lesson.find_longest_cache_hit(names, len(tokens), block_size, cached) == found
-        manager.allocate_slots(request, len(tokens) - found, new_computed_blocks=blocks)
+        blocks, hit = manager.get_computed_blocks(request)
+        hashes = lesson.block_hashes(tokens, block_size, (salt or "").encode())
+        assert lesson.find_longest_cache_hit(hashes, len(tokens), block_size, cached) == hit
+        manager.allocate_slots(request, len(tokens) - hit, new_computed_blocks=blocks)
         manager.free(request)
-        cached.update(names)
+        cached.update(hashes)

@@ -46,7 +46,7 @@ def test_what_is_found_is_what_the_engines_pool_found():
     run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=1 + 2048 // 16), states._cost())
     assert sum(state.here.found) == sum(step.prefix_hits for step in run.steps)
     assert state.hit_rate == sum(step.prefix_hits for step in run.steps) / sum(s.prefix_queries for s in run.steps)
-    later = [one.ttft for index, one in enumerate(run.requests) if index % 3]
+    later = [request.ttft for index, request in enumerate(run.requests) if index % 3]
     assert state.ttft(state.here) == percentile(later, 0.95)
 
 
@@ -187,7 +187,7 @@ def test_the_guess_is_right():
 # ---- what it means elsewhere, and the reader's own code
 
 
-def test_the_lessons_own_names_change_nothing():
+def test_the_lessons_own_hashes_change_nothing():
     from minivllm_lab.exercise import load
 
     own = load(LESSON).hash_block_tokens
@@ -196,9 +196,9 @@ def test_the_lessons_own_names_change_nothing():
     assert mine.state.cells[16, 2048].wrong == (0,) * 48
 
 
-def test_names_without_the_parent_are_seen_to_find_other_texts():
-    one = Session(widget.SPEC, hash_block_tokens=without_the_parent, pool=12288)
-    view = one.settle()
+def test_hashes_without_the_parent_are_seen_to_find_other_texts():
+    session = Session(widget.SPEC, hash_block_tokens=without_the_parent, pool=12288)
+    view = session.settle()
     assert view["tone"] == "broken"
     assert "Your hashes lead to wrong blocks" in view["words"]
     for sign in ("✕ 65%", "of another text (▲)", "in blocks of another text"):
@@ -207,17 +207,17 @@ def test_names_without_the_parent_are_seen_to_find_other_texts():
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("function", "words"),
     [
         (lambda *_: 5, "bytes"),
         (lambda *_: [].pop(), "Your hash_block_tokens broke"),
     ],
 )
-def test_names_that_fail_are_reported(names, words):
-    assert words in Session(widget.SPEC, hash_block_tokens=names).settle()["words"]
+def test_hashes_that_fail_are_reported(function, words):
+    assert words in Session(widget.SPEC, hash_block_tokens=function).settle()["words"]
 
 
-def test_names_that_never_come_are_given_up(monkeypatch):
+def test_hashes_that_never_come_are_given_up(monkeypatch):
     monkeypatch.setattr(states, "PATIENCE", 0.1)
 
     def endless(*_):

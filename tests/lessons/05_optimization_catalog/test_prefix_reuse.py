@@ -42,11 +42,11 @@ def test_watching_changes_nothing(load, blocks):
     work = sessions(load.kind, load.users, load.turns, load.prefix, at_random=load.at_random)
     run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=1 + blocks), COST)
     watched = reuse(load, blocks, COST)
-    assert watched.found == tuple(one.num_cached_tokens for one in run.requests)
-    assert watched.ttfts == tuple(one.ttft for one in run.requests)
-    assert watched.prompts == tuple(one.prompt_tokens for one in work)
+    assert watched.found == tuple(request.num_cached_tokens for request in run.requests)
+    assert watched.ttfts == tuple(request.ttft for request in run.requests)
+    assert watched.prompts == tuple(request.prompt_tokens for request in work)
     assert not any(watched.wrong)
-    assert all(found <= could for found, could in zip(watched.found, load.findable(), strict=True))
+    assert all(result <= could for result, could in zip(watched.found, load.findable(), strict=True))
 
 
 @given(loads)
@@ -70,7 +70,7 @@ def test_what_is_lost_is_lost_block_by_block_and_never_more_than_there_was():
             assert held[user] >= 0
         for index in admission.requests:
             held[index // 3] = 32
-    assert 0 < sum(blocks for one in tight.admissions for _, blocks in one.lost) <= tight.evicted
+    assert 0 < sum(blocks for admission in tight.admissions for _, blocks in admission.lost) <= tight.evicted
     assert set(tight.found) == {0}
 
 
@@ -109,7 +109,7 @@ def test_one_name_for_all_finds_all_and_nearly_all_of_it_wrongly():
 
 def test_a_name_that_is_not_bytes_is_refused():
     with pytest.raises(MinivllmError, match="bytes"):
-        reuse(Load(sharing("documents"), 8, 3, 512, False, lambda *_: "a name"), 50, COST)  # pyright: ignore
+        reuse(Load(sharing("documents"), 8, 3, 512, False, lambda *_: "a hash"), 50, COST)  # pyright: ignore
 
 
 def test_a_pool_too_small_for_one_request_is_refused():

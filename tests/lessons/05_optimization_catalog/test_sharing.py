@@ -16,7 +16,8 @@ CONFIG = SchedulerConfig(max_model_len=4096, max_num_batched_tokens=8192)
 
 
 def hits(work, blocks: int) -> list[int]:
-    return [one.num_cached_tokens for one in simulate(work, CONFIG, CacheConfig(num_gpu_blocks=blocks), COST).requests]
+    run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=blocks), COST)
+    return [request.num_cached_tokens for request in run.requests]
 
 
 @given(st.sampled_from(list(SHARING.values())), st.integers(1, 6), st.integers(1, 4), st.sampled_from([16, 48, 100]))
@@ -40,10 +41,10 @@ def test_findable_by_hand():
 def test_turns_repeat_their_session_and_nothing_else(kind, users, turns):
     work = sessions(kind, users, turns, 40)
     assert len(work) == users * turns
-    for index, one in enumerate(work):
-        turn, ids = index % turns, one.prompt_token_ids
+    for index, request in enumerate(work):
+        turn, ids = index % turns, request.prompt_token_ids
         assert ids is not None
-        assert (one.after is None) == (turn == 0)
+        assert (request.after is None) == (turn == 0)
         if turn and kind.grows:
             before = work[index - 1].prompt_token_ids
             assert before is not None
@@ -68,7 +69,7 @@ def test_what_must_be_kept_is_where_the_cliff_is(name, left):
     kept, running = kind.kept(users, turns, prefix), 6 * (prefix + turns * (kind.question + kind.answer))
     assert hits(work, (kept + running) // 16) == hits(work, 4000)
     scarce = hits(work, max(kept // 2, prefix + 400) // 16)
-    assert {found for index, found in enumerate(scarce) if index % turns} == {left}
+    assert {result for index, result in enumerate(scarce) if index % turns} == {left}
 
 
 def test_what_makes_no_sense_is_refused():

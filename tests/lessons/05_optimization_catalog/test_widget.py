@@ -68,7 +68,7 @@ def test_the_reverse_pulls_the_same_levers_from_the_end_and_both_end_alike():
     levers, work = Levers(), runs._workload("chats", state.slots)
     for rung, row in zip(reversed(LADDER), reversed(state.rows), strict=True):
         before, levers = levers, rung.pull(levers)
-        got = [throughput(one, known_model(runs.MODEL), get_hardware("L4"), work) for one in (before, levers)]
+        got = [throughput(item, known_model(runs.MODEL), get_hardware("L4"), work) for item in (before, levers)]
         assert list(row.steps[1]) == got
     assert state.rows[0].steps[1].after == state.rows[-1].steps[0].after == state.everything
 
@@ -111,7 +111,7 @@ def test_states_become_more_complete_and_nothing_is_run_twice():
     assert isinstance(first.everything, LeverResult)
     assert isinstance(first.nothing, LeverResult)
     assert "…" in "".join(words_in(widget.figure(first)))
-    known = [sum(run is not None for one in state.curves for run in one.outcomes) for state in states]
+    known = [sum(run is not None for curve in state.curves for run in curve.outcomes) for state in states]
     assert known == sorted(known)
     assert states[-1].complete
     assert isinstance(runs.sweep(gpu="A100", slots=8), runs.State), "all its runs are known"
@@ -211,9 +211,9 @@ def test_each_challenge_can_be_met_but_not_by_one_move_nor_by_a_preset(challenge
         assert not check(complete(**preset)).met
     for name, knob in widget.SPEC.flat().items():
         for value in (not knob.value,) if knob.kind == "switch" else [value for _, value in knob.options]:
-            found = check(complete(**{**runs.START, name: value}))
-            assert not found.met, f"{name} = {value} alone meets it"
-            assert found.advice
+            progress = check(complete(**{**runs.START, name: value}))
+            assert not progress.met, f"{name} = {value} alone meets it"
+            assert progress.advice
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_each_challenge_can_be_met_but_not_by_one_move_nor_by_a_preset(challenge
     ],
 )
 def test_advice_names_the_knob_that_is_wrong(challenge, knobs, advice):
-    found = widget.CHALLENGES[challenge].check(complete(**knobs))
-    assert not found.met
-    assert advice in found.advice
+    progress = widget.CHALLENGES[challenge].check(complete(**knobs))
+    assert not progress.met
+    assert advice in progress.advice
 
 
 def test_the_guess_is_what_the_sweep_says():

@@ -37,16 +37,16 @@ def test_the_collector_by_hand():
     assert pieces == [" a", " +", " b", "\n", "\n"]
 
     async def read() -> list[str]:
-        collector, found = lesson.RequestOutputCollector(), []
+        collector, result = lesson.RequestOutputCollector(), []
         for step, piece in enumerate(pieces, start=1):
             collector.put(RequestOutput("add", None, [], None, [CompletionOutput(0, piece, [step])], finished=False))
             if step in (1, 4, 5):
-                found.append((await collector.get()).outputs[0].text)
-        return found
+                result.append((await collector.get()).outputs[0].text)
+        return result
 
-    found = asyncio.run(read())
-    assert found == [" a", " + b\n", "\n"]
-    for text in found:
+    run = asyncio.run(read())
+    assert run == [" a", " + b\n", "\n"]
+    for text in run:
         assert f"reads `{text!r}`".replace("'", '"') in TEXT
 
 
@@ -151,9 +151,9 @@ def test_a_service_level_that_no_rate_or_every_rate_meets_is_said(slo_ttft, knee
         report, "_closed", lambda real, arguments: {"1": {"requests_per_second": 8.0, "latency_mean_ms": 50.0}}
     )
     monkeypatch.setattr(report, "load_real", lambda *_: answers)
-    found = report.measure_load(None, Namespace(quick=True, seed=0, slo_ttft=slo_ttft, slo_tpot=1.0))
-    assert found["knee"] == knee
-    assert list(found["tried"]) == ["6.0", "10.0"]
+    result = report.measure_load(None, Namespace(quick=True, seed=0, slo_ttft=slo_ttft, slo_tpot=1.0))
+    assert result["knee"] == knee
+    assert list(result["tried"]) == ["6.0", "10.0"]
     assert f"The knee is {where} requests a second" in " ".join(capsys.readouterr().out.split())
 
 
@@ -471,7 +471,7 @@ def test_the_server_runs_with_the_learners_parts():
     yours, ours = (plugged.serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
     assert (yours.texts, yours.token_ids) == (ours.texts, ours.token_ids)
     assert list(yours.equal.values()) == list(ours.equal.values()) == [5, 1, 2, "200 of 200"]
-    assert all(events < 150 for one in (yours, ours) for events in one.rows.values()), "unread outputs were joined"
+    assert all(events < 150 for item in (yours, ours) for events in item.rows.values()), "unread outputs were joined"
 
 
 # ---- the script from outside ---------------------------------------------------------------------
@@ -507,8 +507,8 @@ def test_quick_run(tmp_path):
     assert left["naive"]["in_vain"] > 0.8 * 6 * 197
     assert left["this lesson's"]["in_vain"] < left["naive"]["in_vain"] / 4
     assert left["naive"]["most_blocks"] > left["this lesson's"]["most_blocks"]
-    for clients, one in figures["load"]["closed"].items():
-        assert one["little"] <= 1.01 * int(clients), "no more can be inside than ask"
+    for clients, figure in figures["load"]["closed"].items():
+        assert figure["little"] <= 1.01 * int(clients), "no more can be inside than ask"
     ways = figures["ways"]["ways"]
     assert ways["TP"]["alone_ms"] < ways["DP"]["alone_ms"] < ways["PP"]["alone_ms"]
     assert ways["TP"]["sent_64"] > 50 * ways["PP"]["sent_64"] > 0

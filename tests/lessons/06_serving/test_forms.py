@@ -30,8 +30,8 @@ def test_the_same_text_is_sent(pieces, stops):
         sent += more
         if stopped is not None:
             break
-    found = next(filter(None, (find_stop_string(text[:end], stops, end - 1) for end in range(1, len(text) + 1))), None)
-    stop, end = found or (None, len(text))
+    result = next(filter(None, (find_stop_string(text[:end], stops, end - 1) for end in range(1, len(text) + 1))), None)
+    stop, end = result or (None, len(text))
     assert stopped == stop
     assert sent + ours.flush() == text[: end - len(stop or "")]
 
@@ -47,8 +47,8 @@ async def read_both(deltas):
     ours, engines = lesson.RequestOutputCollector(), RequestOutputCollector(RequestOutputKind.DELTA)
     for number, (index, text, reads) in enumerate(deltas):
         last = number == len(deltas) - 1
-        one = CompletionOutput(index, text, [number], finish_reason="length" if last else None)
-        output = RequestOutput("r", None, [1], None, [one], finished=last)
+        completion = CompletionOutput(index, text, [number], finish_reason="length" if last else None)
+        output = RequestOutput("r", None, [1], None, [completion], finished=last)
         ours.put(deepcopy(output))
         engines.put(deepcopy(output))
         if reads or last:

@@ -38,7 +38,7 @@ def here(**knobs) -> widget.State:
 
 
 def bears(state: widget.State) -> dict[str, float]:
-    return {str(one.layout): one.goodput for one in state.others}
+    return {str(other.layout): other.goodput for other in state.others}
 
 
 # ---- theory
@@ -63,9 +63,9 @@ def test_no_layout_bears_more_than_its_mean_work_allows(tp: int, dp: int):
 
 
 def test_replicas_multiply_what_one_bears():
-    one, two, eight = (here(tp=1, dp=dp, rate=1.0, tpot=0.01).served.goodput for dp in (1, 2, 8))
-    assert two == pytest.approx(2 * one, rel=0.2)
-    assert eight == pytest.approx(8 * one, rel=0.2)
+    first, two, eight = (here(tp=1, dp=dp, rate=1.0, tpot=0.01).served.goodput for dp in (1, 2, 8))
+    assert two == pytest.approx(2 * first, rel=0.2)
+    assert eight == pytest.approx(8 * first, rel=0.2)
 
 
 def test_requests_inside_are_rate_times_time():
@@ -79,15 +79,15 @@ def test_requests_inside_are_rate_times_time():
 
 def test_a_looser_service_level_never_lowers_a_knee():
     for which, limits in (("ttft", widget.TTFTS), ("tpot", widget.TPOTS)):
-        found = [bears(complete(tp=1, dp=4, **{which: limit})) for _, limit in limits]
-        for tighter, looser in itertools.pairwise(found):
+        results = [bears(complete(tp=1, dp=4, **{which: limit})) for _, limit in limits]
+        for tighter, looser in itertools.pairwise(results):
             assert all(tighter[layout] <= looser[layout] for layout in tighter)
 
 
 def test_latencies_rise_with_the_rate_and_throughput_with_them_until_the_queue_grows():
     state = complete()
     points = [state.served.points[rate] for rate in state.served.rates]
-    tpots = [one.tpot[0] for one in points]
+    tpots = [point.tpot[0] for point in points]
     assert all(low <= 1.02 * high for low, high in itertools.pairwise(tpots))
     fine = [rate for rate in state.served.rates if "queue" not in state.served.causes(rate)]
     for rate in fine[2:]:
@@ -150,10 +150,10 @@ def test_a_knee_is_not_told_before_it_is_known():
 
 def test_layouts_use_the_same_number_of_gpus_and_hold_the_readers_own():
     for tp, pp, dp in itertools.product(widget.TPS, widget.PPS, widget.DPS):
-        found = layouts(Layout(tp, pp, dp))
-        assert {one.gpus for one in found} == {tp * pp * dp}
-        assert Layout(tp, pp, dp) in found
-        assert len(set(found)) == len(found) <= 5
+        result = layouts(Layout(tp, pp, dp))
+        assert {layout.gpus for layout in result} == {tp * pp * dp}
+        assert Layout(tp, pp, dp) in result
+        assert len(set(result)) == len(result) <= 5
 
 
 # ---- the start, the guess, the challenges
@@ -249,12 +249,12 @@ def test_the_models_error_is_said():
 
 def timed(states: Iterator[State]) -> Iterator[tuple[State, float]]:
     """Yield each state with the seconds of a quiet core that it took to come."""
-    found: list[State | None] = []
+    results: list[State | None] = []
     while True:
-        seconds = quiet_seconds(lambda: found.append(next(states, None)))
-        if found[-1] is None:
+        seconds = quiet_seconds(lambda: results.append(next(states, None)))
+        if results[-1] is None:
             return
-        yield found[-1], seconds
+        yield results[-1], seconds
 
 
 def test_the_first_picture_is_soon_there_and_the_whole_one_in_time():

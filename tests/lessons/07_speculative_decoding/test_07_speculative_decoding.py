@@ -60,8 +60,8 @@ def test_the_kernels_do_what_the_rule_says(counts, vocabulary, device):
     torch.manual_seed(vocabulary)
     arguments = report.draft_batch(counts, vocabulary)
     arguments[2][1:2] = -1
-    found = lesson.rejection_launch(*(one.to(device) for one in arguments), block=128)
-    assert found.tolist() == report.verified_one_by_one(lesson.verify, arguments)
+    result = lesson.rejection_launch(*(argument.to(device) for argument in arguments), block=128)
+    assert result.tolist() == report.verified_one_by_one(lesson.verify, arguments)
 
 
 @pytest.mark.interpreted
@@ -78,8 +78,8 @@ def test_the_kernels_read_the_bytes_that_they_say():
     )
     assert trace.bytes_read == 16 * 5 + 12 * 3
     assert trace.bytes_written == 4 * (k + 1) * 3
-    for one in (race, trace):
-        assert not one.out_of_bounds + one.races
+    for item in (race, trace):
+        assert not item.out_of_bounds + item.races
 
 
 def test_the_kernels_compile():
@@ -109,7 +109,7 @@ def test_drafts_change_no_token_and_save_passes(models):
         ),
         "Jacobi": lesson.jacobi(CachedModel(models[0], 256), prompt, 32, 3),
     }
-    assert all(one.tokens == runs["none"].tokens for one in runs.values())
+    assert all(run.tokens == runs["none"].tokens for run in runs.values())
     assert max(runs["n-gram"].passes, runs["draft model"].passes) < runs["none"].passes == 32
     assert runs["Jacobi"].passes <= 32
 
@@ -150,13 +150,13 @@ def test_a_temperature_changes_nothing_but_the_passes(models):
 
 
 def test_the_rule_is_exact_and_its_look_alikes_are_caught():
-    found = report.try_rules(lesson.RULES, 8_000, seed=1)
-    rules = found["rules"]
+    result = report.try_rules(lesson.RULES, 8_000, seed=1)
+    rules = result["rules"]
     assert rules.pop("the rule")["p"] > 0.01
-    assert all(one["p"] < 1e-3 for one in rules.values()), rules
+    assert all(rule["p"] < 1e-3 for rule in rules.values()), rules
     accepted = report.try_rules({"the rule": lesson.verify}, 8_000, seed=2)["rules"]["the rule"]["accepted"]
-    off = (found["sum_min"] * (1 - found["sum_min"]) / 8_000) ** 0.5
-    assert accepted == pytest.approx(found["sum_min"], abs=3 * off)
+    off = (result["sum_min"] * (1 - result["sum_min"]) / 8_000) ** 0.5
+    assert accepted == pytest.approx(result["sum_min"], abs=3 * off)
 
 
 # ---- what the text says --------------------------------------------------------------------------
@@ -206,10 +206,10 @@ def test_counts_and_formula_by_hand():
     """
     said = {"ngram": (2.53, 2.14), "draft_model": (2.11, 2.06)}
     for method, (counted, formula) in said.items():
-        one = RECORDED[method]
-        assert round(1 + sum(one.accepted) / one.drafts, 2) == pytest.approx(counted, abs=0.006)
-        assert round(lesson.expected_tokens(one.rates[0], 3), 2) == formula
-        for number in (*map("{:.2f}".format, one.rates), f"{formula}"):
+        recorded = RECORDED[method]
+        assert round(1 + sum(recorded.accepted) / recorded.drafts, 2) == pytest.approx(counted, abs=0.006)
+        assert round(lesson.expected_tokens(recorded.rates[0], 3), 2) == formula
+        for number in (*map("{:.2f}".format, recorded.rates), f"{formula}"):
             assert number in TEXT
 
 
@@ -219,11 +219,11 @@ def test_the_opening_shows_drafts_that_fail_that_stand_and_that_stand_in_part(ca
     looked_up, drafted = opening.recorded(), opening.recorded("draft_model")
     tokens = [[token.id for step in steps for token in step.kept] for steps in (looked_up, drafted)]
     assert tokens[0] == tokens[1]
-    assert {one.num_accepted for one in looked_up if len(one.drafts) == 3} == {0, 3}
-    assert {one.num_accepted for one in drafted if len(one.drafts) == 3} == {0, 1, 2, 3}
+    assert {step.num_accepted for step in looked_up if len(step.drafts) == 3} == {0, 3}
+    assert {step.num_accepted for step in drafted if len(step.drafts) == 3} == {0, 1, 2, 3}
     shown = " ".join(opening.frames().captions)
     assert f"in {len(looked_up)} passes; with the draft model in {len(drafted)}" in shown
-    assert "Two of its drafts stand" in shown
+    assert "Two of its drafts are accepted" in shown
     assert "".join(capfd.readouterr()) == ""
 
 
@@ -256,12 +256,12 @@ def test_quick_run(tmp_path):
     family = figures["family"]
     assert family["no drafts"]["tokens_per_pass"] == 1
     assert min(family[name]["tokens_per_pass"] for name in ("n-gram", "draft model")) > 1.2
-    assert all(one["length"] <= 4 for one in family.values())
+    assert all(figures["length"] <= 4 for figures in family.values())
     assert figures["kernel"]["4096"] == {"race": (12 * 9 + 8 * 5) * 4096, "rejection": 16 * 9 + 12 * 5}
-    for one in figures["batches"]["batches"].values():
-        assert one["same"] == 1.0
-        assert one["predicted"] == pytest.approx(one["free"] / one["cost"])
-        assert 1.2 < one["length"] < 3.6
+    for figure in figures["batches"]["batches"].values():
+        assert figure["same"] == 1.0
+        assert figure["predicted"] == pytest.approx(figure["free"] / figure["cost"])
+        assert 1.2 < figure["length"] < 3.6
     kept, likeliest = (figures["temperature"][name] for name in ("kept", "likeliest"))
     assert kept["0.0"] == likeliest["0.0"], "greedy, both are how often the two agree"
     assert kept["1.5"] > likeliest["1.5"]
@@ -348,7 +348,7 @@ MISTAKES = {
         "the next row of p": "x < 0 or uniforms[i] * q[i, x] >= p[i + 1, x]",
         "the first row for all": "x < 0 or uniforms[0] * q[i, x] >= p[i, x]",
         "no draft is the last token": "uniforms[i] * q[i, x] >= p[i, x]",
-        "token 0 is no draft": "x <= 0 or uniforms[i] * q[i, x] >= p[i, x]",
+        "token 0 is not a draft": "x <= 0 or uniforms[i] * q[i, x] >= p[i, x]",
         "two thousandths too generous": "x < 0 or (uniforms[i] - 0.002) * q[i, x] >= p[i, x]",
         "rounded to five digits": "x < 0 or round(uniforms[i], 5) >= round(p[i, x] / q[i, x], 5)",
         "at most, where p is not 0": "x < 0 or p[i, x] == 0 or uniforms[i] * q[i, x] > p[i, x]",
@@ -473,7 +473,7 @@ MISTAKES = {
     ("rejection_kernel", "tl.load(p + ... + draft, mask=there, other=0.0)"): {
         "no draft is accepted": "tl.load(p + ... + draft, mask=there, other=2.0)",
     },
-    ("rejection_kernel", "draft >= 0"): {"token 0 is no draft in the kernel": "draft > 0"},
+    ("rejection_kernel", "draft >= 0"): {"token 0 is not a draft in the kernel": "draft > 0"},
     ("rejection_kernel", "tl.load(uniforms + row, mask=there, other=0.0)"): {
         "one random number for all": "tl.load(uniforms + start + 0 * place, mask=there, other=0.0)",
         "random numbers by request": (
@@ -514,7 +514,7 @@ MESSAGES = {
     "the suffix finds itself": "taken for an occurrence of itself?",
     "with the suffix's last token": "they begin one token early",
     "one token late": "they begin one token late",
-    "one draft too many": "one more than the k",
+    "one draft too many": "one more than k",
     "as many as follow": "those are all that follow",
     "takes the suffix off the text": "the list that it was given is now",
     "forgets q": "u < p forgets q",
@@ -538,7 +538,7 @@ MESSAGES = {
     "keeps all drafts": "nothing is kept behind the first rejection",
     "the rejected draft's row before": "from the row before its own",
     "the first row always": "from the first row of p",
-    "tokens are floats": "is no int",
+    "tokens are floats": "is not an int",
     "never takes q away": "a rejected draft's q must be taken away",
     "counts what is right behind a rejection": "target",
     "no token behind the drafts": "is forgotten",
@@ -548,7 +548,7 @@ MESSAGES = {
     "the kernel forgets q": "u < p forgets q",
     "the kernel's q over p": "that is u < q / p",
     "the kernel forgets the bonus": "the bonus is forgotten",
-    "the rejected draft is kept": "the rejected draft itself stands there",
+    "the rejected draft is kept": "that is the rejected draft itself",
     "reads p in all of its row": "are enough",
 }
 
@@ -566,7 +566,7 @@ def test_the_engine_runs_with_the_learners_drafts():
 
 def test_drafts_that_were_not_asked_for_are_told():
     plugged = plug_of("07")(SimpleNamespace(propose_ngram=lambda tokens, low, high, k: [1] * 9, verify=None))
-    with pytest.raises(MinivllmError, match="9 drafts, and 3 were asked for"):
+    with pytest.raises(MinivllmError, match="9 drafts, but at most 3 are allowed"):
         serve(plugged, plugged.parts)
 
 
@@ -591,8 +591,8 @@ def test_the_learners_verdict_is_that_of_the_engine():
     requests, p, q = 4000, torch.tensor([0.25, 0.45, 0.2, 0.1]), torch.tensor([0.7, 0.1, 0.1, 0.1])
     draws = torch.multinomial(q, requests, replacement=True, generator=torch.Generator().manual_seed(0)).int()
     keys = torch.randint(-(2**31), 2**31, (2 * requests, 2), generator=torch.Generator().manual_seed(1)).int()
-    random, one = torch.zeros(requests, dtype=torch.bool), torch.ones(requests, dtype=torch.int32)
+    random, first = torch.zeros(requests, dtype=torch.bool), torch.ones(requests, dtype=torch.int32)
     for drawn_from, drafts in ((q.log().expand(requests, -1), draws), (None, draws)):
-        table = verify(RejectionArguments(p.log().expand(2 * requests, -1), drafts, one, drawn_from, random, keys))
-        found = torch.bincount(table[:, 0], minlength=4) / requests
-        assert torch.allclose(found, p, atol=0.025)
+        table = verify(RejectionArguments(p.log().expand(2 * requests, -1), drafts, first, drawn_from, random, keys))
+        result = torch.bincount(table[:, 0], minlength=4) / requests
+        assert torch.allclose(result, p, atol=0.025)

@@ -57,10 +57,10 @@ def test_tokens_of_a_constant_acceptance_are_leviathans_formula(alpha: float, k:
 
 @pytest.mark.parametrize(("method", "length"), [("ngram", 2.532), ("draft_model", 2.105), ("eagle3", 2.586)])
 def test_tokens_of_recorded_rates_are_the_mean_acceptance_length(method: str, length: float):
-    one = RECORDED[method]
-    assert expected_tokens(one.rates, 3) == pytest.approx(1 + sum(one.accepted) / one.drafts)
-    assert expected_tokens(one.rates, 3) == pytest.approx(length, abs=1e-3)
-    assert conditional_rates(one.rates, 5) == (*one.rates, one.rates[2], one.rates[2])
+    recorded = RECORDED[method]
+    assert expected_tokens(recorded.rates, 3) == pytest.approx(1 + sum(recorded.accepted) / recorded.drafts)
+    assert expected_tokens(recorded.rates, 3) == pytest.approx(length, abs=1e-3)
+    assert conditional_rates(recorded.rates, 5) == (*recorded.rates, recorded.rates[2], recorded.rates[2])
 
 
 def test_tokens_are_those_of_drawn_acceptances():
@@ -78,28 +78,29 @@ def test_alone_the_speedup_is_leviathans(alpha: float, k: int):
     """While the pass is memory-bound, k + 1 positions cost what one costs: (1 - α^(k + 1)) / ((1
     - α)(kc + 1)).
     """
-    one = replace(on(drafter=draft_model(SMALL, H100), alpha=alpha), verify_overhead=0.0)
-    c = one.drafter.seconds(1, 1, one.context) / one.plain(1).seconds
-    assert one.speedup(1, k) == pytest.approx((1 - alpha ** (k + 1)) / ((1 - alpha) * (k * c + 1)), rel=0.01)
+    speculation = replace(on(drafter=draft_model(SMALL, H100), alpha=alpha), verify_overhead=0.0)
+    c = speculation.drafter.seconds(1, 1, speculation.context) / speculation.plain(1).seconds
+    assert speculation.speedup(1, k) == pytest.approx((1 - alpha ** (k + 1)) / ((1 - alpha) * (k * c + 1)), rel=0.01)
 
 
 def test_a_step_is_the_levers_step_and_its_parts_add_up():
-    one = replace(on(drafter=NGRAM), verify_overhead=0.0)
+    speculation = replace(on(drafter=NGRAM), verify_overhead=0.0)
     for batch, k in ((1, 1), (20, 4), (100, 4)):  # up to 512 positions, whose steps are captured there too
-        shape = StepShape.of([(k + 1, one.context)] * batch)
+        shape = StepShape.of([(k + 1, speculation.context)] * batch)
         plain, drafting = (LeverCost.of(replace(SERVING, speculative_tokens=each), MODEL, H100) for each in (0, k))
-        assert one.step(batch, k).seconds == pytest.approx(drafting.seconds(shape))
-        assert one.plain(batch).seconds == pytest.approx(plain.seconds(StepShape.of([(1, one.context)] * batch)))
+        assert speculation.step(batch, k).seconds == pytest.approx(drafting.seconds(shape))
+        decodes = StepShape.of([(1, speculation.context)] * batch)
+        assert speculation.plain(batch).seconds == pytest.approx(plain.seconds(decodes))
 
 
 def test_arithmetic_is_added_from_the_ridge_on_and_not_before():
-    one = on(drafter=NGRAM)
-    roofline = one.target.roofline
+    speculation = on(drafter=NGRAM)
+    roofline = speculation.target.roofline
     per_position = roofline.arithmetic_seconds(roofline.flops_per_token + roofline.flops_per_request)
     ridge = roofline.memory_seconds(roofline.weight_bytes) / per_position
     for k in (1, 4):
-        assert one.step(int(ridge / (k + 1)), k).compute == 0
-        assert one.step(int(ridge / (k + 1)) + 1, k).compute > 0
+        assert speculation.step(int(ridge / (k + 1)), k).compute == 0
+        assert speculation.step(int(ridge / (k + 1)) + 1, k).compute > 0
 
 
 def test_a_pass_for_each_draft_and_a_parallel_head_has_one():
@@ -121,9 +122,9 @@ def test_the_model_is_this_far_from_what_was_measured():
     is too hopeful.
     """
     lengths, tpots = (2.1, 2.29, 2.39, 2.43, 2.45, 2.47), (4.37, 4.29, 4.48, 4.71, 4.94, 5.2)
-    one = on(drafter=eagle1_head())
+    speculation = on(drafter=eagle1_head())
     for k, length, tpot in zip(range(2, 8), lengths, tpots, strict=True):
-        speedup = length * one.plain(1).seconds / one.step(1, k).seconds
+        speedup = length * speculation.plain(1).seconds / speculation.step(1, k).seconds
         assert speedup == pytest.approx(PLAIN_TPOT / tpot, rel=0.06)
     checks = speculation_checks()
     assert speculation_error() < 0.25
@@ -137,35 +138,35 @@ def test_the_model_is_this_far_from_what_was_measured():
 
 def test_break_even_is_where_the_speedup_crosses_one():
     for k, alpha in itertools.product((1, 2, 4, 8), (0.3, 0.6, 0.8)):
-        one = on(alpha=alpha)
-        lost = {batch for low, high in one.losing(k) for batch in range(low, high + 1)}
-        assert lost == {batch for batch in range(1, 1025) if one.speedup(batch, k) < 1}
-        at = one.break_even(k)
+        speculation = on(alpha=alpha)
+        lost = {batch for low, high in speculation.losing(k) for batch in range(low, high + 1)}
+        assert lost == {batch for batch in range(1, 1025) if speculation.speedup(batch, k) < 1}
+        at = speculation.break_even(k)
         if at is not None:
-            assert one.speedup(at, k) < 1
-            assert at == 1 or one.speedup(at - 1, k) >= 1
+            assert speculation.speedup(at, k) < 1
+            assert at == 1 or speculation.speedup(at - 1, k) >= 1
 
 
 def test_a_drafter_may_lose_at_small_batches_only():
     """A slow pass of fixed length weighs less beside a longer step; the ranges found say so too."""
     slow = replace(HEAD.cost, roofline=replace(HEAD.cost.roofline, step_overhead=0.01)) if HEAD.cost else None
-    one = on(drafter=Drafter("eagle3", slow), alpha=0.8, context=4096)
-    lost = {batch for low, high in one.losing(3) for batch in range(low, high + 1)}
-    assert lost == {batch for batch in range(1, 1025) if one.speedup(batch, 3) < 1}
+    speculation = on(drafter=Drafter("eagle3", slow), alpha=0.8, context=4096)
+    lost = {batch for low, high in speculation.losing(3) for batch in range(low, high + 1)}
+    assert lost == {batch for batch in range(1, 1025) if speculation.speedup(batch, 3) < 1}
     assert 1 in lost
-    assert one.break_even(3) is None
+    assert speculation.break_even(3) is None
 
 
-def edge(**one) -> float:
-    k = one.pop("k", 4)
-    return on(**one).break_even(k) or 10_000
+def edge(**settings) -> float:
+    k = settings.pop("k", 4)
+    return on(**settings).break_even(k) or 10_000
 
 
 def test_break_even_moves_as_it_must():
     falls = [
         [edge(alpha=alpha) for alpha in (0.8, 0.7, 0.6, 0.5, 0.4)],
         [edge(alpha=0.6, k=k) for k in (1, 2, 3, 4, 6, 8)],
-        [edge(alpha=0.6, drafter=one) for one in (NGRAM, HEAD, draft_model(SMALL, H100))],
+        [edge(alpha=0.6, drafter=item) for item in (NGRAM, HEAD, draft_model(SMALL, H100))],
         [edge(alpha=0.6, context=context) for context in (4096, 1024, 512, 256)],
         [edge(alpha=0.6, gpu=gpu, drafter=NGRAM) for gpu in ("L4", "H100", "H200", "A100-80")],
     ]
@@ -177,10 +178,10 @@ def test_break_even_moves_as_it_must():
 
 
 def test_fewer_drafts_pay_the_larger_the_batch():
-    one = on(alpha=0.7)
-    found = [one.best_k(batch) for batch in (1, 32, 64, 96, 128, 192, 256)]
-    assert found == sorted(found, reverse=True)
-    assert found[0] >= 4 > 1 >= found[-1]
+    speculation = on(alpha=0.7)
+    results = [speculation.best_k(batch) for batch in (1, 32, 64, 96, 128, 192, 256)]
+    assert results == sorted(results, reverse=True)
+    assert results[0] >= 4 > 1 >= results[-1]
 
 
 def test_long_contexts_keep_drafts_paying():
@@ -189,7 +190,7 @@ def test_long_contexts_keep_drafts_paying():
 
 
 @pytest.mark.parametrize(
-    ("one", "batch", "k", "cause"),
+    ("speculation", "batch", "k", "cause"),
     [
         (on(alpha=0.6), 400, 4, "compute"),
         (on(alpha=0.6, drafter=draft_model(known_model("Llama-3.2-3B"), H100)), 1, 8, "draft"),
@@ -197,15 +198,16 @@ def test_long_contexts_keep_drafts_paying():
         (on(alpha=0.6), 1, 4, None),
     ],
 )
-def test_a_loss_has_its_cause(one: Speculation, batch: int, k: int, cause: str | None):
-    assert one.cause(batch, k) == cause
+def test_a_loss_has_its_cause(speculation: Speculation, batch: int, k: int, cause: str | None):
+    assert speculation.cause(batch, k) == cause
 
 
 # ---- memory
 
 
 def test_the_drafter_takes_its_room():
-    alone, with_head, with_model = (on(drafter=one, context=1024) for one in (NGRAM, HEAD, draft_model(SMALL, H100)))
+    drafters = NGRAM, HEAD, draft_model(SMALL, H100)
+    alone, with_head, with_model = (on(drafter=drafter, context=1024) for drafter in drafters)
     assert alone.most_batch(3) == alone.most_plain_batch == with_model.most_plain_batch
     assert alone.most_batch(3) > with_head.most_batch(3) > with_model.most_batch(3)
     per_token = kv_bytes_per_token(MODEL) + kv_bytes_per_token(SMALL)

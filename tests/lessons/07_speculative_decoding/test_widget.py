@@ -50,34 +50,34 @@ def test_no_verdict_is_false():
     """The tone, the figures and the cause are the model's at some two hundred settings."""
     tones, said = Counter(), Counter()
     for state in fitting(GRID):
-        one, found = state.one, widget.verdict(state)
-        words = found.words
-        tones[found.tone] += 1
-        if state.batch > one.most_batch(state.k):
+        first, result = state.one, widget.verdict(state)
+        words = result.words
+        tones[result.tone] += 1
+        if state.batch > first.most_batch(state.k):
             assert "do not fit" in words
-            assert f"memory is full at {one.most_batch(state.k)}" in words
+            assert f"memory is full at {first.most_batch(state.k)}" in words
             said["memory"] += 1
             continue
-        step, plain = one.step(state.batch, state.k), one.plain(state.batch)
-        speedup = one.tokens(state.k) * plain.seconds / step.seconds
-        assert (found.tone == "broken") == (round(speedup, 2) < 1)
+        step, plain = first.step(state.batch, state.k), first.plain(state.batch)
+        speedup = first.tokens(state.k) * plain.seconds / step.seconds
+        assert (result.tone == "broken") == (round(speedup, 2) < 1)
         assert ("lose" in words) == (round(speedup, 2) < 1)
         if "times as fast" in words:
             assert f"{speedup:.2f} times as fast" in words
         ratio = re.search(r"([\d.]+) tokens from a step that takes ([\d.]+) times", words)
         assert ratio
-        assert float(ratio[1]) == pytest.approx(one.tokens(state.k), abs=0.01)
+        assert float(ratio[1]) == pytest.approx(first.tokens(state.k), abs=0.01)
         assert float(ratio[2]) == pytest.approx(step.seconds / plain.seconds, abs=0.01)
         if "drafts are rejected" in words:
             said["wrong"] += 1
-            assert one.tokens(state.k) * plain.seconds < step.seconds - step.draft - (step.compute - plain.compute)
+            assert first.tokens(state.k) * plain.seconds < step.seconds - step.draft - (step.compute - plain.compute)
         if "The drafter takes" in words:
             said["draft"] += 1
             assert step.draft > step.compute - plain.compute
         if "arithmetic of" in words:
             said["compute"] += 1
             assert step.compute - plain.compute >= step.draft
-        by_k = {k: one.speedup(state.batch, k) for k in range(1, MOST_K + 1)}
+        by_k = {k: first.speedup(state.batch, k) for k in range(1, MOST_K + 1)}
         if better := re.search(r"With k = (\d) it would be ([\d.]+)\.$", words):
             assert by_k[int(better[1])] == max(by_k.values()) > speedup
             assert f"{by_k[int(better[1])]:.2f}" == better[2]
@@ -278,9 +278,9 @@ def test_a_biased_rule_is_off_by_its_bias():
     """The rule u < p + 0.02, with certain drafts, generates the draft too often by 0.02, and all
     else too seldom.
     """
-    found = measured((0.6, 0.6), True, 3, biased)
-    assert found.rates == pytest.approx((0.62, 0.62), abs=1e-3)
-    assert found.off == pytest.approx(0.02, abs=1e-3)
+    result = measured((0.6, 0.6), True, 3, biased)
+    assert result.rates == pytest.approx((0.62, 0.62), abs=1e-3)
+    assert result.off == pytest.approx(0.02, abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ make = partial(lesson.two_engines, ARGUMENTS)
 @pytest.mark.parametrize("numbers", [1, 127, 128, 129])
 @pytest.mark.parametrize("block_ids", [[4], [0, 8, 3], list(range(9))], ids=["one", "three", "all"])
 def test_blocks_come_into_one_piece_and_back(numbers, block_ids, device):
-    cache, staging, ids = (one.to(device) for one in report.transfer_case(numbers, 9, block_ids))
+    cache, staging, ids = (tensor.to(device) for tensor in report.transfer_case(numbers, 9, block_ids))
     gathered = lesson.launch(lesson.gather_kernel, cache, staging, ids, block=128)
     assert torch.equal(gathered, cache[:, block_ids].transpose(0, 1))
     target, order = torch.full_like(cache, -7.0), torch.tensor(block_ids[::-1], dtype=torch.int32, device=device)
@@ -59,16 +59,16 @@ def test_the_engines_kernels_do_the_same(device):
     """Staged block after block, the lesson's buffer holds the same bytes as the engine's, and
     goes back alike.
     """
-    cache, staging, ids = (one.to(device) for one in report.transfer_case(40, 9, [7, 1, 4]))
+    cache, staging, ids = (tensor.to(device) for tensor in report.transfer_case(40, 9, [7, 1, 4]))
     regions = BlockRegions.of(list(cache))
     records = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8, device=device)
     gather_blocks(regions, ids, records, block_major=True)
     mine = lesson.launch(lesson.gather_kernel, cache, staging, ids)
     assert torch.equal(mine.flatten().view(torch.uint8), records)
-    its, target = torch.zeros_like(cache), torch.zeros_like(cache)
-    scatter_blocks(BlockRegions.of(list(its)), ids, records, block_major=True)
+    source, target = torch.zeros_like(cache), torch.zeros_like(cache)
+    scatter_blocks(BlockRegions.of(list(source)), ids, records, block_major=True)
     lesson.launch(lesson.scatter_kernel, target, mine, ids)
-    assert torch.equal(target, its)
+    assert torch.equal(target, source)
 
 
 @pytest.mark.interpreted
@@ -98,15 +98,16 @@ def test_the_kernels_compile():
 
 def test_two_engines_say_what_one_says():
     """And what was found in the decoder's own cache does not move; everything is freed."""
-    found = report.compare_tokens(make, lesson.through_both, ARGUMENTS)
+    result = report.compare_tokens(make, lesson.through_both, ARGUMENTS)
     moved = {
-        name: one["bytes"] // (report.BLOCK_SIZE * found["bytes_per_token"]) for name, one in found["requests"].items()
+        name: moved["bytes"] // (report.BLOCK_SIZE * result["bytes_per_token"])
+        for name, moved in result["requests"].items()
     }
     assert list(moved.values()) == [7, 4, 1, 9, 2, 1]
-    assert found["pair"] == {"first": 13, "second": 1}, (
+    assert result["pair"] == {"first": 13, "second": 1}, (
         "the second of two equal prompts waits for the first one's blocks"
     )
-    assert found["bytes_per_token"] == 2048
+    assert result["bytes_per_token"] == 2048
 
 
 def test_the_paged_model_computes_what_the_decoder_computes():
@@ -162,8 +163,8 @@ def test_blocks_are_held_until_they_are_read():
 
 
 def test_peers_that_die():
-    found = report.break_peers(make, ARGUMENTS, lease=0.2)
-    assert (found["held"], found["bytes_from_the_dead"]) == (13, 0)
+    result = report.break_peers(make, ARGUMENTS, lease=0.2)
+    assert (result["held"], result["bytes_from_the_dead"]) == (13, 0)
 
 
 @pytest.mark.parametrize("size", [0, 100, 32768 - 1, 32768 + 1])
@@ -214,15 +215,15 @@ def test_one_pool_wins_with_its_best_budget_and_loses_with_the_default():
     results = REPOSITORY / "benchmarks" / "results" / "08_disaggregation.cpu.json"
     best = json.loads(results.read_text())["figures"]["ratio"]["best"]
     assert set(best) == set(report.WORKS)
-    for kind, one in best.items():
-        assert one["one"] > one["two"] > one["default"], kind
-        assert one["budget"] in one["winning"]
-        assert report.POOL_BUDGETS[-1] not in one["winning"]
+    for kind, pair in best.items():
+        assert pair["one"] > pair["two"] > pair["default"], kind
+        assert pair["budget"] in pair["winning"]
+        assert report.POOL_BUDGETS[-1] not in pair["winning"]
 
 
 def test_the_model_of_links_beside_mooncakes():
-    found = report.show_links(lesson.added_seconds)
-    assert all(abs(error) < 0.25 for error in found["off_mooncake"].values()), found["off_mooncake"]
+    result = report.show_links(lesson.added_seconds)
+    assert all(abs(error) < 0.25 for error in result["off_mooncake"].values()), result["off_mooncake"]
 
 
 # ---- the script from outside ---------------------------------------------------------------------
@@ -407,7 +408,7 @@ MISTAKES = {
         "holds what was aborted": "not params.get('do_remote_decode')",
     },
     (HELD, "('stop', 'length')"): {
-        "a stop token is no end": "('length',)",
+        "a stop token is not an end": "('length',)",
         "a failure is an end": "('stop', 'length', 'error')",
     },
     (HELD, "block_ids[:num_blocks]"): {"the whole table": "block_ids"},

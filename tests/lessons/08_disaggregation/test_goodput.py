@@ -46,8 +46,8 @@ def system(prefill: int = 1, decode: int = 1, link: str = "400 Gb/s", **more) ->
     return Disaggregated(LLAMA, H100, prefill, decode, get_link(link), **more)
 
 
-def journeys(one: Disaggregated, work: Work, rate: float) -> list[Journey]:
-    return finished(run_pools(one.pools(work), one.load(work, rate)))
+def journeys(pools: Disaggregated, work: Work, rate: float) -> list[Journey]:
+    return finished(run_pools(pools.pools(work), pools.load(work, rate)))
 
 
 # ---- the clock
@@ -56,14 +56,14 @@ def journeys(one: Disaggregated, work: Work, rate: float) -> list[Journey]:
 @pytest.mark.parametrize("layer_wise", [False, True])
 @pytest.mark.parametrize("link", ["NVLink 4", "10 Gb/s"])
 def test_a_request_goes_its_way_in_order_and_its_parts_are_its_time_to_first_token(link: str, layer_wise: bool):
-    for one in journeys(system(2, 1, link, layer_wise=layer_wise), SHORT, 30.0):
-        assert one.arrival <= one.begun < one.computed < one.received < one.first <= one.last
-        assert max(one.taken, one.sent) < one.received
-        assert layer_wise or one.sent >= max(one.computed, one.taken)
-        assert one.tokens == 16
-        assert sum(one.parts.values()) == pytest.approx(one.ttft)
-        assert set(one.parts) == set(PARTS)
-        assert min(one.parts.values()) >= -1e-9
+    for journey in journeys(system(2, 1, link, layer_wise=layer_wise), SHORT, 30.0):
+        assert journey.arrival <= journey.begun < journey.computed < journey.received < journey.first <= journey.last
+        assert max(journey.taken, journey.sent) < journey.received
+        assert layer_wise or journey.sent >= max(journey.computed, journey.taken)
+        assert journey.tokens == 16
+        assert sum(journey.parts.values()) == pytest.approx(journey.ttft)
+        assert set(journey.parts) == set(PARTS)
+        assert min(journey.parts.values()) >= -1e-9
 
 
 def test_many_steps_at_once_are_the_same_as_one_after_the_other(monkeypatch: pytest.MonkeyPatch):
@@ -71,14 +71,14 @@ def test_many_steps_at_once_are_the_same_as_one_after_the_other(monkeypatch: pyt
     together = journeys(system(2, 2), work, 40.0)
     monkeypatch.setattr(pools_module._Engine, "steps_alike", lambda self, running: 1)
     alone = journeys(system(2, 2), work, 40.0)
-    for one, other in zip(together, alone, strict=True):
-        assert one.first == pytest.approx(other.first, abs=2e-3)
-        assert one.last == pytest.approx(other.last, abs=2e-3)
+    for journey, other in zip(together, alone, strict=True):
+        assert journey.first == pytest.approx(other.first, abs=2e-3)
+        assert journey.last == pytest.approx(other.last, abs=2e-3)
 
 
 def test_all_blocks_are_given_back_on_both_sides():
-    one = system(2, 2, "25 Gb/s")
-    run = pools_module.PoolSimulation(one.pools(SHORT), one.load(SHORT, 60.0))
+    pools = system(2, 2, "25 Gb/s")
+    run = pools_module.PoolSimulation(pools.pools(SHORT), pools.load(SHORT, 60.0))
     finished(run.serve())
     while run.loop.next_time < math.inf:
         run.advance()
@@ -93,39 +93,39 @@ def test_blocks_that_could_not_be_used_are_not_missed(rate: float):
     """A run gets blocks for the requests that come to an engine; with blocks for all that fit,
     it is the same.
     """
-    one = system(2, 1, "25 Gb/s")
-    load = one.load(SHORT, rate)
-    few, many = one.pools(SHORT, load.at_start), one.pools(SHORT)
+    pools = system(2, 1, "25 Gb/s")
+    load = pools.load(SHORT, rate)
+    few, many = pools.pools(SHORT, load.at_start), pools.pools(SHORT)
     assert few.prefill_configs[1].num_gpu_blocks < many.decode_configs[1].num_gpu_blocks / 4
     assert finished(run_pools(few, load)) == finished(run_pools(many, load))
 
 
 def test_blocks_are_held_while_a_prompt_travels():
     """A third prompt waits where the decode engine has blocks for two."""
-    one = system(1, 1, "10 Gb/s")
-    made = one.pools(SHORT)
-    scheduler, cache = made.decode_configs
-    tight = replace(made, decode_configs=(scheduler, replace(cache, num_gpu_blocks=1 + 2 * 18)))
+    pools = system(1, 1, "10 Gb/s")
+    built = pools.pools(SHORT)
+    scheduler, cache = built.decode_configs
+    tight = replace(built, decode_configs=(scheduler, replace(cache, num_gpu_blocks=1 + 2 * 18)))
     load = PoolLoad(SHORT.lengths[:6], [0.0] * 6, 6)
     waits = [journey.parts["room"] for journey in finished(run_pools(tight, load))]
-    roomy = [journey.parts["room"] for journey in finished(run_pools(made, load))]
+    roomy = [journey.parts["room"] for journey in finished(run_pools(built, load))]
     assert max(waits) > 5 * max(roomy)
 
 
 def test_a_prompt_that_fits_nowhere_is_refused_in_a_line():
-    made = system().pools(SHORT)
-    small = replace(made, decode_configs=(made.decode_configs[0], replace(made.decode_configs[1], num_gpu_blocks=4)))
+    built = system().pools(SHORT)
+    small = replace(built, decode_configs=(built.decode_configs[0], replace(built.decode_configs[1], num_gpu_blocks=4)))
     with pytest.raises(MinivllmError, match="blocks"):
         finished(run_pools(small, PoolLoad(SHORT.lengths[:2], [0.0, 0.1], 2)))
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_no_link_carries_more_than_its_bandwidth(shared: bool):
-    one = system(2, 2, "10 Gb/s", shared=shared)
-    done = sorted(journey.received for journey in journeys(one, SHORT, 200.0))
-    carried = (len(done) - 1) * 256 * one.bytes_per_token / (done[-1] - done[0])
-    assert carried <= (1 if shared else 2) * one.link.bandwidth * 1.05
-    assert carried >= (1 if shared else 2) * one.link.bandwidth * 0.85
+    pools = system(2, 2, "10 Gb/s", shared=shared)
+    done = sorted(journey.received for journey in journeys(pools, SHORT, 200.0))
+    carried = (len(done) - 1) * 256 * pools.bytes_per_token / (done[-1] - done[0])
+    assert carried <= (1 if shared else 2) * pools.link.bandwidth * 1.05
+    assert carried >= (1 if shared else 2) * pools.link.bandwidth * 0.85
 
 
 # ---- bounds, goodput
@@ -133,26 +133,27 @@ def test_no_link_carries_more_than_its_bandwidth(shared: bool):
 
 def test_far_above_a_bound_requests_are_late_and_far_below_all_bounds_they_are_in_time():
     objective = Objective(0.3, 0.02)
-    for one, expected in (
+    for pools, expected in (
         (system(1, 3), "queue"),
         (system(3, 1, link="10 Gb/s"), "link"),
         (system(3, 1), "tpot"),
     ):
         work = Work(1024, 64, counted=60) if expected != "tpot" else Work(256, 128, counted=250)
-        bound = one.bound(work, objective)
-        assert one.bound_by(work, objective) == expected
-        slow, fast = (finished(one.serve(work, share * bound)) for share in (0.25, 2.5))
+        bound = pools.bound(work, objective)
+        assert pools.bound_by(work, objective) == expected
+        slow, fast = (finished(pools.serve(work, share * bound)) for share in (0.25, 2.5))
         assert slow.attainment(objective) >= 0.9
         assert fast.attainment(objective) < 0.9
         assert fast.cause(objective) in (expected, "decode" if expected == "tpot" else expected)
 
 
 def test_goodput_is_within_its_bound_and_a_looser_level_never_lowers_it():
-    work, one = Work(512, 32, counted=40), system(1, 1)
-    found = [goodput(one, work, Objective(*level), 4).rate for level in ((0.05, 0.0075), (0.2, 0.0075), (1.0, 0.05))]
-    assert found == sorted(found)
-    assert found[-1] <= one.bound(work, Objective(1.0, 0.05))
-    assert goodput(one, work, Objective(0.2, 0.001), 4).rate == 0
+    work, pools = Work(512, 32, counted=40), system(1, 1)
+    levels = (0.05, 0.0075), (0.2, 0.0075), (1.0, 0.05)
+    rates = [goodput(pools, work, Objective(*level), 4).rate for level in levels]
+    assert rates == sorted(rates)
+    assert rates[-1] <= pools.bound(work, Objective(1.0, 0.05))
+    assert goodput(pools, work, Objective(0.2, 0.001), 4).rate == 0
 
 
 def test_a_bound_is_not_below_what_full_steps_come_to():
@@ -167,9 +168,9 @@ def test_a_bound_is_not_below_what_full_steps_come_to():
 def test_a_request_alone_takes_what_the_formula_says():
     work = Work(1024, 8, counted=6)
     for layer_wise in (False, True):
-        one = system(1, 1, "25 Gb/s", layer_wise=layer_wise)
-        seen = min(client.ttft for client in finished(one.serve(work, 0.2)).clients)
-        assert seen == pytest.approx(one.alone(work), rel=0.02)
+        pools = system(1, 1, "25 Gb/s", layer_wise=layer_wise)
+        seen = min(client.ttft for client in finished(pools.serve(work, 0.2)).clients)
+        assert seen == pytest.approx(pools.alone(work), rel=0.02)
 
 
 def test_chunks_cost_no_less_than_a_whole_prompt():
@@ -219,8 +220,8 @@ def test_two_fitted_factors_foretell_the_rest_of_distserves_example():
     """
     cost, work, both = slower(ARITHMETIC_SLOWER, MEMORY_SLOWER), Work(512, 64, counted=120), Objective(TTFT, TPOT)
 
-    def share(one, rate: float, objective: Objective) -> float:
-        return finished(one.serve(work, rate)).attainment(objective)
+    def share(pools, rate: float, objective: Objective) -> float:
+        return finished(pools.serve(work, rate)).attainment(objective)
 
     assert (
         share(example(8, 1, cost), 9.0, Objective(NEVER, TPOT))

@@ -28,7 +28,7 @@ def nothing_stays():
 
 def _running() -> set[tuple[int, str]]:
     below = psutil.Process().children(recursive=True)
-    return {(one.pid, " ".join(one.cmdline())) for one in below if _serves(one)}
+    return {(process.pid, " ".join(process.cmdline())) for process in below if _serves(process)}
 
 
 def _serves(process: psutil.Process) -> bool:
@@ -73,11 +73,11 @@ def test_what_the_servers_need_and_is_not_there_is_said(monkeypatch, capsys):
 def test_one_server_and_two_say_the_same(monkeypatch, capsys):
     """All prompts' keys and values move, none is computed again; nothing runs afterwards."""
     monkeypatch.setattr(report, "SERVED_PROMPTS", 2)
-    found = report.measure_two_servers(Namespace(model=str(EMBEDDED_MODEL), prompt=100, quick=False))
-    assert (found["answers"], found["same_answers"]) == (6, 6)
-    assert found["tokens_received"] == 2 * 100 + report.CHATS * report.CHAT_PROMPT
+    result = report.measure_two_servers(Namespace(model=str(EMBEDDED_MODEL), prompt=100, quick=False))
+    assert (result["answers"], result["same_answers"]) == (6, 6)
+    assert result["tokens_received"] == 2 * 100 + report.CHATS * report.CHAT_PROMPT
     assert all(
-        found[name][column] > 0
+        result[name][column] > 0
         for name in report.SERVERS
         for column in ("itl_p50_ms", "itl_p99_ms", "itl_max_ms", "ttft_ms")
     )

@@ -76,10 +76,10 @@ class Pool:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_best_is_found_whatever_comes_first(order: int):
-    found = best_of({str(one): Pool(one) for one in BUDGETS[::order]}, WORK, LEVEL)
-    assert found.name == "896"  # 1,024 tokens take longer than a token may
-    assert found.goodput.rate == 896
-    assert found.goodput.cause
+    best = best_of({str(budget): Pool(budget) for budget in BUDGETS[::order]}, WORK, LEVEL)
+    assert best.name == "896"  # 1,024 tokens take longer than a token may
+    assert best.goodput.rate == 896
+    assert best.goodput.cause
 
 
 def test_where_nothing_is_sustained_the_best_is_nothing():

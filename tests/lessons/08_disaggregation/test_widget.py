@@ -56,20 +56,20 @@ def test_no_verdict_contradicts_the_capacities(monkeypatch: pytest.MonkeyPatch):
         ).system
         assert isinstance(system, Disaggregated)
         bounds = system.bounds(state.work, state.objective)
-        found = widget.verdict(state)
+        outcome = widget.verdict(state)
         least, second = sorted(bounds.values())[:2]
         share = state.mine.share(state.rate)
-        assert f"{share:.0%} are in time" in found.words
-        assert (found.tone == "broken") == (share < 0.9 or state.rate > least)
-        said[found.tone] += 1
+        assert f"{share:.0%} are in time" in outcome.words
+        assert (outcome.tone == "broken") == (share < 0.9 or state.rate > least)
+        said[outcome.tone] += 1
         if state.rate > 2 * least and state.rate > 30:
-            assert found.tone == "broken"
+            assert outcome.tone == "broken"
         if state.rate < least / 6 and system.alone(state.work) < state.objective.ttft / 3:
-            assert found.tone != "broken", knobs
-        if found.tone == "broken" and share >= 0.9:  # only in the long run, by what has the least capacity
+            assert outcome.tone != "broken", knobs
+        if outcome.tone == "broken" and share >= 0.9:  # only in the long run, by what has the least capacity
             why = {"prefill": "queue", "link": "link", "decode": "tpot"}[min(bounds, key=bounds.__getitem__)]
-            assert widget.cause_words(why, state) in found.words, knobs
-            assert "in the long run" in found.words
+            assert widget.cause_words(why, state) in outcome.words, knobs
+            assert "in the long run" in outcome.words
             said["long run"] += 1
         if state.rate > 4 * least and second > 3 * least and share < 0.5:
             cause = state.mine.points[state.rate].cause(state.objective)
@@ -77,7 +77,7 @@ def test_no_verdict_contradicts_the_capacities(monkeypatch: pytest.MonkeyPatch):
             assert (
                 cause in {"prefill": ("queue",), "link": ("link", "room"), "decode": ("tpot", "decode", "room")}[which]
             )
-            assert widget.cause_words(cause, state) in found.words
+            assert widget.cause_words(cause, state) in outcome.words
             said[which] += 1
     assert min(said["broken"], said["tight"], said["link"], said["prefill"], said["long run"]) >= 5, said
 
@@ -96,7 +96,7 @@ def test_the_one_pool_that_two_are_compared_with_has_the_best_budget_of_the_ladd
     tuned = known()
     assert tuned.both.budget in LADDER
     others = [known(budget=budget) for budget in (128, 256, 384, 512, 8192)]
-    assert all(one.both.goodput <= tuned.both.goodput for one in others)
+    assert all(other.both.goodput <= tuned.both.goodput for other in others)
     assert others[-1].gain > 1.5
 
 

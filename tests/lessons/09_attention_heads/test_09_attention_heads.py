@@ -350,7 +350,7 @@ MISTAKES = {
             "weights = scores.masked_fill(ahead, -math.inf).exp()\nweights = weights / weights.sum(-1, keepdim=True)"
         ),
         "softmax over the group": "weights = scores.masked_fill(ahead, -1e9).softmax(dim=1)",
-        "zero is no mask": "weights = scores.masked_fill(ahead, 0).softmax(dim=-1)",
+        "zero is not a mask": "weights = scores.masked_fill(ahead, 0).softmax(dim=-1)",
         "a mask that scores reach": "weights = scores.masked_fill(ahead, -10000.0).softmax(dim=-1)",
         "the latest 64 keys": (
             "weights = scores.masked_fill(ahead | (torch.arange(positions) <= position[:, None] - 64), -math.inf)"

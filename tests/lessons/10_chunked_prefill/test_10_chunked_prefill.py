@@ -364,7 +364,7 @@ MUTANTS = {
     "a fair share at most": (LIMIT, OR_MORE, "min(threshold, token_budget // num_requests)"),
     "a fair share and nothing else": (LIMIT, OR_MORE, SHARE),
     "a fair share rounded up": (LIMIT, SHARE, "-(-token_budget // num_requests)"),
-    "a share that is no whole number": (LIMIT, SHARE, "token_budget / num_requests"),
+    "a share that is not a whole number": (LIMIT, SHARE, "token_budget / num_requests"),
     "a share among the others": (LIMIT, SHARE, "token_budget // (num_requests - 1)"),
     "adaptive without a threshold": (
         LIMIT,
@@ -536,7 +536,7 @@ MESSAGES = {
     "no exception for one alone": "it starves nobody",
     "a fair share at most": "it raises the limit, and never lowers it",
     "adaptive without a threshold": "nothing to adapt",
-    "a share that is no whole number": "a whole number is asked for",
+    "a share that is not a whole number": "not a whole number",
     "waiting: the budget before the limit": "under the limit it wants 512",
     "again: the first read counts": "The first read of a key does not count",
     "knee: one operation a parameter": "two operations a parameter",

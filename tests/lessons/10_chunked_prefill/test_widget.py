@@ -77,7 +77,7 @@ def longest_step(serving: runs.Serving, budget: int) -> float:
 @pytest.mark.usefixtures("short_runs")
 def test_no_verdict_contradicts_the_formulas():
     """Check 210 settings: overload and a prompt too slow alone are broken; a gap that no step
-    takes is no stall.
+    takes is not a stall.
     """
     assert len(SETTINGS) >= 200
     said = Counter()
@@ -116,11 +116,11 @@ def made_of(step: StepRecord, serving: runs.Serving) -> Counter:
     """Count tokens by kind. A decode has one token, and no prompt here leaves a single token for
     a step.
     """
-    made = Counter(long=0, chat=0, decodes=0)
+    built = Counter(long=0, chat=0, decodes=0)
     for key, tokens in step.scheduled.items():
         kind = "long" if serving.lengths[int(key)].prompt_tokens > runs.CHAT else "chat"
-        made["decodes" if tokens == 1 else kind] += tokens
-    return made
+        built["decodes" if tokens == 1 else kind] += tokens
+    return built
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_gaps_and_first_tokens_are_those_of_a_plain_simulation(knobs: dict):
     assert exact.long_ttft == pytest.approx(sorted(long))
     low, high = serving.window
     steps = [each for each in plain.steps if each.start + each.seconds > low and each.start < high]
-    made = [made_of(each, serving) for each in steps]
-    assert [Counter(long=each.long, chat=each.chat, decodes=each.decodes) for each in exact.strip] == made
+    built = [made_of(each, serving) for each in steps]
+    assert [Counter(long=each.long, chat=each.chat, decodes=each.decodes) for each in exact.strip] == built
     assert [each.start for each in exact.strip] == pytest.approx([each.start for each in steps])
 
     point = state.points[budget]

@@ -196,11 +196,11 @@ def test_the_steps_are_the_engines():
 
 def test_no_step_has_more_adapters_than_slots_and_all_are_served():
     for seed in range(60):
-        work, (slots, places) = requests_of(seed)
+        work, (slots, seats) = requests_of(seed)
         served = Counter()
-        for running, _ in lesson.serve([lesson.Request(*each) for each in work], slots, places):
+        for running, _ in lesson.serve([lesson.Request(*each) for each in work], slots, seats):
             assert len({request.adapter for request in running} - {0}) <= slots
-            assert len(running) <= places
+            assert len(running) <= seats
             served.update(request.name for request in running)
         assert served == {name: runs for name, _, runs, _ in work}
 
@@ -223,7 +223,7 @@ def test_what_leaves_the_host_leaves_its_slot():
     [
         (lambda *_: None, "your admit returns None"),
         (lambda running, waiting, *_: [len(waiting)], "a list of indices into"),
-        (lambda running, waiting, *_: [0, 0], "places for"),
+        (lambda running, waiting, *_: [0, 0], "seats for"),
         (lambda running, waiting, *_: list(range(len(waiting))), "different adapters run, and there are 1 slots"),
     ],
 )
@@ -249,8 +249,8 @@ def test_quick_run(tmp_path):
     texts = figures["answers"]
     assert len(set(texts.values())) == len(texts) == 4
     shared = figures["shared"]
-    assert shared["as it is"]["cached"] == 0 < shared["names without the adapter"]["cached"]
-    assert shared["as it is"]["text"] == texts["doctest"] != shared["names without the adapter"]["text"]
+    assert shared["unchanged"]["cached"] == 0 < shared["hashes ignore the adapter"]["cached"]
+    assert shared["unchanged"]["text"] == texts["doctest"] != shared["hashes ignore the adapter"]["text"]
     slots = figures["slots"]
     assert slots["1"]["waiting"] > slots["4"]["waiting"] > slots["16"]["waiting"] == 0
     assert slots["cold"]["starts"] > 100 > slots["cold"]["with_a_third_slot"] == 4
@@ -310,7 +310,7 @@ MUTANTS = {
     # on paper
     "on paper: three slots": ("first_steps", ON_PAPER, "serve(requests, max_loras=3, max_num_seqs=3)"),
     "on paper: one slot": ("first_steps", ON_PAPER, "serve(requests, max_loras=1, max_num_seqs=3)"),
-    "on paper: four places": ("first_steps", ON_PAPER, "serve(requests, max_loras=2, max_num_seqs=4)"),
+    "on paper: four seats": ("first_steps", ON_PAPER, "serve(requests, max_loras=2, max_num_seqs=4)"),
     "on paper: the base model has a number": ("first_steps", "Request('D', 0, 1)", "Request('D', 4, 1)"),
     # an adapter
     "numbers: BA": (NUMBERS, SUM, "outputs * inputs"),
@@ -381,7 +381,7 @@ for adapter in reversed(self._used):
     "slots: pinning gives no slot": (PIN, "if adapter not in self._used: ...", ""),
     "slots: pinning does nothing": (PIN, "self.pinned.add(adapter)", ""),
     # the gate
-    "gate: holds the line": (ADMIT, "len(admitted) == places", "len(admitted) == places or len(admitted) < index"),
+    "gate: holds the line": (ADMIT, "len(admitted) == seats", "len(admitted) == seats or len(admitted) < index"),
     "gate: no gate": (ADMIT, MAY, "True"),
     "gate: the base model needs a slot": (ADMIT, MAY, "adapter in active or len(active) < max_loras"),
     "gate: who is active needs another": (ADMIT, MAY, "adapter == 0 or len(active) < max_loras"),
@@ -392,8 +392,8 @@ for adapter in reversed(self._used):
     "gate: requests, not adapters": (ADMIT, "len(active) < max_loras", "len(running) < max_loras"),
     "gate: who starts does not count": (ADMIT, "active |= {adapter} - {0}", ""),
     "gate: the base model becomes active": (ADMIT, "active |= {adapter} - {0}", "active |= {adapter}"),
-    "gate: more than there are places": (ADMIT, "if len(admitted) == places: ...", ""),
-    "gate: who is passed over takes a place": (ADMIT, "len(admitted) == places", "index == places"),
+    "gate: more than there are seats": (ADMIT, "if len(admitted) == seats: ...", ""),
+    "gate: who is passed over takes a seat": (ADMIT, "len(admitted) == seats", "index == seats"),
     "gate: adapters, not indices": (ADMIT, "admitted.append(index)", "admitted.append(adapter)"),
     # the kernels
     "rows: into the next group": (
@@ -445,7 +445,7 @@ for adapter in reversed(self._used):
         "tl.store(small + at, sums, mask=there[:, None] & (rank < RANKS)[None, :])",
     ),
     "expand: the group is the slot": (EXPAND, "tl.load(active + group).to(tl.int64)", "group.to(tl.int64)"),
-    "expand: the base product is lost": (EXPAND, OLD_OUT, "tl.zeros([TILE, BLOCK], tl.float32)"),
+    "expand: the base output is lost": (EXPAND, OLD_OUT, "tl.zeros([TILE, BLOCK], tl.float32)"),
     "expand: idle tiles read": (EXPAND, "tl.sum(there.to(tl.int32)) > 0", "tl.sum(there.to(tl.int32)) >= 0"),
     "expand: the first columns only": (EXPAND, "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)", "tl.arange(0, BLOCK)"),
     "expand: row 0 gets it too": (EXPAND, MASK_OUT, "(token >= 0)[:, None] & (column < OUT)[None, :]"),
@@ -460,7 +460,7 @@ for adapter in reversed(self._used):
         LOAD_B,
         "tl.load(b + slot * OUT * MAX_RANK + rank[None, :] * OUT + column[:, None], mask=inside & real, other=0.0)",
     ),
-    "expand: two types in a product": (EXPAND, "rows.to(up.dtype)", "rows"),
+    "expand: two types in a matmul": (EXPAND, "rows.to(up.dtype)", "rows"),
     "expand: ranks that are not there": (EXPAND, "(rank < MAX_RANK)[None, :]", "(rank < RANKS)[None, :]"),
 }
 
@@ -476,7 +476,7 @@ MESSAGES = {
     "gate: who starts does not count": "are active, too",
     "shrink: the group is the slot": "and the token's is",
     "shrink: idle tiles read": "Does a tile without a token read",
-    "expand: the base product is lost": "what `out` held is gone",
+    "expand: the base output is lost": "what `out` held is gone",
     "rows: into the next group": "those of the next group",
 }
 """A part of a check's message for the usual mistakes."""

@@ -306,18 +306,18 @@ def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
 # ---- the reader's own parts
 
 
-def right_admit(running, waiting, max_loras, places) -> list[int]:
+def right_admit(running, waiting, max_loras, seats) -> list[int]:
     active, admitted = set(running) - {0}, []
     for index, adapter in enumerate(waiting):
-        if len(admitted) < places and (adapter in active | {0} or len(active) < max_loras):
+        if len(admitted) < seats and (adapter in active | {0} or len(active) < max_loras):
             admitted.append(index)
             active |= {adapter} - {0}
     return admitted
 
 
-def head_of_line(running, waiting, max_loras, places) -> list[int]:
+def head_of_line(running, waiting, max_loras, seats) -> list[int]:
     """Stop at the first request without a slot, instead of skipping it."""
-    right = right_admit(running, waiting, max_loras, places)
+    right = right_admit(running, waiting, max_loras, seats)
     return [index for position, index in enumerate(right) if index == position]
 
 

@@ -131,7 +131,7 @@ def add_flags(
         parser: gets the flags.
         settings: a dataclass; its docstring has the flags' words.
         groups: titles, and the fields below each.
-        left_out: fields that are no flags.
+        left_out: fields that are not flags.
         with_defaults: a flag that is not given has the field's default in the namespace; otherwise
             it is not there.
         further_words: of fields that the docstring does not mention.

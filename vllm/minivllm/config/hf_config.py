@@ -206,7 +206,7 @@ def _attention_shape(hf: Mapping[str, Any], exception: str | None) -> dict[str, 
     kv_heads = _kv_heads(hf, heads)
     # Models that are only counted may have other rules.
     if heads % kv_heads and not exception:
-        raise MinivllmError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})")
+        raise MinivllmError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
     shape = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     hidden = _count(hf, "hidden_size")
     latent = {}
@@ -224,7 +224,7 @@ def _attention_shape(hf: Mapping[str, Any], exception: str | None) -> dict[str, 
             raise MinivllmError("the model config lacks 'head_dim', and 'hidden_size' to derive it from")
         if hidden % heads and not latent and not exception:
             raise MinivllmError(
-                f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}); give 'head_dim'"
+                f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads}); give 'head_dim'"
             )
         head_dim = hidden // heads
     return {**shape, **latent, "head_dim": head_dim, "hidden_size": hidden}

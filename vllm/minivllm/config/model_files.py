@@ -100,6 +100,6 @@ def hub_file(name: str, filename: str) -> Path:
     except Exception as error:  # the Hub client raises errors of several libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MinivllmError(
-            f"{name!r} is no local directory, and {filename} cannot be fetched from the Hugging Face hub ({reason}); "
-            f"give a local model directory, or check the name and the network"
+            f"{name!r} is not a local directory, and {filename} cannot be fetched from the Hugging Face hub "
+            f"({reason}); give a local model directory, or check the name and the network"
         ) from error

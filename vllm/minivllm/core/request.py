@@ -178,7 +178,7 @@ class Request:
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Return prompt and output tokens. This is no copy, so do not modify it."""
+        """Return prompt and output tokens. This is not a copy, so do not modify it."""
         return self._all_token_ids
 
     @property

@@ -7,7 +7,7 @@ lies in a slot of two stacked tensors.
 
 Layouts
     x        [rows, in], a row contiguous
-    y        [rows, out], contiguous: the base's product, which the adapters' are added to
+    y        [rows, out], contiguous: the base layer's output, which the adapters' are added to
     a        [slices, slots, max_rank, in]
     b        [slots, max_rank, out], A's partner transposed, so that both walk along contiguous numbers
     ranks    int32 [slices, slots]; 0: this slot's adapter leaves this slice alone

@@ -10,15 +10,15 @@ Layouts
 Grid (out / BLOCK_N) × (rows / BLOCK_M) programs. A program walks along `in` in tiles of BLOCK_K
     numbers, which lie within one group: it unpacks the tile of the weight, multiplies it with the
     tile of x on the matrix units, and adds the fp32 sums, times the group's scale, to its own. So
-    the integers enter the product as they are, exact in any of x's types, and nothing is rounded
+    the integers enter the matmul as they are, exact in any of x's types, and nothing is rounded
     but the sums. The weight is the left operand: what was just unpacked stays in registers, and a
     few rows of x fill up to 16 columns instead of 64 rows.
 
 Must move: out × in × (1 or 1/2) bytes of integers, the scales (out × groups), x once for each
 column of programs and the result; 2 × rows × out × in FLOPs, and one or two operations for each
 weight and row of programs to unpack it. For few rows the weight's bytes are all that counts, a half
-or a quarter of 16-bit weights'; for many rows the product is, and unpacking comes on top: then
-weights of 8 and 4 bits are slower than the plain product.
+or a quarter of 16-bit weights'; for many rows the matmul is, and unpacking comes on top: then
+weights of 8 and 4 bits are slower than the plain matmul.
 
 In vLLM v0.33.0: `vllm/model_executor/layers/quantization/` (`auto_gptq.py`, `compressed_tensors/`),
 the kernels for w4a16 and w8a16 that they call.

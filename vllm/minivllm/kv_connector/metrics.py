@@ -33,11 +33,11 @@ KV_METRICS = {
     "nixl_num_descriptors": KVMetric("histogram", "Descriptors of a NIXL transfer.", DESCRIPTORS),
     "nixl_num_failed_transfers": KVMetric("counter", "NIXL transfers that failed."),
     "nixl_num_failed_notifications": KVMetric("counter", "NIXL notifications that could not be sent."),
-    "nixl_num_kv_expired_reqs": KVMetric("counter", "Requests whose blocks nobody has read in time."),
+    "nixl_num_kv_expired_reqs": KVMetric("counter", "Requests whose blocks were not read in time."),
     "tcp_xfer_time_seconds": KVMetric("histogram", "Time of a transfer over TCP.", SECONDS[1:]),
     "tcp_bytes_transferred": KVMetric("histogram", "Bytes of a transfer over TCP.", BYTES),
     "tcp_num_failed_transfers": KVMetric("counter", "Transfers over TCP that failed."),
-    "tcp_num_kv_expired_reqs": KVMetric("counter", "Requests whose blocks nobody has read in time."),
+    "tcp_num_kv_expired_reqs": KVMetric("counter", "Requests whose blocks were not read in time."),
     "kv_offload_load_size": KVMetric("histogram", "Bytes of a copy from host memory.", OFFLOAD_BYTES),
     "kv_offload_store_size": KVMetric("histogram", "Bytes of a copy to host memory.", OFFLOAD_BYTES),
     "kv_offload_lookup_sync_delay_seconds": KVMetric(

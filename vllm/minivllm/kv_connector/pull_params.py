@@ -98,7 +98,7 @@ def digest(token_ids: Sequence[int]) -> str:
 
 
 def check_flags(params: dict[str, Any]) -> tuple[bool, bool]:
-    """Return (`do_remote_prefill`, `do_remote_decode`). Raise `MinivllmError` if one is no bool,
+    """Return (`do_remote_prefill`, `do_remote_decode`). Raise `MinivllmError` if one is not a bool,
     or both are true.
     """
     flags = []

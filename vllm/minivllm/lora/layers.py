@@ -1,4 +1,4 @@
-"""Linears with slots for adapters: the base's product, and what the adapter of each row adds to it.
+"""Linears with slots for adapters: the base layer's output, and what the adapter of each row adds to it.
 
     y = base(x);  y += B_slot (A_slot x)   for each row that has an adapter
 
@@ -119,7 +119,7 @@ class LoRALinearMethod(LinearMethod):
         return self.lora_a.nbytes + self.lora_b.nbytes
 
     def apply(self, linear: Linear, x: Tensor) -> Tensor:
-        """Multiply with the base, and add the adapters' products."""
+        """Multiply with the base, and add the adapters' outputs."""
         y = self.base.apply(linear, x)
         meta = self.step.meta_of(x)
         if meta is not None:

@@ -82,7 +82,7 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
 
 
 def _rank_stored(tensor: Tensor, matrix: str) -> int:
-    """Return the rank that a tensor's shape says; 0 for one that is no matrix."""
+    """Return the rank that a tensor's shape says; 0 for one that is not a matrix."""
     if tensor.dim() != 2:
         return 0
     return tensor.shape[0 if matrix == "A" else 1]

@@ -30,7 +30,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "modules_to_save": (bool, "whole modules beside the adapter (modules_to_save)"),
     "trainable_token_indices": (bool, "trained embeddings (trainable_token_indices)"),
     "layer_replication": (bool, "layers that occur more than once (layer_replication)"),
-    "target_parameters": (bool, "adapters of parameters that are no linears (target_parameters)"),
+    "target_parameters": (bool, "adapters of parameters that are not linear layers (target_parameters)"),
     "alora_invocation_tokens": (bool, "an adapter that begins in the middle of a text (aLoRA)"),
     "use_qalora": (bool, "QALoRA, which averages its inputs"),
     "use_bdlora": (bool, "BD-LoRA, whose matrices are block diagonal"),

@@ -39,7 +39,7 @@ def adapter_parameters(config: ModelConfig, rank: int, targets: Sequence[str] = 
     """Return the numbers in an adapter: layers * rank * sum(in + out) over its targets.
 
     Raises:
-        MinivllmError: a target that is no linear of a layer, a rank below 1, or a model that is not
+        MinivllmError: a target that is not a linear layer of the model, a rank below 1, or a model that is not
             counted here.
     """
     if rank < 1:
@@ -47,7 +47,7 @@ def adapter_parameters(config: ModelConfig, rank: int, targets: Sequence[str] = 
     shapes = linear_shapes(config)
     unknown = [name for name in targets if name not in shapes]
     if unknown:
-        raise MinivllmError(f"{unknown[0]!r} is no linear of a layer; known: {', '.join(shapes)}")
+        raise MinivllmError(f"{unknown[0]!r} is not a linear layer of the model; known: {', '.join(shapes)}")
     # A is [rank, in], B is [out, rank]
     return config.num_hidden_layers * rank * sum(sum(shapes[name]) for name in targets)
 

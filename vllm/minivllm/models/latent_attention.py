@@ -117,9 +117,9 @@ class LatentAttention(nn.Module):
     """Attention with its projections. What reads the same input is merged, in an order in which
     nothing is copied.
 
-    The first product gives the queries' parts that are not rotated, all rotated parts (of the
+    The first matmul gives the queries' parts that are not rotated, all rotated parts (of the
     queries, then of the key) and the latent. With a `q_lora_rank` the queries come from a latent of
-    their own, in a second product.
+    their own, in a second matmul.
     """
 
     def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):

@@ -2,7 +2,7 @@
 `LinearMethod`.
 
 A linear's first method creates its parameters. After loading, it may transform them or hand over to
-another method. The method computes the product:
+another method. The method computes the matmul:
 
     UnquantizedLinearMethod    weight [out, in]                       F.linear
     PanelLinearMethod          the same numbers in panels             compiled loops on a CPU, where they are faster
@@ -41,10 +41,10 @@ class LinearMethod(ABC):
         """Return `x @ weight.T + bias`: `[rows, in]` to `[rows, out]`."""
 
     def apply_gated(self, linear: "Linear", x: Tensor) -> Tensor:
-        """Return `silu(gate) * up` of the two halves of the product: `[rows, in]` to `[rows, out /
+        """Return `silu(gate) * up` of the two halves of the matmul: `[rows, in]` to `[rows, out /
         2]`.
 
-        A method overrides this if it can fuse the activation into the product.
+        A method overrides this if it can fuse the activation into the matmul.
         """
         return silu_and_mul(self.apply(linear, x))
 
@@ -96,10 +96,10 @@ class PanelLinearMethod(LinearMethod):
 
     def __init__(self, linear: "Linear", most_rows: float = math.inf) -> None:
         self.most_rows = most_rows
-        self.product = PanelLinear(linear.weight, linear.bias, gated=isinstance(linear, GatedLinear))
+        self.matmul = PanelLinear(linear.weight, linear.bias, gated=isinstance(linear, GatedLinear))
         # Registered as buffers, the panels count as the model's memory.
-        linear.register_buffer("panels", self.product.panels, persistent=False)
-        linear.register_buffer("panel_bias", self.product.bias, persistent=False)
+        linear.register_buffer("panels", self.matmul.panels, persistent=False)
+        linear.register_buffer("panel_bias", self.matmul.bias, persistent=False)
         if most_rows == math.inf:
             linear.register_parameter("weight", None)
             linear.bias = None
@@ -108,13 +108,13 @@ class PanelLinearMethod(LinearMethod):
         """Multiply with the panels, or with the plain weight."""
         if len(x) > self.most_rows:
             return F.linear(x, linear.weight, linear.bias)
-        return self.product.without_gate(x)
+        return self.matmul.without_gate(x)
 
     def apply_gated(self, linear: "Linear", x: Tensor) -> Tensor:
         """Multiply and apply the activation, in one pass if with the panels."""
         if len(x) > self.most_rows:
             return super().apply_gated(linear, x)
-        return self.product(x)
+        return self.matmul(x)
 
 
 UNQUANTIZED = UnquantizedLinearMethod()
@@ -153,7 +153,7 @@ class Linear(nn.Module):
 
 
 class GatedLinear(Linear):
-    """Gate and up projections of an MLP as one product, with the activation: `silu(gate(x)) *
+    """Gate and up projections of an MLP as one matmul, with the activation: `silu(gate(x)) *
     up(x)`.
     """
 

@@ -172,7 +172,7 @@ def fill_slots(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]]) ->
         if name not in missing:
             raise MinivllmError(f"the checkpoint has the tensor {name!r} twice")
         if tensor.shape != slots[name].shape:
-            shapes = f"{tuple(tensor.shape)}, the config says {tuple(slots[name].shape)}"
+            shapes = f"{tuple(tensor.shape)}, but the config needs {tuple(slots[name].shape)}"
             raise MinivllmError(f"the tensor {name!r} of the checkpoint has the shape {shapes}")
         # Integers would be copied as if they were weights.
         if tensor.is_floating_point() != slots[name].target.is_floating_point():
@@ -351,14 +351,14 @@ def weight_files(path_or_name: str | Path) -> list[Path]:
     try:
         return [fetch(name) for name in sorted(set(read_json_object(index)["weight_map"].values()))]
     except (KeyError, AttributeError, TypeError) as error:
-        raise MinivllmError(f"{index} is no index of safetensors files: {error!r}") from error
+        raise MinivllmError(f"{index} is not an index of safetensors files: {error!r}") from error
 
 
 def _instead_of(filename: str, directory: Path) -> str:
     """Return what to do about a missing file, where the directory tells it."""
     shards = sorted(path.name for path in directory.glob("*.safetensors"))
     if filename == SINGLE_FILE and shards:
-        return f", and {INDEX_FILE} is missing, which says what {shards[0]} and the like hold: download it, too"
+        return f", and {INDEX_FILE} is missing, the index of {shards[0]} and the other shards: download it, too"
     if filename == SINGLE_FILE and any(directory.glob("*.bin")):
         return "; its *.bin are pickles, which can run code: save it as safetensors (save_pretrained)"
     return ""

@@ -2,7 +2,7 @@
 and one after MLP.
 
 Attention and MLP are each two matrix products with a per-head or element-wise operation in between.
-The first product is divided by its outputs (columns): a rank computes its own heads, or its own
+The first matmul is divided by its outputs (columns): a rank computes its own heads, or its own
 part of the MLP's width, from the whole input. The second is divided by its inputs (rows): a rank
 multiplies what it has just computed, which gives one term of every output. One all-reduce adds the
 terms, and every rank continues with the same full hidden states.

@@ -128,17 +128,17 @@ def _side_by_side(run: Followed) -> str:
         parts.append(text(LEFT - 12, y + 20, name, anchor="end"))
         x = float(LEFT)
         for scheduled in steps:
-            for who, count in scheduled.items():
-                parts.append(rect(x, y, wide * count, TALL, COLOURS[who], stroke="#FFFFFF"))
+            for request, count in scheduled.items():
+                parts.append(rect(x, y, wide * count, TALL, COLOURS[request], stroke="#FFFFFF"))
                 x += wide * count
             parts.append(line((x, y - 8), (x, y + TALL + 8), RULE))
             if NAME in scheduled:
                 parts.append(arrow((x, y + TALL + 26), (x, y + TALL + 10), BLUE))
     key = [(NAME, BLUE), (LONG, ORANGE)]
-    for place, (who, colour) in enumerate(key):
+    for place, (name, colour) in enumerate(key):
         parts += [
             rect(LEFT + place * 110, 292, 16, 16, colour),
-            text(LEFT + 22 + place * 110, 305, who, mono=True, size=12),
+            text(LEFT + 22 + place * 110, 305, name, mono=True, size=12),
         ]
     words = "↑ add generates a token; lines end steps; the length is the number of tokens"
     parts.append(text(LEFT + 240, 305, words, size=12, colour=INK))

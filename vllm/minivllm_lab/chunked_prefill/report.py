@@ -70,7 +70,7 @@ def show_steps(policies: Mapping[str, Steps]) -> dict[str, list[dict[str, int]]]
         sizes = [sum(step.values()) for step in steps]
         console.print(f"{name}: {len(steps)} steps, of {min(sizes)} to {max(sizes)} tokens")
         for number, step in enumerate(steps, start=1):
-            console.print(f"  {number:2}  {''.join(who * tokens for who, tokens in step.items())}", markup=False)
+            console.print(f"  {number:2}  {''.join(name * tokens for name, tokens in step.items())}", markup=False)
     return {name: [dict(step) for step in steps] for name, steps in policies.items()}
 
 
@@ -549,8 +549,8 @@ def draw(figures: dict, path: str) -> None:
         for row, steps in enumerate(figures["steps"].values()):
             for number, step in enumerate(steps):
                 bottom = 0
-                for who, tokens in step.items():
-                    colour = palette.ORANGE if who == "L" else palette.BLUE
+                for name, tokens in step.items():
+                    colour = palette.ORANGE if name == "L" else palette.BLUE
                     left.bar(1 + number + 0.45 * row, tokens, 0.42, bottom=bottom, color=colour, alpha=1 - 0.45 * row)
                     bottom += tokens
         left.set(title="Tokens of each step", xlabel="step (full: prefill first, pale: mixed)", ylabel="tokens")

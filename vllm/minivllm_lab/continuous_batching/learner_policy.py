@@ -63,7 +63,7 @@ def _ask(schedule: Schedule, scheduler: Scheduler, step: Step) -> None:
         scheduler.preempt(request, step)
     if scheduler.requests and not decided and not step.preempted_req_ids:  # the next step would be the same
         raise MinivllmError(
-            f"your schedule gives nobody a token, and {len(scheduler.requests)} requests are unfinished"
+            f"your schedule gives no request a token, and {len(scheduler.requests)} requests are unfinished"
         )
     for request_id, num_tokens in decided.items():
         _carry_out(scheduler, request_id, num_tokens, step)

@@ -31,7 +31,7 @@ def frames() -> Frames:
             "Before the step: add has 9 tokens in the cache and 1 that it has sampled; for and class have arrived. A "
             "step may have 12 tokens: add gets 1, for 5, and 6 are left for class, whose prompt is cut.",
             "A rectangle, a row for each request, would have 18 places, and 6 of them padding.",
-            "So all new tokens are laid end to end. Norms and products with weights take them row by row, and do not "
+            "So all new tokens are laid end to end. Norms and matmuls with weights take them row by row, and do not "
             "ask whose they are. query_start_loc says where each request begins.",
             "Attention must ask. It is one launch over tiles of 4 rows; no tile straddles two requests. A program "
             "finds its request by bisection: the last one whose first tile, start // 4 + number, is not after its own.",
@@ -109,7 +109,7 @@ def _end_to_end(step: Step) -> str:
     parts.append(text(LEFT, y + TALL + 56, f"query_start_loc = [{starts}]", mono=True))
     parts.append(arrow((LEFT + total * CELL / 2, 184), (LEFT + total * CELL / 2, 216)))
     parts.append(
-        rect(LEFT, 222, total * CELL, 44, tint(INK, 0.1), stroke=QUIET, label=f"{total} rows × weights: one product")
+        rect(LEFT, 222, total * CELL, 44, tint(INK, 0.1), stroke=QUIET, label=f"{total} rows × weights: one matmul")
     )
     return _still("End to end", *parts)
 

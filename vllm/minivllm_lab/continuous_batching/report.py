@@ -31,17 +31,17 @@ SERVED = "Llama-3.1-8B"
 
 
 def show_timeline(name: str, timeline: Mapping) -> None:
-    """Print one policy's batch: a row for each slot, a letter for each request."""
-    console.print(f"{name}: {timeline['steps']} steps, {timeline['used']:.0%} of the slot-steps make a token")
+    """Print one policy's batch: a row for each seat, a letter for each request."""
+    console.print(f"{name}: {timeline['steps']} steps, {timeline['used']:.0%} of the seat-steps make a token")
     rows = ("  " + "".join(name or "·" for name in row) for row in timeline["slots"])
     console.print("\n".join(rows), markup=False)
 
 
-def show_slots(results: Mapping[str, Mapping], slots: int) -> None:
-    """Print the share of slots in use, by kind of request."""
+def show_seats(results: Mapping[str, Mapping], seats: int) -> None:
+    """Print the share of seats in use, by kind of request."""
     columns = ("formula", "static", "continuous")
     rows = [(title, *(f"{shares[column]:.1%}" for column in columns)) for title, shares in results.items()]
-    table(f"{slots} slots in use, from the first step to the last", ("outputs like", *columns), rows)
+    table(f"{seats} seats in use, from the first step to the last", ("outputs like", *columns), rows)
 
 
 MAX_LEN, RESERVED = 512, 8
@@ -111,7 +111,7 @@ def break_on_simulator(arguments: argparse.Namespace) -> dict:
 
 
 def _measure_overload(cost: RooflineCost, cache: CacheConfig, requests: int, seed: int) -> dict:
-    """Send requests like ShareGPT's at 0.7 and 1.3 times what 16 slots can serve; print how long
+    """Send requests like ShareGPT's at 0.7 and 1.3 times what 16 seats can serve; print how long
     they wait.
     """
     config = SchedulerConfig(max_model_len=8192, max_num_seqs=16)
@@ -211,11 +211,11 @@ def show_starved(tokens: Mapping[str, int], token_budget: int, steps: int) -> No
     table(f"Tokens after {steps} steps with a budget of {token_budget}", list(tokens), [list(tokens.values())])
 
 
-def close(results: dict, slots: int, disturbance: str) -> None:
+def close(results: dict, seats: int, disturbance: str) -> None:
     """Print the conclusions, without those from timings if there was a `disturbance`."""
     chat, ratio, gaps = results["slots"]["Azure conversation"], results["engine"], results["long_prompt"]
     closing(
-        f"A static batch of {slots} chats uses {chat['static']:.0%} of its slots, "
+        f"A static batch of {seats} chats uses {chat['static']:.0%} of its seats, "
         f"continuous batching {chat['continuous']:.0%}.",
         Timed(
             f"On the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "
@@ -228,29 +228,29 @@ def close(results: dict, slots: int, disturbance: str) -> None:
 
 
 def draw(results: dict, path: str) -> None:
-    """Plot both timelines, and the slots that a static batch uses by its size."""
+    """Plot both timelines, and the seats that a static batch uses by its size."""
     with panels(path, 3) as (left, middle, right):
         end = results["timelines"]["static"]["steps"]
         for axes, (name, timeline) in zip((left, middle), results["timelines"].items(), strict=True):
-            for slot, row in enumerate(timeline["slots"]):
+            for seat, row in enumerate(timeline["slots"]):
                 for letter in sorted(set(row) - {""}):
                     start, width = row.index(letter), row.count(letter)
                     colour = palette.SERIES[(ord(letter) - 65) % 7]
-                    axes.barh(slot, width, left=start, color=colour, edgecolor="white")
-                    axes.text(start + width / 2, slot, letter, ha="center", va="center", fontsize=8)
+                    axes.barh(seat, width, left=start, color=colour, edgecolor="white")
+                    axes.text(start + width / 2, seat, letter, ha="center", va="center", fontsize=8)
             title = f"{name}: {timeline['steps']} steps, {timeline['used']:.0%} used"
-            axes.set(title=title, xlabel="step", ylabel="slots", xlim=(0, end), yticks=[])
+            axes.set(title=title, xlabel="step", ylabel="seats", xlim=(0, end), yticks=[])
             axes.invert_yaxis()
         theory = {title: shares["theory"] for title, shares in results["slots"].items()}
         curves(right, theory, factor=100, octaves=True)
-        right.set(title="Static: slots used", xlabel="requests in the batch", ylabel="%", ylim=(0, 102))
+        right.set(title="Static: seats used", xlabel="requests in the batch", ylabel="%", ylim=(0, 102))
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Build the parser: the common flags and the lesson's own; --help shows `doc`."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    # With more slots than half of the counted requests, no request would have to wait.
-    flags.add_argument("--slots", type=whole_number(1, 64), default=8, help="of the batch that is counted (up to 64)")
+    # With more seats than half of the counted requests, no request would have to wait.
+    flags.add_argument("--seats", type=whole_number(1, 64), default=8, help="of the batch that is counted (up to 64)")
     at_least = whole_number(12, 4096)  # fewer are too few to compare
     flags.add_argument("--requests", type=at_least, help="for the engine, 12 or more (default: 72, 12 quick, 256 full)")
     return flags

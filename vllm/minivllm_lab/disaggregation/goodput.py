@@ -71,13 +71,16 @@ class Work:
             return [RequestLengths(self.prompt, self.output)] * (2 * self.counted)
         drawn = self.source.sample(2 * self.counted, SEED)
         return [
-            RequestLengths(min(one.prompt_tokens, self.longest), min(one.output_tokens, self.longest)) for one in drawn
+            RequestLengths(min(request.prompt_tokens, self.longest), min(request.output_tokens, self.longest))
+            for request in drawn
         ]
 
     @cached_property
     def means(self) -> tuple[float, float]:
         """Mean tokens of a prompt and of an answer."""
-        prompts, outputs = zip(*((one.prompt_tokens, one.output_tokens) for one in self.lengths), strict=True)
+        prompts, outputs = zip(
+            *((request.prompt_tokens, request.output_tokens) for request in self.lengths), strict=True
+        )
         return statistics.mean(prompts), statistics.mean(outputs)
 
 
@@ -101,15 +104,16 @@ class Served:
 
     def attainment(self, objective: Objective) -> float:
         """Return the share of requests that had both in time."""
-        met = sum(one.ttft <= objective.ttft and one.tpot <= objective.tpot for one in self.clients)
+        met = sum(client.ttft <= objective.ttft and client.tpot <= objective.tpot for client in self.clients)
         return met / len(self.clients)
 
     def late(self, objective: Objective) -> tuple[float, float]:
         """Return the shares of requests whose first token, and whose following tokens, came too
         late.
         """
-        first = sum(one.ttft > objective.ttft for one in self.clients)
-        return first / len(self.clients), sum(one.tpot > objective.tpot for one in self.clients) / len(self.clients)
+        first = sum(client.ttft > objective.ttft for client in self.clients)
+        following = sum(client.tpot > objective.tpot for client in self.clients)
+        return first / len(self.clients), following / len(self.clients)
 
     def cause(self, objective: Objective) -> str:
         """Say why most late requests were late: "tpot", or the largest of PARTS; empty where none
@@ -122,14 +126,14 @@ class Served:
             return ""
         if following >= first:
             return "tpot"
-        slow = [one.parts for one in self.clients if one.ttft > objective.ttft]
+        slow = [client.parts for client in self.clients if client.ttft > objective.ttft]
         if not all(slow):
             return "ttft"
         return max(PARTS, key=lambda part: sum(parts[part] for parts in slow))
 
     def mean(self, part: str) -> float:
         """Return the mean seconds of one of PARTS."""
-        return statistics.mean(one.parts[part] for one in self.clients)
+        return statistics.mean(client.parts[part] for client in self.clients)
 
 
 class System(Protocol):
@@ -206,27 +210,27 @@ class Disaggregated(_OneGpuEngines):
         """Serve requests that arrive at random, `rate` a second."""
         load = self.load(work, rate)
         journeys = yield from run_pools(self.pools(work, load.at_start), load)
-        return Served(rate, [Client(one.ttft, one.tpot, one.parts) for one in journeys])
+        return Served(rate, [Client(journey.ttft, journey.tpot, journey.parts) for journey in journeys])
 
     def load(self, work: Work, rate: float) -> PoolLoad:
         """Draw random arrivals, with as many requests already there as are decoded at this rate
         on average.
         """
-        there = self.decode * self.decoding.batch(work, rate / self.decode)
-        return PoolLoad(work.lengths, arrivals(work, rate), work.counted, round(there))
+        in_decode = self.decode * self.decoding.batch(work, rate / self.decode)
+        return PoolLoad(work.lengths, arrivals(work, rate), work.counted, round(in_decode))
 
     def pools(self, work: Work, at_start: int | None = None) -> Pools:
         """Return the engines' settings; at the start `at_start` requests are decoded, by default
         as many as fit.
         """
         placed, come = self.placed, len(work.lengths)
-        there = PLACES * self.decode if at_start is None else at_start
+        in_decode = PLACES * self.decode if at_start is None else at_start
         return Pools(
             prefill=self.prefill,
             decode=self.decode,
             prefill_configs=engine_configs(placed, self.budget, work, -(-come // self.prefill)),
             decode_configs=engine_configs(
-                placed, self.budget, work, -(-come // self.decode) + -(-there // self.decode)
+                placed, self.budget, work, -(-come // self.decode) + -(-in_decode // self.decode)
             ),
             cost=self.step_cost,
             link=self.link,
@@ -294,14 +298,14 @@ class Colocated(_OneGpuEngines):
 
     def serve(self, work: Work, rate: float) -> Generator[None, None, Served]:
         """Serve the requests of one engine, which stand for those of the others."""
-        there = round(self.mixed(work).batch(rate / self.gpus))
-        scheduler, cache = engine_configs(self.placed, self.budget, work, len(work.lengths) + there)
+        running = round(self.mixed(work).batch(rate / self.gpus))
+        scheduler, cache = engine_configs(self.placed, self.budget, work, len(work.lengths) + running)
         scheduler = replace(scheduler, enable_chunked_prefill=self.chunked_prefill)
-        load = OpenLoad(work.lengths, arrivals(work, rate / self.gpus, self.gpus), work.counted, there, seed=SEED)
+        load = OpenLoad(work.lengths, arrivals(work, rate / self.gpus, self.gpus), work.counted, running, seed=SEED)
         run = yield from run_open(load, scheduler, cache, self.step_cost)
         clients = [
-            Client(run.ttft(one), one.tpot or 0.0) if one.ended or one.tokens > 1 else Client(math.inf, math.inf)
-            for one in run.stays
+            Client(run.ttft(stay), stay.tpot or 0.0) if stay.ended or stay.tokens > 1 else Client(math.inf, math.inf)
+            for stay in run.stays
         ]
         return Served(rate, clients)
 
@@ -430,7 +434,7 @@ def engine_configs(
     It gets no more blocks than its `num_requests` requests could use, since making a block takes
     time.
     """
-    longest = max(one.total for one in work.lengths)
+    longest = max(request.total for request in work.lengths)
     scheduler, cache = placed.configs((longest + 2 * BLOCK_SIZE) * num_requests)
     sizes = {"max_num_batched_tokens": budget, "max_num_seqs": min(placed.places, budget)}
     return replace(scheduler, **sizes, max_model_len=max(2 * longest, 16)), cache
@@ -465,6 +469,6 @@ def goodput(system: System, work: Work, objective: Objective, rounds: int = 7) -
 
     high = system.bound(work, objective)
     rate = find_knee(attainment, high / 2**rounds, high, rounds, SHARE) if high else 0.0
-    broken = [one for at, one in served.items() if at > rate]
-    cause = min(broken, key=lambda one: one.rate).cause(objective) if broken else system.bound_by(work, objective)
+    broken = [result for at, result in served.items() if at > rate]
+    cause = min(broken, key=lambda result: result.rate).cause(objective) if broken else system.bound_by(work, objective)
     return Goodput(rate, system.gpus, cause)

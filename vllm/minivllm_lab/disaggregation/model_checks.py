@@ -102,7 +102,7 @@ def sustained(system: System, work: Work, objective: Objective, high: float, par
         served = finished(system.serve(work, rate))
         if part != "prefill":
             return served.attainment(objective)
-        times = [one.parts["queue"] + one.parts["prefill"] for one in served.clients]
+        times = [client.parts["queue"] + client.parts["prefill"] for client in served.clients]
         return sum(time <= objective.ttft for time in times) / len(times)
 
     return find_knee(attainment, high / 128, high, 7, SHARE)
@@ -137,18 +137,18 @@ def distserve_checks(table: str, counted: int, arithmetic: float, memory: float)
     were fitted to.
     """
     work, cost, fitted = Work(512, 64, counted=counted), slower(arithmetic, memory), arithmetic != 1
-    one, (three, mixed) = colocated(cost), two_to_one(cost, work)
+    alone, (three, mixed) = colocated(cost), two_to_one(cost, work)
     first, following = Objective(TTFT, NEVER), Objective(NEVER, TPOT)
     rows = [
         ("prefill alone, requests/s", 5.6, prefill_alone(cost, work), fitted),
         ("decode alone, requests/s", 10.0, decode_alone(cost, work), fitted),
-        ("colocated: first tokens in time, requests/s", 2.3, sustained(one, work, first, 24), False),
-        ("colocated: following tokens in time, requests/s", 1.6, sustained(one, work, following, 16), False),
+        ("colocated: first tokens in time, requests/s", 2.3, sustained(alone, work, first, 24), False),
+        ("colocated: following tokens in time, requests/s", 1.6, sustained(alone, work, following, 16), False),
         ("colocated: both, requests/s and GPU", 1.6, mixed, False),
         ("2 prefill, 1 decode: requests/s and GPU", 10 / 3, three, False),
         ("2 prefill, 1 decode against colocated", 2.1, three / mixed, False),
     ]
-    return [DisaggregationCheck(what, DISTSERVE, published, ours, table, was) for what, published, ours, was in rows]
+    return [DisaggregationCheck(label, DISTSERVE, published, ours, table, was) for label, published, ours, was in rows]
 
 
 # ---- Splitwise's table, and links
@@ -158,7 +158,7 @@ def splitwise_checks() -> list[DisaggregationCheck]:
     """Check the prompt and token times of one request on two kinds of GPUs, and the ratio of the
     two.
     """
-    found, gpus = [], ("A100-80", "H100")
+    checks, gpus = [], ("A100-80", "H100")
     first_tokens = zip(SPLITWISE_FIRST_TOKENS.items(), SPLITWISE_GAPS.items(), strict=True)
     for ((trace, prompt), by_gpu), ((_, output), tbts) in first_tokens:
         ttfts = tuple(by_gpu.values())
@@ -170,8 +170,8 @@ def splitwise_checks() -> list[DisaggregationCheck]:
                 for gpu, *times in zip(gpus, published, ours, strict=True)
             ]
             rows.append((f"{trace}: {name}, H100 against A100", published[1] / published[0], ours[1] / ours[0]))
-            found += [DisaggregationCheck(*row[:1], SPLITWISE, *row[1:], "Splitwise, table IV") for row in rows]
-    return found
+            checks += [DisaggregationCheck(*row[:1], SPLITWISE, *row[1:], "Splitwise, table IV") for row in rows]
+    return checks
 
 
 def link_checks() -> list[DisaggregationCheck]:
@@ -184,12 +184,12 @@ def link_checks() -> list[DisaggregationCheck]:
     for gpu, published in (("A100-80", 6e9), ("H100", 19e9)):
         peak = LeverCost.of(replace(SERVING, tensor_parallel=8), model, get_hardware(gpu)).roofline
         prefill = peak.floor_seconds(StepShape.of([(8192, 0)]))
-        what = (
+        label = (
             f"8 x {gpu.replace('A100-80', 'A800').replace('H100', 'H800')}: bandwidth from which loading pays, bytes/s"
         )
-        rows.append((what, MOONCAKE, published, least_bandwidth(model, 8192, prefill)))
+        rows.append((label, MOONCAKE, published, least_bandwidth(model, 8192, prefill)))
     sent = 131_072 * kv_bytes_per_token(model)
     for many, name, published in ((4, "200 Gb/s", 87e9), (8, "400 Gb/s", 190e9)):
         rate = sent / (sent / (many * get_link(name).bandwidth))
         rows.append((f"{many} x {name}: bytes/s reached, against line rate", MOONCAKE_ENGINE, published, rate))
-    return [DisaggregationCheck(what, source, published, ours, table) for what, source, published, ours in rows]
+    return [DisaggregationCheck(label, source, published, ours, table) for label, source, published, ours in rows]

@@ -31,57 +31,57 @@ def frames() -> Frames:
     """Draw six stills: the prompt is computed, held, asked for, read, freed, answered."""
     run = followed()
     prompt, output = run.request.prompt, [token.shown for token in run.request.output]
-    its, mine = list(run.steps[0].row().block_table), _scattered(3)  # type: ignore[union-attr]
-    full, count, moved = _slots(prompt), len(prompt), len(its) * BLOCK_SIZE * BYTES_PER_TOKEN
-    empty: list[list[str | None]] = [[None] * BLOCK_SIZE for _ in its]
-    told = f"remote_num_tokens: {count}, remote_block_ids: {its}"
+    remote, mine = list(run.steps[0].row().block_table), _scattered(3)  # type: ignore[union-attr]
+    full, count, moved = _slots(prompt), len(prompt), len(remote) * BLOCK_SIZE * BYTES_PER_TOKEN
+    empty: list[list[str | None]] = [[None] * BLOCK_SIZE for _ in remote]
+    told = f"remote_num_tokens: {count}, remote_block_ids: {remote}"
     stills = [
         _still(
             _proxy("the prompt, max_tokens: 1, do_remote_decode: true", to_left=True),
-            _cache(LEFT, its, full, NEW), _cache(RIGHT, mine, empty, KEPT, holds=False),
+            _cache(LEFT, remote, full, NEW), _cache(RIGHT, mine, empty, KEPT, holds=False),
             _state(LEFT, "RUNNING", f"computes {count} tokens, samples {output[0]}"), _state(RIGHT, "", "nothing yet"),
         ),
         _still(
-            _proxy(told, to_left=False), _cache(LEFT, its, full, KEPT, held=True),
+            _proxy(told, to_left=False), _cache(LEFT, remote, full, KEPT, held=True),
             _cache(RIGHT, mine, empty, KEPT, holds=False),
             _state(LEFT, "FINISHED", f"its blocks are held, for {LEASE} s at most"), _state(RIGHT, "", "nothing yet"),
         ),
         _still(
             _proxy(f"the prompt, do_remote_prefill: true, {told}", to_right=True),
-            _cache(LEFT, its, full, KEPT, held=True), _cache(RIGHT, mine, empty, KEPT),
+            _cache(LEFT, remote, full, KEPT, held=True), _cache(RIGHT, mine, empty, KEPT),
             _state(LEFT, "FINISHED", "its blocks are held"),
             _state(RIGHT, "WAITING_FOR_REMOTE_KVS", f"0 tokens here, {count} can come: block table {mine}"),
         ),
         _still(
-            _cache(LEFT, its, full, KEPT, held=True), _cache(RIGHT, mine, full, CAME), _arrows(its, mine),
+            _cache(LEFT, remote, full, KEPT, held=True), _cache(RIGHT, mine, full, CAME), _arrows(remote, mine),
             text(WIDTH / 2, 60, f"{moved:,} bytes", bold=True, anchor="middle"),
             _state(LEFT, "FINISHED", "its blocks are held"),
             _state(RIGHT, "WAITING_FOR_REMOTE_KVS", "not published yet; other requests run"),
         ),
         _still(
-            _done(), _cache(LEFT, its, full, BLANK, holds=False), _cache(RIGHT, mine, full, KEPT),
+            _done(), _cache(LEFT, remote, full, BLANK, holds=False), _cache(RIGHT, mine, full, KEPT),
             _state(LEFT, "", "its blocks are free"),
             _state(RIGHT, "RUNNING", f"num_computed_tokens: {count} → {count - 1}; blocks published"),
         ),
         _still(
-            _cache(LEFT, its, empty, BLANK, holds=False), _cache(RIGHT, mine, full, KEPT, last=count - 1),
+            _cache(LEFT, remote, empty, BLANK, holds=False), _cache(RIGHT, mine, full, KEPT, last=count - 1),
             _state(LEFT, "", "the next prompt's turn"),
             _state(RIGHT, "RUNNING", f"token {count} again, samples {output[0]}, then {' '.join(output[1:4])} …"),
         ),
     ]  # fmt: skip
     captions = [
         f"The proxy sends the prompt to the prefiller, and asks for one token. All {count} tokens are computed there, "
-        f"into blocks {_listed(its)}.",
-        "The request has ended, and its blocks stay, because somebody will read them. The proxy is told where they "
-        f"are. If nobody comes, they are free after {LEASE} s.",
-        f"The proxy hands that on to the decoder, with the same prompt. Its connector says: {count} tokens can come. "
-        f"The request gets blocks {_listed(mine)}, and waits.",
-        f"The decoder reads block by block into its own: {_pairs(its, mine)}. Nobody may find them in its prefix cache "
-        "before they are there.",
-        "The decoder says that it is done, and the prefiller frees its blocks. Keys and values have come, but no "
+        f"into blocks {_listed(remote)}.",
+        "The request has ended, and its blocks stay, because the decoder will read them. The proxy learns where "
+        f"they are. If they are not read, they are freed after {LEASE} s.",
+        f"The proxy hands that on to the decoder, with the same prompt. Its connector reports that {count} tokens can "
+        f"come. The request gets blocks {_listed(mine)}, and waits.",
+        f"The decoder reads block by block into its own: {_pairs(remote, mine)}. No request may find them in its "
+        "prefix cache before they have come.",
+        "The decoder reports that it is done, and the prefiller frees its blocks. Keys and values have come, but no "
         "distribution: one token is taken back.",
-        f"The last token is computed again, here. It says {output[0]}, as the prefiller did, and the answer goes on "
-        "without ever sharing a step with somebody's prompt.",
+        f"The last token is computed again, here. It gives {output[0]}, as it did at the prefiller, and the answer "
+        "goes on without ever sharing a step with another prompt.",
     ]
     return Frames(stills, captions)
 
@@ -89,10 +89,10 @@ def frames() -> Frames:
 def _scattered(count: int) -> list[int]:
     """Return blocks that a pool allocates after others have come and gone."""
     pool = BlockPool(8)
-    taken = {one.block_id: one for one in pool.get_new_blocks(7)}
+    taken = {block.block_id: block for block in pool.get_new_blocks(7)}
     for block_id in (7, 2, 5):
         pool.free_blocks([taken[block_id]])
-    return [one.block_id for one in pool.get_new_blocks(count)]
+    return [block.block_id for block in pool.get_new_blocks(count)]
 
 
 def _slots(tokens: Sequence[Token]) -> list[list[str | None]]:
@@ -159,10 +159,11 @@ def _row_y(ids: Sequence[int], block_id: int) -> float:
     return TOP + sorted(ids).index(block_id) * ROW + 14
 
 
-def _arrows(its: Sequence[int], mine: Sequence[int]) -> str:
+def _arrows(remote: Sequence[int], mine: Sequence[int]) -> str:
     start, end = LEFT + 74 + SLOT * BLOCK_SIZE + 8, RIGHT + 8
     return "".join(
-        arrow((start, _row_y(its, a)), (end, _row_y(mine, b)), INK, width=2) for a, b in zip(its, mine, strict=True)
+        arrow((start, _row_y(remote, a)), (end, _row_y(mine, b)), INK, width=2)
+        for a, b in zip(remote, mine, strict=True)
     )
 
 
@@ -177,5 +178,5 @@ def _listed(ids: Sequence[int]) -> str:
     return ", ".join(map(str, ids))
 
 
-def _pairs(its: Sequence[int], mine: Sequence[int]) -> str:
-    return ", ".join(f"{a} into {b}" for a, b in zip(its, mine, strict=True))
+def _pairs(remote: Sequence[int], mine: Sequence[int]) -> str:
+    return ", ".join(f"{a} into {b}" for a, b in zip(remote, mine, strict=True))

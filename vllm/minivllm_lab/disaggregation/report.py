@@ -95,29 +95,29 @@ def paged_model(arguments: argparse.Namespace) -> PagedModel:
 def measure_interference(arguments: argparse.Namespace) -> dict:
     """Measure the gaps of a few chats while long prompts arrive, by the token budget of a step."""
     heading("1. A long prompt among running chats")
-    found, prompts = {}, 1 if arguments.quick else 4
+    results, prompts = {}, 1 if arguments.quick else 4
     for budget in track((None, *BUDGETS), "disturbing"):
         sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": budget or BUDGETS[0]}
         blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=600, enable_prefix_caching=False)
         core = bare_engine(arguments.model, arguments.device, blocks, dtype="float32", **sizes)
         run = disturb(core, arguments.prompt, prompts if budget else 0, CHATS, CHAT_PROMPT)
-        found[str(budget or "alone")] = latencies(run.gaps, run.firsts)
+        results[str(budget or "alone")] = latencies(run.gaps, run.firsts)
     record_table(
         f"{CHATS} running chats, and {prompts} prompts of {arguments.prompt:,} tokens, one after another",
-        {"nobody else" if key == "alone" else f"{key} tokens a step": each for key, each in found.items()},
+        {"nobody else" if key == "alone" else f"{key} tokens a step": each for key, each in results.items()},
         {"one engine": "{name}", **INTERFERENCE},
     )
-    return found
+    return results
 
 
 def latencies(gaps: Sequence[float], firsts: Sequence[float]) -> dict[str, float]:
     """Sum up the gaps of chats, and the times to first token of the long prompts, if there were
     any.
     """
-    found = {"itl_p50_ms": statistics.median(gaps), "itl_p99_ms": percentile(gaps, 0.99), "itl_max_ms": max(gaps)}
+    figures = {"itl_p50_ms": statistics.median(gaps), "itl_p99_ms": percentile(gaps, 0.99), "itl_max_ms": max(gaps)}
     if firsts:
-        found["ttft_ms"] = statistics.median(firsts)
-    return {name: 1e3 * seconds for name, seconds in found.items()}
+        figures["ttft_ms"] = statistics.median(firsts)
+    return {name: 1e3 * seconds for name, seconds in figures.items()}
 
 
 def measure_two_servers(arguments: argparse.Namespace) -> dict:
@@ -138,25 +138,25 @@ def measure_two_servers(arguments: argparse.Namespace) -> dict:
         before = pair.received_tokens()
         for name, port in track(ports.items(), "serving"):
             loads[name] = _served(port, arguments.prompt, SERVED_PROMPTS, 100)
-        found: dict[str, Any] = {"pinned": pair.pinned, "tokens_received": pair.received_tokens() - before}
+        figures: dict[str, Any] = {"pinned": pair.pinned, "tokens_received": pair.received_tokens() - before}
     for name, (chats, longs) in loads.items():
         # As in the engine, a chat's first eight gaps do not count.
-        found[name] = latencies([gap for chat in chats for gap in chat.itls[8:]], [long.ttft for long in longs])
-    found |= _same_answers(*([*chats, *longs] for chats, longs in loads.values()))
+        figures[name] = latencies([gap for chat in chats for gap in chat.itls[8:]], [long.ttft for long in longs])
+    figures |= _same_answers(*([*chats, *longs] for chats, longs in loads.values()))
     cores = (
         "Each server has one core; proxy and client run on both."
-        if found["pinned"]
+        if figures["pinned"]
         else "The servers share all cores, so the decoder also waits for the prefiller's computing."
     )
     console.print()
     record_table(
         f"The same over HTTP, {SERVED_PROMPTS} prompts of {arguments.prompt:,} tokens",
-        {name: found[key] for key, name in SERVERS.items()},
+        {name: figures[key] for key, name in SERVERS.items()},
         {"over HTTP": "{name}", **INTERFERENCE},
-        f"{BUDGETS[0]} tokens a step. {cores} {found['same_answers']} of {found['answers']} answers are the same, "
-        f"{found['compared_tokens']:,} tokens; the keys and values of {found['tokens_received']:,} tokens moved.",
+        f"{BUDGETS[0]} tokens a step. {cores} {figures['same_answers']} of {figures['answers']} answers are the same, "
+        f"{figures['compared_tokens']:,} tokens; the keys and values of {figures['tokens_received']:,} tokens moved.",
     )
-    return found
+    return figures
 
 
 def _served(port: int, prompt: int, prompts: int, seed: int) -> tuple[list[Answer], list[Answer]]:
@@ -174,11 +174,11 @@ def _served(port: int, prompt: int, prompts: int, seed: int) -> tuple[list[Answe
 def _same_answers(left: Sequence[Answer], right: Sequence[Answer]) -> dict[str, int]:
     """Count the answers that are the same as far as both go, and the tokens that were compared."""
     pairs = [
-        (one.token_ids[: len(other.token_ids)], other.token_ids[: len(one.token_ids)])
-        for one, other in zip(left, right, strict=True)
+        (answer.token_ids[: len(other.token_ids)], other.token_ids[: len(answer.token_ids)])
+        for answer, other in zip(left, right, strict=True)
     ]
-    same = sum(one == other for one, other in pairs)
-    return {"answers": len(pairs), "same_answers": same, "compared_tokens": sum(len(one) for one, _ in pairs)}
+    same = sum(answer == other for answer, other in pairs)
+    return {"answers": len(pairs), "same_answers": same, "compared_tokens": sum(len(answer) for answer, _ in pairs)}
 
 
 # ---- 2. the same tokens --------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def compare_tokens(make: Make, through_both: Callable, arguments: argparse.Names
     """
     heading("2. The prompt here, the answer there")
     (prefiller, decoder), (plain, _) = make(), make()
-    tokens, found, shared = 8 if arguments.quick else 24, {}, random_prompt(96, 1)
+    tokens, results, shared = 8 if arguments.quick else 24, {}, random_prompt(96, 1)
     block_bytes = BLOCK_SIZE * decoder.model.bytes_per_token
     cases = {
         "100 tokens": random_prompt(100, 2),
@@ -210,18 +210,18 @@ def compare_tokens(make: Make, through_both: Callable, arguments: argparse.Names
         assert request.output_token_ids == expected.output_token_ids, f"{name}: other tokens than on one engine"
         _until_released(prefiller)
         moved = decoder.worker.num_bytes - before
-        found[name] = {"prompt": len(prompt), "here": request.num_cached_tokens, "bytes": moved}
+        results[name] = {"prompt": len(prompt), "here": request.num_cached_tokens, "bytes": moved}
     pair = _two_at_once(prefiller, decoder, random_prompt(200, 9))
     columns = {"prompt": "{name}", "tokens": "{prompt}", "found here": "{here}", "blocks moved": "{blocks}"}
     record_table(
         f"{tokens} tokens of each, greedy, against one engine",
-        {name: {**each, "blocks": each["bytes"] // block_bytes} for name, each in found.items()},
+        {name: {**each, "blocks": each["bytes"] // block_bytes} for name, each in results.items()},
         {**columns, "bytes": "{bytes:,}", "same tokens": "yes"},
         f"{decoder.model.bytes_per_token:,} bytes a token. Two requests at once with one prompt of 200 tokens: "
         f"{pair['first']} and {pair['second']} blocks moved. Blocks that are held in the end: none.",
     )
     assert prefiller.blocks.num_held == decoder.blocks.num_held == 0, "blocks are still held"
-    return {"requests": found, "bytes_per_token": decoder.model.bytes_per_token, "pair": pair}
+    return {"requests": results, "bytes_per_token": decoder.model.bytes_per_token, "pair": pair}
 
 
 def _two_at_once(prefiller: Any, decoder: Any, prompt: list[int]) -> dict[str, int]:
@@ -267,7 +267,7 @@ def verify_kernels(
         AssertionError: a number is wrong, or one was written that should not be.
     """
     heading("3. The kernel")
-    found, block_ids = {}, [5, 2, 7, 1]
+    errors, block_ids = {}, [5, 2, 7, 1]
     for numbers in (16, 1000, 1024, 1040):
         cache_, staging, ids = (tensor.to(device) for tensor in transfer_case(numbers, 9, block_ids))
         gathered = launch(gather_kernel, cache_, staging, ids)
@@ -278,12 +278,12 @@ def verify_kernels(
         expected = torch.zeros_like(cache_)
         expected[:, [5, 2, 1]] = cache_[:, [5, 2, 1]]
         assert torch.equal(target, expected), f"blocks of {numbers} are scattered wrongly"
-        found[str(numbers)] = {"bytes": 2 * gathered.nbytes, "launches": 1, "copies": len(block_ids) * len(cache_)}
+        errors[str(numbers)] = {"bytes": 2 * gathered.nbytes, "launches": 1, "copies": len(block_ids) * len(cache_)}
     columns = {"numbers in a block": "{name}", "blocks": f"{len(block_ids)}", "tensors": f"{len(cache_)}"}
     columns |= {"bytes read and written": "{bytes:,}", "launches": "{launches}", "copies without it": "{copies}"}
-    by_size = {f"{int(numbers):,}": each for numbers, each in found.items()}
+    by_size = {f"{int(numbers):,}": each for numbers, each in errors.items()}
     record_table("Blocks into one piece and back: right, bit for bit", by_size, columns)
-    return {"sizes": found, **_measure_gather(launch, gather_kernel, device)}
+    return {"sizes": errors, **_measure_gather(launch, gather_kernel, device)}
 
 
 def _measure_gather(launch: Callable[..., Tensor], kernel: Any, device: torch.device) -> dict:
@@ -316,14 +316,14 @@ def show_links(added_seconds: Callable[[float, float, int], float]) -> dict:
     *Modelled*.
     """
     heading("4. Which links hide the transfer")
-    found, shown = {}, {}
+    results, shown = {}, {}
     for (place, (name, gpu, tp)), prompt in product(PLACES.items(), PROMPTS):
         model = known_model(name), get_hardware(gpu), prompt
         transfers = {link: Transfer.of(*model, get_link(link), tp) for link in LINKS}
         transfer = transfers[LINKS[0]]
         after = {link: each.seconds for link, each in transfers.items()}
         layered = {link: added_seconds(each.prefill, each.seconds, each.layers) for link, each in transfers.items()}
-        found[f"{place}, {prompt}"] = {
+        results[f"{place}, {prompt}"] = {
             "prefill_ms": 1e3 * transfer.prefill,
             "megabytes": transfer.num_bytes / 1e6,
             "least_gb_per_second": transfer.num_bytes / transfer.prefill / 1e9,
@@ -331,7 +331,7 @@ def show_links(added_seconds: Callable[[float, float, int], float]) -> dict:
             "layer_wise_ms": {link: 1e3 * seconds for link, seconds in layered.items()},
         }
         shown[f"{place}, {prompt}"] = {
-            **found[f"{place}, {prompt}"],
+            **results[f"{place}, {prompt}"],
             "place": place,
             "prompt": prompt,
             "prefill": transfer.prefill,
@@ -347,7 +347,7 @@ def show_links(added_seconds: Callable[[float, float, int], float]) -> dict:
         "paper says 6 and 19 GB/s for 8,192 tokens of 70B on 8 A800 and 8 H800; at data-sheet rates "
         f"the model is off by {' and '.join(f'{error:+.0%}' for error in off.values())}.",
     )
-    return {"places": found, "off_mooncake": off}
+    return {"places": results, "off_mooncake": off}
 
 
 # ---- 5. how many of each -------------------------------------------------------------------------
@@ -363,18 +363,18 @@ def show_ratios(goodput_per_gpu: Callable[[float, float, int, int], float], argu
     schedulers.
     """
     heading("5. How many of each")
-    found, shown = {}, {}
+    results, shown = {}, {}
     for prefillers, decoders in ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3)):
         rate = goodput_per_gpu(DISTSERVE["prefill"], DISTSERVE["decode"], prefillers, decoders)
         busy, name = rate * (prefillers + decoders), f"{prefillers}:{decoders}"
-        found[name] = {"per_gpu": rate, "times": rate / DISTSERVE["together"]}
+        results[name] = {"per_gpu": rate, "times": rate / DISTSERVE["together"]}
         idle = [1 - busy / (many * DISTSERVE[kind]) for many, kind in ((prefillers, "prefill"), (decoders, "decode"))]
-        shown[name.replace(":", " : ")] = {**found[name], "prefillers": idle[0], "decoders": idle[1]}
+        shown[name.replace(":", " : ")] = {**results[name], "prefillers": idle[0], "decoders": idle[1]}
     columns = {"prefillers : decoders": "{name}", "requests/s a GPU": "{per_gpu:.2f}", "of one pool": "{times:.2f} ×"}
     columns |= {"prefillers idle": "{prefillers:.0%}", "decoders idle": "{decoders:.0%}"}
     record_table("DistServe's example: 5.6 requests a second, 10, and 1.6 together", shown, columns)
     console.print()
-    return {"distserve": found, **_simulated_pools(arguments)}
+    return {"distserve": results, **_simulated_pools(arguments)}
 
 
 def _simulated_pools(arguments: argparse.Namespace) -> dict:
@@ -384,31 +384,33 @@ def _simulated_pools(arguments: argparse.Namespace) -> dict:
     counted, rounds = (4, 2) if arguments.quick else (60, ROUNDS)
     objective = Objective(TTFT_SLO, TPOT_SLO)
     works = {kind: Work(*lengths, counted=counted) for kind, lengths in WORKS.items()}
-    one = Colocated(known_model(MODEL), get_hardware(GPU), GPUS)
-    systems: dict[str, System] = {f"one pool, {each} tokens a step": replace(one, budget=each) for each in POOL_BUDGETS}
+    mixed = Colocated(known_model(MODEL), get_hardware(GPU), GPUS)
+    systems: dict[str, System] = {
+        f"one pool, {each} tokens a step": replace(mixed, budget=each) for each in POOL_BUDGETS
+    }
     for decoders in range(GPUS - 1, 0, -1):
-        pools = Disaggregated(one.model, one.gpu, GPUS - decoders, decoders, get_link(LINK), layer_wise=True)
+        pools = Disaggregated(mixed.model, mixed.gpu, GPUS - decoders, decoders, get_link(LINK), layer_wise=True)
         systems[f"two pools, {GPUS - decoders} : {decoders}"] = pools
-    found: dict[str, dict[str, Any]] = {BEST_BUDGET: {}} | {name: {} for name in systems}
+    results: dict[str, dict[str, Any]] = {BEST_BUDGET: {}} | {name: {} for name in systems}
     for name, system in track(systems.items(), "bisecting"):
         for kind, work in works.items():
-            found[name] |= _cells(kind, goodput(system, work, objective, rounds))
+            results[name] |= _cells(kind, goodput(system, work, objective, rounds))
     best = {}
     for kind, work in track(works.items(), "tuning"):
-        tuned = best_budget(one, work, objective, rounds)
-        found[BEST_BUDGET] |= _cells(kind, tuned.goodput)
-        two = max(each[kind] for name, each in found.items() if name.startswith("two"))
+        tuned = best_budget(mixed, work, objective, rounds)
+        results[BEST_BUDGET] |= _cells(kind, tuned.goodput)
+        two = max(each[kind] for name, each in results.items() if name.startswith("two"))
         best[kind] = {
             "one": tuned.goodput.per_gpu,
             "two": two,
             "times": two / tuned.goodput.per_gpu,
             "budget": int(tuned.name),
-            "winning": winning_budgets(one, two * GPUS, work, objective),
-            "default": found[f"one pool, {POOL_BUDGETS[-1]} tokens a step"][kind],
+            "winning": winning_budgets(mixed, two * GPUS, work, objective),
+            "default": results[f"one pool, {POOL_BUDGETS[-1]} tokens a step"][kind],
         }
     against_distserve = _against_distserve(counted)
-    _show_pools(found, best, against_distserve)
-    return {"pools": found, "best": best, "against_distserve": against_distserve}
+    _show_pools(results, best, against_distserve)
+    return {"pools": results, "best": best, "against_distserve": against_distserve}
 
 
 BEST_BUDGET = "one pool, its best budget"
@@ -419,7 +421,7 @@ def _cells(kind: str, sustained: Goodput) -> dict[str, Any]:
     return {kind: sustained.per_gpu, f"{kind}: cause": sustained.cause}
 
 
-def _show_pools(found: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any], ours: Sequence[float]) -> None:
+def _show_pools(results: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any], ours: Sequence[float]) -> None:
     """Print a row for each way to use the GPUs, and the best budgets in words."""
     columns = {f"{GPUS} {GPU}, {MODEL}": "{name}"}
     columns |= {f"{prompt:,} tokens in, {output} out": f"{{{kind}}}" for kind, (prompt, output) in WORKS.items()}
@@ -429,7 +431,7 @@ def _show_pools(found: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any],
         "Goodput by bisection, modelled",
         {
             name: {kind: f"{each[kind]:.1f} ({CAUSES[each[f'{kind}: cause']]})" for kind in WORKS}
-            for name, each in found.items()
+            for name, each in results.items()
         },
         columns,
         f"requests a second and GPU, and what is late beyond it. In time: a first token within {TTFT_SLO:g} s and "
@@ -549,13 +551,13 @@ def _dead_prefiller(make: Make, prompt: list[int]) -> dict:
 # ---- the whole lesson ----------------------------------------------------------------------------
 
 
-def close(found: dict, disturbance: str) -> None:
+def close(results: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    gaps = {budget: each["itl_max_ms"] for budget, each in found["interference"].items()}
-    requests, (long, longer) = found["tokens"]["requests"], found["ratio"]["best"].values()
+    gaps = {budget: each["itl_max_ms"] for budget, each in results["interference"].items()}
+    requests, (long, longer) = results["tokens"]["requests"], results["ratio"]["best"].values()
     closing(
         Timed(
-            f"A prompt of {found['slow']['prompt']:,} tokens stops running chats for {gaps[str(BUDGETS[0])]:.0f} ms; "
+            f"A prompt of {results['slow']['prompt']:,} tokens stops running chats for {gaps[str(BUDGETS[0])]:.0f} ms; "
             f"in chunks of {BUDGETS[-1]} tokens for {gaps[str(BUDGETS[-1])]:.0f}, again and again."
         ),
         f"{len(requests)} requests through two engines give the same tokens as through one, and "
@@ -568,15 +570,15 @@ def close(found: dict, disturbance: str) -> None:
     )
 
 
-def draw(found: dict, path: str) -> None:
+def draw(results: dict, path: str) -> None:
     """Draw the chats' gaps by budget; what links add; goodput by ratio."""
-    loads = {f"{budget} a step": found["interference"][str(budget)] for budget in BUDGETS}
-    loads["nobody else"] = found["interference"]["alone"]
-    loads |= {SERVERS[key]: found["servers"][key] for key in SERVERS if found["servers"]}
-    added = found["links"]["places"][f"{next(iter(PLACES))}, {PROMPTS[-1]}"]
+    loads = {f"{budget} a step": results["interference"][str(budget)] for budget in BUDGETS}
+    loads["nobody else"] = results["interference"]["alone"]
+    loads |= {SERVERS[key]: results["servers"][key] for key in SERVERS if results["servers"]}
+    added = results["links"]["places"][f"{next(iter(PLACES))}, {PROMPTS[-1]}"]
     rates = [get_link(link).bandwidth / 1e9 for link in LINKS]
     kind = next(iter(WORKS))
-    goodputs = {name: each[kind] for name, each in found["ratio"]["pools"].items()}
+    goodputs = {name: each[kind] for name, each in results["ratio"]["pools"].items()}
     with panels(path, 3) as (left, middle, right):
         gaps = {name: each["itl_max_ms"] for name, each in loads.items()}
         named_bars(left, [(f"{name}: {gap:.0f} ms", gap, palette.SKY) for name, gap in gaps.items()])

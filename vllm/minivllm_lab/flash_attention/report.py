@@ -137,7 +137,7 @@ def show_overflow(softmax: Callable[[np.ndarray], np.ndarray]) -> dict[str, floa
             row = np.array([[0.0, score]], dtype)
             plain = np.exp(row[0, 1]) / np.exp(row).sum()
             rows.append((dtype, f"{score:.1f}", f"{plain}", f"{softmax(row)[0, 1]}"))
-    table("Softmax of 0 and x: the weight of x", ("dtype", "x", "exp(x) as it is", "maximum off first"), rows)
+    table("Softmax of 0 and x: the weight of x", ("dtype", "x", "plain exp(x)", "maximum first"), rows)
     return dict(LIMITS)
 
 

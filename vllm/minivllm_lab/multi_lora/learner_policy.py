@@ -15,7 +15,7 @@ from minivllm.core.step import Step
 from minivllm.errors import MinivllmError
 
 Admit = Callable[[Sequence[int], Sequence[int], int, int], Sequence[int]]
-"""`admit(running, waiting, max_loras, places)` gets adapters, 0 for none, and returns indices of
+"""`admit(running, waiting, max_loras, seats)` gets adapters, 0 for none, and returns indices of
 waiting requests.
 """
 
@@ -48,25 +48,25 @@ def learner_policy(admit: Admit) -> SchedulingPolicy:
 
 def _ask(admit: Admit, scheduler: Scheduler, requests: Sequence[Request]) -> Sequence[int]:
     running, waiting = (list(map(adapter_of, queue)) for queue in (scheduler.running, requests))
-    max_loras, places = scheduler.config.max_loras, scheduler.config.max_num_seqs - len(running)
-    chosen = admit(running, waiting, max_loras, places)
-    ensure_possible(chosen, running, waiting, max_loras, places)
+    max_loras, seats = scheduler.config.max_loras, scheduler.config.max_num_seqs - len(running)
+    chosen = admit(running, waiting, max_loras, seats)
+    ensure_possible(chosen, running, waiting, max_loras, seats)
     return chosen
 
 
 def ensure_possible(
-    admitted: object, running: Sequence[int], waiting: Sequence[int], max_loras: int, places: int
+    admitted: object, running: Sequence[int], waiting: Sequence[int], max_loras: int, seats: int
 ) -> None:
     """Check that the engine can carry out this result of `admit`.
 
     Raises:
-        MinivllmError: it is not a list of indices, or there are not enough places or slots.
+        MinivllmError: it is not a list of indices, or there are not enough seats or slots.
     """
     said, count = f"your admit returns {admitted!r}", len(waiting)
     if not isinstance(admitted, list) or not all(isinstance(each, int) and 0 <= each < count for each in admitted):
         raise MinivllmError(f"{said}; it must return a list of indices into the {count} waiting requests")
-    if len(set(admitted)) < len(admitted) or len(admitted) > places:
-        raise MinivllmError(f"{said}, but there are places for {places} different requests")
+    if len(set(admitted)) < len(admitted) or len(admitted) > seats:
+        raise MinivllmError(f"{said}, but there are seats for {seats} different requests")
     active = {*running, *(waiting[index] for index in admitted)} - {0}
     if len(active) > max_loras:
         raise MinivllmError(f"your admit lets {len(active)} different adapters run, and there are {max_loras} slots")

@@ -243,7 +243,7 @@ def looped(out: Tensor, x: Tensor, a: Tensor, b: Tensor, members: Sequence[tuple
 
 
 def gathered(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> Tensor:
-    """Apply a copy of its adapter to each token, with torch's batched products, as bgmv reads
+    """Apply a copy of its adapter to each token, with torch's batched matmuls, as bgmv reads
     them.
     """
     return out + torch.bmm(b[slots], torch.bmm(a[slots], x[:, :, None]))[:, :, 0]
@@ -294,7 +294,7 @@ def engine_call(
 
 # ---- 4. slots, and a tier below ------------------------------------------------------------------
 
-PLACES, SERVED_STEPS = 32, 12
+SEATS, SERVED_STEPS = 32, 12
 """The traffic's `max_num_seqs`, and the mean number of steps of a request."""
 
 
@@ -311,8 +311,8 @@ def traffic(adapters: int, skew: float, requests: int, a_step: float, seed: int)
 class Served:
     """A run of the lesson's `serve` over the lesson's requests, and its figures."""
 
-    def __init__(self, serve: LessonCode, work: Sequence[Any], slots: int, places: int) -> None:
-        self.steps, self.slots = list(serve(work, slots, places)), slots
+    def __init__(self, serve: LessonCode, work: Sequence[Any], slots: int, seats: int) -> None:
+        self.steps, self.slots = list(serve(work, slots, seats)), slots
 
     def first_step(self, name: str) -> int:
         """Return the step in which a request starts."""
@@ -342,11 +342,11 @@ def show_tiers(
     wanted = len({adapter for _, adapter, *_ in work})
     records = {}
     for slots, host in ((1, 64), (4, 64), (8, 64), (16, 64), (32, 64), (32, 1000)):
-        run = Served(serve, [request(*each) for each in work], slots, PLACES)
+        run = Served(serve, [request(*each) for each in work], slots, SEATS)
         records[slots, host] = run.figures(tiers, host)
     record_table(
-        f"{len(work):,} requests for {wanted:,} of {arguments.adapters:,} adapters, skew {arguments.skew:g}; {PLACES} "
-        "places",
+        f"{len(work):,} requests for {wanted:,} of {arguments.adapters:,} adapters, skew {arguments.skew:g}; {SEATS} "
+        "seats",
         {f"{slots} / {host:,}": record for (slots, host), record in records.items()},
         "slots / in host memory {name} | steps {steps:,} | running {running:.1f} | most waiting {waiting} | "
         "adapters a step {distinct:.1f} | copied {copied:,} | from disk {disk:,}",
@@ -508,7 +508,7 @@ def show_gate(serve: LessonCode, tiers: LessonCode, request: LessonCode) -> dict
     record_table(
         "160 requests of 8 steps, 2 before each step, 16 adapters in turn",
         records,
-        "slots {name} | steps {steps} | places in use {running:.1f} of 16 | most waiting {waiting} | "
+        "slots {name} | steps {steps} | seats in use {running:.1f} of 16 | most waiting {waiting} | "
         "copied into slots {copied}",
     )
     hot = [request(f"hot {i}", 1 + i % 2, 8, i) for i in range(100)]
@@ -583,7 +583,7 @@ def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
 
     own = Parts(policy=SchedulingPolicy(hash_block_tokens=by_tokens))
     records: dict[str, Any] = {}
-    for name, parts in (("as it is", NO_PARTS), ("names without the adapter", own)):
+    for name, parts in (("unchanged", NO_PARTS), ("hashes ignore the adapter", own)):
         llm, (first, second, *_) = embedded_with_adapters(arguments, block_size=4, parts=parts)
         _continue(llm, [first])
         (output,) = _continue(llm, [second])
@@ -629,7 +629,7 @@ def close(figures: dict, disturbance: str) -> None:
 
 
 def draw(figures: dict, path: str) -> None:
-    """Draw the size of a thousand adapters; one linear by the adapters of a batch; places in use
+    """Draw the size of a thousand adapters; one linear by the adapters of a batch; seats in use
     by slots.
     """
     with panels(path, 3) as (left, middle, right):
@@ -655,7 +655,7 @@ def draw(figures: dict, path: str) -> None:
         slots = {name: record["running"] for name, record in figures["slots"].items() if name != "cold"}
         right.bar(list(slots), list(slots.values()), color=palette.BLUE)
         right.axhline(16, color=palette.GREY, linestyle="--")
-        right.set(title="16 adapters in turn", xlabel="slots", ylabel="places in use of 16")
+        right.set(title="16 adapters in turn", xlabel="slots", ylabel="seats in use of 16")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

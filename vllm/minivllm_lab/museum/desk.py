@@ -56,7 +56,7 @@ def show_exhibit(exhibit: Exhibit) -> None:
     here = _shown(room_of(exhibit))
     console.print(f"The engine with the defect is in {here}/minivllm.", markup=False)
     if not fresh:
-        _say(f"You have changed it, so it was left as it is. To start again, delete {here}.")
+        _say(f"You have changed it, so it was left unchanged. To start again, delete {here}.")
     console.print(
         f"  PYTHONPATH={here} uv run python -P FILE.py   a script of yours on this engine\n"
         f"  make bugs B={exhibit.number} HINT=1                a hint, of {NUM_HINTS}\n"
@@ -101,13 +101,13 @@ def parse_place(place: str) -> tuple[str, int]:
     """
     path, _, number = place.strip().rpartition(":")
     if not path or not number.isascii() or not number.isdigit():
-        raise MinivllmError(f"{place!r} is no line; write it like core/scheduler.py:99")
+        raise MinivllmError(f"{place!r} is not a line; write it like core/scheduler.py:99")
     parts = PurePosixPath(path).parts
     if "minivllm" in parts:
         parts = parts[len(parts) - parts[::-1].index("minivllm") :]
     file = str(PurePosixPath(*parts))
     if ".." in parts or not (ENGINE / file).is_file() or file.startswith("/"):
-        raise MinivllmError(f"{path!r} is no file of the engine; write it like core/scheduler.py:99")
+        raise MinivllmError(f"{path!r} is not a file of the engine; write it like core/scheduler.py:99")
     most = len((ENGINE / file).read_text().splitlines())
     if not 1 <= int(number[:9]) <= most:
         raise MinivllmError(f"{file} has the lines 1 to {most}, and you said {number}")

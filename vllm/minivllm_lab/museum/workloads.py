@@ -143,9 +143,9 @@ def _take_in(answer: Answer, output: RequestOutput) -> None:
         answer.prompt_logprob = round(sum(logprobs), 1)
 
 
-def each_answer(answers: Answers, what: str, value: Callable[[Answer], Any]) -> Seen:
+def each_answer(answers: Answers, label: str, value: Callable[[Answer], Any]) -> Seen:
     """Return a value of each answer as "`what` NAME", and the error if there was one."""
-    seen = {f"{what} {name}": value(answer) for name, answer in answers.items()}
+    seen = {f"{label} {name}": value(answer) for name, answer in answers.items()}
     return seen if answers.raised is None else {"raised": answers.raised, **seen}
 
 

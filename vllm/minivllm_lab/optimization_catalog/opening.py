@@ -21,7 +21,7 @@ COLOURS = {NAME: BLUE, OTHER: ORANGE, STRANGER: GREEN}
 STRANGERS_PROMPT = "def sub(a, b):\n    return"
 
 
-def paper_name(parent: int, token_ids: Sequence[int]) -> int:
+def paper_hash(parent: int, token_ids: Sequence[int]) -> int:
     """Hash on paper, as the lesson does: (7 × the parent's hash + the tokens, weighted 1, 2, 3,
     4) mod 1000.
     """
@@ -30,58 +30,58 @@ def paper_name(parent: int, token_ids: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request's prompt in blocks, and the names of the full ones."""
+    """A request's prompt in blocks, and the hashes of the full ones."""
 
     request: str
     blocks: tuple[tuple[Token, ...], ...]
-    names: tuple[int, ...]
+    hashes: tuple[int, ...]
 
     @classmethod
     def of(cls, request: str, tokens: Sequence[Token]) -> Prompt:
-        """Cut a prompt into blocks and name the full ones."""
+        """Cut a prompt into blocks and hash the full ones."""
         blocks = tuple(tuple(tokens[start : start + BLOCK_SIZE]) for start in range(0, len(tokens), BLOCK_SIZE))
-        names: list[int] = []
+        hashes: list[int] = []
         for tokens_of_block in blocks:
             if len(tokens_of_block) == BLOCK_SIZE:
                 ids = [token.id for token in tokens_of_block]
-                names.append(paper_name(names[-1] if names else 0, ids))
-        return cls(request, blocks, tuple(names))
+                hashes.append(paper_hash(hashes[-1] if hashes else 0, ids))
+        return cls(request, blocks, tuple(hashes))
 
 
 def frames() -> Frames:
-    """Draw the names, the hit, the miss, and the free queue when the requests have ended."""
+    """Draw the hashes, the hit, the miss, and the free queue when the requests have ended."""
     run = followed("prefix hit")
     first, second = (Prompt.of(name, run.requests[name].prompt) for name in (NAME, OTHER))
     stranger = Prompt.of(STRANGER, _tokens(STRANGERS_PROMPT))
-    names = first.names
     table = next(row for step in run.steps for row in step.rows if row.request == OTHER).block_table
-    one, two = first.names
+    first_hash, second_hash = first.hashes
     shots = [
         (_still(first, 0), "A prompt of nine tokens is cut into blocks of four. The third block is not full."),
-        (_still(first, 1, sums=True), f"A full block gets a name, made of its tokens: {one}."),
+        (_still(first, 1, sums=True), f"A full block gets a hash of its tokens: {first_hash}."),
         (
             _still(first, 2, sums=True),
-            f"The next name is made of its tokens and the name before it: {two}. The third block has none.",
+            f"The next hash is that of its tokens and of the hash before it: {second_hash}. The third block has none.",
         ),
         (
-            _still(first, 2, pool=[1, 2, 3], named=names),
-            f"Nine tokens are computed, into blocks 1, 2 and 3. The names {one} and {two} now lead to blocks 1 and 2.",
+            _still(first, 2, pool=[1, 2, 3], cached=first.hashes),
+            "Nine tokens are computed, into blocks 1, 2 and 3. "
+            f"The hashes {first_hash} and {second_hash} now lead to blocks 1 and 2.",
         ),
         (
-            _still(first, 2, pool=[1, 2, 3], named=names, other=second),
-            "A second prompt begins in the same way, so its full blocks have the same names.",
+            _still(first, 2, pool=[1, 2, 3], cached=first.hashes, other=second),
+            "A second prompt begins in the same way, so its full blocks have the same hashes.",
         ),
         (
-            _still(first, 2, pool=[1, 2, 3, 4], named=names, other=second, found=True),
+            _still(first, 2, pool=[1, 2, 3, 4], cached=first.hashes, other=second, hit=True),
             f"Both are found: its block table is {', '.join(map(str, table))}, and one token of nine is computed.",
         ),
         (
-            _still(first, 2, pool=[1, 2, 3], named=names, other=stranger),
-            f"After another beginning, the same four tokens are named {stranger.names[1]}: nothing is found.",
+            _still(first, 2, pool=[1, 2, 3], cached=first.hashes, other=stranger),
+            f"After another beginning, the same four tokens have the hash {stranger.hashes[1]}: a miss.",
         ),
         (
             _ended(run),
-            "When the requests have ended, their blocks wait at the end of the free queue, with their names.",
+            "When the requests have ended, their blocks wait at the end of the free queue, with their hashes.",
         ),
     ]
     return Frames(*zip(*shots, strict=True))
@@ -98,30 +98,30 @@ def _still(
     *,
     sums: bool = False,
     pool: Sequence[int] = (),
-    named: Sequence[int] = (),
+    cached: Sequence[int] = (),
     other: Prompt | None = None,
-    found: bool = False,
+    hit: bool = False,
 ) -> str:
-    """Draw `shown` names of the first prompt, the pool's blocks, and another prompt that looks
-    its names up.
+    """Draw `shown` hashes of the first prompt, the pool's blocks, and another prompt that looks
+    its hashes up.
     """
     shapes = [text(LEFT, FIRST_Y - 28, "the first request's prompt", colour=QUIET), *_prompt(first, FIRST_Y, QUIET)]
     for index in range(shown):
-        shapes.append(_name(_x(index), FIRST_Y + TALL + 8, first.names[index], BLUE))
+        shapes.append(_hash(_x(index), FIRST_Y + TALL + 8, first.hashes[index], BLUE))
         if index:
             level = FIRST_Y + TALL + 19
             shapes.append(arrow((_x(index - 1) + 76, level), (_x(index) - 4, level), BLUE))
     if sums:
         shapes.append(_sum(first, shown - 1))
     if pool:
-        shapes += _pool(first, pool, named, other if found else None)
+        shapes += _pool(first, pool, cached, other if hit else None)
         shapes += [
             arrow((_x(index) + 2 * SLOT, FIRST_Y + TALL + 4), (_x(index) + 2 * SLOT, POOL_Y - 22), BLUE)
             for index in range(3)
         ]
     if other is not None:
-        shapes += _looks(other, named, found)
-    return svg(WIDTH, HEIGHT, *shapes, label="Blocks of a prompt, their names, and the pool of blocks")
+        shapes += _looks(other, cached, hit)
+    return svg(WIDTH, HEIGHT, *shapes, label="Blocks of a prompt, their hashes, and the pool of blocks")
 
 
 def _prompt(prompt: Prompt, y: float, quiet: str) -> list[str]:
@@ -134,50 +134,50 @@ def _prompt(prompt: Prompt, y: float, quiet: str) -> list[str]:
     return shapes
 
 
-def _name(x: float, y: float, name: int, colour: str) -> str:
-    return rect(x, y, 72, 22, tint(colour, 0.15), stroke=colour, radius=11, size=12, label=f"name {name}")
+def _hash(x: float, y: float, block_hash: int, colour: str) -> str:
+    return rect(x, y, 72, 22, tint(colour, 0.15), stroke=colour, radius=11, size=12, label=f"hash {block_hash}")
 
 
 def _sum(prompt: Prompt, index: int) -> str:
-    """Write out the computation of one name."""
+    """Write out the computation of one hash."""
     tokens = [token.id for token in prompt.blocks[index]]
-    parent = prompt.names[index - 1] if index else 0
+    parent = prompt.hashes[index - 1] if index else 0
     terms = " + ".join(f"{weight} × {token}" if weight > 1 else str(token) for weight, token in enumerate(tokens, 1))
     total = 7 * parent + sum(weight * token for weight, token in enumerate(tokens, 1))
-    lines = [f"7 × {parent} + {terms}", f"= {total}, of which the last three digits: {prompt.names[index]}"]
+    lines = [f"7 × {parent} + {terms}", f"= {total}, of which the last three digits: {prompt.hashes[index]}"]
     return "".join(text(_x(index), FIRST_Y + TALL + 56 + 20 * row, line) for row, line in enumerate(lines))
 
 
-def _pool(first: Prompt, pool: Sequence[int], named: Sequence[int], other: Prompt | None) -> list[str]:
-    """Draw the blocks of the pool that hold tokens, each with its name if it has one."""
+def _pool(first: Prompt, pool: Sequence[int], cached: Sequence[int], other: Prompt | None) -> list[str]:
+    """Draw the blocks of the pool that hold tokens, each with its hash if it has one."""
     shapes = [text(LEFT, POOL_Y - 28, "the pool", colour=QUIET)]
     for index, number in enumerate(pool):
         owner = first if index < 3 else other
         tokens = first.blocks[index] if index < 3 else other.blocks[-1] if other else ()
         slots = [token.shown for token in tokens] + [None] * (BLOCK_SIZE - len(tokens))
         colour = COLOURS[owner.request] if owner else BLANK
-        shared = other is not None and index < len(named)
+        shared = other is not None and index < len(cached)
         label = f"block {number}" + (", two requests" if shared else "")
         shapes.append(
             block(_x(index), POOL_Y, slots, width=SLOT, height=TALL, fill=tint(colour, 0.35), name=label, stroke=colour)
         )
-        if index < len(named):
-            shapes.append(_name(_x(index), POOL_Y + TALL + 6, named[index], BLUE))
+        if index < len(cached):
+            shapes.append(_hash(_x(index), POOL_Y + TALL + 6, cached[index], BLUE))
     return shapes
 
 
-def _looks(other: Prompt, named: Sequence[int], found: bool) -> list[str]:
-    """Draw another prompt below the pool, with the names that it looks up and their hits."""
+def _looks(other: Prompt, cached: Sequence[int], hit: bool) -> list[str]:
+    """Draw another prompt below the pool, with the hashes that it looks up and their hits."""
     colour = COLOURS[other.request]
     shapes = _prompt(other, SECOND_Y, QUIET)
-    for index, name in enumerate(other.names):
-        known = name in named
-        shapes.append(_name(_x(index), SECOND_Y - 28, name, colour if known else VERMILLION))
-        if found and known:
+    for index, block_hash in enumerate(other.hashes):
+        known = block_hash in cached
+        shapes.append(_hash(_x(index), SECOND_Y - 28, block_hash, colour if known else VERMILLION))
+        if hit and known:
             shapes.append(arrow((_x(index) + 36, SECOND_Y - 32), (_x(index) + 36, POOL_Y + TALL + 32), colour))
         elif not known:
             shapes.append(text(_x(index) + 80, SECOND_Y - 12, "not known", size=12, colour=VERMILLION))
-    if found:
+    if hit:
         shapes.append(arrow((_x(2) + 24, SECOND_Y - 4), (_x(3) + 24, POOL_Y + TALL + 6), colour))
     words = {OTHER: "another request's prompt", STRANGER: "a prompt that begins in another way"}[other.request]
     shapes.append(paragraph(_x(3), SECOND_Y + 12, words, WIDTH - _x(3) - LEFT, colour=QUIET))
@@ -187,32 +187,32 @@ def _looks(other: Prompt, named: Sequence[int], found: bool) -> list[str]:
 def _ended(run: Followed) -> str:
     """Draw the free queue after the last step, from the next block to be allocated to the last."""
     last, size = run.steps[-1], 44
-    names = _names_of_blocks(run)
+    hashes = _hashes_of_blocks(run)
     shapes = [text(LEFT, FIRST_Y - 28, "the free queue", colour=QUIET)]
     width = (WIDTH - 2 * LEFT) / len(last.free_blocks)
     for place, number in enumerate(last.free_blocks):
-        x, name = LEFT + place * width, names.get(number)
-        fill = BLANK if name is None else tint(BLUE if number < 4 else ORANGE, 0.35)
+        x, block_hash = LEFT + place * width, hashes.get(number)
+        fill = BLANK if block_hash is None else tint(BLUE if number < 4 else ORANGE, 0.35)
         shapes.append(rect(x + 2, 90, width - 4, size, fill, stroke=RULE, radius=2, label=str(number)))
-        if name is not None:
-            shapes.append(text(x + width / 2, 90 + size + 18, str(name), anchor="middle", colour=BLUE))
-    words = "A hit takes a block out of the middle. A block loses its name when it is taken from the front."
+        if block_hash is not None:
+            shapes.append(text(x + width / 2, 90 + size + 18, str(block_hash), anchor="middle", colour=BLUE))
+    words = "A hit takes a block out of the middle. A block loses its hash when it is taken from the front."
     shapes += [
-        text(LEFT, 190, "← taken first: these have no name"),
-        text(WIDTH - LEFT, 190, "taken last: found by name until then →", anchor="end"),
+        text(LEFT, 190, "← taken first: these have no hash"),
+        text(WIDTH - LEFT, 190, "taken last: found by its hash until then →", anchor="end"),
         text(LEFT, 226, words, colour=QUIET),
     ]
-    return svg(WIDTH, HEIGHT, *shapes, label="The free queue, with the names of the blocks at its end")
+    return svg(WIDTH, HEIGHT, *shapes, label="The free queue, with the hashes of the blocks at its end")
 
 
-def _names_of_blocks(run: Followed) -> dict[int, int]:
-    """Return the paper names of the blocks that are cached at the end."""
-    named: dict[int, int] = {}
+def _hashes_of_blocks(run: Followed) -> dict[int, int]:
+    """Return the paper hashes of the blocks that are cached at the end."""
+    hash_of: dict[int, int] = {}
     for name, request in run.requests.items():
-        names = Prompt.of(name, request.tokens).names
+        hashes = Prompt.of(name, request.tokens).hashes
         rows = [row for step in run.steps for row in step.rows if row.request == name]
-        named |= dict(zip(rows[-1].block_table, names, strict=False))
-    return {number: name for number, name in named.items() if number in run.steps[-1].cached_blocks}
+        hash_of |= dict(zip(rows[-1].block_table, hashes, strict=False))
+    return {number: value for number, value in hash_of.items() if number in run.steps[-1].cached_blocks}
 
 
 def _x(column: int) -> float:

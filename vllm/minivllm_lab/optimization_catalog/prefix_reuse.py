@@ -109,8 +109,8 @@ class Load:
             turn_tokens = self.kind.question + self.kind.answer
             prompts = [length + index % self.turns * turn_tokens for index, length in enumerate(prompts)]
         return sum(
-            -(-length // BLOCK_SIZE) - found // BLOCK_SIZE
-            for length, found in zip(prompts, self.findable(), strict=True)
+            -(-length // BLOCK_SIZE) - findable // BLOCK_SIZE
+            for length, findable in zip(prompts, self.findable(), strict=True)
         )
 
 
@@ -126,10 +126,10 @@ def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:
     cache = CacheConfig(num_gpu_blocks=1 + num_blocks)
     run = simulate(work, CONFIG, cache, cost, scheduler=partial(Scheduler, policy=policy))
     return Reuse(
-        tuple(one.prompt_tokens for one in work),
-        tuple(one.num_cached_tokens for one in run.requests),
+        tuple(request.prompt_tokens for request in work),
+        tuple(request.num_cached_tokens for request in run.requests),
         tuple(watch.wrong.get(index, 0) for index in range(len(work))),
-        tuple(one.ttft for one in run.requests),
+        tuple(request.ttft for request in run.requests),
         watch.evicted,
         watch.admissions(),
     )
@@ -208,14 +208,14 @@ class _Watch:
         return BLOCK_SIZE * sum(_true(expected) != _true(actual) for expected, actual in pairs)
 
 
-class _Name(bytes):
+class _ReadersHash(bytes):
     """A block's hash by the reader's function; `true` is the engine's hash of the same block."""
 
     true: BlockHash
 
 
-def _true(name: BlockHash | None) -> BlockHash | None:
-    return getattr(name, "true", name)
+def _true(block_hash: BlockHash | None) -> BlockHash | None:
+    return getattr(block_hash, "true", block_hash)
 
 
 @lru_cache(maxsize=4)
@@ -223,18 +223,18 @@ def _named(own: HashBlockTokens) -> HashBlockTokens:
     """Wrap the reader's function: call it once for each block, and keep the true hash beside its
     result.
     """
-    known: dict[BlockHash, _Name] = {}
+    known: dict[BlockHash, _ReadersHash] = {}
 
-    def name(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
+    def hash_by_reader(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
         true = hash_block_tokens(getattr(parent, "true", parent), token_ids, extra_keys)
         if true not in known:
             result = own(bytes(parent), list(token_ids), extra_keys)
-            require(isinstance(result, bytes), f"hash_block_tokens gave {result!r}; a block's name is bytes")
-            known[true] = _Name(result)
+            require(isinstance(result, bytes), f"hash_block_tokens gave {result!r}; a block's hash is bytes")
+            known[true] = _ReadersHash(result)
             known[true].true = true
         return known[true]
 
-    return name
+    return hash_by_reader
 
 
 @lru_cache(maxsize=2**15)

@@ -90,7 +90,7 @@ def int8_caches(quantize: Quantize) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def measure_outlier(model: Decoder, texts: Texts, quantize: Quantize) -> dict:
-    """Measure the loss that an int8 cache adds, by granularity: for the model as it is, and with
+    """Measure the loss that an int8 cache adds, by granularity: for the original model, and with
     one channel × 50.
     """
     plain, lengths, results = decoder_loss(model, texts), [len(text) for text in texts], {}
@@ -98,7 +98,7 @@ def measure_outlier(model: Decoder, texts: Texts, quantize: Quantize) -> dict:
         caches = {str(size): RoundedCache(model.config, lengths, rounded, size) for size in OUTLIERS}
         results[name] = {size: decoder_loss(model, texts, cache) - plain for size, cache in caches.items()}
     rows = [(name, *(f"{value:+.4f}" for value in added.values())) for name, added in results.items()]
-    table("Loss that an int8 cache adds", ("", "as it is", "one channel × 50"), rows)
+    table("Loss that an int8 cache adds", ("", "original", "one channel × 50"), rows)
     return results
 
 

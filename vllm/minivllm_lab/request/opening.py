@@ -110,8 +110,8 @@ def _pool(run: Followed, row: Row | None, num_free: int, last: Step | None = Non
     for index in range(run.num_blocks - 1):
         slots, fills = _slots(run, holder, index + 1)
         if not row:  # nobody holds it: only what the prefix cache knows can be found
-            found = last is not None and index + 1 in last.cached_blocks
-            slots, fills = (slots if found else [None] * run.block_size), ["#E8EAED"] * run.block_size
+            cached = last is not None and index + 1 in last.cached_blocks
+            slots, fills = (slots if cached else [None] * run.block_size), ["#E8EAED"] * run.block_size
         x, y = MARGIN + index % COLUMNS * COLUMN_WIDTH, POOL_Y + 18 + index // COLUMNS * ROW_HEIGHT
         stroke = "#3C4043" if row and index + 1 in row.block_table else RULE
         name = f"block {index + 1}"

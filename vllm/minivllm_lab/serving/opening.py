@@ -70,7 +70,7 @@ def _way_in(run: Followed) -> list[tuple[str, str]]:
         (
             _still(
                 _words(INBOX, f"{message} bytes of MessagePack"), _across(INPUT, INBOX),
-                _words(LOOP, "waits for nobody, serves others"), active=(INBOX, LOOP),
+                _words(LOOP, "waits for no client, serves others"), active=(INBOX, LOOP),
             ),
             f"The request crosses to the core's process as {message} bytes of plain data. Nothing waits for an answer: "
             "the loop goes on with other sockets.",
@@ -115,8 +115,8 @@ def _way_out(run: Followed) -> list[tuple[str, str]]:
                 _chips(STEP, shown[3:4], NEW), _words(LOOP, "this client's buffer is full"),
                 active=(COLLECTOR, STEP, LOOP), step=5,
             ),
-            "A client that reads slowly holds up nobody. Its next outputs are joined in the collector, and go out as "
-            "one event when it reads again: three tokens, one event.",
+            "A client that reads slowly does not hold up the others. Its next outputs are joined in the collector, "
+            "and go out as one event when it reads again: three tokens, one event.",
         ),
         (
             _still(

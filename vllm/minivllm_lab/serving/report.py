@@ -154,15 +154,15 @@ def measure_places(ports: Mapping[str, int], arguments: argparse.Namespace) -> d
     heading("2. Where the core runs")
     size = sizes(arguments)
     clients = min(4, arguments.clients) if arguments.quick else arguments.clients
-    count, found = size.rounds_of_clients * clients, {}
+    count, results = size.rounds_of_clients * clients, {}
     asks = [Ask(to_lesson(token_ids, size.output_tokens)) for token_ids in prompts(count + 1, arguments.seed)]
     for place, port in track(ports.items(), "loading"):
         if not arguments.quick:
             load(port, asks[:1], clients=1)  # to warm up
-        found[place] = summary(load(port, asks[1:], clients=clients), size.output_tokens)
+        results[place] = summary(load(port, asks[1:], clients=clients), size.output_tokens)
     columns = {"the core runs in": "{name}", "tokens a second": "{tokens_per_second:,.0f}", **LATENCIES}
-    record_table(f"{count} requests of {size.output_tokens} tokens from {clients} clients", found, columns)
-    return found
+    record_table(f"{count} requests of {size.output_tokens} tokens from {clients} clients", results, columns)
+    return results
 
 
 def summary(answers: Sequence[Answer], output_tokens: int) -> dict[str, float]:
@@ -208,7 +208,7 @@ def measure_slow_client(servers: Mapping[str, tuple[int, Any]], arguments: argpa
     moved for a while.
     """
     heading("3. Break the naive server")
-    found, seconds = {}, sizes(arguments).seconds_unread
+    results, seconds = {}, sizes(arguments).seconds_unread
     slow, *others = prompts(5, seed=2)
     for name, (port, server) in servers.items():
         core = core_of(server)
@@ -220,13 +220,13 @@ def measure_slow_client(servers: Mapping[str, tuple[int, Any]], arguments: argpa
         events = client.read_events()
         gap = max(gap for answer in answers_of(process) for gap in answer.itls)
         client.socket.close()
-        found[name] = {"longest_gap_ms": 1e3 * gap, "events": events, "gap": gap}
+        results[name] = {"longest_gap_ms": 1e3 * gap, "events": events, "gap": gap}
     title = f"A client that reads nothing until all has stood still for {seconds:g} s, among four others"
     columns = {"the others' longest gap, ms": "{gap:ms}", "events with its 400 tokens": "{events}"}
-    record_table(title, found, {"server": "{name}", **columns})
-    for record in found.values():
+    record_table(title, results, {"server": "{name}", **columns})
+    for record in results.values():
         del record["gap"]
-    return {"unread_seconds": seconds, "servers": found}
+    return {"unread_seconds": seconds, "servers": results}
 
 
 def _wait_until_still(core: EngineCore, seconds: float) -> None:
@@ -243,7 +243,7 @@ def measure_leaving(servers: Mapping[str, tuple[int, Any]]) -> dict:
     """Let clients leave after their third event; count the tokens computed in vain, and the
     blocks held meanwhile.
     """
-    found = {}
+    results = {}
     for name, (port, server) in servers.items():
         core, before = core_of(server), server.unread
         bodies = [to_lesson(token_ids, TOKENS_OF_LEAVING) for token_ids in prompts(NUM_LEAVING, seed=3)]
@@ -257,12 +257,12 @@ def measure_leaving(servers: Mapping[str, tuple[int, Any]]) -> dict:
             time.sleep(0.005)
             blocks = held(core)
             most = max(most, blocks)
-        found[name] = {"in_vain": server.unread - before, "most_blocks": most}
+        results[name] = {"in_vain": server.unread - before, "most_blocks": most}
     columns = {"tokens for nobody": "{in_vain:,}", "most blocks that nobody uses": "{most_blocks}"}
     console.print()
     title = f"{NUM_LEAVING} clients ask for {TOKENS_OF_LEAVING} tokens each, and leave after three"
-    record_table(title, found, {"server": "{name}", **columns})
-    return found
+    record_table(title, results, {"server": "{name}", **columns})
+    return results
 
 
 def core_of(server: Any) -> EngineCore:
@@ -353,7 +353,7 @@ def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
     """Let clients ask again whenever they are answered, and count who is in the server
     meanwhile.
     """
-    size, found = sizes(arguments), {}
+    size, results = sizes(arguments), {}
     for clients in track(size.closed, "closed load"):
         drawn = prompts(3 * clients, arguments.seed + clients)
         asks = [Ask(to_real(token_ids, size.output_tokens)) for token_ids in drawn]
@@ -365,7 +365,7 @@ def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
         record = summary(answers_of(process), size.output_tokens)
         record["in_server"] = statistics.mean(filter(None, inside)) if any(inside) else 0.0
         record["little"] = record["requests_per_second"] * record["latency_mean_ms"] / 1e3
-        found[str(clients)] = record
+        results[str(clients)] = record
     columns = {
         "clients": "{name}",
         "requests/s": "{requests_per_second:.1f}",
@@ -375,8 +375,8 @@ def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
         "rate × latency": "{little:.1f}",
         "counted inside": "{in_server:.1f}",
     }
-    record_table("Closed load on the real server", found, columns)
-    return found
+    record_table("Closed load on the real server", results, columns)
+    return results
 
 
 # ---- 5. the grammar's mask -----------------------------------------------------------------------
@@ -407,7 +407,7 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
         AssertionError: it differs.
     """
     heading("5. The grammar's mask")
-    found = {}
+    errors = {}
     for vocabulary in (31, 32, 1000, 4096, 5003):
         allowed, logits = torch.rand(3, vocabulary) < 0.3, torch.randn(3, vocabulary)
         has_grammar, masked = torch.tensor([1, 0, 1], dtype=torch.int32), logits.to(device)
@@ -417,12 +417,12 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
         assert torch.equal(masked.cpu(), expected), f"a vocabulary of {vocabulary} is masked wrongly"
         words = -(-vocabulary // 32)
         sums = {"written": 4 * int(forbidden.sum()), "logits": 2 * 4 * 3 * vocabulary}
-        found[str(vocabulary)] = {"read": 3 * 4 + 2 * 4 * words, **sums}
+        errors[str(vocabulary)] = {"read": 3 * 4 + 2 * 4 * words, **sums}
     columns = {"bytes read": "{read:,}", "written": "{written:,}", "a mask of floats, added": "{logits:,}"}
-    by_size = {f"{int(vocabulary):,}": record for vocabulary, record in found.items()}
+    by_size = {f"{int(vocabulary):,}": record for vocabulary, record in errors.items()}
     title = "Three rows, of which two have a grammar: right bit for bit"
     record_table(title, by_size, {"vocabulary": "{name}", **columns})
-    return found
+    return errors
 
 
 # ---- 6. TP, PP and DP ----------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
     """
     heading("6. TP, PP and DP")
     model, gpu, size = known_model(MODEL), get_hardware(GPU), sizes(arguments)
-    found, columns = {}, {"way": "{name}", "MB sent, 64 tokens": "{megabytes:.1f}", "tokens cached": "{kv_tokens:,}"}
+    results, columns = {}, {"way": "{name}", "MB sent, 64 tokens": "{megabytes:.1f}", "tokens cached": "{kv_tokens:,}"}
     columns |= {"TPOT alone, ms": "{alone_ms:.1f}"}
     columns |= {f"knee, TPOT ≤ {1e3 * slo:g} ms": f"{{{name}}}" for name, slo in TPOT_SLOS.items()}
     for way in track(("TP", "PP", "DP"), "simulating"):
@@ -444,7 +444,7 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
         def knee(tpot: float, served: Callable = served) -> float:
             return find_knee(lambda rate: served(rate).attainment(TTFT_SLO, tpot), *size.knees, size.bisections)
 
-        found[way] = {
+        results[way] = {
             "sent_64": bytes_sent(way, GPUS, 64, model.hidden_size, model.num_hidden_layers),
             "kv_tokens": deployment.kv_tokens(),
             "alone_ms": 1e3 * statistics.median(serve(deployment, 0.01, 12, seed=arguments.seed).run.tpots),
@@ -453,7 +453,7 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
     scaling = [check.error for check in published_checks() if "GPUs against one" in check.what]
     errors = ", ".join(f"{error:+.0%}" for error in scaling)
     shown = {
-        way: {**each, "megabytes": each["sent_64"] / 1e6, **shown_knees(each, size)} for way, each in found.items()
+        way: {**each, "megabytes": each["sent_64"] / 1e6, **shown_knees(each, size)} for way, each in results.items()
     }
     off = (size.knees[1] - size.knees[0]) / 2**size.bisections
     record_table(
@@ -467,7 +467,7 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
     bubbles = {str(batches): bubble(GPUS, batches) for batches in (1, 2, 4, 16)}
     shares = ", ".join(f"{share:.0%} with {batches}" for batches, share in bubbles.items())
     console.print(f"A pipeline of 4 idles {shares} batches.")
-    return {"ways": found, "bubble": bubbles, "scaling_off": scaling}
+    return {"ways": results, "bubble": bubbles, "scaling_off": scaling}
 
 
 def shown_knees(record: Mapping[str, Any], size: Sizes) -> dict[str, str]:
@@ -478,11 +478,11 @@ def shown_knees(record: Mapping[str, Any], size: Sizes) -> dict[str, str]:
 # ---- the whole lesson ----------------------------------------------------------------------------
 
 
-def close(found: dict, arguments: argparse.Namespace, disturbance: str) -> None:
+def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    slow, left, load_found = found["slow"], found["left"], found["load"]
+    slow, left, load_found = results["slow"], results["left"], results["load"]
     knee = _where(load_found["knee"], load_found["least"], load_found["most"])
-    knees = {way: shown_knees(record, sizes(arguments)) for way, record in found["ways"]["ways"].items()}
+    knees = {way: shown_knees(record, sizes(arguments)) for way, record in results["ways"]["ways"].items()}
     closing(
         f"A client that did not read for {slow['unread_seconds']:g} s stopped the naive server's others for "
         f"{slow['servers']['naive']['longest_gap_ms'] / 1e3:.1f} s, and clients that left had it compute "
@@ -499,18 +499,18 @@ def close(found: dict, arguments: argparse.Namespace, disturbance: str) -> None:
     )
 
 
-def draw(found: dict, path: str) -> None:
+def draw(results: dict, path: str) -> None:
     """Draw throughput and latency over the clients; first tokens below and above the knee;
     modelled knees.
     """
-    closed, ways = found["load"]["closed"], found["ways"]["ways"]
+    closed, ways = results["load"]["closed"], results["ways"]["ways"]
     with panels(path, 3) as (left, middle, right):
         points = {clients: (each["tokens_per_second"], each["latency_mean_ms"]) for clients, each in closed.items()}
         left.plot(*zip(*points.values(), strict=True), "o-", color=palette.BLUE)
         for clients, point in points.items():
             left.annotate(clients, point, xytext=(-3, 5), textcoords="offset points", ha="right", fontsize=9)
         left.set(title="Closed load: clients", xlabel="tokens a second", ylabel="ms a request", ylim=(0, None))
-        tried = found["load"]["tried"].items()
+        tried = results["load"]["tried"].items()
         curves(middle, {f"{rate} a second": dict(enumerate(each["ttft_ms"], start=1)) for rate, each in tried})
         middle.set(title="Open load: first token", xlabel="quarter of the requests", ylabel="ms", xticks=(1, 2, 3, 4))
         knees = [(way, TPOT_SLOS[slo], knee) for way, each in ways.items() for slo, knee in each["knees"].items()]
@@ -536,6 +536,8 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     clients = "clients of the closed load, 1 to 64 (default: 16)"
     flags.add_argument("--clients", type=whole_number(1, 64), default=16, help=clients)
-    for flag, seconds, what in (("--slo-ttft", 0.25, "to a first token"), ("--slo-tpot", 0.05, "a token after it")):
-        flags.add_argument(flag, type=seconds_above_zero, default=seconds, help=f"seconds {what} (default: {seconds})")
+    for flag, seconds, meaning in (("--slo-ttft", 0.25, "to a first token"), ("--slo-tpot", 0.05, "a token after it")):
+        flags.add_argument(
+            flag, type=seconds_above_zero, default=seconds, help=f"seconds {meaning} (default: {seconds})"
+        )
     return flags

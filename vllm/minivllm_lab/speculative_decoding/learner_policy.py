@@ -45,7 +45,7 @@ def proposer_of(propose_ngram: ProposeNgram) -> type:
                 return []
             drafts = propose_ngram(token_ids, self.config.lookup_min, self.config.lookup_max, most)
             if len(drafts) > most:
-                raise MinivllmError(f"your propose_ngram gives {len(drafts)} drafts, and {most} were asked for")
+                raise MinivllmError(f"your propose_ngram gives {len(drafts)} drafts, but at most {most} are allowed")
             return drafts
 
     return LearnerProposer

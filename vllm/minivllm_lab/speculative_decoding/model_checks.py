@@ -68,6 +68,6 @@ def _on_h100(drafter: Drafter) -> Speculation:
     return Speculation.of(known_model("Llama-3.1-8B"), get_hardware("H100"), drafter, (0.5,), CONTEXT)
 
 
-def _speedup(one: Speculation, k: int, length: float) -> float:
+def _speedup(speculation: Speculation, k: int, length: float) -> float:
     """Return the speed-up with a measured acceptance length, not one that follows from rates."""
-    return length * one.plain(1).seconds / one.step(1, k).seconds
+    return length * speculation.plain(1).seconds / speculation.step(1, k).seconds

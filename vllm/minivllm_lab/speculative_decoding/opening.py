@@ -65,26 +65,26 @@ def frames() -> Frames:
     tokens of each step.
     """
     steps, others = recorded(), recorded("draft_model")
-    wrong = next(i for i, one in enumerate(steps) if len(one.drafts) == NUM_DRAFTS and one.known[-1].text == "def")
-    right = next(i for i, one in enumerate(steps) if one.num_accepted == NUM_DRAFTS)
-    partly = max(i for i, one in enumerate(others) if one.num_accepted == NUM_DRAFTS - 1)
+    wrong = next(i for i, step in enumerate(steps) if len(step.drafts) == NUM_DRAFTS and step.known[-1].text == "def")
+    right = next(i for i, step in enumerate(steps) if step.num_accepted == NUM_DRAFTS)
+    partly = max(i for i, step in enumerate(others) if step.num_accepted == NUM_DRAFTS - 1)
     bad, good, partial = steps[wrong], steps[right], others[partly]
     drafts, last = _listed(bad.drafts), bad.known[-1].shown
     stills = [
         (
             _lookup(bad, wrong),
-            f"{last} has just been sampled. It also stands at the beginning: the three tokens that followed it there "
+            f"{last} has just been sampled. It also occurs at the beginning: the three tokens that followed it there "
             f"are the drafts: {drafts}",
         ),
         (
             _pass(bad, wrong),
             f"{last} has to be computed anyway. The drafts ride along: one pass over four tokens reads the weights "
-            "once, and says after each of them what comes next.",
+            "once, and predicts after each of them what comes next.",
         ),
         (
             _verdict(bad, wrong),
-            f"After {last} the model says {bad.says[0].shown}, not {bad.drafts[0].shown}: rejected. The drafts behind "
-            "it are what the model says, but after a text that is not so. What is kept is the model's own token, as "
+            f"After {last} the model predicts {bad.says[0].shown}, not {bad.drafts[0].shown}: rejected. The later "
+            "drafts are what the model predicts, but after a text that is now wrong. The model's own token is kept, as "
             "without drafts.",
         ),
         (
@@ -93,19 +93,19 @@ def frames() -> Frames:
         ),
         (
             _verdict(good, right),
-            "The model says the same in all three places, so its fourth row counts, too, as a bonus: four tokens from "
-            "one pass.",
+            "The model predicts the same at all three positions, so its fourth row counts, too, as a bonus token: four "
+            "tokens from one pass.",
         ),
         (
             _verdict(partial, partly, "with a draft model"),
-            "The same request again, with a draft model that guesses. Two of its drafts stand. In place of the third, "
-            f"“{partial.drafts[2].shown}”, stands what the model says there, “{partial.kept[-1].shown}”; the next step "
-            "writes over its keys and values.",
+            "The same request again, with a draft model that guesses. Two of its drafts are accepted. The third, "
+            f"“{partial.drafts[2].shown}”, is replaced by the model's own “{partial.kept[-1].shown}”; the next step "
+            "overwrites its keys and values.",
         ),
         (
             _by_step(steps),
             f"By lookup, {MAX_TOKENS} tokens in {len(steps)} passes; with the draft model in {len(others)}, and small "
-            "ones of its own. Drafts that are rejected cost a little work; the tokens are the same as without drafts.",
+            "ones of its own. Rejected drafts cost a little work; the tokens are the same as without drafts.",
         ),
     ]
     assert right - wrong == 5, "a caption counts the steps"
@@ -129,14 +129,14 @@ def recorded(method: str = "ngram") -> list[Verified]:
     settings = {"max_model_len": 48, "max_num_seqs": 1, "dtype": "float32", "speculative_config": drafting}
     with without_info():
         core = bare_engine(EMBEDDED_MODEL, torch.device("cpu"), blocks, **settings)
-    runner, ids, found = runner_of(core), tokenizer.encode(PROMPT).ids, []
+    runner, ids, verified = runner_of(core), tokenizer.encode(PROMPT).ids, []
     sample = type(runner).sample
 
     def noted(step: ExecuteModelState, *others: Any) -> Any:
         says = runner.model.compute_logits(step.hidden).argmax(-1).tolist()
         output: Any = sample(runner, step, *others)
         kept = output.sampled_token_ids[NAME]
-        found.append(Verified(tokens(ids), tokens(step.inputs.drafts.get(NAME, [])), tokens(says), tokens(kept)))
+        verified.append(Verified(tokens(ids), tokens(step.inputs.drafts.get(NAME, [])), tokens(says), tokens(kept)))
         ids.extend(kept)
         return output
 
@@ -146,7 +146,7 @@ def recorded(method: str = "ngram") -> list[Verified]:
     core.add_request(EngineCoreRequest(NAME, list(ids), params, (), time.monotonic()))
     while core.has_unfinished_requests():
         core.step()
-    return found
+    return verified
 
 
 # ---- the stills ----------------------------------------------------------------------------------
@@ -197,14 +197,14 @@ def _verdict(step: Verified, index: int, guesser: str = "") -> str:
 def _by_step(steps: list[Verified]) -> str:
     """Stack the tokens of every step, beside as many steps without drafts as there are tokens."""
     shapes, wide, tall, floor = [], 34, 26, 190
-    total = sum(len(one.kept) for one in steps)
-    for index, one in enumerate(steps):
+    total = sum(len(step.kept) for step in steps)
+    for index, step in enumerate(steps):
         x = LEFT + 100 + index * wide
-        for level, token in enumerate(one.kept):
-            fill = GOOD if level < one.num_accepted else OWN
+        for level, token in enumerate(step.kept):
+            fill = GOOD if level < step.num_accepted else OWN
             shapes.append(rect(x, floor - (level + 1) * tall, wide - 3, tall - 3, fill, radius=2))
             shapes.append(_fitting(x, floor - (level + 1) * tall, wide - 3, token.shown))
-        for level in range(len(one.kept), len(one.drafts) + 1):
+        for level in range(len(step.kept), len(step.drafts) + 1):
             shapes.append(
                 rect(x, floor - (level + 1) * tall, wide - 3, tall - 3, stroke=VERMILLION, dash=DASH, radius=2)
             )
@@ -262,7 +262,7 @@ def _says(step: Verified, kept: int | None = None) -> list[str]:
     """
     wide = (len(step.says) - 1) * COLUMN + WIDE
     shapes = [rect(_x(0), MODEL_Y, wide, 30, tint(BLUE, 0.12), stroke=QUIET, label="the model: one pass, all rows")]
-    shapes.append(_name(SAYS_Y, "it says next"))
+    shapes.append(_name(SAYS_Y, "predicted"))
     for place, token in enumerate(step.says):
         shapes.append(arrow((_centre(place), MODEL_Y + 30), (_centre(place), SAYS_Y - 2)))
         dropped = kept is not None and place >= kept

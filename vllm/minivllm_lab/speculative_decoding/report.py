@@ -83,7 +83,7 @@ def measure_steps(arguments: argparse.Namespace, device: torch.device) -> dict:
     """
     heading("1. What a step with drafts costs")
     batches, steps, rounds = ((1, 4), 6, 1) if arguments.quick else ((1, 8, 64), 12, 3)
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     for batch in track(batches, "timing steps"):
         core = drafted_engine(arguments.model, device, num_speculative_tokens=POSITIONS[-1] - 1, max_num_seqs=batch)
         vocab_size = core.model_config.vocab_size
@@ -96,11 +96,11 @@ def measure_steps(arguments: argparse.Namespace, device: torch.device) -> dict:
                 seconds[positions] += [run.step_seconds] if turn else []  # the first turn warms up
         medians = {positions: statistics.median(times) for positions, times in seconds.items()}
         ratios = {str(positions): median / medians[1] for positions, median in medians.items()}
-        found[str(batch)] = {"ms": 1e3 * medians[1], "ratio": ratios}
+        results[str(batch)] = {"ms": 1e3 * medians[1], "ratio": ratios}
     columns = {"requests": "{name}", "a token each, ms": "{ms:.2f}"}
     columns |= {f"{positions} positions each": f"{{{positions}:.2f}} ×" for positions in POSITIONS[1:]}
-    record_table("A step of the engine", {batch: each | each["ratio"] for batch, each in found.items()}, columns)
-    return found
+    record_table("A step of the engine", {batch: each | each["ratio"] for batch, each in results.items()}, columns)
+    return results
 
 
 def random_prompts(count: int, vocab_size: int, seed: int, length: int = 32) -> list[list[int]]:
@@ -126,25 +126,25 @@ def count_family(
         AssertionError: a method changes a token.
     """
     heading("2. Guess, verify, keep")
-    found, answers, tokens = {}, [], 16 if arguments.quick else OUTPUT_TOKENS
+    results, answers, tokens = {}, [], 16 if arguments.quick else OUTPUT_TOKENS
     for name, method in track(methods.items(), "guessing"):
         runs = [method(CachedModel(target, MAX_MODEL_LEN), prompt, tokens) for prompt in prompts]
         answers = answers or [run.tokens for run in runs]
         assert [run.tokens for run in runs] == answers, f"{name}: another text than without drafts"
-        found[name] = counted([run.stats for run in runs])
-        found[name]["tokens_per_pass"] = len(prompts) * tokens / sum(run.passes for run in runs)
-        if found[name]["drafts"]:
-            found[name]["formula"] = expected_tokens(found[name]["alpha"], len(found[name]["rates"]))
+        results[name] = counted([run.stats for run in runs])
+        results[name]["tokens_per_pass"] = len(prompts) * tokens / sum(run.passes for run in runs)
+        if results[name]["drafts"]:
+            results[name]["formula"] = expected_tokens(results[name]["alpha"], len(results[name]["rates"]))
     columns = {"method": "{name}", "tokens\na pass": "{tokens_per_pass:.2f}", "guesses": "{drafts}"}  # of 80 columns
     columns |= {f"draft\n{place}": f"{{{place}:.2f}}" for place in range(1, arguments.drafts + 1)}
     record_table(
         f"{len(prompts)} held-out texts, {tokens} tokens of each, greedy",
-        {name: _shown_method(record) for name, record in found.items()},
+        {name: _shown_method(record) for name, record in results.items()},
         {**columns, "length": "{length:.2f}", "by\nformula": "{formula:.2f}"},
         "The same tokens each time. Draft i: the share accepted where all before it were. Length: tokens of a pass "
         "that had drafts; by the formula, if all drafts had the first one's rate.",
     )
-    return found
+    return results
 
 
 def _shown_method(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,19 +203,19 @@ def verify_kernel(launch: Callable[..., Tensor], verify: Verify, device: torch.d
         AssertionError: they differ.
     """
     heading("3. The kernel")
-    counts, found = [3, 0, 1, 3, 2], {}
+    counts, errors = [3, 0, 1, 3, 2], {}
     drafts, requests = sum(counts), len(counts)
     for vocab_size in (31, 1000, 1025, 4096):
         batch = draft_batch(counts, vocab_size)
         tokens = launch(*(tensor.to(device) for tensor in batch))
         assert tokens.tolist() == verified_one_by_one(verify, batch), f"wrong with a vocabulary of {vocab_size}"
         race = (12 * drafts + 8 * requests) * vocab_size
-        found[str(vocab_size)] = {"race": race, "rejection": 16 * drafts + 12 * requests}
-    by_size = {f"{int(vocab_size):,}": record for vocab_size, record in found.items()}
+        errors[str(vocab_size)] = {"race": race, "rejection": 16 * drafts + 12 * requests}
+    by_size = {f"{int(vocab_size):,}": record for vocab_size, record in errors.items()}
     columns = {"bytes that the race reads": "{race:,}", "the rejection": "{rejection:,}"}
     title = f"{requests} requests with {counts} drafts: right, token for token"
     record_table(title, by_size, {"vocabulary": "{name}", **columns})
-    return found
+    return errors
 
 
 # ---- 4. exact, or nearly -------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def try_rules(rules: Mapping[str, Verify], rounds: int, seed: int) -> dict:
     target alone says.
     """
     heading("4. Exact, or nearly")
-    models, found = tiny_models(seed=5), {}
+    models, results = tiny_models(seed=5), {}
     exact = models[0][0][:, None] * models[0]
     freedom, sum_min = exact.size - 1, float(np.minimum(models[0][0], models[1][0]).sum())
     for name, rule in track(rules.items(), "testing rules"):
@@ -265,15 +265,15 @@ def try_rules(rules: Mapping[str, Verify], rounds: int, seed: int) -> dict:
         chi = float(((counts - rounds * exact) ** 2 / (rounds * exact)).sum())
         chance = float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(chi / 2.0)))
         distance = float(np.abs(counts / rounds - exact).sum() / 2)
-        found[name] = {"chi": chi, "p": chance, "distance": distance, "accepted": num_accepted / rounds}
+        results[name] = {"chi": chi, "p": chance, "distance": distance, "accepted": num_accepted / rounds}
     columns = {"rule": "{name}", "first drafts accepted": "{accepted:.3f}", "distance": "{distance:.3f}"}
     record_table(
         f"Two tokens of five kinds, {rounds:,} times",
-        {name: {**record, "chance": _shown_chance(record["p"])} for name, record in found.items()},
+        {name: {**record, "chance": _shown_chance(record["p"])} for name, record in results.items()},
         {**columns, "chi-square": "{chi:,.0f}", "chance": "{chance}"},
         f"Σ min(p, q) is {sum_min:.3f}. Chance: of an exact rule to be as far off ({freedom} degrees of freedom).",
     )
-    return {"rules": found, "freedom": freedom, "sum_min": sum_min, "rounds": rounds}
+    return {"rules": results, "freedom": freedom, "sum_min": sum_min, "rounds": rounds}
 
 
 def _shown_chance(chance: float) -> str:
@@ -293,7 +293,7 @@ def measure_batches(
     """
     heading("5. When it pays")
     k, tokens, turns = arguments.drafts, *((16, 1) if arguments.quick else (40, 3))
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     for batch in track((1, 4) if arguments.quick else (1, 2, 4, 8, 16, 32, 64, 128), "verifying"):
         core = drafted_engine(arguments.model, device, num_speculative_tokens=k, max_num_seqs=batch)
         prompts = random_prompts(batch, core.model_config.vocab_size, arguments.seed)
@@ -306,7 +306,7 @@ def measure_batches(
         ]
         cost = statistics.median(run["wrong"].step_seconds / run["plain"].step_seconds for run in runs)
         outputs = runs[0]["given"].outputs
-        found[str(batch)] = {
+        results[str(batch)] = {
             "cost": cost,
             "free": speed_up(ACCEPTANCE, k),
             "predicted": speed_up(ACCEPTANCE, k, verify_cost=cost),
@@ -315,10 +315,12 @@ def measure_batches(
             "length": runs[0]["given"].acceptance_length,
             "same": statistics.mean(outputs[name] == answer[:tokens] for name, answer in alone.items()),
         }
-    edges = {name: break_even({int(b): each[name] for b, each in found.items()}) for name in ("predicted", "measured")}
+    edges = {
+        name: break_even({int(b): each[name] for b, each in results.items()}) for name in ("predicted", "measured")
+    }
     record_table(
         f"{k} drafts of which {ACCEPTANCE:.0%} are right, at no cost of drafting",
-        found,
+        results,
         {
             "requests": "{name}",
             "a step costs": "{cost:.2f}",
@@ -330,7 +332,7 @@ def measure_batches(
         },
         f"Break-even: predicted {shown_edge(edges['predicted'])}, measured {shown_edge(edges['measured'])}.",
     )
-    return {"batches": found, "break_even": edges, "draft_cost": measure_draft_cost(models, device)}
+    return {"batches": results, "break_even": edges, "draft_cost": measure_draft_cost(models, device)}
 
 
 def break_even(speed_ups: Mapping[int, float]) -> float | None:
@@ -386,29 +388,29 @@ def measure_temperature(
             p, q = (distribution(rows, t) for rows in logits)
             rates["kept"][str(t)] += np.minimum(p, q).sum(-1).tolist()
             rates["likeliest"][str(t)] += p[np.arange(len(p)), likeliest].tolist()
-    found = {kind: {t: statistics.mean(each) for t, each in by_t.items()} for kind, by_t in rates.items()}
+    means = {kind: {t: statistics.mean(each) for t, each in by_t.items()} for kind, by_t in rates.items()}
     record_table(
         "Acceptance of the draft model's first draft",
-        {"drawn from q, q kept": {"t": found["kept"]}, "its likeliest token": {"t": found["likeliest"]}},
+        {"drawn from q, q kept": {"t": means["kept"]}, "its likeliest token": {"t": means["likeliest"]}},
         {"drafts": "{name}", **{f"T = {t:g}": f"{{t[{t}]:.2f}}" for t in TEMPERATURES}},
     )
-    return found
+    return means
 
 
 # ---- the whole lesson ----------------------------------------------------------------------------
 
 
-def close(found: dict, disturbance: str) -> None:
+def close(results: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    family, rules, pays = found["family"], found["exact"]["rules"], found["batches"]
+    family, rules, pays = results["family"], results["exact"]["rules"], results["batches"]
     ngram, draft = family["n-gram"], family["draft model"]
     few, many = (end(pays["batches"], key=int) for end in (min, max))
     wrong = [name for name, record in rules.items() if record["p"] < 1e-3]
     closing(
         f"The same text in fewer passes: {ngram['tokens_per_pass']:.2f} tokens a pass with n-grams, "
         f"{draft['tokens_per_pass']:.2f} with a draft model. A guess of the former yields {ngram['length']:.2f} "
-        f"tokens, and the formula says {ngram['formula']:.2f}.",
-        f"{found['exact']['rounds']:,} rounds tell the exact rule from {len(wrong)} that are not: {', '.join(wrong)}.",
+        f"tokens, and the formula gives {ngram['formula']:.2f}.",
+        f"{results['exact']['rounds']:,} rounds tell the exact rule from {len(wrong)} wrong ones: {', '.join(wrong)}.",
         Timed(
             f"Drafts of which {ACCEPTANCE:.0%} are right: {pays['batches'][few]['measured']:.2f} × as fast for one "
             f"request, {pays['batches'][many]['measured']:.2f} × for {many}. Break-even was predicted "
@@ -418,15 +420,15 @@ def close(found: dict, disturbance: str) -> None:
     )
 
 
-def draw(found: dict, path: str) -> None:
+def draw(results: dict, path: str) -> None:
     """Draw the cost of a step over its positions; accepted drafts by position; speed-up over the
     batch.
     """
-    rates = {name: record["rates"] for name, record in found["family"].items() if record["drafts"]}
-    batches = found["batches"]["batches"]
+    rates = {name: record["rates"] for name, record in results["family"].items() if record["drafts"]}
+    batches = results["batches"]["batches"]
     names = {"free": "if a step cost the same", "predicted": "predicted", "measured": "measured"}
     with panels(path, 3) as (left, middle, right):
-        steps = {f"{batch} request{'s' * (int(batch) > 1)}": each["ratio"] for batch, each in found["steps"].items()}
+        steps = {f"{batch} request{'s' * (int(batch) > 1)}": each["ratio"] for batch, each in results["steps"].items()}
         curves(left, steps, octaves=True)
         left.set(title="A step costs", xlabel="positions of each request", ylabel="× a token each", ylim=(0, None))
         curves(middle, {name: dict(enumerate(each, start=1)) for name, each in rates.items()})

@@ -289,7 +289,7 @@ class Speculation:
         """
         places = sorted({*_BATCHES, most})
         signs = [(batch, self.speedup(batch, k) < 1) for batch in places if batch <= most]
-        found, start = [], 1 if signs[0][1] else 0
+        ranges, start = [], 1 if signs[0][1] else 0
         for (low, before), (high, after) in pairwise(signs):
             if before == after:
                 continue
@@ -297,9 +297,9 @@ class Speculation:
             if after:
                 start = edge
             else:
-                found.append((start, edge - 1))
+                ranges.append((start, edge - 1))
                 start = 0
-        return [*found, (start, most)] if start else found
+        return [*ranges, (start, most)] if start else ranges
 
     def break_even(self, k: int, most: int = MOST_BATCH) -> int | None:
         """Return the batch from which on drafts lose, up to `most`; None where they do not lose
@@ -335,8 +335,8 @@ def _shape(batch: int, positions: int, context: int) -> StepShape:
     """Return the shape of a step in which each request computes `positions` tokens after
     `context`.
     """
-    one = StepShape.of([(positions, context)])
-    return StepShape(batch, batch * one.num_tokens, batch * one.num_keys, batch * one.num_pairs)
+    shape = StepShape.of([(positions, context)])
+    return StepShape(batch, batch * shape.num_tokens, batch * shape.num_keys, batch * shape.num_pairs)
 
 
 def _requests(kv_bytes: int, per_token: int, tokens: int) -> int:

@@ -94,7 +94,7 @@ def check_lora_settings(args: EngineArgs, settings: FrontendArgs, environment: M
         f"{asked} is set, but no folder to load adapters from: give --runtime-lora-path FOLDER",
     )
     missing = next((folder for folder in folders if not Path(folder).is_dir()), None)
-    require(missing is None, f"runtime_lora_path is {missing!r}, which is no folder")
+    require(missing is None, f"runtime_lora_path is {missing!r}, which is not a folder")
 
 
 def adapter_folder(path: str, folders: Sequence[str]) -> str | None:

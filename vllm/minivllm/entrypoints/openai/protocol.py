@@ -228,7 +228,7 @@ def _token_ids_of(biases: Mapping[str, float] | None) -> dict[int, float] | None
     # JSON has no other keys than strings.
     wrong = [key for key in biases if not key.strip().lstrip("+-").isdecimal() or len(key) > 20]
     if wrong:
-        raise MinivllmError(f"logit_bias has the keys {wrong[:10]}, which are no token ids", "logit_bias")
+        raise MinivllmError(f"logit_bias has the keys {wrong[:10]}, which are not token ids", "logit_bias")
     return {int(key): bias for key, bias in biases.items()}
 
 

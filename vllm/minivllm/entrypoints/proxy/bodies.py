@@ -74,7 +74,7 @@ def kept_params(content: bytes) -> Body | None:
     except (ValueError, AttributeError):
         params = content
     if params is not None and not isinstance(params, dict):
-        raise bad_gateway("the prefill server's answer is no completion, or its kv_transfer_params are no object")
+        raise bad_gateway("the prefill server's answer is not a completion, or its kv_transfer_params not an object")
     return params
 
 

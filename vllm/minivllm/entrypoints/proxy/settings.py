@@ -34,6 +34,6 @@ class ProxyArgs(HttpArgs):
             require(bool(addresses), f"{flag} names no server; give its address, such as {flag} {EXAMPLE}")
             for address in addresses:
                 is_one = ADDRESS.fullmatch(address) is not None
-                require(is_one, f"{flag} {address!r} is no address; it must be like {EXAMPLE}")
+                require(is_one, f"{flag} {address!r} is not an address; it must be like {EXAMPLE}")
                 # Two entries would get twice the requests of the others.
                 require(addresses.count(address) == 1, f"{flag} names {address} twice")

@@ -17,7 +17,7 @@ const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count ==
 
 class Run {
   constructor(header) {
-    if (header?.xray !== FORMAT) throw new Error(`its first line is no header of format ${FORMAT}`);
+    if (header?.xray !== FORMAT) throw new Error(`its first line is not a header of format ${FORMAT}`);
     this.header = header;
     this.frames = [];
   }
@@ -194,7 +194,7 @@ class View {
     try {
       this.show(Run.read(await file.text()));
     } catch (error) {
-      this.says.textContent = `${file.name} is no recording that can be shown: ${error.message}`;
+      this.says.textContent = `${file.name} is not a recording that can be shown: ${error.message}`;
     }
     this.file.value = "";
   }
@@ -440,7 +440,7 @@ export function mount(element, text) {
   try {
     view.show(Run.read(text));
   } catch (error) {
-    view.says.textContent = `This is no recording that can be shown: ${error.message}`;
+    view.says.textContent = `This is not a recording that can be shown: ${error.message}`;
   }
   return view;
 }

@@ -1,4 +1,4 @@
-"""Adapters' products on a CPU: the choice between two implementations, and how they are called.
+"""Adapters' matmuls on a CPU: the choice between two implementations, and how they are called.
 
 Compiled loops (`lora_loops.py`) where numba is installed and the shapes fit its lanes; otherwise
 two small matrix products for each adapter and slice.

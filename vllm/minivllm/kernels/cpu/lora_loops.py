@@ -6,7 +6,7 @@ For each slice it writes A x, a few numbers a row, into a scratch buffer that st
 cache, and adds B times these to y, 64 outputs at a time, which stay in registers meanwhile. Nothing
 but y goes to memory, and all adapters and slices of a linear are one call.
 
-A row of A has a product of its own for each row of x, so four of them are computed at once, for two
+A row of A has a dot product of its own for each row of x, so four of them are computed at once, for two
 rows of x where there are two; a row of B is added to the outputs as it lies.
 """
 

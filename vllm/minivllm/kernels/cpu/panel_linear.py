@@ -11,7 +11,7 @@ turns, µs, weight [1376, 256] / [4096, 4096]:
     bf16, F.linear             32 /   985      74 / 3,008     259 / 11,218     950 / 40,860
     bf16, panels               17 /   972      39 / 1,619     227 / 10,634     895 / 40,853
 
-With many rows this is about as fast, and with few rows it is faster, especially in small products.
+With many rows this is about as fast, and with few rows it is faster, especially in small matmuls.
 
 In vLLM v0.33.0: `vllm/_custom_ops.py` (`create_onednn_mm`), called by
 `vllm/model_executor/layers/utils.py`.
@@ -36,7 +36,7 @@ class PanelLinear:
     """Computes `x @ weight.T + bias` for x `[rows, in]` and a weight `[out, in]` that `can_pack`
     accepts.
 
-    A gated one computes `silu(gate) * up` of the product's two halves.
+    A gated one computes `silu(gate) * up` of the matmul's two halves.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:

@@ -20,10 +20,10 @@ one core (AMD Zen 4, torch 2.15), the fastest of about forty interleaved calls, 
 
 So integers are up to five times as fast as fp32 for a few rows, when the weight has to come from
 memory; from 16 rows on they gain nothing, and a wide weight loses a fifth. int4 takes longer to
-unpack than int8 but moves fewer bytes: its remaining advantage is memory. torch's own products
+unpack than int8 but moves fewer bytes: its remaining advantage is memory. torch's own matmuls
 (`_weight_int8pack_mm`, `_weight_int4pack_mm_for_cpu`) are plain loops for fp32; for bf16 they are
 as fast as ours for one row, but round activations. Unpacking the weight once, at load, would give
-the fp32 product again, without the memory saving. bf16 wins with 16 rows or more: its products need half
+the fp32 matmul again, without the memory saving. bf16 wins with 16 rows or more: its matmuls need half
 the instructions here.
 """
 

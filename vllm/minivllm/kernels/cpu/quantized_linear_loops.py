@@ -1,7 +1,7 @@
 """The CPU counterpart of `quantized_linear.py`'s kernel, compiled by numba.
 
 A program takes 16 outputs, four at a time. For one or two rows of x it unpacks the integers
-straight into the product, and multiplies each group's sums by its scale. For more rows it first
+straight into the matmul, and multiplies each group's sums by its scale. For more rows it first
 unpacks the four outputs' weights into a scratch buffer that stays in the nearest caches, and then
 processes the rows four at a time: each unpacked weight is used for all rows, and each number of x
 for four outputs. The whole weight is never unpacked at once.

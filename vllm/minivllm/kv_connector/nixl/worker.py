@@ -157,7 +157,7 @@ class NixlConnectorWorker(PullConnectorWorker):
         assert peer is not None
         if state == "ERR":
             self._peers.lose(remote.engine_id)
-            raise MinivllmError("NIXL says that the transfer has failed")
+            raise MinivllmError("NIXL reports that the transfer has failed")
         if state == "PROC":
             # Not lost while it cannot be cancelled: its blocks are still being written.
             if time.monotonic() > read.deadline and read.transfer.release():

@@ -84,7 +84,7 @@ class Connection:
 
         Raises:
             RefusedError: the peer says why it refuses.
-            TransferError: the peer is gone, sends nothing in time, or sends what is no valid frame.
+            TransferError: the peer is gone, sends nothing in time, or sends an invalid frame.
         """
         until = time.monotonic() + self.timeout
         # One deadline for header and body, so that a slow peer cannot extend it.

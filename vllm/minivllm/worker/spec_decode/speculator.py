@@ -110,6 +110,6 @@ class DraftTokensHandler:
         drafts = {req_id: kept.get(req_id, [])[: len(unknown)] for req_id, unknown in placeholders.items()}
         missing = {req_id: len(placeholders[req_id]) - len(token_ids) for req_id, token_ids in drafts.items()}
         self.num_invalid_spec_tokens = missing
-        # A placeholder without a draft is no token of this step.
+        # A placeholder without a draft is not a token of this step.
         counts = {req_id: count - missing.get(req_id, 0) for req_id, count in counts.items()}
         return counts, {req_id: token_ids for req_id, token_ids in drafts.items() if token_ids}

@@ -1,24 +1,24 @@
-"""Slots for drawing a batch: a scheduler has no slots, but a picture needs one row for each
+"""Seats for drawing a batch: a scheduler has no seats, but a picture needs one row for each
 place in the batch.
 """
 
 from collections.abc import Iterable
 
 
-def seat(steps: Iterable[Iterable[str]], slots: int) -> list[list[str]]:
-    """Give every request the lowest free slot when it first appears, and keep it there until it
+def assign_seats(steps: Iterable[Iterable[str]], seats: int) -> list[list[str]]:
+    """Give every request the lowest free seat when it first appears, and keep it there until it
     leaves.
 
     Args:
         steps: the ids of the requests in the batch, step by step. A request that left comes back as
             a new one.
-        slots: at least as many as there are requests in any step.
+        seats: at least as many as there are requests in any step.
 
     Returns:
-        For each slot the request of each step, "" if it was empty: [slots][steps].
+        For each seat the request of each step, "" if it was empty: [seats][steps].
     """
-    rows: list[list[str]] = [[] for _ in range(slots)]
-    seated: list[str] = [""] * slots
+    rows: list[list[str]] = [[] for _ in range(seats)]
+    seated: list[str] = [""] * seats
     for step in steps:
         present = list(step)
         seated = [name if name in present else "" for name in seated]
